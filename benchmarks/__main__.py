@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import ROOT, machine
+from benchmarks.other_side import WAITING
 from benchmarks.report import Figure, show
 
 DOCS = ROOT / "docs/performance.md"
@@ -41,8 +42,7 @@ LIMIT_S = 1800.0
 
 def run(row: str, repeats: int, smoke: bool) -> list[Figure] | str:
     """Run one row; return its figures, or the reason why there are none."""
-    # Spinning threads would slow down the other side's turn.
-    env = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"} | os.environ
+    env = WAITING | {"HF_HUB_OFFLINE": "1"} | os.environ
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         words = [sys.executable, "-m", f"benchmarks.{row}", "--repeats", str(repeats), "--json", str(file)]

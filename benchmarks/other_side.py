@@ -9,6 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from gradwire_server.engine_client.process import ENVIRONMENT
+
+WAITING = {name: ENVIRONMENT[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+"""How OpenMP's threads wait on both sides: as the engine's. If they span for long, the other side would be slower."""
+
 
 class OtherSide:
     """A child process that reads a line and answers with a line of JSON; other lines that it prints are passed over.

@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import ROOT
-from benchmarks.other_side import OtherSide
+from benchmarks.other_side import WAITING, OtherSide
 from benchmarks.report import Figure, Size, run_alone
 from benchmarks.training import KINDS, LEARNING_RATE, train
 from benchmarks.turns import Turns, check_losses
@@ -64,13 +64,13 @@ class LoopProcess(OtherSide):
     """A :class:`PaddedLoop` in a process of its own.
 
     Args:
-        spins: Whether its OpenMP threads wait as they do by default, not passively.
+        spins: Whether its OpenMP threads wait as they do by default, not as the engine's.
     """
 
     def __init__(self, model: Path, folder: Path, *, spins: bool) -> None:
         folder.mkdir()
-        policy = ["-u", "OMP_WAIT_POLICY"] if spins else ["OMP_WAIT_POLICY=PASSIVE"]
-        command = ["env", *policy, sys.executable, "-m", "benchmarks.padded_loop", "side", str(model)]
+        waiting = [word for name in WAITING for word in (["-u", name] if spins else [f"{name}={WAITING[name]}"])]
+        command = ["env", *waiting, sys.executable, "-m", "benchmarks.padded_loop", "side", str(model)]
         super().__init__("the padded loop", command, folder, {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
 
     def steps(self, batches: list[Rows]) -> dict[str, Any]:

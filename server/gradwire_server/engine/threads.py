@@ -1,8 +1,9 @@
 """Number of CPU threads for a piece of work: all of them, or one where waking the others takes longer than it saves.
 
-A micro-batch of a small model consists of some hundred matrix products of microseconds each, and a passively waiting
-thread takes tens of microseconds to wake (see ``ENVIRONMENT`` in :mod:`gradwire_server.engine_client.process`). The
-number depends on the work alone, so a replay of the journal reproduces the same bits.
+A micro-batch of a small model consists of some hundred operations of microseconds each, and handing half of one to
+another thread takes microseconds while that thread spins, tens of them when it sleeps (see ``ENVIRONMENT`` in
+:mod:`gradwire_server.engine_client.process`). The number depends on the work alone, so a replay of the journal
+reproduces the same bits.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-SMALL = 3e7
-"""Tokens times parameters of a forward and backward at which two threads become as fast as one. Measured with 113,000
-parameters: 128 tokens took 5.5 ms on one thread and 6.6 ms on two; 512 tokens took 15.1 ms and 13.0 ms."""
+SMALL = 1e8
+"""Tokens times parameters of a forward and backward at which two threads become as fast as one. Measured with 439,000
+parameters: 128 tokens took 19.0 ms on one thread and 21.5 ms on two, 256 took 24.5 and 24.2, 512 took 53.5 and 44.3."""
 STEP_TOKENS = 32
 """Tokens whose forward and backward cost about as much as an optimizer step."""
 SMALL_SAMPLING = 5e8
 """Tokens, ``READ_TOKENS`` included, times parameters of a sampler's forward at which two threads become as fast as one.
-Measured with a token of each of 32 samples: 4 M parameters took 10.1 ms on one thread and 14.1 ms on two, 15 M took
-24.4 and 24.3 ms; one sample with 4 M took 4.2 and 8.5 ms, with 80 M 34.7 and 27.8 ms."""
+Measured with a token of each of 32 samples: 3 M parameters took 14.4 ms on one thread and 14.0 ms on two, 17 M took
+38.0 and 36.3 ms; one sample with 17 M took 11.9 and 13.2 ms, with 61 M 28.6 and 29.4 ms."""
 READ_TOKENS = 16
 """Tokens whose products take as long as reading the weights once, which a token alone waits for."""
 

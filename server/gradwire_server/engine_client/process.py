@@ -26,11 +26,18 @@ log = logging.getLogger(__name__)
 
 RESTART_PAUSES_S = (0.0, 0.5, 2.0, 5.0, 15.0, 30.0)
 HEALTHY_S = 60.0
-ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
-"""Of the engine, where nobody says otherwise. OpenMP threads that spin while they wait slow it several times over on a
-machine with other work. Blocks of 4 MiB or more are mapped and go back at once when they are freed: glibc before 2.38
-hardly reuses an aligned block within its heap. A new mapping costs the kernel its pages: a training step on 5 M weights
-took 1.35 times the processor time of glibc's own choice with blocks of a MiB mapped, and takes 1.11 times now."""
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", "MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
+"""Of the engine, where nobody says otherwise.
+
+OpenMP's threads wait asleep, because threads that spin slow the engine several times over on a machine with other work.
+But first they spin a thousand times, some 15 to 50 us, as GCC's OpenMP does where threads outnumber processors: most
+operations of a small model follow the one before within that time, and waking a sleeping thread takes longer. On two
+idle cores 1.1 to 1.5 times the tokens a second; beside two busy programs 0.5 to 0.7 times (docs/performance.md).
+
+Blocks of 4 MiB or more are mapped and go back at once when they are freed: glibc before 2.38 hardly reuses an aligned
+block within its heap. A new mapping costs the kernel its pages: a training step on 5 M weights took 1.35 times the
+processor time of glibc's own choice with blocks of a MiB mapped, and takes 1.11 times now.
+"""
 
 
 EngineAnswer = tuple[engine_pb2.EngineReply, Buffer]
@@ -84,6 +91,14 @@ class EngineClient(Protocol):
 
         The answer says whether it was stopped: its result is then cancelled.
         """
+
+
+def environment() -> dict[str, str]:
+    """Of the engine: this process's own with :data:`ENVIRONMENT`, in which how threads wait is one choice."""
+    ours = dict(ENVIRONMENT)
+    if "OMP_WAIT_POLICY" in os.environ:
+        del ours["GOMP_SPINCOUNT"]  # goes before the policy
+    return ours | os.environ | {"TOKENIZERS_PARALLELISM": "false"}
 
 
 def command(settings: EngineSettings, fd: int, marks_fd: int) -> list[str]:
@@ -258,13 +273,12 @@ class EngineProcess:
         marks, began = CrashMarks(), asyncio.get_running_loop().time()
         with theirs:
             words = command(self._config.engine, theirs.fileno(), marks.fd)
-            env = ENVIRONMENT | os.environ | {"TOKENIZERS_PARALLELISM": "false"}
             process = await asyncio.create_subprocess_exec(
                 *words,
                 pass_fds=[theirs.fileno(), marks.fd],
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,
-                env=env,
+                env=environment(),
                 start_new_session=True,
             )
         connection = _Connection(AsyncEngineLink(ours), process, self.vitals, marks)

@@ -15,9 +15,29 @@ import pytest
 from gradwire_proto import codec
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine_client.process import environment
 from support.engine import EngineProcess, token_rows
 
 ROWS = [[1, 20, 30, 40, 50], [1, 9, 8, 7, 6, 5, 4], [1, 60]]
+
+
+@pytest.mark.parametrize(
+    ("said", "waiting"),
+    [
+        ({}, ("PASSIVE", "1000")),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, ("ACTIVE", None)),
+        ({"GOMP_SPINCOUNT": "7"}, ("PASSIVE", "7")),
+    ],
+)
+def test_its_threads_spin_for_a_moment_where_nobody_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, said: dict[str, str], waiting: tuple[str, str | None]
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    found = environment()
+    assert (found["OMP_WAIT_POLICY"], found.get("GOMP_SPINCOUNT")) == waiting
 
 
 @pytest.fixture

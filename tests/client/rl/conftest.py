@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -78,3 +79,9 @@ class RuleInference:
 @pytest.fixture(scope="session")
 def rule_inference() -> Callable[..., RuleInference]:
     return RuleInference
+
+
+@pytest.fixture
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no checkpoint_dir is given, the log goes to ``runs`` here."""
+    monkeypatch.chdir(tmp_path)

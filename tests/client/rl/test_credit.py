@@ -1,0 +1,149 @@
+"""What steps and tokens of a trajectory get: advantages, bootstraps, weights where the sampler differs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from gradwire.rl import GiGPOAlgorithm, PPOAlgorithm
+from gradwire.rl.algorithms import gigpo_credit
+from gradwire.rl.environments import BaseEnvironment, StepResult
+from gradwire.rl.rows import rows_of
+from gradwire.rl.types import Action, EvaluateResult, State, StepData, Task, Trajectory
+from support.checking_run import ALGORITHMS, CheckingRun, Doors, arrived, config, steps, walk
+
+pytestmark = pytest.mark.usefixtures("in_a_folder_of_its_own")
+
+
+def test_gigpo_credit_by_hand(caplog: pytest.LogCaptureFixture) -> None:
+    """The worked example of test_advantages, from trajectories, with each stage in the log."""
+    good = Trajectory(Task("t"), 0, 0, steps=steps("start", "door", rewards=(0, 1)), reward=1)
+    bad = Trajectory(Task("t"), 0, 1, steps=steps("start", "door", "wall", rewards=(0, 0, 0)), reward=0)
+    with caplog.at_level(logging.DEBUG, "gradwire.rl.gigpo"):
+        credit = gigpo_credit([good, bad], gamma=0.5, omega=2.0, scale=False)
+    np.testing.assert_allclose(credit.episode, [0.5, -0.5])
+    np.testing.assert_allclose(credit.returns, [0.5, 1, 0, 0, 0])
+    np.testing.assert_allclose(credit.step, [0.25, 0.5, -0.25, -0.5, 0])
+    np.testing.assert_allclose([s.advantage for s in good.steps + bad.steps], [1.0, 1.5, -1.0, -1.5, -0.5])
+    assert credit.singletons == 0.2
+    for step in good.steps + bad.steps:
+        step.state_key = (step.state_key, [1])  # cannot be hashed: compared by how it is written
+    again = gigpo_credit([good, bad], gamma=0.5, omega=2.0, scale=False, state_hash=lambda step: {"at": step.state_key})
+    np.testing.assert_array_equal(again.advantages, credit.advantages)
+    assert "A_E  group 0 member 0: reward 1, A_E 0.5" in caplog.text
+    assert "G_k  1: steps [1, 3], returns [1, 0]" in caplog.text
+    assert "anchor state 2 of group 0: 'wall'" in caplog.text
+
+
+async def test_gigpo_sends_a_steps_advantage_with_its_tokens(rule_inference: Callable[..., Any]) -> None:
+    algorithm = GiGPOAlgorithm(
+        None, CheckingRun(), ["a"], arrived, config(), environment=Doors(), inference=rule_inference(walk), omega=0.7
+    )
+    collected = (await (await algorithm._ready()).iteration(0)).trajectories
+    batch = await algorithm.training_batch(collected)
+    flat = [
+        (m, a) for ms, as_ in zip(batch.columns["response_masks"], batch.columns["advantages"]) for m, a in zip(ms, as_)
+    ]
+    assert len(flat) == len(collected)
+    for trajectory, (mask, advantages) in zip(collected, flat):
+        expected = [step.advantage for step in trajectory.steps for _ in step.response_ids]
+        np.testing.assert_allclose(advantages[mask], expected, rtol=1e-6)
+        np.testing.assert_array_equal(advantages[~mask], 0)
+    (metrics,) = await algorithm.train(1, progress_bar=False)
+    assert 0 <= metrics["train/singleton_steps"] < 1  # found here; the loss, which has no steps, knows of none
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo", "gigpo"])
+async def test_a_sampler_that_differs_from_the_trainer_is_corrected_for(
+    name: str, rule_inference: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    kind, head, _ = ALGORITHMS[name]
+
+    async def trained(logprob: float, **loss_kwargs: Any) -> CheckingRun:
+        run = CheckingRun(head)
+        run.logprob = logprob
+        settings = config(loss_kwargs=loss_kwargs)
+        algorithm = kind(None, run, ["a"], arrived, settings, environment=Doors(), inference=rule_inference(walk))
+        await algorithm.train(3, progress_bar=False)
+        return run
+
+    run = await trained(-0.5)
+    assert run.scored == 1 and caplog.text.count("truncated importance weights") == 0  # measured once
+    assert all("sampler_correction" not in kwargs for _, kwargs, _ in run.batches)
+    run = await trained(-0.502)
+    assert run.scored == 3 and caplog.text.count("truncated importance weights") == 1  # said once
+    for _, kwargs, batch in run.batches:
+        assert kwargs["sampler_correction"] == "token_truncate"
+        np.testing.assert_allclose(batch["old_log_probs"], -0.502)
+        np.testing.assert_allclose(batch["sampler_log_probs"], -0.5)
+    run = await trained(-0.502, sampler_correction=None)
+    assert run.scored == 0 and all(kwargs["sampler_correction"] is None for _, kwargs, _ in run.batches)
+    run = await trained(-0.5, sampler_correction="sequence_mask")
+    assert run.scored == 3 and {kwargs["sampler_correction"] for _, kwargs, _ in run.batches} == {"sequence_mask"}
+
+
+def test_steps_that_continue_each_other_make_one_row() -> None:
+    first = StepData(0, "", "", np.array([1, 2]), Action("a"), np.array([5, 6]), np.array([-1, -2], np.float32))
+    after = StepData(1, "", "", np.array([1, 2, 5, 6, 9]), Action("b"), np.array([7]), np.array([-3], np.float32))
+    other = StepData(2, "", "", np.array([4]), Action("c"), np.array([8]), np.array([-4], np.float32))
+    one, two = rows_of([Trajectory(Task("t"), steps=[first, after, other])])
+    assert one.ids.tolist() == [1, 2, 5, 6, 9, 7]
+    assert one.written.tolist() == [False, False, True, True, False, True]
+    assert one.logprobs.tolist() == [0, 0, -1, -2, 0, -3]
+    assert one.step_of.tolist() == [-1, -1, 0, 0, -1, 1]
+    assert one.at_ends([1, 2, 3]).tolist() == [0, 0, 0, 1, 0, 2]
+    assert (one.last, two.last, two.prompt_length) == (False, True, 1)
+    first.logprobs = first.logprobs[:1]
+    with pytest.raises(ValueError, match="step 0 has 2 tokens and 1 log-probabilities"):
+        rows_of([Trajectory(Task("t"), steps=[first])])
+
+
+async def test_ppo_bootstraps_what_was_cut_off_and_rewards_ends(rule_inference: Callable[..., Any]) -> None:
+    algorithm = PPOAlgorithm(
+        None, CheckingRun("value"), ["a"], arrived, config(), environment=Doors(), inference=rule_inference(walk)
+    )
+    (trajectory,) = [Trajectory(Task("t"), steps=steps("s", rewards=(1.5,)), status="truncated", reward=1.5)]
+    trajectory.evaluation = EvaluateResult(1.5)
+    columns = (await algorithm.training_batch([trajectory])).columns
+    # ids 1 2 | 7 8: the values are of the states before 7 and 8. The loss trains these, and none after 8.
+    assert columns["old_values"][0].tolist() == [0, 0, 2, 3]
+    assert columns["bootstrap_values"] == [3]
+    assert columns["rewards"][0].tolist() == [0, 0, 0, 1.5]
+    assert trajectory.steps[0].value == 2
+    trajectory.status = "completed"
+    assert (await algorithm.training_batch([trajectory])).columns["bootstrap_values"] == [0]
+
+
+class Counting(BaseEnvironment):
+    """Never over by itself but for ``max_steps``, the task's own limit."""
+
+    blocking = False
+
+    def __init__(self, max_steps: int | None) -> None:
+        self.max_steps = max_steps
+
+    def reset(self, task: Task, seed: int) -> State:
+        return State(task, ({"role": "user", "content": "go"},))
+
+    def step(self, state: State, action: Action) -> StepResult:
+        return StepResult("on")
+
+
+@pytest.mark.parametrize(("own", "steps_taken", "status"), [(3, 3, "completed"), (None, 4, "truncated")])
+async def test_only_a_limit_that_is_not_the_tasks_is_bootstrapped(
+    own: int | None, steps_taken: int, status: str, rule_inference: Callable[..., Any], caplog: Any
+) -> None:
+    algorithm = PPOAlgorithm(
+        None, CheckingRun("value"), ["a"], arrived, config(max_steps_per_rollout=4), environment=Counting(own),
+        inference=rule_inference(walk),
+    )  # fmt: skip
+    trajectories = (await (await algorithm._ready()).iteration(0)).trajectories
+    assert {(each.status, len(each.steps)) for each in trajectories} == {(status, steps_taken)}
+    batch = await algorithm.training_batch(trajectories)
+    last = [values[-1] for values in batch.columns["old_values"]]
+    assert batch.columns["bootstrap_values"] == (last if status == "truncated" else [0] * len(last))
+    assert batch.metrics["bootstrapped"] == (len(last) if status == "truncated" else 0)
+    assert ("set the environment's max_steps" in caplog.text) == (status == "truncated")

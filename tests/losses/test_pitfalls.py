@@ -31,7 +31,7 @@ WHERE = {
         HERE: ["test_nothing_is_shifted_by_one"],
         SERVED: ["test_a_token_has_the_probability_that_the_tokens_before_it_give"],
         "server/engine/test_evaluate.py": ["test_values_are_read_before_the_token"],
-        "losses/test_policy_families.py": ["test_an_entry_of_targets_is_about_what_follows_its_token"],
+        "losses/test_policy_rules.py": ["test_an_entry_of_targets_is_about_what_follows_its_token"],
     },
     "prompt tokens in the loss": {HERE: ["test_prompt_tokens_are_not_in_the_loss"]},
     "left and right padding": {
@@ -57,7 +57,7 @@ WHERE = {
     "groups with no spread": {
         "losses/test_advantages.py": ["test_equal_rewards_give_exactly_zero_and_are_counted"],
         "losses/test_seven.py": ["test_groups_of_equal_rewards_teach_nothing"],
-        "losses/test_policy_families.py": ["test_a_group_of_one_response_has_no_advantage"],
+        "losses/test_policy_rules.py": ["test_a_group_of_one_response_has_no_advantage"],
     },
     "one-token rows": {HERE: ["test_one_token_rows_and_masked_rows_count_nowhere"]},
     "all-masked rows in numerator or denominator": {

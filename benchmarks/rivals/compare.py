@@ -44,22 +44,31 @@ RIVALS = (
 )
 
 
+OURS, GROUPED = "ours", "ours with --group-runs on"
+"""Our SDK and a server with its defaults; and the same with a server that computes many runs at once, for many runs."""
+
+
 @asynccontextmanager
-async def opened(rival: Rival) -> AsyncIterator[tuple[list[Side], Side]]:
+async def opened(rival: Rival, works: Sequence[Work]) -> AsyncIterator[tuple[list[Side], Side]]:
     """Start both sides; yield ours, by our own SDK and by Tinker's, and the rival's."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rivals-")))
         path = model(folder)
-        server, address = servers.ours(path, folder / "ours")
-        stack.enter_context(server)
-        service = await stack.enter_async_context(gradwire.connect(address))
-        ours = OurSdk(service, server)
+
+        async def started(name: str, *settings: str) -> tuple[OurSdk, servers.Server]:
+            server, address = servers.ours(path, folder / name, *settings)
+            stack.enter_context(server)
+            return OurSdk(name, await stack.enter_async_context(gradwire.connect(address)), server), server
+
+        ours, server = await started(OURS)
         sides: list[Side] = [ours]
         if rival.python is None or rival.start is None:
             yield sides, BareSide(ours, path, folder / "adapters")
             return
         door = stack.enter_context(servers.TinkerProgram(servers.TINKER_PYTHON, server))
         sides.append(TinkerSide("our Tinker door", door, server.process))
+        if any(work.runs > 1 for work in works):
+            sides.append((await started(GROUPED, "--group-runs", "on"))[0])
         theirs = stack.enter_context(rival.start(path, folder / "theirs"))
         program = stack.enter_context(servers.TinkerProgram(rival.python, theirs))
         yield sides, TinkerSide(rival.name, program, theirs.process)
@@ -92,7 +101,7 @@ def check(measured: Mapping[str, Measured], rival: str) -> None:
     Raises:
         AssertionError: They did not.
     """
-    ours = measured["ours"]
+    ours = measured[OURS]
     for name, side in measured.items():
         check_losses(side.losses[:1], ours.losses[:1], rtol=1e-4)
         first, last = (statistics.fmean(part) for part in (side.losses[:DIFFERENT_BATCHES], _last(side)))
@@ -111,9 +120,10 @@ def figure(work: Work, ours: str, rival: Rival, measured: Mapping[str, Measured]
     mine, theirs = measured[ours], measured[rival.name]
     bare = rival.python is None
     above, below = (mine, theirs) if bare else (theirs, mine)
-    who = ours if ours != "ours" else "own SDK"
+    sdk = ours in (OURS, GROUPED)
+    who = ours.replace(OURS, "own SDK") if sdk else ours
     name = f"{work.name}: {who}, " + ("time over a bare peft loop's" if bare else f"against {rival.name}")
-    target = rival.targets[work.name] if ours == "ours" else None
+    target = rival.targets[work.name] if sdk else None
     detail = f"{_said(ours, mine)}, {_said(rival.name, theirs)}; {_ratio(above.cpu_ms, below.cpu_ms):.2f} x by CPU; "
     detail += _losses_said(work, ours, mine, rival.name, theirs)
     samples = {f"{side}, ms": values.wall_ms for side, values in ((ours, mine), (rival.name, theirs))}
@@ -148,9 +158,10 @@ async def compare(rival: Rival, size: Size) -> list[Figure]:
                 raise FileNotFoundError(f"{python} is not there: make {python.parent.parent.name}/.installed")
     works = [work for work in WORKS if work.name in rival.targets and size.wants(work.name)]
     figures = []
-    async with opened(rival) as (ours, theirs):
+    async with opened(rival, works) as (ours, theirs):
         for work in works:
-            measured = await by_turns(work, [*ours, theirs], size)
+            sides = [side for side in ours if side.name != GROUPED or work.runs > 1]
+            measured = await by_turns(work, [*sides, theirs], size)
             check(measured, rival.name)
-            figures += [figure(work, side.name, rival, measured) for side in ours]
+            figures += [figure(work, side.name, rival, measured) for side in sides]
     return figures

@@ -109,11 +109,11 @@ class Server:
             process.kill()
 
 
-def ours(model: Path, folder: Path) -> tuple[Server, str]:
-    """Our server with its defaults and the Tinker door, and the address for our own SDK."""
+def ours(model: Path, folder: Path, *settings: str) -> tuple[Server, str]:
+    """Our server with its defaults, but for these settings, and the Tinker door; and the address for our own SDK."""
     address, url = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "gradwire_server.cli", "serve", "--address", address, "--http", url]
-    command += ["--model", f"{MODEL_NAME}={model}", "--state-dir", str(folder / "state")]
+    command += ["--model", f"{MODEL_NAME}={model}", "--state-dir", str(folder / "state"), *settings]
     return Server("gradwire", command, f"http://{url}", MODEL_NAME, folder), address
 
 

@@ -67,9 +67,8 @@ class Side(ABC):
 class OurSdk(Side):
     """Gradwire's own SDK, in this process."""
 
-    name = "ours"
-
-    def __init__(self, service: gradwire.ServiceClient, server: Server) -> None:
+    def __init__(self, name: str, service: gradwire.ServiceClient, server: Server) -> None:
+        self.name = name
         self._service, self._model = service, server.model
         self.processes = (server.process,)
         self.runs: dict[str, list[gradwire.TrainingClient]] = {}

@@ -174,6 +174,10 @@ def _announce(server: Server, ready_file: Path | None) -> None:
         f"{len(core.engine.hello.losses)} losses, {core.storage.records.count} runs in {config.state_dir}",
         markup=False,
     )
+    for name, count in core.storage.records.by_model().items():
+        if name not in config.all_models:
+            absent = f"{name}, which this server does not have"
+            console.print(f"gradwire: {count} of these runs wait for {absent}: --model {name}=PATH", markup=False)
     if server.core.keys.required and not config.loopback and config.tls_cert is None:
         console.print("API keys travel in the clear: give --tls-cert and --tls-key, or put a proxy with TLS before it")
     if not server.core.keys.required:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import queue
 import sqlite3
 import threading
@@ -26,12 +27,16 @@ from gradwire_server.errors import ServiceError
 from gradwire_server.journal.mirror import MirroredConnection, copy_database
 from gradwire_server.journal.schema import connect, connect_as, migrate, newest_commit
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 
 MAX_GROUP = 512
 RAN_EVERY_S = 10.0
 """How much of the time for which servers ran a crash may lose."""
+FULL_SAID_EVERY_S = 60.0
+"""The log says that often that the disk is full, as long as it is."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class Database:
         self._path, self._before_commit, self._on_failed_group = path, before_commit, on_failed_group
         self.on_commit: Callable[[int, float, bool], object] = lambda writes, seconds, committed: None
         self._began, self.noted = time.monotonic(), False
+        self._full_said_s = -FULL_SAID_EVERY_S
         self._loop = asyncio.get_running_loop()
         connection = connect(self._path)
         migrate(connection)
@@ -173,7 +179,7 @@ class Database:
                     outcomes.append((item.work(connection), None))
                 except Exception as error:  # passed on to the caller through the future
                     connection.execute("ROLLBACK TO item")
-                    outcomes.append((None, _storage_error(error)))
+                    outcomes.append((None, self._storage_error(error)))
                 connection.execute("RELEASE item")
             if not self.noted or ran_s >= self._noted_s + RAN_EVERY_S:
                 connection.execute("UPDATE state SET commits = ?, ran_s = ?", (self.commit, ran_s))
@@ -185,9 +191,22 @@ class Database:
             connection.rollback()
             self._on_failed_group()
             self.on_commit(len(items), time.perf_counter() - began, False)
-            return [(None, _storage_error(error))] * len(items)
+            return [(None, self._storage_error(error))] * len(items)
         self.on_commit(len(items), time.perf_counter() - began, True)
         return outcomes
+
+    def _storage_error(self, error: Exception) -> Exception:
+        """The error that callers get; a full disk is the operator's to mend, so the log has it as well."""
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not full and not (isinstance(error, sqlite3.OperationalError) and "full" in str(error)):
+            return error
+        if self.ran_s() >= self._full_said_s + FULL_SAID_EVERY_S:
+            self._full_said_s = self.ran_s()
+            log.error("the disk of %s is full: new operations are refused until there is room", self._path.parent)
+        return ServiceError(
+            pb.ERROR_CODE_STORAGE_FULL,
+            "the server's disk is full: nothing was written; make room in its --state-dir and try again",
+        )
 
 
 def _deliver(items: list[_Item], outcomes: list[Any]) -> None:
@@ -198,14 +217,3 @@ def _deliver(items: list[_Item], outcomes: list[Any]) -> None:
             item.done.set_result(value)
         else:
             item.done.set_exception(error)
-
-
-def _storage_error(error: Exception) -> Exception:
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    full = full or (isinstance(error, sqlite3.OperationalError) and "full" in str(error))
-    if full:
-        return ServiceError(
-            pb.ERROR_CODE_STORAGE_FULL,
-            "the server's disk is full: nothing was written; make room in its --state-dir and try again",
-        )
-    return error

@@ -140,6 +140,10 @@ class RunRecords:
         """Number of runs, those being created included."""
         return len(self._records)
 
+    def by_model(self) -> Counter[str]:
+        """Number of runs on each base model."""
+        return Counter(record.config.base_model for record in self._records.values())
+
     def by_key(self, owner: str, key: str) -> RunRecord | None:
         """The run that an idempotency key of an owner created or is creating; None if there is none."""
         return self._by_key.get((owner, key)) if key else None

@@ -137,6 +137,23 @@ async def test_it_says_at_once_that_it_stops(tiny_model_path: Path, tmp_path: Pa
         assert await asyncio.to_thread(process.wait, 120) == 0
 
 
+async def test_it_says_which_runs_have_no_model_here(tiny_model_path: Path, tmp_path: Path) -> None:
+    async with serving(tiny_model_path, tmp_path / "state") as address, connected(address) as client:
+        for _ in range(2):
+            await client.begin(seed=5, lora=pb.LoraSettings(rank=2))
+    words, written = command(tiny_model_path, tmp_path / "state"), tmp_path / "stderr"
+    words[words.index("--model") + 1] = f"renamed={tiny_model_path}"
+    with (
+        written.open("w") as stderr,
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,  # noqa: ASYNC220
+    ):
+        assert process.stdout is not None
+        await asyncio.to_thread(process.stdout.readline)
+        process.terminate()
+        assert await asyncio.to_thread(process.wait, 120) == 0
+    assert "2 of these runs wait for tiny, which this server does not have: --model tiny=PATH" in written.read_text()
+
+
 def test_it_ends_with_its_parent(tiny_model_path: Path, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     words = command(tiny_model_path, tmp_path / "state", "--die-with-parent", "--ready-file", str(ready))

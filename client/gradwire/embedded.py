@@ -91,8 +91,9 @@ class EmbeddedServer:
             raise ConnectionLostError(f"the embedded server ended with exit code {ended}{self._complaint()}")
 
     async def close(self) -> None:
-        if self._finalizer.detach() is not None:
-            await asyncio.to_thread(_end, self._process, self._folder)
+        # When the interpreter ends no thread can be started any more, and the finalizer is about to run by itself.
+        with contextlib.suppress(RuntimeError):
+            await asyncio.to_thread(self._finalizer)
 
     def _complaint(self) -> str:
         text = self._stderr.read_bytes()[-SHOWN_STDERR_BYTES:].decode(errors="replace").strip()

@@ -143,10 +143,12 @@ class RunLink:
     async def close(self, error: GradwireError) -> None:
         """Wait, for a limited time, until submitted operations are acknowledged; fail those without a result."""
         if self._started and self._queue.dead is None:
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(CLOSE_PATIENCE_S):
                     for entry in self._queue.unsent:
                         await entry.acknowledged.wait()
+            except TimeoutError:
+                self._say_lost(f"the server did not answer within {CLOSE_PATIENCE_S:g} s")
         self._die(error)
         tasks = [task for task in (*self._tasks, self._opening) if task is not None]
         for task in tasks:
@@ -215,11 +217,22 @@ class RunLink:
                 error.add_note(f"once the server is back, continue with get_training_client({self._queue.run_id!r})")
             give_up(error)
         except asyncio.CancelledError:
+            self._say_lost(
+                "the event loop ended first: use `async with gradwire.connect(...)`, or `await service.close()`"
+            )
             self._die(ServiceClosedError("the service was closed before the result came"))
             raise
         except Exception as error:  # A bug in the link must fail the waiting operations, not leave them waiting.
             logger.exception("the link of %s stopped", self._queue.run_id)
             self._die(InternalServerError(f"the client's link of {self._queue.run_id} stopped: {error!r}"))
+
+    def _say_lost(self, reason: str) -> None:
+        lost = len(self._queue.unsent)
+        if lost:
+            logger.warning(
+                "%s: %d submitted operations may not have reached the server, because %s",
+                self._queue.run_id, lost, reason,
+            )  # fmt: skip
 
     def _writes_no_more(self, error: GradwireError) -> None:
         if isinstance(error, RewoundError):  # acknowledged operations were discarded by a restore

@@ -8,6 +8,7 @@ name in :mod:`gradwire.service` or :mod:`gradwire.training`.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -154,6 +155,7 @@ class ServiceClient:
 
     def close(self) -> None:
         """Close the connection: see :meth:`gradwire.ServiceClient.close`. Ends the thread as well."""
+        atexit.unregister(self.close)
         if self._loop_thread.closed:
             return
         try:
@@ -184,11 +186,17 @@ def connect(
     start_timeout: float = 300.0,
     reconnect_timeout: float = 600.0,
 ) -> ServiceClient:
-    """Connect like :func:`gradwire.connect`; use ``with``, or call :meth:`ServiceClient.close`."""
+    """Connect like :func:`gradwire.connect`.
+
+    Use ``with``, or call :meth:`ServiceClient.close`; otherwise the end of the program does, so that operations that
+    were submitted reach the server.
+    """
     settings = dict(locals())
     loop_thread = LoopThread()
     try:
-        return ServiceClient(loop_thread.run(connection.open_service(**settings)), loop_thread)
+        client = ServiceClient(loop_thread.run(connection.open_service(**settings)), loop_thread)
     except BaseException:
         loop_thread.close()
         raise
+    atexit.register(client.close)
+    return client

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -11,6 +13,7 @@ import gradwire
 import pytest
 from gradwire import service, sync, training
 from support.scripted import BATCH, Script, scripted_server
+from support.server import Server
 
 
 @pytest.fixture
@@ -77,6 +80,56 @@ def test_it_has_the_methods_of_the_asynchronous_one() -> None:
     assert public(sync.ServiceClient) == public(service.ServiceClient)
     assert public(sync.TrainingClient) == public(training.TrainingClient)
     assert inspect.signature(sync.connect).parameters == inspect.signature(gradwire.connect).parameters
+
+
+NOT_CLOSED = """
+import sys
+import gradwire
+
+service = gradwire.sync.connect(sys.argv[1])
+run = service.create_run("tiny", lora=2)
+print(run.run_id)
+for _ in range(20):
+    run.forward_backward({"input_ids": [[4, 5, 6]]}, "causal_lm")
+    run.optim_step(learning_rate=1e-3)
+"""
+NOT_CLOSED_ON_A_LOOP = """
+import asyncio
+import sys
+import gradwire
+
+async def main():
+    service = await gradwire.connect(sys.argv[1])
+    run = await service.create_run("tiny", lora=2)
+    print(run.run_id)
+    for _ in range(40):
+        run.optim_step(learning_rate=1e-3)
+
+asyncio.run(main())
+"""
+
+
+def ran(code: str, address: str) -> tuple[str, str]:
+    """The run that a program created, and what it wrote to stderr."""
+    done = subprocess.run([sys.executable, "-c", code, address], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr
+
+
+def test_a_script_that_ends_without_closing_has_sent_what_it_submitted(server: Server) -> None:
+    run_id, said = ran(NOT_CLOSED, server.address)
+    assert said == ""
+    with gradwire.sync.connect(server.address) as again:
+        assert again.get_training_client(run_id).info().accepted_seq == 40
+        again.delete_run(run_id)
+
+
+def test_a_program_whose_loop_ends_first_is_told_what_it_may_have_lost(server: Server) -> None:
+    run_id, said = ran(NOT_CLOSED_ON_A_LOOP, server.address)
+    assert f"{run_id}: 40 submitted operations may not have reached the server, because the event loop ended" in said
+    assert "async with gradwire.connect(...)" in said
+    with gradwire.sync.connect(server.address) as again:
+        again.delete_run(run_id)
 
 
 def test_its_loop_leaves_no_task_behind() -> None:

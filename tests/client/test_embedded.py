@@ -64,7 +64,8 @@ def test_ctrl_c_is_the_programs_which_may_still_save(tiny_model_path: Path) -> N
 def test_it_ends_with_a_script_that_does_not_close_it(tiny_model_path: Path) -> None:
     code = (
         "import sys, gradwire; service = gradwire.sync.connect(models=[sys.argv[1]])\n"
-        "service.create_run('tiny', lora=2).forward(dict(input_ids=[[4, 5]])); print(service._client._embedded._process.pid)"
+        "service.create_run('tiny', lora=2).forward(dict(input_ids=[[4, 5]]))\n"
+        "print(service._client._embedded._process.pid)"
     )
     command = [sys.executable, "-c", code, f"tiny={tiny_model_path}"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -36,7 +36,7 @@ class LoopThread:
 
     def run(self, work: Coroutine[Any, Any, R]) -> R:
         """Run a coroutine and return its result; an interrupt cancels it."""
-        if self._loop.is_closed():
+        if self.closed:
             work.close()
             raise ServiceClosedError("the service is closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -48,7 +48,8 @@ class LoopThread:
 
     @property
     def closed(self) -> bool:
-        return self._loop.is_closed()
+        """Whether the loop has ended, or belongs to the process that this one was forked from."""
+        return self._loop.is_closed() or not self._thread.is_alive()
 
     def close(self) -> None:
         """End what still runs in the loop, then the loop."""

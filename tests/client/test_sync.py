@@ -124,6 +124,27 @@ def test_a_script_that_ends_without_closing_has_sent_what_it_submitted(server: S
         again.delete_run(run_id)
 
 
+FORKED = """
+import os
+import sys
+import gradwire
+
+service = gradwire.sync.connect(sys.argv[1])
+run = service.create_run("tiny", lora=2)
+if os.fork() == 0:
+    sys.exit(7)  # ends as a program does; the connection is its parent's
+_, status = os.wait()
+print(run.run_id, os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_forked_child_ends_without_the_connection_of_its_parent(server: Server) -> None:
+    run_id, code = ran(FORKED, server.address)[0].split()
+    assert code == "7"
+    with gradwire.sync.connect(server.address) as again:
+        again.delete_run(run_id)
+
+
 def test_a_program_whose_loop_ends_first_is_told_what_it_may_have_lost(server: Server) -> None:
     run_id, said = ran(NOT_CLOSED_ON_A_LOOP, server.address)
     assert f"{run_id}: 40 submitted operations may not have reached the server, because the event loop ended" in said

@@ -12,7 +12,7 @@ from typing import Any, Self
 from gradwire_server.engine_client.process import ENVIRONMENT
 
 WAITING = {name: ENVIRONMENT[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-"""How OpenMP's threads wait on both sides: as the engine's. If they span for long, the other side would be slower."""
+"""How OpenMP's threads wait on both sides: as the engine's do. Threads that spin for long slow the other side down."""
 
 
 class OtherSide:

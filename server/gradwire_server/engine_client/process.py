@@ -94,10 +94,10 @@ class EngineClient(Protocol):
 
 
 def environment() -> dict[str, str]:
-    """Of the engine: this process's own with :data:`ENVIRONMENT`, in which how threads wait is one choice."""
+    """Variables of the engine's process: this process's own, and of :data:`ENVIRONMENT` what nobody has set."""
     ours = dict(ENVIRONMENT)
     if "OMP_WAIT_POLICY" in os.environ:
-        del ours["GOMP_SPINCOUNT"]  # goes before the policy
+        del ours["GOMP_SPINCOUNT"]  # it would take precedence over the policy that somebody chose
     return ours | os.environ | {"TOKENIZERS_PARALLELISM": "false"}
 
 

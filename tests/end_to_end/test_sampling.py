@@ -46,8 +46,8 @@ def test_a_script_without_a_loop_streams_too(server: Server) -> None:
         tokens = list(client.stream([1, 40, 41], max_tokens=6, seed=1, ignore_eos=True))
         (sample,) = client.sample([1, 40, 41], max_tokens=6, seed=1, ignore_eos=True).result().samples[0]
         assert [token.token_id for token in tokens] == sample.token_ids.tolist()
-        stream = client.stream([1, 40, 41], max_tokens=200, ignore_eos=True)
-        assert next(stream).text
+        stream = client.stream([1, 40, 41], max_tokens=200, seed=1, ignore_eos=True)
+        assert next(stream).token_id == tokens[0].token_id
         stream.close()
         with pytest.raises(StopIteration):
             next(stream)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from inspect import isawaitable
 from types import TracebackType
@@ -255,7 +256,7 @@ async def gather(*futures: Future[Any]) -> tuple[Any, ...]:
     """Wait for all futures and return their results in order.
 
     If some failed, raise the first cause among them once all have settled; further independent failures are
-    listed in the exception's notes.
+    counted in the exception's notes, each text once.
 
     Raises:
         InvalidArgumentError: An argument is no future.
@@ -277,7 +278,7 @@ async def gather(*futures: Future[Any]) -> tuple[Any, ...]:
     roots = [error for error in errors if not isinstance(error, AbortedPredecessorError)]
     if not roots:
         raise next((error.__cause__ for error in errors if isinstance(error.__cause__, GradwireError)), errors[0])
-    for other in roots[1:]:
-        if other is not roots[0]:
-            roots[0].add_note(f"also failed: {type(other).__name__}: {other}")
+    others = Counter(f"{type(other).__name__}: {other}" for other in roots[1:] if other is not roots[0])
+    for text, count in others.items():
+        roots[0].add_note(f"also failed{f' ({count} times)' if count > 1 else ''}: {text}")
     raise roots[0]

@@ -185,6 +185,13 @@ async def test_gather_raises_the_first_cause() -> None:
             await gradwire.gather(*lost)
         assert any("operation 3" in note for note in caught.value.__notes__)
         assert (await run.optim_step()).step == 4
+        lost = []
+        for name in ("none", "nil", "nil"):
+            lost += [run.forward_backward(BATCH, name), run.optim_step()]
+        with pytest.raises(gradwire.UnknownLossError) as wrong:
+            await gradwire.gather(*lost)
+        (note,) = wrong.value.__notes__
+        assert note.startswith("also failed (2 times): UnknownLossError: there is no loss 'nil'")
 
 
 async def test_a_failure_nobody_asked_for_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import warnings
 from pathlib import Path
+from typing import Any
 
 import gradwire
 import numpy as np
@@ -20,6 +22,12 @@ LORA = {"rank": 4, "target_modules": ["all-linear", "lm_head"]}
 
 async def scores(run: gradwire.TrainingClient) -> list[np.ndarray]:
     return [np.asarray(row) for row in await run.compute_logprobs(ROWS)]
+
+
+def with_adapter(model_path: Path, folder: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_path), str(folder)).eval()
 
 
 async def test_an_adapter_on_the_output_head(killable: Server, tiny_model_path: Path, tmp_path: Path) -> None:
@@ -47,9 +55,7 @@ async def test_an_adapter_on_the_output_head(killable: Server, tiny_model_path: 
         for ours, theirs in zip(await scores(run), before, strict=True):  # replayed
             np.testing.assert_array_equal(ours, theirs)
         folder = await run.export(tmp_path / "adapter")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
-        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model_path), str(folder)).eval()
+    model = await asyncio.to_thread(with_adapter, tiny_model_path, folder)
     assert model.base_model.model.lm_head.lora_B["default"].weight.abs().max() > 1e-2
     with torch.no_grad():
         for row, ours in zip(ROWS, before, strict=True):

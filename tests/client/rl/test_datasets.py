@@ -31,6 +31,12 @@ async def scores(grader: Any, trajectories: Sequence[Trajectory]) -> list[float]
     return [result.score for result in results]
 
 
+@pytest.fixture
+def math_verify() -> None:
+    pytest.importorskip("math_verify")
+
+
+@pytest.mark.usefixtures("math_verify")
 async def test_mathematics(tmp_path: Path) -> None:
     file = tmp_path / "math.jsonl"
     lines = [
@@ -41,7 +47,6 @@ async def test_mathematics(tmp_path: Path) -> None:
     many, half = math_tasks(file, template="Solve: {question}")
     assert (many.prompt, many.ground_truth, half.ground_truth) == ("Solve: How many?", "1234", r"\frac{1}{2}")
     assert await scores(last_number(), answered(many, "it is 1,234", "1233")) == [1, 0]
-    pytest.importorskip("math_verify")
     right = (r"\boxed{0.5}", "the answer is $1/2$", r"$\frac{2}{4}$")
     assert await scores(math_answer(format_score=0.1), answered(half, *right, "$0.4$", "no idea")) == [1, 1, 1, 0.1, 0]
     with pytest.raises(ValueError, match="has no rows"):

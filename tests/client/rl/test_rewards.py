@@ -60,7 +60,7 @@ def polite(messages: list[dict[str, str]], ground_truth: str) -> EvaluateResult:
 async def test_a_function_over_messages_in_the_sandbox() -> None:
     one, two = trajectory("tea please", truth="tea"), trajectory("coffee", truth="tea")
     report = await RewardComputer(polite).compute([one, two])
-    polite.close()
+    await asyncio.to_thread(polite.close)
     assert (one.reward, two.reward) == (1, 0)
     assert (one.steps[0].reward, one.steps[0].metrics) == (0.5, {"words": 2})
     assert one.evaluation is not None and one.evaluation.step_outputs[0].reason == "greeted"
@@ -75,7 +75,7 @@ async def test_a_batch_function_sees_a_group_at_a_time() -> None:
 
     trajectories = [trajectory("aa"), trajectory("b", group=1), trajectory("c"), trajectory("dd", group=1)]
     await RewardComputer(longest_wins).compute(trajectories)
-    longest_wins.close()
+    await asyncio.to_thread(longest_wins.close)
     assert [each.reward for each in trajectories] == [1, 0, 0, 1]
 
 
@@ -198,13 +198,13 @@ async def test_objectives_may_be_a_list_of_functions() -> None:
     trajectories = [trajectory("x"), trajectory("yy")]
     computer = ParetoRewardComputer([correct, reward_function(sandboxed=False)(lambda response: -len(response))])
     await computer.compute(trajectories)
-    computer.close()
+    await asyncio.to_thread(computer.close)
     assert [each.reward for each in trajectories] == [1, 0]
     assert trajectories[0].evaluation is not None
     assert trajectories[0].evaluation.metrics == {"correct": 1, "<lambda>_1": -1}
     single = RewardComputer(correct)
     await single.compute(trajectories)
-    single.close()
+    await asyncio.to_thread(single.close)
     assert [each.reward for each in trajectories] == [1, 0]
     with pytest.raises(ValueError, match="For several objectives: ParetoRewardComputer"):
         RewardComputer(correct, "pareto")  # type: ignore[arg-type]
@@ -231,7 +231,7 @@ async def test_verifiable_rewards() -> None:
     pattern = regex_match(r"<answer>\s*yes\s*</answer>")
     assert await score(pattern, "<answer> yes </answer>", None) == 1
     assert await score(pattern, "yes", None) == 0
-    pattern.close()
+    await asyncio.to_thread(pattern.close)
     schema = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
     typed = json_schema(schema, valid_json_score=0.2)
     assert await score(typed, 'Here: ```json\n{"name": "Ada"}\n```', None) == 1
@@ -244,7 +244,7 @@ async def test_code_is_run_where_it_can_do_no_harm() -> None:
     tests = ["assert add(1, 2) == 3", "assert add(2, 2) == 5"]
     assert await score(passes, "```python\ndef add(a, b):\n    return a + b\n```", tests) == 0.5
     assert await score(passes, "import sys; sys.exit(0)", tests) == 0
-    passes.close()
+    await asyncio.to_thread(passes.close)
 
 
 async def test_a_reward_model_on_the_server() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from gradwire.rl.rewards import NotPortableError, Outcome, Sandbox, SandboxLimits
 
@@ -146,6 +148,33 @@ async def test_closures_and_recursion_travel() -> None:
     box = Sandbox(recursive)
     assert await box.call(3) == Outcome(value=5, seconds=pytest.approx(0, abs=5))
     box.close()
+
+
+async def test_a_forgotten_sandbox_ends_and_nobody_waits_for_it() -> None:
+    """It may be collected on an event loop; the detector of held loops fails the test if that waits for the process."""
+    before = psutil.Process().children()
+    box = Sandbox(misbehave)
+    assert (await box.call("well")).error == ""
+    (process,) = set(psutil.Process().children()) - set(before)
+    process.suspend()  # so that it does not end by itself
+    del box
+    assert await asyncio.to_thread(psutil.wait_procs, [process], 30) == ([process], [])
+
+
+def test_an_unclosed_sandbox_ends_with_the_program(tmp_path: Path) -> None:
+    script = tmp_path / "forgets.py"
+    script.write_text(
+        "import asyncio\n"
+        "import psutil\n"
+        "from gradwire.rl.rewards import Sandbox\n"
+        "box = Sandbox(lambda x: x + 1)\n"
+        "assert asyncio.run(box.call(5)).value == 6\n"
+        "(child,) = psutil.Process().children()\n"
+        "child.suspend()\n"
+        "print(child.pid)\n"
+    )
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=30)
+    assert result.stderr == "" and not psutil.pid_exists(int(result.stdout))
 
 
 def test_what_cannot_travel_is_named() -> None:

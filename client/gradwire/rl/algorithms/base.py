@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -320,6 +321,7 @@ class Algorithm(ABC):
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.reward.close)  # sandboxes take a moment to end
         self.close()
 
     # ---------------------------------------------------------------- components

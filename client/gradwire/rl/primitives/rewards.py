@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -60,8 +61,8 @@ class ComputedRewards:
         try:
             rewards = list(await called(lambda: self._computer.compute_rewards(list(trajectories), **options)))
         except Exception as error:  # the user's object may raise anything
-            where = inspect.getinnerframes(error.__traceback__)[-1].lineno if error.__traceback__ else 0
-            failed = EvaluateResult(0.0, error=f"{name}: {type(error).__name__}: {error} (line {where})")
+            *_, (_, line) = traceback.walk_tb(error.__traceback__)
+            failed = EvaluateResult(0.0, error=f"{name}: {type(error).__name__}: {error} (line {line})")
             return [failed] * len(trajectories)
         if len(rewards) != len(trajectories):
             failed = EvaluateResult(

@@ -188,7 +188,7 @@ class _Worker:
             env=_environment(variables), start_new_session=True,
         )  # fmt: skip
         self.broken = False
-        self._finalize = weakref.finalize(self, _end, self._process)
+        self._finalize = weakref.finalize(self, _end_forgotten, self._process)
         self._send(setup)
 
     def ask(self, request: bytes, timeout_s: float) -> dict[str, Any]:
@@ -201,7 +201,8 @@ class _Worker:
 
     def end(self) -> None:
         """Wait for the process to exit, and kill it if it does not."""
-        self._finalize()
+        if self._finalize.detach():
+            _end(self._process)
 
     def _send(self, content: bytes) -> None:
         assert self._process.stdin is not None
@@ -247,6 +248,14 @@ def _environment(variables: Sequence[str]) -> dict[str, str]:
 def _close_input(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None:
         process.stdin.close()
+
+
+def _end_forgotten(process: subprocess.Popen[bytes]) -> None:
+    """End the process of a worker that was collected as garbage, which happens on event loops too: they cannot wait."""
+    if threading.main_thread().is_alive():
+        threading.Thread(target=_end, args=(process,), name="gradwire sandbox's end", daemon=True).start()
+    else:  # the program ends
+        _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

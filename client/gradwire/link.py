@@ -88,7 +88,6 @@ class RunLink:
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = False
         self._may_reopen = False
-        self._parked = ""
         self._fence: GradwireError | None = None
         self._send_work = asyncio.Event()
         self._out_of_turn: list[Entry] = []
@@ -275,10 +274,7 @@ class RunLink:
     ) -> None:
         self._may_reopen = True
         if waiting:
-            level = logging.DEBUG
-            if isinstance(error, RunParkedError) and str(error) != self._parked:
-                self._parked, level = str(error), logging.WARNING
-            logger.log(level, "%s: %s", self._queue.run_id, error)
+            logger.debug("%s: %s", self._queue.run_id, error)
             self._transport.check_alive()
             await pause(error)
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from gradwire.errors import (
     GradwireError,
     InvalidArgumentError,
     InvalidRequestError,
+    RunParkedError,
     ServiceClosedError,
 )
 from gradwire.futures import running_loop
@@ -37,6 +39,8 @@ TOGETHER_BYTES = 256 << 10
 """Operations up to this total size are sent in one message."""
 SILENT_ATTEMPTS = 6
 """After this many failures in a row (about three seconds) a warning is logged."""
+SAME_WARNING_S = 60.0
+"""A warning that another call was the reason of is not repeated for so long."""
 CLOSE_LINGER_S = 0.02
 CLOSE_LATE_TIMES = 10
 MAX_CLOSE_LINGER_S = 1.0
@@ -77,10 +81,12 @@ class Backoff:
 
     Args:
         patience_s: How long attempts may fail in a row before the error is final.
+        warn: Called once in a row of failures, with the error and the seconds.
     """
 
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
+    def __init__(self, patience_s: float, warn: Callable[[GradwireError, float], None]) -> None:
+        self._patience_s, self._warn = patience_s, warn
+        self._parked = ""
         self.progress()
 
     def progress(self) -> None:
@@ -94,10 +100,15 @@ class Backoff:
         self._since = self._since if self._since is not None else now
         if now - self._since >= self._patience_s:
             raise error
-        await asyncio.sleep(min(0.05 * 2**self._attempt, 5.0) * random.uniform(0.5, 1.0))
+        wait_s = min(0.05 * 2**self._attempt, 5.0) * random.uniform(0.5, 1.0)
         self._attempt += 1
-        if self._attempt == SILENT_ATTEMPTS:
-            logger.warning("%s; trying again for up to %.0f s", error, self._patience_s)
+        if isinstance(error, RunParkedError):  # somebody has to do something, so it is said at the first attempt
+            due, self._parked = str(error) != self._parked, str(error)
+        else:
+            due = self._attempt == SILENT_ATTEMPTS
+        if due:
+            self._warn(error, self._patience_s)
+        await asyncio.sleep(wait_s)
 
 
 class Transport:
@@ -149,6 +160,7 @@ class Transport:
         # The stub's constructor is generated once for both kinds of channel.
         self._stub: TrainingServiceAsyncStub = TrainingServiceStub(self._channel)
         self._closed = False
+        self._warned: dict[str, float] = {}
         self._loop = running_loop()
 
     async def close(self) -> None:
@@ -162,8 +174,18 @@ class Transport:
         late_s = loop.time() - began - CLOSE_LINGER_S  # on a busy machine the core's threads are late as well
         await asyncio.sleep(min(CLOSE_LATE_TIMES * late_s, MAX_CLOSE_LINGER_S))
 
-    def backoff(self) -> Backoff:
-        return Backoff(self.patience_s)
+    def backoff(self, patience_s: float | None = None) -> Backoff:
+        """Waits for a call of this transport, by default with its patience."""
+        return Backoff(self.patience_s if patience_s is None else patience_s, self._warn)
+
+    def _warn(self, error: GradwireError, patience_s: float) -> None:
+        """Log what calls are repeated for, unless another call was the reason to within a minute."""
+        reason = str(error) if isinstance(error, RunParkedError) else type(error).__name__
+        now = time.monotonic()
+        self._warned = {each: at for each, at in self._warned.items() if now - at < SAME_WARNING_S}
+        if reason not in self._warned:
+            logger.warning("%s; trying again for up to %.0f s", error, patience_s)
+            self._warned[reason] = now
 
     async def unary(
         self,
@@ -174,7 +196,7 @@ class Transport:
         patience_s: float | None = None,
     ) -> R:
         """Make one call and repeat it while the server is away. Every unary method of the service may be repeated."""
-        backoff = Backoff(self.patience_s if patience_s is None else patience_s)
+        backoff = self.backoff(patience_s)
         while True:
             try:
                 return await self._once(method(self._stub), request, timeout_s)
@@ -253,7 +275,7 @@ class Transport:
     async def history(self, run_id: str) -> list[pb.HistoryPoint]:
         """The points of a run's record in order; asked for again from the first while the server is away."""
         self.check_loop()
-        request, backoff = pb.GetHistoryRequest(run_id=run_id), Backoff(self.patience_s)
+        request, backoff = pb.GetHistoryRequest(run_id=run_id), self.backoff()
         while True:
             points: list[pb.HistoryPoint] = []
             call = self._stub.GetHistory(request, metadata=self._metadata)

@@ -120,7 +120,8 @@ async def test_the_error_of_a_call_that_was_cancelled_twice_is_no_fault(monkeypa
 
 
 async def test_backoff_waits_longer_gives_up_and_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    backoff, lost = Backoff(60.0), gradwire.ConnectionLostError("lost")
+    said: list[gradwire.GradwireError] = []
+    backoff, lost = Backoff(60.0, lambda error, _: said.append(error)), gradwire.ConnectionLostError("lost")
     waits: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -133,9 +134,24 @@ async def test_backoff_waits_longer_gives_up_and_starts_again(monkeypatch: pytes
             await backoff.pause(lost)
     assert 60.0 <= sum(waits) <= 65.0
     assert waits[0] <= 0.05 < waits[4] and max(waits) <= 5.0
+    assert said == [lost]
     backoff.progress()
     await backoff.pause(lost)
     assert waits[-1] <= 0.05
+
+
+async def test_that_the_server_is_away_is_said_once_for_all_runs(caplog: pytest.LogCaptureFixture) -> None:
+    async with scripted_server(Script()) as (address, _):
+        service = await gradwire.connect(address)
+        runs = [await service.create_run("tiny") for _ in range(4)]
+    futures = [run.optim_step() for run in runs]
+    await until(lambda: "trying again" in caplog.text)
+    await asyncio.sleep(3)  # each run's streams fail as often
+    assert caplog.text.count("trying again") == 1 and "up to 600 s" in caplog.text
+    await service.close()
+    for future in futures:
+        with pytest.raises(gradwire.ServiceClosedError):
+            await future
 
 
 class Files(ScriptedService):

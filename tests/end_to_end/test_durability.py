@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import gradwire
 import numpy as np
 import pytest
+import torch
 from support.batches import VOCAB, causal_lm
+from support.plain_peft import with_adapter
 from support.server import Server
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("full", {"seed": 7}),
@@ -96,9 +100,15 @@ async def test_a_client_that_comes_back_sees_what_was_pending_and_awaits_it(serv
 async def test_an_export_loads_with_plain_libraries_and_scores_the_same(
     service: gradwire.ServiceClient, tiny_model_path: Path, tmp_path: Path, format: str
 ) -> None:
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    def theirs() -> np.ndarray:
+        if format == "peft":
+            model = with_adapter(tiny_model_path, folder)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(folder)
+            assert AutoTokenizer.from_pretrained(folder).vocab_size > 0
+        with torch.no_grad():
+            logprobs = model(torch.tensor([row])).logits[0, :-1].log_softmax(-1)
+        return logprobs.gather(1, torch.tensor(row[1:])[:, None])[:, 0].numpy()
 
     run = await service.create_run("tiny", lora=None if format == "hf" else {"rank": 4}, seed=9)
     row = [5, 9, 11, 30, 7, 22]
@@ -106,15 +116,7 @@ async def test_an_export_loads_with_plain_libraries_and_scores_the_same(
     run.optim_step(learning_rate=1e-2)
     [ours] = await run.compute_logprobs([row])
     folder = await run.export(tmp_path / format, format=format)
-    if format == "peft":
-        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model_path), folder)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        assert AutoTokenizer.from_pretrained(folder).vocab_size > 0
-    with torch.no_grad():
-        logits = model(torch.tensor([row])).logits[0]
-    theirs = torch.log_softmax(logits, -1)[:-1].gather(1, torch.tensor(row[1:])[:, None])[:, 0]
-    np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-5)
+    np.testing.assert_allclose(ours, await asyncio.to_thread(theirs), atol=1e-5)
 
 
 async def test_another_client_takes_a_run_over_and_the_first_is_told(server: Server) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import warnings
 from pathlib import Path
-from typing import Any
 
 import gradwire
 import numpy as np
 import torch
-from peft import PeftModel
+from support.plain_peft import with_adapter
 from support.server import Server
-from transformers import AutoModelForCausalLM
 
 ROWS = [[1, 20, 21, 22, 23], [1, 30, 31, 32, 33, 34]]
 BATCH = {"input_ids": ROWS}
@@ -22,12 +19,6 @@ LORA = {"rank": 4, "target_modules": ["all-linear", "lm_head"]}
 
 async def scores(run: gradwire.TrainingClient) -> list[np.ndarray]:
     return [np.asarray(row) for row in await run.compute_logprobs(ROWS)]
-
-
-def with_adapter(model_path: Path, folder: Path) -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
-        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_path), str(folder)).eval()
 
 
 async def test_an_adapter_on_the_output_head(killable: Server, tiny_model_path: Path, tmp_path: Path) -> None:

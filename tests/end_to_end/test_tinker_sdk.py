@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,12 @@ import gradwire
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from support.chatty_model import chatty_model
+from support.plain_peft import with_adapter
 from support.recording_proxy import RecordingProxy, losses_of, recording_proxy
 from support.server import free_port
 from support.tinker import HttpServer
 from support.tiny import tiny_model
-from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("GRADWIRE_TINKER_PYTHON", ROOT / ".venv-tinker" / "bin" / "python"))
@@ -205,10 +203,7 @@ def test_the_command_downloads_what_was_trained(server: HttpServer, folder: Path
     _run(server, folder, *command)
     ids = torch.tensor([found["ids"]])
     for adapter in [file.parent for file in tmp_path.rglob("adapter_config.json")]:
-        base = AutoModelForCausalLM.from_pretrained(folder / MODEL)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
-            model = PeftModel.from_pretrained(base, str(adapter)).eval()
+        model = with_adapter(folder / MODEL, adapter)
         with torch.no_grad():
             log_p = model(input_ids=ids[:, :-1]).logits[0].log_softmax(-1)
         theirs = log_p.gather(1, ids[0, 1:, None])[:, 0].numpy()

@@ -22,8 +22,9 @@ from gradwire.errors import (
     UnsupportedError,
 )
 from gradwire.transport import Transport
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from support.plain_peft import with_adapter
 from support.server import Server
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -86,7 +87,7 @@ async def test_a_run_from_an_adapter_computes_what_peft_does(
     upload = await service.upload_adapter(folder)
     assert upload.ready and upload.base_model == "tiny" and upload.received_bytes == upload.size_bytes
     run = await service.create_run(from_adapter=upload)
-    expected = scores(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model_path), folder).eval())
+    expected = scores(with_adapter(tiny_model_path, folder))
     for ours, theirs in zip(await run.compute_logprobs(ROWS), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
     info = await run.info()

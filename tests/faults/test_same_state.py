@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -98,7 +99,9 @@ def changed(weights: Path) -> None:
     weights.write_bytes(data)
 
 
-def test_replaced_base_weights_park_the_run_until_they_are_accepted(restarted: Restarted) -> None:
+def test_replaced_base_weights_park_the_run_until_they_are_accepted(
+    restarted: Restarted, caplog: pytest.LogCaptureFixture
+) -> None:
     restarted.start()
     run_id = restarted.train()
     restarted.kill()
@@ -106,6 +109,12 @@ def test_replaced_base_weights_park_the_run_until_they_are_accepted(restarted: R
     restarted.start()
     reason = restarted.parked(run_id)
     assert "base model was" in reason and "--accept-changes" in reason
+    caplog.clear()
+    with gradwire.sync.connect(restarted.address) as service:
+        assert service.get_training_client(run_id).earlier_operations()
+        wait_for("the client to say it", lambda: "accepted operations wait" in caplog.text, 60)
+        time.sleep(2)  # it has asked for results and reopened the run several times since
+        assert caplog.text.count("accepted operations wait") == 1
     restarted.start("--accept-changes")
     assert restarted.step(run_id) == 4
     assert "base model was" in restarted.notes(run_id)[-1]

@@ -96,7 +96,7 @@ class RunFacts:
             return None
         by = self.accepted_by(run_id)
         if changes and not by:
-            raise RunChanged(f"the run {run_id} would not go on as it was: {'; '.join(changes)}. {way_out(run_id)}")
+            raise RunChanged(f"it would not go on as it was: {'; '.join(changes)}. {way_out(run_id)}")
         for change in changes:
             log.warning("run %s goes on after operation %d although its %s (%s)", run_id, seq, change, by)
         noted = await self.note(run_id, seq, facts, f"{'; '.join(changes)} (accepted by {by})" if changes else "")

@@ -179,13 +179,15 @@ async def test_groups_without_spread_are_replaced(mode: Any, rule_inference: Cal
         return 1.0 if prompt == "easy" else float(response == "heads")
 
     algorithm = GRPOAlgorithm(
-        None, run, ["easy", "open"], sometimes, config(dynamic_sampling=True), inference=rule_inference(coin)
-    )
+        None, run, ["easy", "open"], sometimes, config(dynamic_sampling=True, group_size=6),
+        inference=rule_inference(coin),
+    )  # fmt: skip
     history = await algorithm.train(3, progress_bar=False, mode=mode)
+    assert len(history) == 3
     for metrics, (_, _, batch) in zip(history, run.batches):
         assert all(len(set(rewards)) == 2 for rewards in batch["rewards"]) and len(batch["rewards"]) == 4
         assert metrics["rollouts/without_spread"] > 0
-        assert metrics["rollouts/trajectories"] == 2 * (4 + metrics["rollouts/without_spread"])
+        assert metrics["rollouts/trajectories"] == 6 * (4 + metrics["rollouts/without_spread"])
 
 
 async def test_resampling_ends(rule_inference: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import warnings
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -18,11 +17,10 @@ from gradwire_server.doors.http.tinker.collection import TinkerCollection
 from gradwire_server.doors.http.tinker.names import TinkerPath
 from gradwire_server.doors.http.tinker.store import SavedRecord, TinkerStore
 from gradwire_server.errors import ServiceError, unknown_checkpoint
-from peft import PeftModel
+from support.plain_peft import with_adapter
 from support.server import free_port
 from support.tinker import HttpServer, TinkerClient, datum, forward_backward, outputs
 from support.tiny import tiny_model
-from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -87,10 +85,7 @@ async def test_exported_weights_are_downloaded_by_signed_urls(
         forged = token.rpartition(".")[0] + "." + "A" * 27
         assert (await nobody.get(url.replace(token, forged))).status_code == 403
         ids = [5, 17, 40, 8]
-        base = AutoModelForCausalLM.from_pretrained(tinker_server.model)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
-            plain = PeftModel.from_pretrained(base, str(tmp_path)).eval()
+        plain = await asyncio.to_thread(with_adapter, tinker_server.model, tmp_path)
         with torch.no_grad():
             log_p = plain(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1).numpy()
         row = {"tokens": ids, "target_tokens": [17, 40, 8, 9], "weights": np.ones(4)}

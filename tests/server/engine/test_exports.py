@@ -9,10 +9,10 @@ import pytest
 import torch
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
-from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.engine import LocalEngine, token_rows
+from support.plain_peft import with_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROWS = [[1, 20, 30, 40, 50], [1, 9, 8, 7, 6, 5, 4], [1, 60]]
@@ -60,8 +60,7 @@ def test_a_folder_loads_and_gives_the_same_logprobs(
     if written == "hf":
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     else:
-        base = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
-        model = PeftModel.from_pretrained(base, str(folder))
+        model = with_adapter(tiny_model_path, folder)
     model.eval()
     assert np.allclose(plain_logprobs(model), expected, atol=1e-5)
     assert not np.allclose(expected, engine.logprobs("run-a", BATCH, model="base"), atol=1e-2)

@@ -20,8 +20,9 @@ from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.scoring.token_scores import score_tokens, token_logits
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.training.forward_backward import Training, forward_backward
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from support.engine import LocalEngine, token_rows
+from support.plain_peft import with_adapter
 from transformers import AutoModelForCausalLM
 
 T, H, V, R = 13, 8, 21, 3
@@ -171,10 +172,7 @@ def test_an_export_has_the_runs_logprobs(name: str, asked: str, tmp_path: Path) 
     engine.do("run-a", export=pb.ExportModel(name="out", format=asked))
     out = tmp_path / "state" / "runs" / "run-a" / "exports" / "out"
     if asked == "peft":
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
-            model: Any = PeftModel.from_pretrained(base, str(out))
+        model: Any = with_adapter(folder, out)
         learned = model.base_model.model.get_output_embeddings().lora_B["default"].weight
     else:
         model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)

@@ -13,11 +13,10 @@ from gradwire_server.engine.model.policy_from_config import make_policy
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.scoring.memory import ActivationMeter
 from gradwire_server.engine.state.exports import save_adapter
-from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
 from support.mixtures import CONFIGS, mixture
+from support.plain_peft import with_adapter
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 
 @pytest.fixture(params=list(CONFIGS))
@@ -63,7 +62,7 @@ def test_an_adapter_on_experts_trains_and_loads_in_plain_peft(model: Path, tmp_p
     assert all(each.grad is not None and each.grad.abs().max() > 0 for each in policy.trainable_parameters().values())
     (tmp_path / "adapter").mkdir()
     save_adapter(policy, tmp_path / "adapter")
-    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path / "adapter")
+    plain = with_adapter(model, tmp_path / "adapter")
     with torch.no_grad():
         expected = plain.base_model.model.model(input_ids=ids[None]).last_hidden_state[0]
     assert torch.allclose(states.detach(), expected, atol=1e-4)

@@ -208,7 +208,7 @@ async def _repeat(
     if difference and not journal.facts.accepted_by(record.run_id):
         raise changed(
             RunChanged(
-                f"the run {record.run_id} would not become what it was: its operation {header.seq} was repeated, and"
+                f"it would not become what it was: its operation {header.seq} was repeated, and"
                 f" {difference}. {way_out(record.run_id)}"
             )
         )

@@ -18,8 +18,7 @@ This module checks names, dtypes, shapes and masks. The server checks ranges and
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from gradwire_proto.codec import IMAGES, Column
 
 from gradwire.columns import Place, row_of, shapes_of, to_column
 from gradwire.descriptions import LossField
-from gradwire.errors import InvalidBatchError, type_of
+from gradwire.errors import InvalidBatchError, did_you_mean, type_of
 from gradwire.images import to_image_columns
 
 Array = npt.NDArray[Any]
@@ -67,7 +66,7 @@ def to_columns(owner: str, fields: Sequence[LossField], batch: Any) -> dict[str,
     for name in given:
         if name not in known:
             raise InvalidBatchError(
-                f"{owner} has no batch field {name!r}{_did_you_mean(name, known)}; it takes {', '.join(known)}",
+                f"{owner} has no batch field {name!r}{did_you_mean(name, known)}; it takes {', '.join(known)}",
                 field=name,
                 rule="a declared field",
             )
@@ -214,8 +213,3 @@ def _check_same_lengths(place: Place, mask: Column, ids: Column, ids_name: str) 
         raise place.error(
             f"has {ours[unit]} entries but {ids_name} has {theirs[unit]}", f"the shape of {ids_name}", row
         )
-
-
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, known, 1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -51,7 +51,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 
 import grpc
 from gradwire_proto.v1 import training_pb2 as pb
@@ -352,3 +353,9 @@ def type_of(value: object) -> str:
     """Name a value's type with its article, for messages: ``"an int"``."""
     name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeio' or name.startswith('nd') else 'a'} {name}"
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Suggest the nearest known name, for messages: ``" (did you mean 'dpo'?)"``; "" if none is near."""
+    close = difflib.get_close_matches(str(name), list(known), 1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gradwire.descriptions import LossInfo
-from gradwire.errors import InvalidArgumentError, UnknownLossError, type_of
+from gradwire.errors import InvalidArgumentError, UnknownLossError, did_you_mean, type_of
 from gradwire.results import Checkpoint
 
 
@@ -35,7 +34,7 @@ class LossCatalogue:
         if name not in self._losses:
             known = ", ".join(sorted(self._losses)) or "none"
             raise UnknownLossError(
-                f"there is no loss {name!r}{_hint(name, self._losses)}; the server has: {known}",
+                f"there is no loss {name!r}{did_you_mean(name, self._losses)}; the server has: {known}",
                 field="loss_fn",
                 rule="a registered loss",
             )
@@ -59,7 +58,8 @@ def kwargs_json(loss: LossInfo, loss_kwargs: Mapping[str, Any] | None) -> str:
     for name in kwargs:
         if name not in known:
             raise InvalidArgumentError(
-                f"{loss.name} has no argument {name!r}{_hint(name, known)}; it takes {', '.join(known) or 'none'}",
+                f"{loss.name} has no argument {name!r}{did_you_mean(name, known)}; it takes"
+                f" {', '.join(known) or 'none'}",
                 field=str(name),
                 rule="a declared argument",
             )
@@ -89,8 +89,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     raise TypeError(f"{type_of(value)} is not a JSON value")
-
-
-def _hint(name: object, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(name), list(known), 1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -35,7 +35,7 @@ async def server(start: Start) -> AsyncIterator[Server]:
 
 def _http(server: Server) -> httpx.AsyncClient:
     assert server.http is not None
-    return httpx.AsyncClient(base_url=server.http.url)
+    return httpx.AsyncClient(base_url=server.http.url, timeout=60)
 
 
 def test_every_code_has_a_status_and_none_is_retried_in_vain() -> None:
@@ -190,7 +190,7 @@ async def test_tls_is_that_of_grpc(start: Start, tmp_path: Path) -> None:
     issued.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
     verify = ssl.create_default_context(cafile=tmp_path / "ca.pem")
     files = {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
-    async with start(http="127.0.0.1:0", **files) as door, httpx.AsyncClient(verify=verify) as http:
+    async with start(http="127.0.0.1:0", **files) as door, httpx.AsyncClient(verify=verify, timeout=60) as http:
         url = door.server.http.url
         assert url.startswith("https://") and (await http.get(url + "/healthz")).text == "ok"
 

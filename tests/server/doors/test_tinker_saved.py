@@ -74,7 +74,7 @@ async def test_exported_weights_are_downloaded_by_signed_urls(
     assert listed["checkpoint_type"] == "external" and listed["expires_at"] and listed["size_bytes"] > 1000
     exports = f"training_runs/{model}/checkpoints/external_weights"
     urls = (await tinker.send("GET", f"{exports}/out/external_weights_urls"))["urls"]
-    async with httpx.AsyncClient() as nobody:
+    async with httpx.AsyncClient(timeout=60) as nobody:
         for name, url in urls.items():
             got = await nobody.get(url)
             assert got.status_code == 200 and int(got.headers["content-length"]) == len(got.content)

@@ -172,6 +172,7 @@ class SimulatedTransport(Transport):
         self.address = ADDRESS
         self.patience_s = patience_s
         self.check_alive = lambda: None
+        self._warned = {}
         self._stub: Any = _Names()
 
     async def close(self) -> None:

@@ -40,7 +40,7 @@ TOGETHER_BYTES = 256 << 10
 SILENT_ATTEMPTS = 6
 """After this many failures in a row (about three seconds) a warning is logged."""
 SAME_WARNING_S = 60.0
-"""A warning that another call was the reason of is not repeated for so long."""
+"""For so long, a warning for one call is not repeated for another."""
 CLOSE_LINGER_S = 0.02
 CLOSE_LATE_TIMES = 10
 MAX_CLOSE_LINGER_S = 1.0
@@ -179,7 +179,7 @@ class Transport:
         return Backoff(self.patience_s if patience_s is None else patience_s, self._warn)
 
     def _warn(self, error: GradwireError, patience_s: float) -> None:
-        """Log what calls are repeated for, unless another call was the reason to within a minute."""
+        """Log why calls are repeated, unless it was logged for another call a moment ago."""
         reason = str(error) if isinstance(error, RunParkedError) else type(error).__name__
         now = time.monotonic()
         self._warned = {each: at for each, at in self._warned.items() if now - at < SAME_WARNING_S}

@@ -321,8 +321,10 @@ class Algorithm(ABC):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.reward.close)  # sandboxes take a moment to end
-        self.close()
+        try:
+            await asyncio.to_thread(self.reward.close)  # sandboxes take a moment to end
+        finally:
+            self.close()
 
     # ---------------------------------------------------------------- components
 

@@ -215,12 +215,12 @@ def test_a_dry_run_measures_and_makes_nothing(trained: FeedbackService, api: htt
     assert set(found["modelConfig"]) == set(TrainingConfig.__dataclass_fields__)
     # Each dry run measures anew, on a machine that may be busy then: what is compared differs by far.
     longer = api.post("/train_policy/bot", json=QUICK | {"dryRun": True, "maxSteps": 20_000}).json()
-    assert longer["estimatedTimeMinutes"] > 2 * found["estimatedTimeMinutes"]
+    assert longer["estimatedTimeMinutes"] > 5 * found["estimatedTimeMinutes"]
     brief = {"dryRun": True, "maxSteps": 1}
     short = api.post("/train_policy/bot", json=QUICK | brief).json()
     settings = brief | {"rewardModelConfig": {"numEpochs": 1000}}
     thorough = api.post("/train_policy/bot", json=QUICK | settings).json()
-    assert thorough["estimatedTimeMinutes"] > 2 * short["estimatedTimeMinutes"], "13,000 steps of the reward model"
+    assert thorough["estimatedTimeMinutes"] > 5 * short["estimatedTimeMinutes"], "13,000 steps of the reward model"
     refused = api.post("/train_policy/bot", json=QUICK | settings | {"rewardModel": "reuse"})
     assert refused.status_code == 422 and "leave out one of the two" in refused.json()["detail"]
     assert len(api.get("/bot").json()) == 3

@@ -29,13 +29,14 @@ class Slow(ScriptedService):
 
 
 async def test_a_cancelled_call_leaves_nothing_behind() -> None:
+    before = asyncio.all_tasks()  # an earlier test's may end later: all tests share an event loop
     async with scripted_server(Script(), service=Slow) as (address, _), gradwire.connect(address) as service:
         with anyio.move_on_after(0.1) as scope:
             await service.list_models()
         assert scope.cancelled_caught
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(service.list_models(), 0.1)
-        ours = [task for task in asyncio.all_tasks() if "Transport" in repr(task.get_coro())]
+        ours = [task for task in asyncio.all_tasks() - before if "Transport" in repr(task.get_coro())]
         assert ours == []
         assert await service.list_losses()
         async with anyio.create_task_group() as group:
@@ -116,7 +117,7 @@ async def test_the_error_of_a_call_that_was_cancelled_twice_is_no_fault(monkeypa
         await asyncio.sleep(0.01)
     del call
     gc.collect()
-    assert not faults
+    assert refused not in [fault.get("exception") for fault in faults]  # others may be of an earlier test
 
 
 async def test_backoff_waits_longer_gives_up_and_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:

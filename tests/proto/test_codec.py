@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gradwire_proto.codec import CodecError, Column, check, decode, digest, encode, spec_bytes
 from gradwire_proto.v1 import training_pb2 as pb
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 DTYPES = ["bool", "int32", "int64", "float32", "float64", "uint8"]
@@ -34,7 +34,6 @@ def columns(draw: st.DrawFn) -> Column:
     return Column(values, tuple(levels))
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no fault
 @given(st.dictionaries(st.text("abc_", min_size=1, max_size=5), columns(), max_size=4))
 def test_round_trip(batch: dict[str, Column]) -> None:
     specs, buffers = encode(batch)

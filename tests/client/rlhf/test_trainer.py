@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,12 +69,10 @@ def test_the_policy_is_a_plain_folder_with_the_same_logprobs(
     assert not np.allclose(expected[0], base[0], atol=1e-3)
 
 
-def test_trained_again_it_gives_the_result_again(trained: Any, server: Server, ratings: list[dict[str, Any]]) -> None:
+def test_trained_again_it_gives_the_result_again(trained: Any, ratings: list[dict[str, Any]]) -> None:
     result, output, _ = trained
-    started = time.monotonic()
-    again = RLHFTrainer(CONFIG, reward_config=REWARD, address=server.address).train(ratings, output)
-    assert again == result
-    assert time.monotonic() - started < 1
+    nowhere = RLHFTrainer(CONFIG, reward_config=REWARD, address="127.0.0.1:1")
+    assert nowhere.train(ratings, output) == result
 
 
 async def test_the_next_version_goes_on_from_the_last_with_its_reward_model(

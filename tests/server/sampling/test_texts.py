@@ -55,7 +55,7 @@ def tokens(folder: Path) -> TextTokenizer:
     return TextTokenizer(file)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     text=st.text(alphabet="abcé\U0001f600 ", max_size=40),
     stops=st.lists(st.text(alphabet="abcé\U0001f600", min_size=1, max_size=5), min_size=1, max_size=4, unique=True),

@@ -106,7 +106,7 @@ async def test_a_start_without_the_model_and_with_smaller_limits_destroys_nothin
             status = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
             shown = (await status.communicate())[0].decode()
             assert f"run {run_id} is parked" in shown and "1 parked" in shown
-        assert f"run {run_id} is parked with 6 operations waiting" in capfd.readouterr().err
+        assert f"run {run_id} is parked (operations waiting: 6)" in capfd.readouterr().err
         assert not any(each.done() for each in futures)
         async with running(Server(tiny_model_path, state, *address, "--limit", "max_rows=1")) as right:
             assert figures([await each for each in futures]) == expected[4:]

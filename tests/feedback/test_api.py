@@ -65,6 +65,23 @@ def test_a_wrong_field_is_named(api: httpx.Client, body: dict[str, object], fiel
     assert answer.status_code == 422 and answer.json()["errors"][0]["field"] == field
 
 
+def test_an_unknown_field_is_told_with_the_nearest_name(api: httpx.Client) -> None:
+    rows = [scores(1)[0] | {"note": "good"}]
+    for answer, field, said in (
+        (submit(api, "names", rows), "row 0.note", "there is no such field (did you mean 'notes'?)"),
+        (api.post("/train_policy/names", json={"maxStep": 3}), "maxStep", "(did you mean 'maxSteps'?)"),
+        (
+            api.post("/train_policy/names", json={"rewardModelConfig": {"learning_rates": 1.0, "zzz": 1}}),
+            "rewardModelConfig.learning_rates",
+            "(did you mean 'learningRate'?)",
+        ),
+    ):
+        assert answer.status_code == 422
+        error = answer.json()["errors"][0]
+        assert error["field"] == field and error["message"].endswith(said)
+    assert answer.json()["errors"][1] == {"field": "rewardModelConfig.zzz", "message": "there is no such field"}
+
+
 def test_a_repeated_request_is_stored_once(api: httpx.Client) -> None:
     key = {"Idempotency-Key": "order-1"}
     first, again = submit(api, "twice", scores(2), **key), submit(api, "twice", scores(2), **key)

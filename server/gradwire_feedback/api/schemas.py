@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import Path
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from gradwire.errors import did_you_mean
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 from pydantic.alias_generators import to_camel
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from gradwire_feedback.names import AGENT_ID, RESERVED_AGENT_IDS
 from gradwire_feedback.settings import LIMITS
@@ -20,6 +31,23 @@ class Body(BaseModel):
     """Base of all bodies: camelCase in JSON, snake_case in Python; unknown fields are refused."""
 
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forbid")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _suggest_names(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Suggest the nearest name for an unknown field."""
+        try:
+            return handler(data)
+        except ValidationError as error:
+            known = [field.alias or name for name, field in cls.model_fields.items()]
+            faults = []
+            for each in error.errors():
+                said, field = each["msg"], str(each["loc"][-1]) if each["loc"] else ""
+                if each["type"] == "extra_forbidden":
+                    said = f"there is no such field{did_you_mean(field, known)}"
+                kind = PydanticCustomError("refused", "{said}", {"said": said})
+                faults.append(InitErrorDetails(type=kind, loc=each["loc"], input=each["input"]))
+            raise ValidationError.from_exception_data(error.title, faults) from None
 
 
 def _storable(text: str) -> str:

@@ -323,7 +323,7 @@ class Admission:
         stored = [self._finish_or_cancel(queue, each, _discarded(each.seq)) for each in operations]
         self._dispatcher.parking.release(queue)
         await asyncio.gather(*(asyncio.shield(each) for each in stored if each is not None))
-        log.warning("%d operations of the parked run %s were discarded", len(operations), queue.record.run_id)
+        log.warning("operations of the parked run %s that were discarded: %d", queue.record.run_id, len(operations))
         return len(operations)
 
     def _finish_or_cancel(

@@ -68,7 +68,7 @@ class Parking:
         if before is None or before.error.message != error.message:
             code = pb.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower()
             log.warning(
-                "run %s is parked with %d operations waiting: %s (%s)", record.run_id, len(queue.pending),
+                "run %s is parked (operations waiting: %d): %s (%s)", record.run_id, len(queue.pending),
                 error.message, code, extra={"run_id": record.run_id},
             )  # fmt: skip
         self._changed()

@@ -77,7 +77,7 @@ async def test_a_run_that_cannot_be_restored_waits_and_goes_on_by_itself(
         assert not (await run_of(again)).HasField("parked")
         assert not (await again.fb(5, "d")).HasField("error")
     warnings = [record.message for record in caplog.records if "parked" in record.message]
-    assert len(warnings) == 1 and "3 operations waiting" in warnings[0]
+    assert len(warnings) == 1 and "operations waiting: 3" in warnings[0]
 
 
 async def client_again_acknowledged(client: Client) -> pb.SubmitAck:

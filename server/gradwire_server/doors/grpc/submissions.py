@@ -86,6 +86,7 @@ class Submissions:
             reader.cancel()
             stopper.cancel()
             await asyncio.gather(reader, stopper, return_exceptions=True)
+            del task, reader, stopper  # an error's traceback holds this frame, and its task the error: a cycle
 
     def _together(self, ack: pb.SubmitAck) -> pb.SubmitAck:
         """Combine an acknowledgement with those queued after it, if the client accepts batches."""

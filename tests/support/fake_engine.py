@@ -73,6 +73,13 @@ class FakeEngine:
         self.generation += 1
         self.runs.clear()
 
+    async def close(self) -> None:
+        """End what still waits at the gate; later tests share the event loop."""
+        waiting = list(self._unanswered.values())
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
     def request(
         self,
         request: engine_pb2.EngineRequest,

@@ -137,8 +137,11 @@ def start(tmp_path: Path) -> Start:
         prepare(engine)
         with DETECTOR.excused():  # the HTTP door imports FastAPI
             server = Server(config, engine)
-        async with AsyncExitStack() as clients, server:
-            yield Door(server, engine, clients)
+        try:
+            async with AsyncExitStack() as clients, server:
+                yield Door(server, engine, clients)
+        finally:
+            await engine.close()
 
     return run
 

@@ -90,6 +90,7 @@ async def test_an_operation_that_a_restart_interrupted_goes_on_in_its_trace(
         frames[0].header.traceparent = GIVEN
         await client.send(*frames)
         await client.ack()
+    await stuck.close()
     assert not exporter.get_finished_spans()
     engine = FakeEngine(tmp_path)
     async with Server(config, engine, tracing) as server, grpc.aio.insecure_channel(server.address) as channel:

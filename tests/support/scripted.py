@@ -19,6 +19,8 @@ from gradwire_proto.codec import Column, decode, digest, encode
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.training_pb2_grpc import TrainingServiceServicer, add_TrainingServiceServicer_to_server
 
+from support.server import free_port
+
 Columns = dict[str, Column]
 Answer = tuple[pb.OperationResult, Columns]
 
@@ -238,17 +240,18 @@ ScriptedService.__abstractmethods__ = frozenset()
 
 @contextlib.asynccontextmanager
 async def scripted_server(
-    script: Script, address: str = "127.0.0.1:0", service: type[ScriptedService] = ScriptedService
+    script: Script, address: str = "", service: type[ScriptedService] = ScriptedService
 ) -> AsyncIterator[tuple[str, ScriptedService]]:
-    """Start a server in this process; yield its address and the server."""
+    """Start a server in this process, at an address that it can be given again; yield the address and the server."""
     script.hold.set()
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     servicer = service(script)
     add_TrainingServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port(address)
+    address = address or f"127.0.0.1:{free_port()}"
+    server.add_insecure_port(address)
     await server.start()
     try:
-        yield f"127.0.0.1:{port}", servicer
+        yield address, servicer
     finally:
         await server.stop(0)
         for task in servicer.tasks:

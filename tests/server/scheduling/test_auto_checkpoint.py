@@ -155,7 +155,7 @@ async def test_a_save_waits_for_room_on_the_disk(
         door.engine.disk_full = True
         save = pb.Operation(save_checkpoint=pb.SaveCheckpoint(name="mine"))
         header = client.frames(1, save_checkpoint=save.save_checkpoint)[0]
-        header.header.timeout_s = 1.0 if ends == "deadline" else 0.0
+        header.header.timeout_s = 3.0 if ends == "deadline" else 0.0
         await client.send(header)
         await client.ack()
         await client.fb(2, "behind")

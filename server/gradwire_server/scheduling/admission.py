@@ -147,7 +147,7 @@ class Admission:
             except ServiceError as fenced:
                 if fenced.code != pb.ERROR_CODE_STALE_EPOCH or not 0 < header.seq < queue.next_seq:
                     raise
-                self._repeat(self._acknowledge_fenced(queue, header, ack, fenced))
+                self._repeat(self._acknowledge_fenced(queue, header, ack, fenced.with_traceback(None)))
                 return ack
             if header.seq < 1:
                 raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "numbers begin at 1", field="seq", rule="seq >= 1")
@@ -160,7 +160,7 @@ class Admission:
                 return ack
             known = queue.offer(operation)
         except ServiceError as error:
-            ack.set_exception(error)
+            ack.set_exception(error.with_traceback(None))  # which holds this frame, that is `ack`: a cycle
             return ack
         if known is not None:
             known.add_done_callback(lambda done: _copy_ack(done, ack))

@@ -86,6 +86,8 @@ async def test_calls_leave_nothing_to_the_garbage_collector(door: Door) -> None:
                 await client.stub.GetRun(pb.GetRunRequest(run_id=run_id))
             with contextlib.suppress(grpc.RpcError):
                 await anext(aiter(client.stub.GetHistory(pb.GetHistoryRequest(run_id=run_id))), None)
+        for seq in (1, 0, 10**6):
+            assert (await client.fb(seq, epoch=client.epoch + (seq == 1))).HasField("error")
         await client.send(pb.SubmitFrame())
         with pytest.raises(grpc.RpcError):
             await client.ack()

@@ -81,6 +81,7 @@ async def test_calls_leave_nothing_to_the_garbage_collector(door: Door) -> None:
     gc.disable()
     try:
         before = held()
+        assert before, "gRPC's objects have these names"
         for run_id in (client.run_id, "run-of-nobody"):
             with contextlib.suppress(grpc.RpcError):
                 await client.stub.GetRun(pb.GetRunRequest(run_id=run_id))

@@ -274,12 +274,9 @@ class Machine(RuleBasedStateMachine):
 
     # ---- what goes wrong
 
-    def hold(self, held: bool) -> None:
-        (self.engine.gate.clear if held else self.engine.gate.set)()
-
     @rule(held=st.booleans())
     def hold_the_engine(self, held: bool) -> None:
-        self.hold(held)
+        (self.engine.gate.clear if held else self.engine.gate.set)()
 
     @rule(suspect=st.booleans())
     def the_engine_dies(self, suspect: bool) -> None:
@@ -333,7 +330,7 @@ class Machine(RuleBasedStateMachine):
         """With operations in every state; another run begins."""
 
         async def work() -> None:
-            self.hold(held)
+            self.hold_the_engine(held)
             for count, kind in enumerate(plan):
                 seq = self.model.add(kind, 0)
                 if count != missing:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.model.pool import ModelPool
-from gradwire_server.engine.sampling.local import LocalSampler
-from gradwire_server.engine.sampling.pages import Pages
-from gradwire_server.engine.sampling.sampler import SamplingParams
+from gradwire_server.engine.sampling.pages.pages import Pages
+from gradwire_server.engine.sampling.samplers.local import LocalSampler
+from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from gradwire_server.engine.sizing.parts import key_value_bytes
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import ContinuousBatchingConfig

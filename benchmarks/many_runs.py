@@ -18,7 +18,7 @@ import gradwire
 import psutil
 import torch
 from gradwire_proto.v1.training_pb2 import LoraSettings, OptimStep, RunConfig
-from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.residency import Residency
 from support.server import Server

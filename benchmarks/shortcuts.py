@@ -31,10 +31,10 @@ from gradwire_server.access.keys import Caller
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import Core
 from gradwire_server.core.session import Session
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.model.pool import ModelPool
-from gradwire_server.engine.sampling.local import LocalSampler
-from gradwire_server.engine.sampling.sampler import SamplingParams
+from gradwire_server.engine.sampling.samplers.local import LocalSampler
+from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from gradwire_server.engine_link.crash_marks import CrashMarks
 from gradwire_server.engine_link.frames import AsyncEngineLink, EngineLink
 from gradwire_server.scheduling import admission

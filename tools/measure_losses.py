@@ -28,8 +28,8 @@ from gradwire_losses.layouts import read_batch
 from gradwire_losses.registry import LossConfig, LossSpec, all_losses, load_builtin_losses
 from gradwire_proto.codec import Column
 from gradwire_proto.v1.training_pb2 import RunConfig
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.training.forward_backward import Training, forward_backward

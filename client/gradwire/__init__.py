@@ -84,7 +84,7 @@ from gradwire.results import (
 from gradwire.sampling import SamplingClient, TokenStream
 from gradwire.service import ServiceClient
 from gradwire.training import TrainingClient
-from gradwire.uploads import Upload
+from gradwire.wire.uploads import Upload
 
 __all__ = [
     "AbandonedError",

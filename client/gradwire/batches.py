@@ -1,7 +1,7 @@
 """Convert a user's batch to the columns sent on the wire: check it against the declared fields and cut its padding.
 
-A batch is columns (a mapping from field to values: see :mod:`gradwire.columns`) or rows (a list of mappings). The same
-content gives the same bytes in every form.
+A batch is columns (a mapping from field to values: see :mod:`gradwire.wire.columns`) or rows (a list of mappings). The
+same content gives the same bytes in every form.
 
 Padding is never sent. Where an ids field declares a padding mask and the batch has that mask, its zeros at either end
 of a row are cut from the ids and from every aligned field that has the padded length in that row; a field that is
@@ -11,7 +11,7 @@ depends on those tokens; the zeros before are context and stay. Without a paddin
 be padded: the request marks them, and the server, which knows the model's padding token, cuts the padding at both ends.
 
 The batch of any loss may have ``images``, a list for each row, which the server's model reads by its own processor
-(:mod:`gradwire.images`).
+(:mod:`gradwire.wire.images`).
 
 This module checks names, dtypes, shapes and masks. The server checks ranges and vocabulary.
 """
@@ -25,10 +25,10 @@ import numpy as np
 import numpy.typing as npt
 from gradwire_proto.codec import IMAGES, Column
 
-from gradwire.columns import Place, row_of, shapes_of, to_column
 from gradwire.descriptions import LossField
 from gradwire.errors import InvalidBatchError, did_you_mean, type_of
-from gradwire.images import to_image_columns
+from gradwire.wire.columns import Place, row_of, shapes_of, to_column
+from gradwire.wire.images import to_image_columns
 
 Array = npt.NDArray[Any]
 

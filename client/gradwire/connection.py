@@ -14,7 +14,7 @@ from gradwire.descriptions import ServerInfo
 from gradwire.embedded import EmbeddedServer
 from gradwire.errors import InvalidArgumentError, UnsupportedError
 from gradwire.service import ServiceClient
-from gradwire.transport import Transport, checked_tls
+from gradwire.wire.transport import Transport, checked_tls
 
 PROTOCOL = 1
 MAX_PORT = 65535

@@ -16,9 +16,9 @@ import numpy as np
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire.entries import Request
 from gradwire.errors import InvalidArgumentError
 from gradwire.results import Columns, LossResult, Timings
+from gradwire.wire.entries import Request
 
 Framework = Literal["torch", "numpy"]
 CustomLoss = Callable[[Any, dict[str, Any]], Any]

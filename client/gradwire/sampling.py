@@ -13,15 +13,15 @@ from gradwire_proto.codec import IMAGE_BYTES, IMAGES, Column, decode
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire import errors
-from gradwire.columns import token_rows
-from gradwire.entries import check_timeout
 from gradwire.errors import DeadlineExceededError, GradwireError, InvalidArgumentError, WouldDeadlockError, type_of
 from gradwire.futures import Future, failed, running_loop, start
-from gradwire.images import to_image_columns
 from gradwire.losses import model_path
-from gradwire.requests import message
 from gradwire.results import Array, Checkpoint, Columns, SampledToken, SampleResult
-from gradwire.transport import Transport
+from gradwire.wire.columns import token_rows
+from gradwire.wire.entries import check_timeout
+from gradwire.wire.images import to_image_columns
+from gradwire.wire.requests import message
+from gradwire.wire.transport import Transport
 
 R = TypeVar("R")
 

@@ -14,16 +14,16 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire.descriptions import LossInfo, ModelInfo, RunInfo, ServerInfo, TokenizerInfo
 from gradwire.embedded import EmbeddedServer
 from gradwire.errors import InvalidArgumentError, ServiceClosedError, UnsupportedError, type_of
-from gradwire.link import RunLink
 from gradwire.losses import LossCatalogue, model_path
-from gradwire.queue import OperationQueue
 from gradwire.rendering import Conversation, Rendered, TrainOn, is_one, requests, row_of
-from gradwire.requests import message
 from gradwire.results import Checkpoint
 from gradwire.sampling import SamplingClient, token_ids
 from gradwire.training import TrainingClient
-from gradwire.transport import Transport
-from gradwire.uploads import Kind, Upload, as_upload_id, upload
+from gradwire.wire.link import RunLink
+from gradwire.wire.queue import OperationQueue
+from gradwire.wire.requests import message
+from gradwire.wire.transport import Transport
+from gradwire.wire.uploads import Kind, Upload, as_upload_id, upload
 
 WINDOW = 256
 MAX_IN_FLIGHT = 1024

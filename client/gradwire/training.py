@@ -14,12 +14,12 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire.descriptions import RunInfo
 from gradwire.errors import AccessError
 from gradwire.extras import require
-from gradwire.files import check_folder, download
 from gradwire.futures import Future
 from gradwire.history import History
 from gradwire.losses import model_path
 from gradwire.operations import Operations
 from gradwire.results import Checkpoint, Columns, LossResult, OptimStepResult, SampleResult, TrainStepResult
+from gradwire.wire.files import check_folder, download
 
 
 class TrainingClient(Operations):

@@ -31,7 +31,7 @@ async def refuse(context: Any, code: Code) -> None:
 
 
 async def test_no_answer_to_an_acknowledgement_of_results_ends_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.result_stream.ACK_INTERVAL_S", 0.001)
+    monkeypatch.setattr("gradwire.wire.result_stream.ACK_INTERVAL_S", 0.001)
     refused: list[Code] = []
 
     class Refusing(ScriptedService):

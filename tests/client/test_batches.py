@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from gradwire.batches import SCORING_FIELDS, maybe_padded, to_columns
-from gradwire.columns import token_rows
 from gradwire.descriptions import LossField
 from gradwire.errors import InvalidBatchError
+from gradwire.wire.columns import token_rows
 from gradwire_proto.codec import Column, encode
 
 IDS = LossField("input_ids", "int", ("[rows, tokens]",), required=True, padding_mask="attention_mask")

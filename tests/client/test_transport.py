@@ -12,7 +12,7 @@ import anyio
 import gradwire
 import grpc
 import pytest
-from gradwire.transport import Backoff
+from gradwire.wire.transport import Backoff
 from gradwire_proto.v1 import training_pb2 as pb
 from support.scripted import Fails, Script, ScriptedService, plain, scripted_run, scripted_server, until
 from support.server import Server
@@ -129,7 +129,7 @@ async def test_backoff_waits_longer_gives_up_and_starts_again(monkeypatch: pytes
         waits.append(seconds)
 
     clock = SimpleNamespace(time=lambda: sum(waits))
-    monkeypatch.setattr("gradwire.transport.asyncio", SimpleNamespace(get_running_loop=lambda: clock, sleep=sleep))
+    monkeypatch.setattr("gradwire.wire.transport.asyncio", SimpleNamespace(get_running_loop=lambda: clock, sleep=sleep))
     with pytest.raises(gradwire.ConnectionLostError):
         for _ in range(100):
             await backoff.pause(lost)

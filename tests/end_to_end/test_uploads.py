@@ -21,7 +21,7 @@ from gradwire.errors import (
     UnknownCheckpointError,
     UnsupportedError,
 )
-from gradwire.transport import Transport
+from gradwire.wire.transport import Transport
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.plain_peft import with_adapter
@@ -278,7 +278,7 @@ async def test_runs_from_an_upload_survive_kills_and_forks(
             raise ConnectionLostError("cut off")
         return await unary(self, method, request, **options)
 
-    monkeypatch.setattr("gradwire.uploads.CHUNK_BYTES", 3000)
+    monkeypatch.setattr("gradwire.wire.uploads.CHUNK_BYTES", 3000)
     try:
         async with gradwire.connect(server.address, connect_timeout=120) as service:
             with monkeypatch.context() as patch:

@@ -17,7 +17,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from gradwire import errors, link, queue
+from gradwire import errors
+from gradwire.wire import link, queue
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.core.core import Core
 from gradwire_server.journal import journal, segments

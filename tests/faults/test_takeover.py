@@ -10,7 +10,7 @@ from typing import Any
 
 import gradwire
 import pytest
-from gradwire.transport import SubmitStream
+from gradwire.wire.transport import SubmitStream
 from gradwire_proto.v1 import training_pb2 as pb
 from support.scripted import until
 from support.server import Server

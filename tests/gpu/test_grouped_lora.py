@@ -8,9 +8,9 @@ import pytest
 import torch
 from gradwire_losses.batch import Batch
 from gradwire_proto.v1.training_pb2 import LoraSettings
-from gradwire_server.engine.model import adapters
+from gradwire_server.engine.model.adapters import layers as adapters
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import LoraPolicy
-from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.training.grouped_forward_backward import hidden_together
 from support.tiny import tiny_model
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.model.pool import ModelPool
-from gradwire_server.engine.sampling.local import LocalSampler
-from gradwire_server.engine.sampling.pages import fits_pages
-from gradwire_server.engine.sampling.sampler import SamplingParams
+from gradwire_server.engine.sampling.pages.pages import fits_pages
+from gradwire_server.engine.sampling.samplers.local import LocalSampler
+from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from support.tiny import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -16,8 +16,8 @@ from gradwire_losses.registry import get_loss, load_builtin_losses
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.failures import unless_out_of_memory
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.operations.decisions import Decisions
 from gradwire_server.engine.scoring.memory import MOST, Memory
 from gradwire_server.engine.scoring.planner import Budget

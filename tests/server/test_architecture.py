@@ -32,6 +32,7 @@ def test_the_walk_names_files_that_exist() -> None:
 def test_every_folder_of_the_server_is_on_the_page_and_says_what_is_in_it() -> None:
     server = ROOT / "server" / "gradwire_server"
     folders = {path.parent.relative_to(server).as_posix() for path in server.rglob("__init__.py")} - {"."}
+    folders -= {folder for folder in folders if folder.startswith(("engine/model/", "engine/sampling/"))}  # by subject
     named = set(re.findall(r"`([\w/]+)/`", PAGE.partition("## Folders of the server")[2].partition("\n## ")[0]))
     assert folders - named <= {"doors", "engine"} and named <= folders
     for folder in folders:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import gradwire
-from gradwire.transport import Transport
+from gradwire.wire.transport import Transport
 from gradwire_proto.v1 import training_pb2 as pb
 
 AT_ONCE = 8

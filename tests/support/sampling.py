@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.tokenizers import TextTokenizer
-from gradwire_server.engine.sampling.local import LocalSampler
-from gradwire_server.engine.sampling.sampler import Samples, SamplingParams
+from gradwire_server.engine.sampling.samplers.local import LocalSampler
+from gradwire_server.engine.sampling.samplers.sampler import Samples, SamplingParams
 
 
 def samples_of(

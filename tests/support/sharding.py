@@ -11,9 +11,9 @@ import torch.distributed as dist
 from gradwire_losses.batch import Batch
 from gradwire_losses.registry import get_loss, load_builtin_losses
 from gradwire_proto.v1.training_pb2 import LoraSettings, OptimStep, RunConfig
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.placement import Placement, whole
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.training.forward_backward import Training, forward_backward

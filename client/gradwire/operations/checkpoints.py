@@ -10,13 +10,13 @@ from typing import Literal
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire.entries import Request
-from gradwire.files import check_folder, download
 from gradwire.futures import Future
 from gradwire.losses import model_path
 from gradwire.operations.submitter import Submitter
-from gradwire.requests import message
 from gradwire.results import Checkpoint
+from gradwire.wire.entries import Request
+from gradwire.wire.files import check_folder, download
+from gradwire.wire.requests import message
 
 logger = logging.getLogger(__name__)
 

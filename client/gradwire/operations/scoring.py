@@ -8,14 +8,14 @@ from typing import Any
 import numpy.typing as npt
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire import requests
-from gradwire.entries import Request
 from gradwire.errors import InvalidArgumentError
 from gradwire.futures import Future
 from gradwire.operations.submitter import Submitter
-from gradwire.requests import Batch, Output
 from gradwire.results import Checkpoint, Columns, LossResult, SampleResult
 from gradwire.sampling import NO_BIAS, Prompts, sample_call
+from gradwire.wire import requests
+from gradwire.wire.entries import Request
+from gradwire.wire.requests import Batch, Output
 
 Array = npt.NDArray[Any]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire.link import RunLink
 from gradwire.losses import LossCatalogue
-from gradwire.queue import OperationQueue
 from gradwire.results import Columns
-from gradwire.transport import Transport
+from gradwire.wire.link import RunLink
+from gradwire.wire.queue import OperationQueue
+from gradwire.wire.transport import Transport
 
 
 class Submitter:

@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire import requests
 from gradwire.custom import CustomCall, CustomLoss, Framework, framework_in_use
-from gradwire.entries import Request
 from gradwire.errors import InvalidArgumentError, type_of
 from gradwire.futures import Future
 from gradwire.operations.submitter import Submitter, no_result
-from gradwire.requests import Batch, OnNonFinite, Output, message
 from gradwire.results import LossResult, OptimStepResult, TrainStepResult
+from gradwire.wire import requests
+from gradwire.wire.entries import Request
+from gradwire.wire.requests import Batch, OnNonFinite, Output, message
 
 
 class TrainingOperations(Submitter):

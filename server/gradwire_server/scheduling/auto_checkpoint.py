@@ -24,8 +24,8 @@ from gradwire_server.errors import ServiceError
 from gradwire_server.journal.checkpoint_records import AUTOMATIC, CheckpointRecords
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_row import RunRecord
+from gradwire_server.scheduling.recovery_cost import RecoveryCost
 from gradwire_server.scheduling.run_queue import RunQueue
-from gradwire_server.scheduling.since_checkpoint import SinceCheckpoint
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class AutoCheckpoint:
 
     def due(self, queue: RunQueue) -> bool:
         """Whether to save a run as soon as none of its operations is in the engine."""
-        since, work = queue.since_checkpoint, queue.since_checkpoint.since_attempt
+        since, work = queue.recovery_cost, queue.recovery_cost.since_attempt
         due = (
             0 < self._every_steps <= work.steps
             or 0 < self._every_bytes <= work.bytes
@@ -81,7 +81,7 @@ class AutoCheckpoint:
 
     async def take(self, queue: RunQueue, seq: int) -> None:
         """Save the run in its state after operation ``seq``, which must be the last one that the engine executed."""
-        record, since, began = queue.record, queue.since_checkpoint, time.monotonic()
+        record, since, began = queue.record, queue.recovery_cost, time.monotonic()
         since.attempt()  # a failed attempt is repeated only after another interval
         save = pb.SaveCheckpoint(name=f"{AUTOMATIC}{seq}", note="automatic", overwrite=True)
         request = engine_pb2.EngineOperation(
@@ -103,7 +103,7 @@ class AutoCheckpoint:
         except Exception as error:  # a run can train without the checkpoint; a bad disk also fails its other writes
             log.error("checkpoint %s of %s was not taken: %s", save.name, record.run_id, error)
 
-    def _took(self, record: RunRecord, since: SinceCheckpoint, seconds: float) -> None:
+    def _took(self, record: RunRecord, since: RecoveryCost, seconds: float) -> None:
         if since.saving_s <= SHARE * self._replay_s < seconds and self._replay_s:
             log.warning(
                 "a checkpoint of run %s takes %.0f s: it is taken every %.0f s of work, not every %.0f s"

@@ -65,7 +65,7 @@ class Executor:
         began = time.monotonic()
         reply = await self.ask(request, "made the run")
         queue.held_by(self._engine.generation)
-        queue.since_checkpoint.loading_s = time.monotonic() - began
+        queue.recovery_cost.loading_s = time.monotonic() - began
         return reply.run_created
 
     async def ask(self, request: engine_pb2.EngineRequest, doing: str) -> engine_pb2.EngineReply:
@@ -265,8 +265,8 @@ class Executor:
         try:
             done = await restore(self._engine, self._journal, queue.record)
         except ReplayDied as error:
-            queue.since_checkpoint.replay_deaths[error.seq] += 1
-            if queue.since_checkpoint.replay_deaths[error.seq] >= DEATHS:
+            queue.recovery_cost.replay_deaths[error.seq] += 1
+            if queue.recovery_cost.replay_deaths[error.seq] >= DEATHS:
                 message = (
                     f"the run cannot be restored: repeating its operation {error.seq} killed the engine"
                     f" {DEATHS} times; fork it from a checkpoint before that one"
@@ -279,7 +279,7 @@ class Executor:
                 raise EngineDied(suspect=False) from error  # it died between two requests; its successor lacks the run
             raise
         queue.restored(generation, done.entries)
-        queue.since_checkpoint.loading_s = done.loading_s
+        queue.recovery_cost.loading_s = done.loading_s
         count = sum(is_replayed_with(entry.header.operation, entry.status) for entry in done.entries)
         self._metrics.restored(count, time.monotonic() - began)
         return True

@@ -32,7 +32,7 @@ from gradwire_server.scheduling.fencing import Fencing, reused
 from gradwire_server.scheduling.held_operations import HeldOperations
 from gradwire_server.scheduling.operation import QueuedOperation, expired
 from gradwire_server.scheduling.recent_results import RecentResults
-from gradwire_server.scheduling.since_checkpoint import SinceCheckpoint
+from gradwire_server.scheduling.recovery_cost import RecoveryCost
 from gradwire_server.scheduling.states import UNSENT, OperationState, Parked
 
 
@@ -55,7 +55,7 @@ class RunQueue(Fencing):
         handing: Lock held while an operation is sent to the engine; keeps them in order.
         finishing: Lock held while an answered operation waits for its journal write; keeps results in order.
         generation: Generation of the engine process that holds the run; 0 for none.
-        since_checkpoint: What a recovery would replay, and how long it would take.
+        recovery_cost: What a recovery would replay, and how long it would take.
         closed: Error for readers and writers once the run is closed.
         parked: Why and since when the run is parked; None if it is not. See :mod:`.parking`.
     """
@@ -70,7 +70,7 @@ class RunQueue(Fencing):
     handing: asyncio.Lock = field(default_factory=asyncio.Lock)
     finishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     generation: int = 0
-    since_checkpoint: SinceCheckpoint = field(default_factory=SinceCheckpoint)
+    recovery_cost: RecoveryCost = field(default_factory=RecoveryCost)
     closed: ServiceError | None = None
     parked: Parked | None = None
 
@@ -240,7 +240,7 @@ class RunQueue(Fencing):
         """Apply a result to the run; return the values for the run's row."""
         operation.enter(OperationState.FINISHED)
         self._drop(operation)
-        self.since_checkpoint.count(operation.header, result.status, result.timings.engine_s)
+        self.recovery_cost.count(operation.header, result.status, result.timings.engine_s)
         marks = progress.follow(self.record, operation, result)
         saved = operation.kind == "save_checkpoint" and result.status == pb.STATUS_SUCCEEDED
         if saved and not result.checkpoint.weights_only:
@@ -266,7 +266,7 @@ class RunQueue(Fencing):
     def dropped_step(self, seq: int) -> int:
         """The newest operation before this number that ended an accumulation without succeeding; 0 for none."""
         cancelled = max((each for each in self._cancelled_steps if each < seq), default=0)
-        return max(cancelled, self.since_checkpoint.dropped_step(seq))
+        return max(cancelled, self.recovery_cost.dropped_step(seq))
 
     async def settled(self, seq: int) -> bool:
         """Wait until the results up to a number are durable; False if the run is closed or rewound first."""
@@ -315,10 +315,10 @@ class RunQueue(Fencing):
     def restored(self, generation: int, entries: Iterable[JournalEntry]) -> None:
         """Record that this generation of the engine holds the run, restored in front of these entries with a result."""
         self.generation = generation
-        self.since_checkpoint.replay_deaths.clear()
+        self.recovery_cost.replay_deaths.clear()
         self.checkpointed()
         for entry in entries:
-            self.since_checkpoint.count(entry.header, entry.status, entry.replay_s)
+            self.recovery_cost.count(entry.header, entry.status, entry.replay_s)
 
     def died(self, operation: QueuedOperation, suspect: bool) -> None:
         """Record that the engine died before it answered an operation, perhaps because of it if ``suspect``."""
@@ -326,8 +326,8 @@ class RunQueue(Fencing):
         operation.deaths += suspect
 
     def checkpointed(self) -> None:
-        """Count :attr:`since_checkpoint` from here."""
-        self.since_checkpoint.restart()
+        """Count :attr:`recovery_cost` from here."""
+        self.recovery_cost.restart()
 
     # ---- results ----
 
@@ -361,7 +361,7 @@ class RunQueue(Fencing):
         self._refuse_all(self.rewound())
         self.empty()
         self._results.clear()
-        self.since_checkpoint.forget()
+        self.recovery_cost.forget()
         self.next_seq = record.accepted_seq + 1
         self.notify()
 

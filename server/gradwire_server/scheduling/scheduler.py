@@ -241,12 +241,12 @@ class Scheduler:
         newest = {run_id: queue.record.newest_checkpoint for run_id, queue in by_id.items()}
         bases = {run_id: saved.seq if saved is not None else 0 for run_id, saved in newest.items()}
         for run_id, seconds in (await self._journal.replay_s(bases)).items():
-            by_id[run_id].since_checkpoint.found(seconds)
+            by_id[run_id].recovery_cost.found(seconds)
 
     def recovery_s(self, run_id: str) -> float:
         """Seconds that bringing a run back into a new engine would take now."""
         queue = self._queues.get(run_id)
-        return queue.since_checkpoint.recovery_s if queue is not None else 0.0
+        return queue.recovery_cost.recovery_s if queue is not None else 0.0
 
     def queue(self, record: RunRecord) -> RunQueue:
         """Return the queue of a run.
@@ -306,7 +306,7 @@ class Scheduler:
             operations=sum(len(queue.pending) for queue in queues),
             bytes=sum(queue.held.bytes for queue in queues),
             parked=self.num_parked,
-            recovery_s=sum(queue.since_checkpoint.recovery_s for queue in queues),
+            recovery_s=sum(queue.recovery_cost.recovery_s for queue in queues),
             early=sum(len(queue.window) for queue in queues),
             oldest_s=max(now - min(oldest, default=now), 0.0),
         )

@@ -15,7 +15,7 @@ from gradwire_losses.layouts import read_batch
 from gradwire_losses.registry import LossSpec, load_builtin_losses
 from gradwire_proto.codec import Column
 from gradwire_proto.v1.training_pb2 import LoraSettings, RunConfig
-from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.state.engine_run import EngineRun
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -12,13 +12,14 @@ import torch
 from gradwire_losses import registry
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.model import activations, attention_masked, feed_forward
-from gradwire_server.engine.model.activations import ALL, Activations
-from gradwire_server.engine.model.attention_masked import MaskedSegments, masked_attention
+from gradwire_server.engine.model.attention import masked as attention_masked
+from gradwire_server.engine.model.attention.masked import MaskedSegments, masked_attention
+from gradwire_server.engine.model.layers import activations, feed_forward
+from gradwire_server.engine.model.layers.activations import ALL, Activations
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.packing import lay_out
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.policy_from_config import make_policy
-from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.operations import limits
 from gradwire_server.engine.operations.request import Request
 from gradwire_server.engine.scoring.activation_choice import Costs, LongRow, choose

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from gradwire_proto.v1.training_pb2 import LoraSettings
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import LoraPolicy, lora_config
-from gradwire_server.engine.model.pool import ModelPool
 from peft import PeftModel
 from torch import nn
 

@@ -11,7 +11,7 @@ import transformers
 from gradwire_losses.layouts import read_batch
 from gradwire_losses.registry import get_loss
 from gradwire_proto.v1.training_pb2 import RunConfig
-from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.training.forward_backward import Training, forward_backward

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from gradwire_server.engine.model.embedding import add_rows_in_place
+from gradwire_server.engine.model.layers.embedding import add_rows_in_place
 from gradwire_server.engine.model.placement import Placement
 from torch import nn
 

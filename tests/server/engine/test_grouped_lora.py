@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from gradwire_losses.batch import Batch
-from gradwire_server.engine.model import adapters
-from gradwire_server.engine.model.adapter_products import ByKernels, InBuckets, InTurn, Span, alike, bucketed
+from gradwire_server.engine.model.adapters import layers as adapters
+from gradwire_server.engine.model.adapters.products import ByKernels, InBuckets, InTurn, Span, alike, bucketed
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.packing import Packing
 from gradwire_server.engine.model.policy import LoraPolicy, Policy, lora_config
-from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.training.grouped_forward_backward import can_go_together, hidden_together
 from peft import PeftModel, set_peft_model_state_dict

@@ -13,7 +13,7 @@ import transformers
 from gradwire_losses.layouts import read_batch
 from gradwire_losses.registry import get_loss
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.split_model import HeadAdapter, OutputHead
 from gradwire_server.engine.scoring.divergence import score_divergence
 from gradwire_server.engine.scoring.planner import Budget

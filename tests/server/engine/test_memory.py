@@ -12,7 +12,7 @@ import torch
 from gradwire_losses import registry
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.model.activations import ALL
+from gradwire_server.engine.model.layers.activations import ALL
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.operations.request import Request
 from gradwire_server.engine.scoring.activation_choice import Costs

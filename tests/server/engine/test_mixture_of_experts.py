@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import LoraPolicy
 from gradwire_server.engine.model.policy_from_config import make_policy
-from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.scoring.memory import ActivationMeter
 from gradwire_server.engine.state.exports import save_adapter
 from peft.tuners.lora.layer import ParamWrapper

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.model.offload import num_layer_bytes, offload_layers
+from gradwire_server.engine.model.loading.offload import num_layer_bytes, offload_layers
 from support.engine import LocalEngine, token_rows
 from support.tiny import tiny_model
 from torch import Tensor, nn

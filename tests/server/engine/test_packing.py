@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from gradwire_server.engine.model import attention
+from gradwire_server.engine.model.attention import packed
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.packing import MIN_SAVED, Layout, Packing, arrange, lay_out, shared_lengths
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.model.split_model import SplitModel
 from torch import Tensor
 
@@ -111,9 +111,9 @@ def test_attention_with_masks_is_the_blocks(load: Load, monkeypatch: pytest.Monk
 
     def masked(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-        return attention.masked_attention(q, k, v, layout.masked, scale)[None]
+        return packed.masked_attention(q, k, v, layout.masked, scale)[None]
 
-    monkeypatch.setattr(attention, "in_blocks", masked)
+    monkeypatch.setattr(packed, "in_blocks", masked)
     for key, values in states_and_gradients(split_model, Packing.SHARED, *inputs).items():
         torch.testing.assert_close(values, blocks[key], atol=1e-5 * values.abs().max().item(), rtol=0)
 
@@ -208,7 +208,7 @@ def test_a_model_that_cannot_be_packed_is_padded(
     caplog.set_level("INFO")
     split_model = load(name, torch.float32, **settings)
     assert split_model.packing is Packing.PADDED
-    assert split_model.model.config._attn_implementation != attention.NAME
+    assert split_model.model.config._attn_implementation != packed.NAME
     assert "padded" in caplog.text
     input_ids, lengths, group_sizes = ragged(torch.Generator().manual_seed(0), [40, 50], [2], common=20)
     with torch.no_grad():
@@ -216,12 +216,12 @@ def test_a_model_that_cannot_be_packed_is_padded(
 
 
 def test_a_layer_that_keeps_its_window_to_itself_is_not_packed(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = attention.packed_attention
+    original = packed.packed_attention
 
     def forgetful(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **(kwargs | {"sliding_window": None}))
 
-    monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, forgetful)
+    monkeypatch.setitem(packed.AttentionInterface._global_mapping, packed.NAME, forgetful)
     assert load("Mistral", sliding_window=32).packing is Packing.PADDED
 
 
@@ -235,6 +235,6 @@ def test_deep_models_with_a_padding_token_are_packed(load: Load, name: str) -> N
 
 def test_the_saved_config_says_nothing_of_it(load: Load, tmp_path: Path) -> None:
     split_model = load()
-    assert split_model.model.config._attn_implementation == attention.NAME
+    assert split_model.model.config._attn_implementation == packed.NAME
     split_model.model.save_pretrained(tmp_path / "saved")
-    assert attention.NAME not in (tmp_path / "saved" / "config.json").read_text()
+    assert packed.NAME not in (tmp_path / "saved" / "config.json").read_text()

@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from gradwire_losses.registry import get_loss
 from gradwire_server.engine import model
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.placement import whole, whole_tensors
-from gradwire_server.engine.model.pool import ModelPool
-from gradwire_server.engine.sampling.sampler import SamplingParams
+from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.checkpoints import CheckpointStore
 from gradwire_server.engine.state.exports import export_run
@@ -153,18 +153,18 @@ SEAM = {
     "to_local": {"model/placement.py"},
     "DTensor": {"model/placement.py"},
     "data_ptr": {"model/placement.py"},
-    "save_file": {"model/heads.py", "state/checkpoints.py", "state/exports.py"},
+    "save_file": {"model/layers/heads.py", "state/checkpoints.py", "state/exports.py"},
     # The adapter's settings ask for its name, quantization leaves it out; an export unties the heads of a copy.
     "get_output_embeddings": {
-        "model/lora_settings.py",
-        "model/quantization.py",
+        "model/adapters/lora_settings.py",
+        "model/loading/quantization.py",
         "model/split_model.py",
         "state/exports.py",
     },
     "get_input_embeddings": {
-        "model/packing_check.py",
+        "model/loading/packing_check.py",
         "model/split_model.py",
-        "model/vision.py",
+        "model/vision/image_tokens.py",
         "state/exports.py",
     },  # the check hooks its output, and the vision part calls it
 }

@@ -12,8 +12,8 @@ from gradwire_losses.registry import get_loss
 from gradwire_proto.v1 import training_pb2
 from gradwire_proto.v1.training_pb2 import LoraSettings, OptimStep, RunConfig
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import LoraPolicy, Policy
-from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.training.forward_backward import Training, forward_backward

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.model.compilation import KINDS
+from gradwire_server.engine.model.loading.compilation import KINDS
 from gradwire_server.engine.model.packing import Packing
 from support.engine import LocalEngine, token_rows
 from torch import nn

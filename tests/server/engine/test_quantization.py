@@ -9,9 +9,9 @@ import pytest
 import torch
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.loading.pool import ModelPool
+from gradwire_server.engine.model.loading.quantization import Quantization, QuantizedLinear
 from gradwire_server.engine.model.policy_from_config import make_policy
-from gradwire_server.engine.model.pool import ModelPool
-from gradwire_server.engine.model.quantization import Quantization, QuantizedLinear
 from gradwire_server.engine.sizing.parts import weight_bytes
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.training import eight_bit

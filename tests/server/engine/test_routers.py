@@ -13,11 +13,11 @@ from gradwire_losses.batch import Batch
 from gradwire_losses.registry import get_loss, load_builtin_losses
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.layers.routers import ROUTER_SCORES
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.packing import Packing
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.policy_from_config import make_policy
-from gradwire_server.engine.model.pool import ModelPool
-from gradwire_server.engine.model.routers import ROUTER_SCORES
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.training.accumulation import GradientAccumulator
 from gradwire_server.engine.training.forward_backward import Training, forward_backward

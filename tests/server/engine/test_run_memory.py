@@ -10,8 +10,8 @@ import pytest
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy_from_config import make_policy
-from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.state import run_memory
 from gradwire_server.engine.state.run_memory import FLOOR_BYTES, TRAINED_BYTES, check_memory
 from support.mixtures import CONFIGS, mixture

@@ -12,10 +12,10 @@ import pytest
 import torch
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.model.activations import Activations
+from gradwire_server.engine.model.layers.activations import Activations
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.policy_from_config import make_policy
-from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.scoring.memory import ActivationMeter, measured_image_bytes
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.sizing.advice import advice, longest_row, more_runs

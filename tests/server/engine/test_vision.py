@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gradwire.images import to_image_columns
+from gradwire.wire.images import to_image_columns
 from gradwire_proto.codec import IMAGE_BYTES, IMAGES, Column
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gradwire.images import to_image_columns
+from gradwire.wire.images import to_image_columns
 from gradwire_losses.registry import LossSpec, all_losses, get_loss
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.model.activations import Activations
+from gradwire_server.engine.model.layers.activations import Activations
 from gradwire_server.engine.operations import limits
 from gradwire_server.engine.operations.batches import prepare
 from gradwire_server.engine.scoring.memory import ActivationMeter, measured_image_bytes, measured_token_bytes

@@ -1,6 +1,6 @@
 """Whole operations with everything on a device that has no numbers: nothing waits for a GPU but what has to.
 
-See ``support.numberless``. Packing, forward, scoring, loss, backward and optimizer run through the engine's own
+See ``support.meta_device``. Packing, forward, scoring, loss, backward and optimizer run through the engine's own
 operations, as a server would run them.
 """
 
@@ -16,15 +16,15 @@ import pytest
 import torch
 from gradwire_losses.registry import all_losses, get_loss
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.model import compilation
-from gradwire_server.engine.model.attention_paged import PagedDecode
+from gradwire_server.engine.model.attention.paged import PagedDecode
+from gradwire_server.engine.model.loading import compilation
 from gradwire_server.engine.model.split_model import OutputHead
-from gradwire_server.engine.sampling import local
-from gradwire_server.engine.sampling.sampler import SamplingParams
+from gradwire_server.engine.sampling.samplers import local
+from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.scoring.token_scores import score_tokens
 from support.engine import LocalEngine, token_rows
-from support.numberless import META, Numberless, counted_copies, without_numbers
+from support.meta_device import META, Numberless, counted_copies, without_numbers
 from torch._dynamo.utils import counters
 
 BUDGETS = {

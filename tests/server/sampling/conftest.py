@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.model.tokenizers import TextTokenizer, find_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import LoraPolicy, Policy
-from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.model.tokenizers import TextTokenizer
-from gradwire_server.engine.sampling.draw import Uniforms
+from gradwire_server.engine.sampling.drawing.draw import Uniforms
 from gradwire_server.engine.sampling.jobs import LocalJob
-from gradwire_server.engine.sampling.local import LocalSampler
-from gradwire_server.engine.sampling.pages import Pages, fits_pages
-from gradwire_server.engine.sampling.sampler import Samples, SamplingParams
+from gradwire_server.engine.sampling.pages.pages import Pages, fits_pages
+from gradwire_server.engine.sampling.samplers.local import LocalSampler
+from gradwire_server.engine.sampling.samplers.sampler import Samples, SamplingParams
 from support.sampling import samples_of
 
 MakePolicy = Callable[..., Policy]

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 from gradwire_proto.v1 import training_pb2
-from gradwire_server.engine.model.attention_paged import PAGE
+from gradwire_server.engine.model.attention.paged import PAGE
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import LoraPolicy, Policy
-from gradwire_server.engine.model.pool import ModelPool
-from gradwire_server.engine.sampling import pages as paging
-from gradwire_server.engine.sampling.draw import draw
-from gradwire_server.engine.sampling.local import LocalSampler
-from gradwire_server.engine.sampling.page_lists import APART_ROWS, OwnLists, shared_lists
-from gradwire_server.engine.sampling.page_table import PageTable, page_digests
-from gradwire_server.engine.sampling.pages import Pages
-from gradwire_server.engine.sampling.sampler import Samples, SamplingParams
+from gradwire_server.engine.sampling.drawing.draw import draw
+from gradwire_server.engine.sampling.pages import pages as paging
+from gradwire_server.engine.sampling.pages.page_lists import APART_ROWS, OwnLists, shared_lists
+from gradwire_server.engine.sampling.pages.page_table import PageTable, page_digests
+from gradwire_server.engine.sampling.pages.pages import Pages
+from gradwire_server.engine.sampling.samplers.local import LocalSampler
+from gradwire_server.engine.sampling.samplers.sampler import Samples, SamplingParams
 from support.sampling import samples_of
 
 MakePolicy = Callable[..., Policy]

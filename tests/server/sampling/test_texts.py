@@ -11,14 +11,14 @@ import pytest
 import torch
 from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.model.tokenizers import TextTokenizer, find_tokenizer
-from gradwire_server.engine.sampling.growing_text import GrowingText, StopString
-from gradwire_server.engine.sampling.local import LocalSampler
-from gradwire_server.engine.sampling.pages import Pages
+from gradwire_server.engine.sampling.growing.growing_text import GrowingText, StopString
+from gradwire_server.engine.sampling.pages.pages import Pages
 from gradwire_server.engine.sampling.prompt_scores import score_prompts
-from gradwire_server.engine.sampling.sampler import SamplingParams
+from gradwire_server.engine.sampling.samplers.local import LocalSampler
+from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from gradwire_server.engine.scoring.planner import Budget
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -18,11 +18,11 @@ import pytest
 import torch
 from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import FullPolicy, LoraPolicy, Policy
-from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.model.tokenizers import TextTokenizer
-from gradwire_server.engine.sampling.sampler import SamplingParams
-from gradwire_server.engine.sampling.vllm import VllmSampler
+from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
+from gradwire_server.engine.sampling.samplers.vllm import VllmSampler
 from safetensors.torch import load_file
 
 

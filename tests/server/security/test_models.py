@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.loading.pool import ModelPool
 from support.engine import LocalEngine
 
 ROOT = Path(__file__).parents[3]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradwire import errors
 from gradwire.errors import ConnectionLostError
-from gradwire.transport import SubmitStream, Transport, _results
+from gradwire.wire.transport import SubmitStream, Transport, _results
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import ANYONE
 from gradwire_server.doors.grpc.interceptors import CALLER

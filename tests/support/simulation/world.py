@@ -16,12 +16,12 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from gradwire.entries import Request
 from gradwire.errors import GradwireError, ResultReleasedError, WriterError
 from gradwire.futures import Future
-from gradwire.link import RunLink
-from gradwire.queue import OperationQueue
 from gradwire.results import Columns
+from gradwire.wire.entries import Request
+from gradwire.wire.link import RunLink
+from gradwire.wire.queue import OperationQueue
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb

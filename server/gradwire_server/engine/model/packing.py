@@ -19,7 +19,7 @@ import torch
 from gradwire_losses.batch import segment_ids, sent
 from torch import Tensor
 
-from gradwire_server.engine.model.attention_masked import MaskedSegments, QuerySegment
+from gradwire_server.engine.model.attention.masked import MaskedSegments, QuerySegment
 
 MIN_SAVED = 16
 """Minimum number of tokens that sharing must save in an example; below it the extra attention calls cost more."""

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
-from gradwire_server.engine.model.activations import Activations
-from gradwire_server.engine.model.heads import Head
-from gradwire_server.engine.model.lora_settings import lora_config, only_the_head_of_tied
+from gradwire_server.engine.model.adapters.lora_settings import lora_config, only_the_head_of_tied
+from gradwire_server.engine.model.layers.activations import Activations
+from gradwire_server.engine.model.layers.heads import Head
 from gradwire_server.engine.model.packing import Packing, arrange
 from gradwire_server.engine.model.placement import assign, assign_each
 from gradwire_server.engine.model.split_model import ModelFacts, OutputHead, SplitModel
@@ -331,7 +331,7 @@ class LoraPolicy(Policy):
             self.split_model.adapters = None
 
     def _add(self, config: LoraConfig, seed: int) -> Mapping[str, nn.Parameter]:
-        from gradwire_server.engine.model.adapter_set import AdapterSet
+        from gradwire_server.engine.model.adapters.adapter_set import AdapterSet
 
         self.split_model.activate(None)
         adapters = self.split_model.adapters or AdapterSet(self.split_model.model)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from gradwire_proto.v1 import training_pb2
 
-from gradwire_server.engine.model.heads import make_head
+from gradwire_server.engine.model.layers.heads import make_head
+from gradwire_server.engine.model.layers.routers import balance_coefficient
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import FullPolicy, LoraPolicy, Policy
-from gradwire_server.engine.model.pool import ModelPool
-from gradwire_server.engine.model.routers import balance_coefficient
 
 
 def make_policy(pool: ModelPool, config: training_pb2.RunConfig, run_id: str) -> Policy:

@@ -20,21 +20,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.model.attention import LAYOUT
-from gradwire_server.engine.model.attention_paged import PagedDecode, PagedPrefill
-from gradwire_server.engine.model.dropout import DropoutPlaces
-from gradwire_server.engine.model.embedding import add_rows_in_place
-from gradwire_server.engine.model.feed_forward import FeedForward
+from gradwire_server.engine.model.attention.packed import LAYOUT
+from gradwire_server.engine.model.attention.paged import PagedDecode, PagedPrefill
+from gradwire_server.engine.model.layers.dropout import DropoutPlaces
+from gradwire_server.engine.model.layers.embedding import add_rows_in_place
+from gradwire_server.engine.model.layers.feed_forward import FeedForward
+from gradwire_server.engine.model.layers.routers import Routers
 from gradwire_server.engine.model.packing import Layout, Packing, Padded
 from gradwire_server.engine.model.placement import Placement
-from gradwire_server.engine.model.routers import Routers
 
 if TYPE_CHECKING:
     from gradwire_losses.images import ImageTokens
 
-    from gradwire_server.engine.model.adapter_products import Span
-    from gradwire_server.engine.model.adapter_set import AdapterSet
-    from gradwire_server.engine.model.vision import Vision
+    from gradwire_server.engine.model.adapters.adapter_set import AdapterSet
+    from gradwire_server.engine.model.adapters.products import Span
+    from gradwire_server.engine.model.vision.image_tokens import Vision
 
 T = TypeVar("T")
 

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from gradwire_server.engine.errors import OperationError, invalid
 from gradwire_server.engine.failures import read_config
+from gradwire_server.engine.model.layers.routers import balance_hint
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.model.routers import balance_hint
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.images import check_without_images, images_of_rows, with_images
 from gradwire_server.engine.operations.request import Columns, Outcome

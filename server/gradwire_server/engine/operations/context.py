@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.tokenizers import TextTokenizer, load_tokenizer
 from gradwire_server.engine.operations.decisions import Decisions
-from gradwire_server.engine.sampling.sampler import Sampler
+from gradwire_server.engine.sampling.samplers.sampler import Sampler
 from gradwire_server.engine.scoring.memory import Memory
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.checkpoints import CheckpointStore

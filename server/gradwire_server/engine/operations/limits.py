@@ -6,7 +6,7 @@ import logging
 
 from gradwire_proto.v1 import training_pb2
 
-from gradwire_server.engine.model.activations import Activations
+from gradwire_server.engine.model.layers.activations import Activations
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
 

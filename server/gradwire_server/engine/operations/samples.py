@@ -24,7 +24,7 @@ from gradwire_server.engine.operations.images import (
 )
 from gradwire_server.engine.operations.request import Columns, Outcome
 from gradwire_server.engine.sampling.prompt_scores import Draws, PromptScores, candidate_ids, score_prompts
-from gradwire_server.engine.sampling.sampler import Job, SamplingParams
+from gradwire_server.engine.sampling.samplers.sampler import Job, SamplingParams
 from gradwire_server.engine.state.engine_run import EngineRun
 
 

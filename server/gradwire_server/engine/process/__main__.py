@@ -32,7 +32,7 @@ from gradwire_proto.v1 import engine_pb2
 
 from gradwire_server.config import EngineSettings
 from gradwire_server.engine.failures import to_error
-from gradwire_server.engine.model.pool import Dtype
+from gradwire_server.engine.model.loading.pool import Dtype
 from gradwire_server.engine.operations.decisions import GROUP_TOKENS
 from gradwire_server.engine.operations.request import Columns, Request
 from gradwire_server.engine.operations.samples_in_progress import SamplesInProgress

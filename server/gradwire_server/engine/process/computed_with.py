@@ -18,9 +18,9 @@ from transformers.utils.hub import cached_file
 from gradwire_server.checkpoint_files import StoredFile
 from gradwire_server.durable_files import replace_text
 from gradwire_server.engine import generators
-from gradwire_server.engine.model import dropout
-from gradwire_server.engine.model.pool import ModelPool
-from gradwire_server.engine.sampling import draw
+from gradwire_server.engine.model.layers import dropout
+from gradwire_server.engine.model.loading.pool import ModelPool
+from gradwire_server.engine.sampling.drawing import draw
 from gradwire_server.engine.state.checkpoints import versions
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from gradwire_losses.registry import LossSpec, all_losses
 from gradwire_proto.v1 import engine_pb2, training_pb2
 
 from gradwire_server.engine.failures import is_fatal, to_error, unless_out_of_memory
-from gradwire_server.engine.model.pool import Dtype, ModelPool
-from gradwire_server.engine.model.quantization import Quantization
+from gradwire_server.engine.model.loading.pool import Dtype, ModelPool
+from gradwire_server.engine.model.loading.quantization import Quantization
 from gradwire_server.engine.model.tokenizers import find_tokenizer
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.decisions import Decision
@@ -23,8 +23,8 @@ from gradwire_server.engine.operations.lifecycle import Answer, begins, failure,
 from gradwire_server.engine.operations.request import Request
 from gradwire_server.engine.operations.table import carry_out
 from gradwire_server.engine.process.computed_with import ComputedWith
-from gradwire_server.engine.sampling.choice import make_sampler
-from gradwire_server.engine.sampling.sampler import Sampler
+from gradwire_server.engine.sampling.samplers.choice import make_sampler
+from gradwire_server.engine.sampling.samplers.sampler import Sampler
 from gradwire_server.engine.scoring.memory import Memory, machine_memory
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.adapter_shapes import AdapterShapes
@@ -55,7 +55,7 @@ class Engine:
         allowed: Further models, read when a request first names them.
         state_dir: Folder of checkpoints and exports.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:N"`` or ``"cuda:all"``; by default a GPU if there is one.
-        dtype: Dtype of the weights, or ``"mixed"``; see :class:`gradwire_server.engine.model.pool.ModelPool`.
+        dtype: Dtype of the weights, or ``"mixed"``; see :class:`gradwire_server.engine.model.loading.pool.ModelPool`.
         compiled: Whether layers go through ``torch.compile``.
         quantize: How shared base models are held: ``"nf4"``, ``"int8"``, or None in ``dtype``.
         sampler: ``"local"`` or ``"vllm"``.

@@ -24,13 +24,13 @@ from torch import Tensor
 from gradwire_server.engine.failures import is_fatal, is_out_of_memory
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.split_model import SplitModel
-from gradwire_server.engine.sampling.adjustments import logits_to_choose_by
-from gradwire_server.engine.sampling.draw import Uniforms, draw, top_tokens
-from gradwire_server.engine.sampling.growing_sample import GrowingSample
+from gradwire_server.engine.sampling.drawing.adjustments import logits_to_choose_by
+from gradwire_server.engine.sampling.drawing.draw import Uniforms, draw, top_tokens
+from gradwire_server.engine.sampling.growing.growing_sample import GrowingSample
 from gradwire_server.engine.sampling.jobs import LocalJob
-from gradwire_server.engine.sampling.key_values import IntArray, KeyValues
+from gradwire_server.engine.sampling.pages.key_values import IntArray, KeyValues
 from gradwire_server.engine.sampling.rows import DRAWS, BoolArray, Rows, widened
-from gradwire_server.engine.sampling.sampler import SamplingParams, TopTokens
+from gradwire_server.engine.sampling.samplers.sampler import SamplingParams, TopTokens
 from gradwire_server.engine.sampling.several_policies import neighbours
 from gradwire_server.engine.scoring.token_scores import token_logits
 from gradwire_server.engine.threads import sampling_threads

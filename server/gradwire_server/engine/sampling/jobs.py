@@ -12,10 +12,10 @@ from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.tokenizers import TextTokenizer
-from gradwire_server.engine.sampling.growing_sample import GrowingSample, Handed
-from gradwire_server.engine.sampling.growing_text import StopString
-from gradwire_server.engine.sampling.json_grammar import JsonGrammar
-from gradwire_server.engine.sampling.sampler import Samples, SamplingParams, StopReason, TopTokens
+from gradwire_server.engine.sampling.drawing.json_grammar import JsonGrammar
+from gradwire_server.engine.sampling.growing.growing_sample import GrowingSample, Handed
+from gradwire_server.engine.sampling.growing.growing_text import StopString
+from gradwire_server.engine.sampling.samplers.sampler import Samples, SamplingParams, StopReason, TopTokens
 
 DECODED_ROWS = 64
 """Samples whose tokens become text at a time."""

@@ -16,8 +16,8 @@ from gradwire_server.engine.errors import invalid
 from gradwire_server.engine.failures import unless_out_of_memory
 from gradwire_server.engine.interruption import between_micro_batches
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.sampling.draw import draw_many
-from gradwire_server.engine.sampling.sampler import TopTokens
+from gradwire_server.engine.sampling.drawing.draw import draw_many
+from gradwire_server.engine.sampling.samplers.sampler import TopTokens
 from gradwire_server.engine.scoring.planner import Budget, MicroBatch, split
 from gradwire_server.engine.scoring.token_scores import token_logits
 from gradwire_server.engine.threads import suited_threads

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gradwire_server.engine.sampling.key_values import IntArray
+from gradwire_server.engine.sampling.pages.key_values import IntArray
 
 BoolArray = npt.NDArray[np.bool_]
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradwire_server.engine.model.adapter_products import Span
+from gradwire_server.engine.model.adapters.products import Span
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.sampling.key_values import IntArray
+from gradwire_server.engine.sampling.pages.key_values import IntArray
 
 _NO_ADAPTER = ""
 

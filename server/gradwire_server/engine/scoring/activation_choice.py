@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from gradwire_server.engine.generators import preserved_rng
-from gradwire_server.engine.model.activations import Activations
+from gradwire_server.engine.model.layers.activations import Activations
 from gradwire_server.engine.model.policy import Policy
 
 FORWARD_TOKENS = 1024

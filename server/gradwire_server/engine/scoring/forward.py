@@ -12,9 +12,9 @@ from gradwire_losses.batch import Batch, beside, sent
 from torch import Tensor
 
 from gradwire_server.engine.interruption import between_micro_batches
-from gradwire_server.engine.model.activations import Activations
+from gradwire_server.engine.model.layers.activations import Activations
+from gradwire_server.engine.model.layers.routers import ROUTER_SCORES
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.model.routers import ROUTER_SCORES
 from gradwire_server.engine.scoring.divergence import score_divergence
 from gradwire_server.engine.scoring.planner import Budget, MicroBatch, split
 from gradwire_server.engine.scoring.score_types import (

@@ -17,7 +17,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from gradwire_server.engine.model.numberless import computes_as_cpu
+from gradwire_server.engine.model.meta_device import computes_as_cpu
 from gradwire_server.engine.model.split_model import OutputHead
 
 logger = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.generators import preserved_rng
-from gradwire_server.engine.model.activations import ALL, Activations
+from gradwire_server.engine.model.layers.activations import ALL, Activations
 from gradwire_server.engine.model.placement import storage_address, storage_addresses
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.activation_choice import Costs, LongRow, choose, measured_costs

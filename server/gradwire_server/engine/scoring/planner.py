@@ -17,7 +17,7 @@ from gradwire_losses.batch import Batch, segment_ids, segment_sum
 from torch import Tensor
 
 from gradwire_server.engine.interruption import between_micro_batches
-from gradwire_server.engine.model.activations import ALL, Activations
+from gradwire_server.engine.model.layers.activations import ALL, Activations
 from gradwire_server.engine.model.packing import Packing, shared_lengths
 
 

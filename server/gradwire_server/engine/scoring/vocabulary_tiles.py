@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire_server.engine.model.numberless import computes_as_cpu
+from gradwire_server.engine.model.meta_device import computes_as_cpu
 from gradwire_server.engine.model.split_model import OutputHead
 from gradwire_server.engine.scoring.head_products import HeadGradients, HeadProduct, head_logits, parts
 

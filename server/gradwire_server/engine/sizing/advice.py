@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gradwire_server.engine.model.activations import Activations
+from gradwire_server.engine.model.layers.activations import Activations
 from gradwire_server.engine.sizing.estimate import ENGINE_BYTES, Estimate, Workload, estimate
 from gradwire_server.engine.sizing.parts import readable
 

@@ -14,9 +14,9 @@ import torch
 from gradwire_proto.v1 import training_pb2
 
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.model.activations import Activations
-from gradwire_server.engine.model.numberless import DeviceKind
-from gradwire_server.engine.model.quantization import Quantization
+from gradwire_server.engine.model.layers.activations import Activations
+from gradwire_server.engine.model.loading.quantization import Quantization
+from gradwire_server.engine.model.meta_device import DeviceKind
 from gradwire_server.engine.scoring.activation_choice import Costs
 from gradwire_server.engine.scoring.memory import Memory, MemoryUser, TokenBytes, may_recompute
 from gradwire_server.engine.scoring.planner import Budget

@@ -16,12 +16,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.model.activations import Activations
-from gradwire_server.engine.model.attention import NotCausal
-from gradwire_server.engine.model.numberless import DeviceKind, estimating
+from gradwire_server.engine.model.attention.packed import NotCausal
+from gradwire_server.engine.model.layers.activations import Activations
+from gradwire_server.engine.model.loading.quantization import Quantization
+from gradwire_server.engine.model.meta_device import DeviceKind, estimating
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.policy_from_config import make_policy
-from gradwire_server.engine.model.quantization import Quantization
 from gradwire_server.engine.scoring.memory import TokenBytes, measured_image_bytes, measured_token_bytes
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.sizing.meta_pool import MetaPool, layers_alike

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from gradwire_server.engine.model import attention
-from gradwire_server.engine.model.configuration import read_configuration, without_weights
+from gradwire_server.engine.model.attention import packed
+from gradwire_server.engine.model.loading.configuration import read_configuration, without_weights
+from gradwire_server.engine.model.loading.pool import ModelPool, check_quantization
+from gradwire_server.engine.model.loading.quantization import Quantization, QuantizedLinear, quantized_layers
 from gradwire_server.engine.model.packing import Packing
 from gradwire_server.engine.model.placement import Placement
-from gradwire_server.engine.model.pool import ModelPool, check_quantization
-from gradwire_server.engine.model.quantization import Quantization, QuantizedLinear, quantized_layers
 from gradwire_server.engine.model.split_model import SplitModel
-from gradwire_server.engine.model.vision import Vision
+from gradwire_server.engine.model.vision.image_tokens import Vision
 
 
 class MetaPool(ModelPool):
@@ -60,7 +60,7 @@ class MetaPool(ModelPool):
                 layer.__class__ = _MetaQuantizedLinear
         split_model = SplitModel(facts, model, self.placement)
         if model.config._attn_implementation == "sdpa":
-            model.config._attn_implementation = attention.NAME
+            model.config._attn_implementation = packed.NAME
             split_model.packing = Packing.SHARED
         if facts.takes_images:
             split_model.vision = Vision(model, facts.path)

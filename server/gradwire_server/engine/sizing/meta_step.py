@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from gradwire_server.engine.model.activations import Activations
-from gradwire_server.engine.model.numberless import DeviceKind, estimating
+from gradwire_server.engine.model.layers.activations import Activations
+from gradwire_server.engine.model.meta_device import DeviceKind, estimating
 from gradwire_server.engine.model.placement import storage_address
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.forward import Reading

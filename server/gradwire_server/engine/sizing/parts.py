@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from gradwire_server.engine.model.quantization import Quantization, quantized_layers
+from gradwire_server.engine.model.loading.quantization import Quantization, quantized_layers
 
 GRADIENT_BYTES = 4
 MOMENT_BYTES = 8

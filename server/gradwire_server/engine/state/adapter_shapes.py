@@ -14,8 +14,8 @@ from peft import PeftModel
 
 from gradwire_server.engine.errors import invalid
 from gradwire_server.engine.generators import preserved_rng
-from gradwire_server.engine.model.lora_settings import lora_config, only_the_head_of_tied
-from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.adapters.lora_settings import lora_config, only_the_head_of_tied
+from gradwire_server.engine.model.loading.pool import ModelPool
 
 KEPT = 64
 """Number of settings whose shapes are kept."""

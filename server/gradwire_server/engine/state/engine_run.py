@@ -13,10 +13,10 @@ from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.generators import generator_states, preserved_rng, set_generator_states
-from gradwire_server.engine.model.heads import Head
+from gradwire_server.engine.model.layers.heads import Head
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.policy_from_config import make_policy
-from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.training.accumulation import GradientAccumulator
 from gradwire_server.engine.training.optimizer import Optimizer
 

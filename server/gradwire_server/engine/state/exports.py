@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.model.heads import save_head
-from gradwire_server.engine.model.lora_settings import lora_config, only_the_head_of_tied
+from gradwire_server.engine.model.adapters.lora_settings import lora_config, only_the_head_of_tied
+from gradwire_server.engine.model.layers.heads import save_head
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.placement import whole_tensors
 from gradwire_server.engine.model.policy import HEAD_PREFIX, LoraPolicy, Policy
-from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.model.split_model import ModelFacts
 from gradwire_server.engine.scoring.token_scores import token_logits
 from gradwire_server.engine.state.engine_run import EngineRun

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from gradwire_server.checkpoint_files import Manifest
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.model.heads import Head, make_head
-from gradwire_server.engine.model.offload import num_layer_bytes
+from gradwire_server.engine.model.layers.heads import Head, make_head
+from gradwire_server.engine.model.loading.offload import num_layer_bytes
+from gradwire_server.engine.model.loading.pool import ModelPool
+from gradwire_server.engine.model.loading.quantization import QUANTIZATIONS, Quantization
 from gradwire_server.engine.model.placement import assign
 from gradwire_server.engine.model.policy import HEAD_PREFIX, LoraPolicy, Policy
-from gradwire_server.engine.model.pool import ModelPool
-from gradwire_server.engine.model.quantization import QUANTIZATIONS, Quantization
 from gradwire_server.engine.model.split_model import SplitModel
 from gradwire_server.engine.scoring.forward import score_batch
 from gradwire_server.engine.scoring.logprob_cache import LogprobCache, keys_in_batch, sequence_keys

@@ -18,8 +18,8 @@ from gradwire_proto.v1 import engine_pb2, training_pb2
 from gradwire_server.config import TRAINED_BYTES
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
-from gradwire_server.engine.model.lora_settings import lora_config, only_the_head_of_tied
-from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.adapters.lora_settings import lora_config, only_the_head_of_tied
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.scoring.memory import machine_memory, resident_bytes
 from gradwire_server.engine.sizing.parts import master_bytes, readable, trained_bytes, weight_bytes
 

@@ -17,10 +17,10 @@ from transformers import AutoConfig
 
 from gradwire_server.engine.errors import OperationError, invalid
 from gradwire_server.engine.generators import preserved_rng
-from gradwire_server.engine.model.configuration import ConfigurationError, make_configuration, without_weights
+from gradwire_server.engine.model.loading.configuration import ConfigurationError, make_configuration, without_weights
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.placement import whole
-from gradwire_server.engine.model.pool import ModelPool
-from gradwire_server.engine.model.vision import auto_class, takes_images
+from gradwire_server.engine.model.vision.image_tokens import auto_class, takes_images
 from gradwire_server.engine.state.adapter_shapes import AdapterShapes, Shapes
 from gradwire_server.engine.state.checkpoints import write_checkpoint
 from gradwire_server.engine.state.exports import PREFIX

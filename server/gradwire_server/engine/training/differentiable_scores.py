@@ -11,10 +11,10 @@ from gradwire_losses.batch import Batch, beside
 from torch import Tensor
 
 from gradwire_server.engine.generators import generator_states, preserved_rng, set_generator_states
-from gradwire_server.engine.model.activations import Activations
-from gradwire_server.engine.model.dropout import seed_generators
+from gradwire_server.engine.model.layers.activations import Activations
+from gradwire_server.engine.model.layers.dropout import seed_generators
+from gradwire_server.engine.model.layers.routers import PROBABILITIES, ROUTER_SCORES, RouterSums
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.model.routers import PROBABILITIES, ROUTER_SCORES, RouterSums
 from gradwire_server.engine.scoring.forward import Reading, assemble
 from gradwire_server.engine.scoring.memory import ActivationMeter
 from gradwire_server.engine.scoring.planner import Budget, MicroBatch, split

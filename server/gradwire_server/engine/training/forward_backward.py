@@ -22,8 +22,8 @@ from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.layers.routers import RouterSums
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.model.routers import RouterSums
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.scoring.score_types import check_candidates, check_scores
 from gradwire_server.engine.training.accumulation import GradientAccumulator, GradientCollector, Key

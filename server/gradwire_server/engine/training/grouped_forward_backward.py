@@ -12,7 +12,7 @@ from gradwire_losses.batch import Batch, sent
 from torch import Tensor
 
 from gradwire_server.engine.failures import is_fatal
-from gradwire_server.engine.model.adapter_products import Span
+from gradwire_server.engine.model.adapters.products import Span
 from gradwire_server.engine.model.packing import Packing, arrange
 from gradwire_server.engine.model.placement import total_norms
 from gradwire_server.engine.model.policy import LoraPolicy

@@ -1,0 +1,380 @@
+"""The link of one run to the server: opens the run, sends and resends operations, receives results.
+
+One task keeps a stream of operations open and, after a broken connection, resends exactly the unacknowledged
+operations. Two others receive the results and tell the server which it may delete (:mod:`.result_stream`). Sender and
+receiver back off after consecutive failures and give up after the transport's patience.
+
+The kind of an error decides what ends. A transient error (the server is away or at fault, its disk or the run's queue
+is full) ends nothing: the request is repeated. An error about one operation ends that operation. An error about the
+right to write ends writing; acknowledged operations still get their results. Results that the server has deleted fail
+the futures of those results. If no more results can arrive, because the run or the key is gone or the server stays
+away, everything fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire import errors
+from gradwire.errors import (
+    ConnectionLostError,
+    GradwireError,
+    InternalServerError,
+    InvalidArgumentError,
+    LimitExceededError,
+    ResultReleasedError,
+    RewoundError,
+    RunParkedError,
+    SequenceGapError,
+    ServerError,
+    ServiceClosedError,
+    StaleEpochError,
+    StorageFullError,
+)
+from gradwire.futures import Future
+from gradwire.wire.entries import Entry, Request
+from gradwire.wire.lease import Lease
+from gradwire.wire.queue import Decode, OperationQueue
+from gradwire.wire.result_stream import PASSING, ResultStream
+from gradwire.wire.transport import SubmitStream, Transport
+
+FULL_INTERVAL_S = 0.5
+CLOSE_PATIENCE_S = 10.0
+OPERATION_TRIES = 3
+SENT_TOGETHER = 64
+MOST_CANCELS = 8
+
+AWAY = (*errors.RETRYABLE, StorageFullError, RunParkedError)
+"""Errors of a server that cannot answer now; transient."""
+WRITER = (errors.WriterError, errors.AccessError, errors.UnknownRunError)
+"""Errors that refuse the writer: every later operation would meet them as well."""
+
+logger = logging.getLogger("gradwire")
+
+
+class RunLink:
+    """Connects a queue with the server.
+
+    Args:
+        queue: The operations.
+        transport: The channel.
+        takeover: Whether opening the run fences another writer.
+        window: How far beyond the oldest operation that is still being built others are sent.
+        max_in_flight: Number of operations sent before the server has answered the first of them.
+    """
+
+    def __init__(
+        self,
+        queue: OperationQueue,
+        transport: Transport,
+        *,
+        takeover: bool = True,
+        window: int = 256,
+        max_in_flight: int = 1024,
+    ) -> None:
+        self._queue = queue
+        self._transport = transport
+        self._window = window
+        self._max_in_flight = max_in_flight
+        self._lease = Lease(queue, transport, takeover)
+        self._results = ResultStream(queue, transport, self._lease, self._wake_sender, self._broken)
+        self._opening: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._started = False
+        self._may_reopen = False
+        self._fence: GradwireError | None = None
+        self._send_work = asyncio.Event()
+        self._out_of_turn: list[Entry] = []
+        self._cancels = asyncio.Semaphore(MOST_CANCELS)
+        queue.on_submitted = self._submitted
+        queue.on_filled = self._filled
+        queue.on_cancel = self._cancel
+        queue.on_deadline = self._watch_deadline
+
+    async def open(self) -> None:
+        """Acquire the run, if this has not happened yet."""
+        if self._queue.dead is not None:
+            raise self._queue.dead
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._lease.open())
+        try:
+            await asyncio.shield(self._opening)
+        except GradwireError as error:
+            self._die(error)
+            raise
+        except asyncio.CancelledError:
+            if self._opening.cancelled() and self._queue.dead is not None:
+                raise self._queue.dead from None
+            raise
+
+    async def adopt(self, decode_result: Decode[Any]) -> dict[int, Future[Any]]:
+        """Return futures for operations that were pending, with unacknowledged results, when the run was opened.
+
+        Raises:
+            InvalidArgumentError: This client has already sent operations; their results released the earlier ones.
+        """
+        await self.open()
+        if self._started:
+            raise InvalidArgumentError(
+                "call earlier_operations() before the first operation: each result received releases the earlier ones"
+            )
+        released = self._lease.released
+        self._results.next_index = released - self._queue.base + 1
+        first, last = released + 1, self._queue.base
+        futures = {seq: self._queue.adopt(seq, decode_result) for seq in range(first, last + 1)}
+        if futures:
+            self._submitted()
+        return futures
+
+    async def discard(self) -> int:
+        """Cancel every operation of the parked run that has no result; return their number."""
+        await self.open()
+        request = pb.DiscardPendingRequest(run_id=self._queue.run_id, epoch=self._lease.epoch)
+        answer = await self._transport.unary(lambda stub: stub.DiscardPending, request)
+        return int(answer.num_discarded)
+
+    async def close(self, error: GradwireError) -> None:
+        """Wait, for a limited time, until submitted operations are acknowledged; fail those without a result."""
+        if self._started and self._queue.dead is None:
+            try:
+                async with asyncio.timeout(CLOSE_PATIENCE_S):
+                    for entry in self._queue.unsent:
+                        await entry.acknowledged.wait()
+            except TimeoutError:
+                self._say_lost(f"the server did not answer within {CLOSE_PATIENCE_S:g} s")
+        self._die(error)
+        tasks = [task for task in (*self._tasks, self._opening) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- called by the queue, on the event loop
+
+    def _submitted(self) -> None:
+        self._wake_sender()
+        self._results.expect()
+        if not self._started and self._queue.dead is None:
+            self._started = True
+            self._spawn(self._guarded(self._send, self._writes_no_more))
+            self._spawn(self._guarded(self._results.receive, self._die))
+            self._spawn(self._guarded(self._results.acknowledge, self._die))
+
+    def _filled(self, entry: Entry) -> None:
+        self._out_of_turn.append(entry)
+        self._send_work.set()
+
+    def _cancel(self, entry: Entry) -> None:
+        async def cancel() -> None:
+            await entry.acknowledged.wait()
+            await self._ask_to_cancel(entry)
+
+        self._spawn(cancel())
+
+    def _watch_deadline(self, entry: Entry, at: float) -> None:
+        """Ask the server, once an operation's deadline has passed, whether it is still to be executed."""
+
+        def passed() -> None:
+            if self._queue.waits(entry):
+                self._spawn(self._ask_to_cancel(entry, if_expired=True))
+
+        self._queue.loop.call_at(at, passed)
+
+    async def _ask_to_cancel(self, entry: Entry, *, if_expired: bool = False) -> None:
+        request = pb.CancelRequest(
+            run_id=self._queue.run_id,
+            seq=self._queue.base + entry.index,
+            epoch=self._lease.epoch,
+            if_expired=if_expired,
+        )
+        with contextlib.suppress(GradwireError):  # Too late, or deleted: the operation's own result reports it.
+            async with self._cancels:
+                answer = await self._transport.unary(lambda stub: stub.Cancel, request)
+            if answer.HasField("error"):
+                self._queue.decide(entry, errors.from_wire(answer.error))
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        async def run() -> None:
+            await work
+
+        task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, work: Callable[[], Awaitable[None]], give_up: Callable[[GradwireError], None]) -> None:
+        """Run one of the tasks and apply its end to the operations."""
+        try:
+            await self.open()
+            await work()
+        except GradwireError as error:
+            if isinstance(error, ConnectionLostError):
+                error.add_note(f"once the server is back, continue with get_training_client({self._queue.run_id!r})")
+            give_up(error)
+        except asyncio.CancelledError:
+            self._say_lost(
+                "the event loop ended first: use `async with gradwire.connect(...)`, or `await service.close()`"
+            )
+            self._die(ServiceClosedError("the service was closed before the result came"))
+            raise
+        except Exception as error:  # A bug in the link must fail the waiting operations, not leave them waiting.
+            logger.exception("the link of %s stopped", self._queue.run_id)
+            self._die(InternalServerError(f"the client's link of {self._queue.run_id} stopped: {error!r}"))
+
+    def _say_lost(self, reason: str) -> None:
+        lost = len(self._queue.unsent)
+        if lost:
+            logger.warning(
+                "%s: %d submitted operations may not have reached the server, because %s",
+                self._queue.run_id, lost, reason,
+            )  # fmt: skip
+
+    def _writes_no_more(self, error: GradwireError) -> None:
+        if isinstance(error, RewoundError):  # acknowledged operations were discarded by a restore
+            self._die(error)
+        else:
+            self._queue.fence(error)
+
+    def _die(self, error: GradwireError) -> None:
+        self._queue.die(error)
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    # ---- operations
+
+    def _wake_sender(self) -> None:
+        self._send_work.set()
+
+    async def _send(self) -> None:
+        backoff = self._transport.backoff()
+        while True:
+            while self._queue.first_unacknowledged is None:
+                self._send_work.clear()
+                await self._send_work.wait()
+            try:
+                await self._send_session(backoff.progress)
+            except StaleEpochError as stale:
+                if not self._may_reopen:
+                    raise
+                self._may_reopen = False
+                await self._lease.reopen(stale)
+            except LimitExceededError as error:  # the run's queue on the server is full; it drains as the server works
+                logger.debug("%s: %s", self._queue.run_id, error)
+                await asyncio.sleep(FULL_INTERVAL_S)
+            except (*PASSING, SequenceGapError) as error:
+                await self._broken(error, bool(self._queue.unsent), backoff.pause)
+
+    async def _broken(
+        self, error: GradwireError, waiting: bool, pause: Callable[[GradwireError], Awaitable[None]]
+    ) -> None:
+        self._may_reopen = True
+        if waiting:
+            logger.debug("%s: %s", self._queue.run_id, error)
+            self._transport.check_alive()
+            await pause(error)
+
+    async def _send_session(self, progress: Callable[[], None]) -> None:
+        """Run one stream until it breaks: write unacknowledged and new operations, read acknowledgements."""
+        self._fence = None
+        stream = self._transport.submit()
+        reading = asyncio.create_task(self._read_acknowledgements(stream, progress))
+        writing = asyncio.create_task(self._write(stream))
+        try:
+            await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
+            # The writer noticed the end first; the reader learns the reason and which numbers are accepted.
+            if not reading.done():
+                await asyncio.wait((reading,), timeout=1.0 if self._fence is None else self._transport.patience_s)
+            for task in (reading, writing):
+                if task.done():
+                    task.result()
+        finally:
+            for task in (reading, writing):
+                task.cancel()
+            await asyncio.gather(reading, writing, return_exceptions=True)
+            stream.cancel()
+
+    async def _write(self, stream: SubmitStream) -> None:
+        """Write operations in order, skipping a number whose content is not ready; it is written once it is."""
+        self._out_of_turn.clear()
+        index = self._queue.first_unacknowledged or self._queue.last_index + 1
+        missing: set[int] = set()
+        while self._fence is None:
+            self._send_work.clear()
+            ready: list[tuple[pb.OperationHeader, bytes]] = []
+            while self._out_of_turn:
+                entry = self._out_of_turn.pop(0)
+                missing.discard(entry.index)
+                if entry.index < index:
+                    self._add_ready(entry, ready)
+            while len(ready) < SENT_TOGETHER and index <= min(
+                self._queue.last_index,
+                min(missing, default=index) + self._window,
+                self._results.next_index + self._max_in_flight - 1,
+            ):
+                pending = self._queue.unacknowledged(index)
+                if pending is not None and not self._add_ready(pending, ready):
+                    missing.add(index)
+                index += 1
+            if ready:
+                await stream.send(ready)
+            elif not self._out_of_turn:
+                await self._send_work.wait()
+        await stream.end()
+
+    def _add_ready(self, entry: Entry, ready: list[tuple[pb.OperationHeader, bytes]]) -> bool:
+        request = entry.request
+        if request is None:
+            return False
+        ready.append((self._queue.header(entry, request, self._lease.epoch), request.payload))
+        return True
+
+    async def _read_acknowledgements(self, stream: SubmitStream, progress: Callable[[], None]) -> None:
+        """Read until the stream ends.
+
+        A fenced writer keeps reading: operations accepted earlier are still acknowledged. If the connection breaks
+        meanwhile, they are asked for again on the next stream.
+        """
+        async with contextlib.aclosing(stream.acknowledgements()) as acknowledgements:
+            async for ack in acknowledgements:
+                entry = self._queue.unacknowledged(ack.seq - self._queue.base)
+                if ack.HasField("error"):
+                    self._refused(entry, errors.from_wire(ack.error))
+                    continue
+                progress()
+                if not ack.duplicate:  # a fenced writer is told, too, of what was accepted from it
+                    self._may_reopen = False
+                if entry is not None:
+                    self._queue.acknowledge(entry)
+        raise self._fence or ConnectionLostError(f"{self._transport.address} ended the stream of operations")
+
+    def _refused(self, entry: Entry | None, error: GradwireError) -> None:
+        """Handle an operation that the server refused without taking its number."""
+        if isinstance(error, ResultReleasedError):  # but the server accepted this one on an earlier stream
+            if entry is not None:
+                self._queue.acknowledge(entry)
+        elif isinstance(error, (*AWAY, LimitExceededError, SequenceGapError)):
+            raise error
+        elif isinstance(error, WRITER):
+            self._stop_writing(error)
+        elif entry is None:  # it was acknowledged on an earlier stream; its result tells the outcome
+            logger.debug("%s: %s", self._queue.run_id, error)
+        # the placeholder of a failed operation was refused as well, and later operations wait for its number
+        elif entry.cause is not None:
+            self._stop_writing(error)
+        else:
+            entry.tries += 1
+            if isinstance(error, ServerError) and entry.tries < OPERATION_TRIES:
+                raise error
+            # Later operations wait for this number: an operation that fails takes it, and they fail with it.
+            entry.cause = error
+            entry.request = Request.abandoned(0, f"refused: {error}")
+            self._filled(entry)
+
+    def _stop_writing(self, error: GradwireError) -> None:
+        self._fence = self._fence or error
+        self._send_work.set()

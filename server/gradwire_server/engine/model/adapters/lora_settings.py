@@ -1,0 +1,159 @@
+"""peft's configuration of an adapter, from a run's settings."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
+
+from gradwire_proto.v1 import training_pb2
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.loading.quantization import QuantizedLinear
+from gradwire_server.engine.model.vision.image_tokens import takes_images
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+logger = logging.getLogger(__name__)
+
+ALL_LINEAR, OUTPUT_HEAD, VISION = "all-linear", "lm_head", "vision"
+"""Names of target modules with a meaning of their own; see :func:`lora_config`."""
+ROUTER_PARAMETER = "gate.weight"
+"""The router's weight in peft's targets of a mixture of experts."""
+
+
+def lora_config(model: PreTrainedModel, settings: training_pb2.LoraSettings) -> LoraConfig:
+    """peft's configuration of an adapter on a model.
+
+    Target modules are names of layers, or ends of names. ``"all-linear"`` stands for every linear layer but the output
+    head, the routers of experts and, in a model that takes images, its vision part, and is the default; ``"lm_head"``
+    for the output head, whatever the model calls it; ``"vision"`` for every linear layer of the vision part, with those
+    that lead from it into the language model.
+
+    Raises:
+        OperationError: INVALID_ARGUMENT, with the field.
+    """
+    from peft import LoraConfig
+
+    def refuse(field: str, message: str, rule: str) -> OperationError:
+        return OperationError(training_pb2.ERROR_CODE_INVALID_ARGUMENT, message, field=f"lora.{field}", rule=rule)
+
+    if settings.rank < 1:
+        raise refuse("rank", f"lora rank is {settings.rank}; it is at least 1", "rank >= 1")
+    if settings.alpha < 0:
+        raise refuse("alpha", f"lora alpha is {settings.alpha}; it is positive, or 0 for twice the rank", "alpha >= 0")
+    if not 0 <= settings.dropout < 1:
+        raise refuse("dropout", f"lora dropout is {settings.dropout}; it is in [0, 1)", "0 <= dropout < 1")
+    named = _named(model, settings.target_modules)
+    every = not settings.target_modules or ALL_LINEAR in settings.target_modules
+    targets: str | list[str] = ALL_LINEAR if every else named
+    if takes_images(model.config):
+        targets = sorted({*named, *_parts(model, language=every, vision=VISION in settings.target_modules)})
+        every = False
+    elif VISION in settings.target_modules:
+        raise refuse("target_modules", f'the model takes no images, so no layer is its "{VISION}"', "no vision")
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=cast(int, settings.alpha or 2.0 * settings.rank),
+        lora_dropout=settings.dropout,
+        target_modules=targets,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    if every:
+        experts = _resolve_experts(config, model)
+        if named:  # peft knows "all-linear" only alone
+            found = config.target_modules if experts else _linear_layers(model)
+            config.target_modules = sorted({*cast(Iterable[str], found), *named})
+    return config
+
+
+def _named(model: PreTrainedModel, given: Sequence[str]) -> list[str]:
+    """The given names of layers, with the model's own name of the output head."""
+    targets = [target for target in dict.fromkeys(given) if target not in (ALL_LINEAR, VISION)]
+    if OUTPUT_HEAD in targets and not any(name.rpartition(".")[2] == OUTPUT_HEAD for name, _ in model.named_modules()):
+        targets[targets.index(OUTPUT_HEAD)] = _head_name(model)
+    return targets
+
+
+def _head_name(model: PreTrainedModel) -> str:
+    found: Iterable[tuple[str, nn.Module]] = model.named_modules()
+    return next(name for name, module in found if module is model.get_output_embeddings())
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """Names of all linear layers but the output head, adapters' own left out."""
+    named, head = dict(model.named_modules()), _head_name(model)
+    wrapped = {name for name, module in named.items() if hasattr(module, "base_layer")}
+    return [
+        name
+        for name, module in named.items()
+        if name != head
+        and isinstance(getattr(module, "base_layer", module), (nn.Linear, Conv1D))
+        and not any(name.startswith(layer + ".") for layer in wrapped)
+    ]
+
+
+def _parts(model: PreTrainedModel, *, language: bool, vision: bool) -> list[str]:
+    """Names of the linear layers of the language model, and of the vision part of the same model."""
+    language_model: nn.Module = model.get_decoder()
+    own = {id(module) for module in language_model.modules()}
+    named = dict(model.named_modules())
+    return [name for name in _linear_layers(model) if (language if id(named[name]) in own else vision)]
+
+
+def _resolve_experts(config: LoraConfig, model: PreTrainedModel) -> bool:
+    """Resolve "all-linear" on a mixture of experts.
+
+    peft takes the names of an expert's layers for the fused experts alone, also where layers outside of them have these
+    names: shared experts, and the MLPs of layers without experts. Those are targeted by the names of their weights. It
+    would put an adapter on the routers as well. A router has few weights, which decide what every expert is trained on;
+    who wants to train it names it.
+
+    Returns:
+        Whether the model has fused experts, and the settings are resolved.
+    """
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    convert_peft_config_for_transformers(config, model, None)
+    if config.target_parameters:
+        targets = cast(Iterable[str], config.target_modules)
+        left_out = [name for name in _linear_layers(model) if not _matches(name, targets)]
+        held = {f"{_in_layer(name)}.weight" for name in left_out if not _is_quantized(model.get_submodule(name))}
+        if len(left_out) > len(held) == 0:
+            logger.warning("peft has no adapter for quantized layers beside the experts, first %s", left_out[0])
+        config.target_parameters = sorted((set(config.target_parameters) | held) - {ROUTER_PARAMETER})
+    return bool(config.target_parameters)
+
+
+def _is_quantized(layer: nn.Module) -> bool:
+    return isinstance(getattr(layer, "base_layer", layer), QuantizedLinear)
+
+
+def _matches(name: str, targets: Iterable[str]) -> bool:
+    """Whether peft takes a layer for one of its targets."""
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _in_layer(name: str) -> str:
+    """A module's name without that of its layer, which all layers with such a module then share."""
+    return re.sub(r"^.*\.layers\.\d+\.", "", name)
+
+
+@contextmanager
+def only_the_head_of_tied() -> Iterator[None]:
+    """Keep peft from warning that an adapter is on one of two tied layers.
+
+    It is meant so: the adapter changes the output head and not the embedding, and exports do not merge it into the
+    weight that they share.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+        yield

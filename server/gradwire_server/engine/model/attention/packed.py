@@ -1,0 +1,139 @@
+"""Attention over packed sequences, registered as an attention implementation of transformers.
+
+Without a layout it is transformers' own SDPA, so a model can keep this implementation permanently. With a layout
+(keyword :data:`LAYOUT`, which the layers pass on, also when gradient checkpointing recomputes them), each segment of
+the token axis attends causally to itself and fully to its prefix. Legend: ``M`` tokens, ``H`` heads, ``D`` head size.
+
+CUDA uses one varlen kernel (:mod:`.attention_varlen`), the CPU a kernel over blocks of segments
+(:mod:`.attention_blocks`). Other devices, and windows and dropout where those do not support them, use masks
+(:mod:`.attention_masked`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from gradwire_server.engine.model.attention.blocks import in_blocks
+from gradwire_server.engine.model.attention.masked import masked_attention
+from gradwire_server.engine.model.attention.paged import PagedDecode, PagedPrefill
+from gradwire_server.engine.model.attention.varlen import varlen_kernel
+from gradwire_server.engine.model.meta_device import computes_as_cpu, is_estimate
+from gradwire_server.engine.model.packing import Layout
+
+NAME = "gradwire"
+"""Name of the attention implementation."""
+LAYOUT = "token_layout"
+"""Keyword that carries a :class:`.packing.Layout`, or a plan of :mod:`.attention_paged`, through a model."""
+
+_HARMLESS = {"position_ids", "cache_position", "use_cache", "is_causal"}
+
+
+class NotCausal(NotImplementedError):
+    """A model's tokens attend to later ones."""
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention: ``[1, H, M, D]``, keys and values with as many heads or fewer -> ``[1, M, H, D]``.
+
+    Raises:
+        NotCausal: A token attends to later ones.
+        NotImplementedError: The model asks for something other than attention within a window.
+    """
+    layout: Layout | PagedPrefill | PagedDecode | None = kwargs.pop(LAYOUT, None)
+    if layout is None:
+        result: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, sliding_window=sliding_window, **kwargs
+        )
+        return result
+    unknown = [name for name, given in kwargs.items() if name not in _HARMLESS and given not in (None, False)]
+    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+        raise NotCausal("packed attention is causal, and the model's is not")
+    if unknown:
+        raise NotImplementedError(f"packed attention does not know the model's {', '.join(unknown)}")
+    if _observed is not None:
+        _observed.attention_windows.add(sliding_window)
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings widen them under autocast
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+    if not isinstance(layout, Layout):
+        if sliding_window:
+            raise NotImplementedError("pages keep all tokens, and a window would leave some out")
+        if isinstance(layout, PagedDecode):
+            return layout.attend(module, q, k, v, scale)[None], None
+        keys, values = layout.write(module, k, v)
+        if layout.layout is None:
+            return masked_attention(q, keys, values, layout.segments, scale)[None], None
+        layout = layout.layout
+    window = sliding_window if sliding_window and sliding_window < layout.reach else None
+    one_size = query.shape[-1] == value.shape[-1]
+    varlen = None
+    if query.is_cuda and one_size and query.shape[-1] <= 256 and not dropout:
+        varlen = varlen_kernel(query.device, query.dtype)
+    if varlen is not None:
+        return varlen(query[0], key[0], value[0], layout, scale, window)[None], None
+    on_blocks = computes_as_cpu(query.device) or is_estimate(query.device)  # they save what the varlen kernel saves
+    if on_blocks and one_size and not dropout and window is None:
+        return in_blocks(query, key, value, layout, scale), None
+    return masked_attention(q, k, v, layout.masked, scale, window, dropout)[None], None
+
+
+# ------------------------------------------------------------------ attention features that a model uses
+
+
+@dataclass
+class Observed:
+    """Attention features that a model used.
+
+    Attributes:
+        mask_windows: Sizes of the windows or chunks in its masks; None for an unbounded mask.
+        mask_functions: Whether a mask had a rule other than causal or windowed.
+        attention_windows: Window sizes that its layers passed to :func:`packed_attention`.
+    """
+
+    mask_windows: set[int | None] = field(default_factory=set)
+    mask_functions: bool = False
+    attention_windows: set[int | None] = field(default_factory=set)
+
+
+_observed: Observed | None = None
+
+
+@contextmanager
+def observing() -> Iterator[Observed]:
+    """Record the attention features used in the body. With a layout, masks are ignored, so they must not matter."""
+    global _observed
+    _observed = Observed()
+    try:
+        yield _observed
+    finally:
+        _observed = None
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    if _observed is not None:
+        _observed.mask_windows.add(kwargs.get("local_size"))
+        _observed.mask_functions |= kwargs.get("use_vmap", False)
+    mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    return mask
+
+
+AttentionInterface.register(NAME, packed_attention)
+AttentionMaskInterface.register(NAME, _mask)

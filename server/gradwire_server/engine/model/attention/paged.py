@@ -1,0 +1,242 @@
+"""Attention over keys and values in pages: a prompt's pages are stored once for all samples that begin with it.
+
+Legend: ``T`` tokens that the store has room for, ``R`` rows (samples), ``H`` heads, ``K`` heads of keys and values,
+``D`` head size. A class of page lists has ``G`` lists of ``N`` pages, each list with the queries of ``C`` rows.
+
+A token attends to the pages that its row shares with others, where the queries of all those rows are one matrix
+product (Juravsky et al. 2024, arXiv:2402.05099), and to its row's own pages, all at once or a page of every row at a
+time. The results combine by their log-sum-exps. Lists of similar size form a class, which is one call, so the number of
+calls does not grow with the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from gradwire_losses.batch import sent
+from torch import Tensor, nn
+
+from gradwire_server.engine.model.attention.masked import MaskedSegments
+from gradwire_server.engine.model.packing import Layout
+
+PAGE = 16
+"""Tokens of a page."""
+
+
+class PageStore:
+    """Keys and values of every layer, ``[T, K, D]`` each; all layers use the same places.
+
+    Attributes:
+        pages: Number of pages there is room for.
+    """
+
+    def __init__(self) -> None:
+        self.pages = 0
+        self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(each.nbytes for pair in self._layers.values() for each in pair)
+
+    def reserve(self, pages: int) -> None:
+        """Make room for so many pages; layer by layer, so that no more than one layer is there twice."""
+        if pages <= self.pages:
+            return
+        self.pages = max(pages, self.pages + self.pages // 16)
+        for layer, pair in self._layers.items():
+            self._layers[layer] = _resized(pair[0], self.pages), _resized(pair[1], self.pages)
+
+    def write(self, layer: nn.Module, places: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the keys and values of ``[M]`` places, ``[M, K, D]``; returns the layer's whole ones."""
+        if layer not in self._layers:
+            # Zeros, because what a mask leaves out must be finite.
+            room = self.pages * PAGE
+            self._layers[layer] = keys.new_zeros(room, *keys.shape[1:]), values.new_zeros(room, *values.shape[1:])
+        own = self._layers[layer]
+        for whole, part in zip(own, (keys, values), strict=True):
+            whole.index_copy_(0, places, part)
+        return own
+
+    def copy(self, come_from: Tensor, to: Tensor) -> None:
+        """Copy pages, ``[P]`` each, in every layer."""
+        for pair in self._layers.values():
+            for whole in pair:
+                pages = _pages(whole)
+                pages.index_copy_(0, sent(to, whole.device), pages.index_select(0, sent(come_from, whole.device)))
+
+    def select(self, pages: Tensor) -> None:
+        """Keep only these pages, in this order."""
+        for layer, (keys, values) in self._layers.items():
+            index = sent(pages, keys.device)
+            kept = (_pages(each).index_select(0, index).flatten(0, 1) for each in (keys, values))
+            self._layers[layer] = next(kept), next(kept)
+        self.pages = len(pages)
+
+
+@dataclass(frozen=True, eq=False)
+class PagedPrefill:
+    """Tokens that join the store and attend to what their sequences have there.
+
+    Attributes:
+        store: The store.
+        places: ``[M]`` places of the tokens.
+        layout: The sequences, if none has earlier tokens in the store; else None.
+        segments: The sequences with places in the store as keys; used without a layout.
+    """
+
+    store: PageStore
+    places: Tensor
+    layout: Layout | None
+    segments: MaskedSegments
+    _sent: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    def write(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write keys and values ``[M, K, D]``; returns the layer's whole ones."""
+        if key.device not in self._sent:
+            self._sent[key.device] = sent(self.places, key.device)
+        return self.store.write(layer, self._sent[key.device], key, value)
+
+
+@dataclass(frozen=True, eq=False)
+class PageLists:
+    """Lists of pages of one class.
+
+    Attributes:
+        rows: ``[G, C]`` rows whose queries attend to each list; repeated to fill up.
+        table: ``[G, N]`` pages.
+        lengths: ``[G]`` tokens in each list; None if all pages are full.
+        first: First page, if the pages of all lists follow one another in the store, which are then not copied.
+    """
+
+    rows: Tensor
+    table: Tensor
+    lengths: Tensor | None = None
+    first: int | None = None
+
+    def to(self, device: torch.device) -> PageLists:
+        lengths = None if self.lengths is None else sent(self.lengths, device)
+        return PageLists(sent(self.rows, device), sent(self.table, device), lengths, self.first)
+
+    def taken(self, flat: Tensor) -> Tensor:
+        """``[T, K, D] -> [G, K, N * PAGE, D]``: keys or values of each list."""
+        pages = _pages(flat)
+        if self.first is None:
+            pages = pages.index_select(0, self.table.flatten())
+        else:
+            pages = pages[self.first : self.first + self.table.numel()]
+        return pages.view(len(self.table), -1, *flat.shape[1:]).transpose(1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class RowLists:
+    """Classes of lists, and the place of each row in them.
+
+    Attributes:
+        classes: The classes.
+        order: ``[R]`` each row's place among the ``G * C`` of all classes; the place after the last for a row in none.
+            None for one class that holds the rows in their order.
+    """
+
+    classes: Sequence[PageLists]
+    order: Tensor | None
+    _sent: dict[torch.device, tuple[list[PageLists], Tensor | None, list[Tensor | None]]] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> tuple[list[PageLists], Tensor | None, list[Tensor | None]]:
+        """Classes and order on a device, copied once, and the masks of the classes, ``[G, 1, 1, N * PAGE]``."""
+        if device not in self._sent:
+            classes = [each.to(device) for each in self.classes]
+            order = None if self.order is None else sent(self.order, device)
+            self._sent[device] = classes, order, [_mask(each) for each in classes]
+        return self._sent[device]
+
+
+@dataclass(frozen=True, eq=False)
+class PagedDecode:
+    """One new token of every row.
+
+    Attributes:
+        store: The store.
+        places: ``[R]`` place of each row's token.
+        shared: Pages that rows share.
+        own: Pages of each row alone, in parts; the first part has some of every row's.
+    """
+
+    store: PageStore
+    places: Tensor
+    shared: RowLists
+    own: Sequence[RowLists]
+    _sent: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """``[R, H, D], [R, K, D], [R, K, D] -> [R, H, D]``; writes the keys and values."""
+        device = query.device
+        if device not in self._sent:
+            self._sent[device] = sent(self.places, device)
+        keys, values = self.store.write(layer, self._sent[device], key, value)
+        first, *others = self.own
+        if self.shared.classes:
+            others.append(self.shared)
+        attended, lse = _over(first, query, keys, values, scale)
+        for number, lists in enumerate(others, start=1):
+            more, more_lse = _over(lists, query, keys, values, scale)
+            attended = torch.lerp(attended, more, torch.sigmoid(more_lse - lse)[..., None].to(attended.dtype))
+            if number < len(others):
+                lse = torch.logaddexp(lse, more_lse)
+        return attended
+
+
+def _over(lists: RowLists, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """``[R, H, D]`` attention of each row over its list, and ``[R, H]`` its log-sum-exp; -inf for a row in none."""
+    heads, shared_by = query.shape[1], query.shape[1] // keys.shape[1]
+    classes, order, masks = lists.on(query.device)
+    outputs, sums = [], []
+    for of_class, mask in zip(classes, masks, strict=True):
+        groups, count = of_class.rows.shape
+        q = query if order is None else query.index_select(0, of_class.rows.flatten())
+        q = q.view(groups, count, -1, shared_by, query.shape[2])
+        q = q.transpose(1, 2).flatten(2, 3)  # [G, K, C * H / K, D]
+        k, v = of_class.taken(keys), of_class.taken(values)
+        out, lse = _attention(q, k, v, None if mask is None else mask.to(q.dtype), scale)
+        outputs.append(out.unflatten(2, (count, shared_by)).transpose(1, 2).reshape(groups * count, heads, -1))
+        sums.append(lse.unflatten(2, (count, shared_by)).transpose(1, 2).reshape(groups * count, heads))
+    if order is None:
+        return outputs[0], sums[0]
+    outputs.append(outputs[0].new_zeros(1, *outputs[0].shape[1:]))
+    sums.append(sums[0].new_full((1, heads), -torch.inf))
+    return torch.cat(outputs).index_select(0, order), torch.cat(sums).index_select(0, order)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention with an additive mask, ``[G, K, Q, D]``, and its log-sum-exps ``[G, K, Q]``."""
+    if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+        found: tuple[Tensor, Tensor] = _flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+        return found
+    scores = (q @ k.transpose(2, 3)).float() * scale
+    if mask is not None:
+        scores = scores + mask
+    lse = scores.logsumexp(dim=-1)
+    return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def _pages(flat: Tensor) -> Tensor:
+    return flat.view(-1, PAGE, *flat.shape[1:])
+
+
+def _mask(lists: PageLists) -> Tensor | None:
+    if lists.lengths is None:
+        return None
+    places = torch.arange(lists.table.shape[1] * PAGE, device=lists.table.device)
+    zeros = torch.zeros(len(lists.rows), len(places), device=places.device)
+    return zeros.masked_fill_(places >= lists.lengths[:, None], -torch.inf)[:, None, None]
+
+
+def _resized(old: Tensor, pages: int) -> Tensor:
+    new = old.new_zeros(pages * PAGE, *old.shape[1:])
+    new[: len(old)] = old
+    return new

@@ -1,0 +1,96 @@
+"""Attention over a layout of sequences with a varlen kernel (CUDA).
+
+Legend: ``M`` tokens, ``H`` heads, ``K`` heads of keys and values, ``D`` head size.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire_server.engine.model.attention.blocks import repeated
+from gradwire_server.engine.model.attention.masked import masked_attention
+from gradwire_server.engine.model.packing import Layout, lay_out
+
+logger = logging.getLogger(__name__)
+
+Varlen = Callable[[Tensor, Tensor, Tensor, Layout, float, int | None], Tensor]
+"""Kernel: ``(query [H, M, D], key [K, M, D], value [K, M, D], layout, scale, window) -> [M, H, D]``."""
+
+
+@cache
+def varlen_kernel(device: torch.device, dtype: torch.dtype) -> Varlen | None:
+    """A kernel for sequences of different lengths that gives correct results on this device, or None."""
+    if dtype not in (torch.bfloat16, torch.float16) or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    for name, kernel in (("torch.nn.attention.varlen", _torch_varlen), ("flash_attn", _flash_varlen)):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+        try:
+            if _is_right(kernel, device, dtype):
+                return kernel
+            reason = "its results differ from those of plain attention"
+        except (RuntimeError, TypeError, ValueError) as error:  # raised by kernels and their bindings
+            reason = str(error)
+        logger.warning("%s is not used on %s: %s", name, device, reason)
+    return None
+
+
+@torch.no_grad()
+def _is_right(kernel: Varlen, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a kernel agrees with :func:`masked_attention` on prefixes, windows and shared key heads."""
+    lengths, group_sizes = torch.tensor([40, 50, 33, 1]), torch.tensor([2, 1, 1])
+    layout = lay_out(torch.arange(int(lengths.sum())) % 40, lengths, group_sizes)
+    generator = torch.Generator().manual_seed(0)
+    size = (1, 4, len(layout.input_ids), 64)
+    q, k, v = (torch.randn(size, generator=generator).to(device, dtype) for _ in range(3))
+    k, v = k[:, :2], v[:, :2]
+    for window in (None, 8):
+        found = kernel(q[0], k[0], v[0], layout, 0.2, window)
+        by_token = [each[0].transpose(0, 1) for each in (q, k, v)]
+        expected = masked_attention(by_token[0], by_token[1], by_token[2], layout.masked, 0.2, window)
+        if not (found - expected).abs().max().item() < 0.05:
+            return False
+    return True
+
+
+def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int | None) -> Tensor:
+    kernel: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    shared_heads: dict[str, Any] = {}
+    q, k, v, lengths = _varlen_arguments(q, k, v, layout)
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in inspect.signature(kernel).parameters:
+            shared_heads = {"enable_gqa": True}
+        else:
+            k, v = (repeated(each, q.shape[1] // k.shape[1]) for each in (k, v))
+    out: Tensor = kernel(q, k, v, *lengths, scale=scale, window_size=(window - 1 if window else -1, 0), **shared_heads)
+    return out
+
+
+def _flash_varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int | None) -> Tensor:
+    kernel: Any = importlib.import_module("flash_attn").flash_attn_varlen_func
+    q, k, v, lengths = _varlen_arguments(q, k, v, layout)
+    out: Tensor = kernel(
+        q, k, v, *lengths, softmax_scale=scale, causal=True, window_size=(window - 1 if window else -1, 0)
+    )
+    return out
+
+
+def _varlen_arguments(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, int, int]]:
+    """Arguments for the kernels: tokens first, each segment's keys after its prefix's; causal to the keys' end."""
+    q, k, v = (each.transpose(0, 1) for each in (q, k, v))
+    queries, keys, places = layout.on(q.device)
+    if places is not None:
+        k, v = k.index_select(0, places), v.index_select(0, places)
+    return q, k, v, (queries, keys, layout.longest, layout.reach)

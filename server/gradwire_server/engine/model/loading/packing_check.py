@@ -1,0 +1,114 @@
+"""Check at load whether a model can take packed sequences, by comparing states and gradients with padded ones.
+
+Most decoders can. Sequences stay padded for models with a recurrent state along the tokens (Mamba, linear attention),
+with an attention implementation of their own, with biases from a mask, or with windows that their layers do not pass to
+the attention function.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+from gradwire_server.engine.model.attention import packed
+from gradwire_server.engine.model.packing import MIN_SAVED, Packing, arrange, lay_out
+from gradwire_server.engine.model.split_model import SplitModel
+
+logger = logging.getLogger(__name__)
+
+TRIED_IDS = 512
+"""Token ids among which those are chosen that models are compared with."""
+
+
+def choose_packing(split_model: SplitModel) -> Packing:
+    """Choose the correct form that computes the fewest tokens, and set the attention implementation it needs."""
+    config = split_model.model.config
+    if config._attn_implementation != "sdpa":
+        logger.info("%s is padded: its attention is %s", split_model.facts.name, config._attn_implementation)
+        return Packing.PADDED
+    config._attn_implementation = packed.NAME
+    try:
+        packing, reason = _compare(split_model)
+    except Exception as error:  # whatever a model raises on an unpadded batch, padding is correct for it
+        packing, reason = Packing.PADDED, f"{type(error).__name__}: {error}"
+    if packing is Packing.PADDED:
+        config._attn_implementation = "sdpa"
+    if reason:
+        logger.warning("%s is given %s sequences: %s", split_model.facts.name, packing.name.lower(), reason)
+    return packing
+
+
+def _compare(split_model: SplitModel) -> tuple[Packing, str]:
+    facts = split_model.facts
+    common = min(MIN_SAVED, facts.context_length // 2)
+    if common < 1:
+        return Packing.PADDED, "its context is too short to tell"
+    own = [min(length, facts.context_length - common) for length in (4, 1, 2)]
+    lengths = torch.tensor([common + length for length in own] + [min(3, facts.context_length)])
+    beginning = torch.arange(common)
+    branches = [(torch.arange(length) + 7 * (number + 1)) for number, length in enumerate(own)]
+    parts = [torch.cat([beginning, branch]) for branch in branches] + [torch.arange(int(lengths[-1])) + 5]
+    usable = _usable_ids(split_model)
+    input_ids = usable[torch.cat(parts) % len(usable)]
+    group_sizes = torch.tensor([len(own), 1])
+    with packed.observing() as seen:
+        expected = _states_and_gradient(split_model, Packing.PADDED, input_ids, lengths, group_sizes)
+        masked, seen.mask_windows = seen.mask_windows, set()
+        found = _states_and_gradient(split_model, Packing.PACKED, input_ids, lengths, group_sizes)
+    if seen.mask_functions or not masked or masked != seen.attention_windows:
+        return Packing.PADDED, "its masks say more than its layers tell the attention function"
+    if not _alike(found, expected, split_model.dtype):
+        return Packing.PADDED, "packed states or gradients differ"
+    shared = _states_and_gradient(split_model, Packing.SHARED, input_ids, lengths, group_sizes)
+    if not _alike(shared, expected, split_model.dtype):
+        return Packing.PACKED, "states or gradients differ where a prefix is shared"
+    return Packing.SHARED, ""
+
+
+@torch.no_grad()
+def _usable_ids(split_model: SplitModel) -> Tensor:
+    """Token ids whose embeddings are not much smaller than the others'.
+
+    That of a padding token is often zero. Alone in front of a sequence it stays zero from layer to layer, and each norm
+    multiplies the gradient in it by a thousand or so, until it is not finite however the sequences are arranged.
+    """
+    ids = torch.arange(min(split_model.facts.vocab_size, TRIED_IDS))
+    sizes = split_model.model.get_input_embeddings()(ids.to(split_model.device)).float().norm(dim=-1).cpu()
+    return ids[sizes >= sizes.quantile(0.9) / 2]
+
+
+def _states_and_gradient(
+    split_model: SplitModel, packing: Packing, input_ids: Tensor, lengths: Tensor, group_sizes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``[N, H]`` states, and the gradient in the embeddings ``[M, H]`` of their product with fixed numbers."""
+    embedded: list[Tensor] = []
+
+    def keep(module: nn.Module, arguments: object, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        hook = split_model.model.get_input_embeddings().register_forward_hook(keep)
+        stack.callback(hook.remove)
+        arranged = arrange(packing, input_ids, lengths, group_sizes)
+        states = split_model.states(arranged)[arranged.places.to(split_model.device)]
+        weights = torch.sin(torch.arange(states.numel(), device=states.device)).view_as(states)
+        (gradient,) = torch.autograd.grad((states.float() * weights).sum(), embedded)
+    gradient = gradient.flatten(0, 1).float()
+    if packing is not Packing.SHARED:  # a shared token receives the sum of the gradients of its copies
+        places = lay_out(input_ids, lengths, group_sizes).places.to(gradient.device)
+        copies = gradient[arranged.places.to(gradient.device)]
+        gradient = copies.new_zeros(int(places.max()) + 1, copies.shape[1]).index_add(0, places, copies)
+    return states.detach(), gradient
+
+
+def _alike(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: torch.dtype) -> bool:
+    tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
+    return all(
+        (mine.float() - theirs.float()).abs().max().item() <= tolerance * (1.0 + theirs.float().abs().max().item())
+        for mine, theirs in zip(found, expected, strict=True)
+    )

@@ -1,0 +1,244 @@
+"""The models that the server may use, with one shared copy of each model in use.
+
+Remote code and pickled weights are never loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from gradwire_proto.v1 import training_pb2
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.model.loading import quantization
+from gradwire_server.engine.model.loading.compilation import compile_layers
+from gradwire_server.engine.model.loading.configuration import ConfigurationError, read_configuration, without_weights
+from gradwire_server.engine.model.loading.offload import offload_layers
+from gradwire_server.engine.model.loading.packing_check import choose_packing
+from gradwire_server.engine.model.loading.quantization import Quantization
+from gradwire_server.engine.model.placement import Placement
+from gradwire_server.engine.model.split_model import ModelFacts, SplitModel, check_split
+from gradwire_server.engine.model.vision.image_tokens import Vision, auto_class, image_token_of, takes_images
+
+logger = logging.getLogger(__name__)
+
+Dtype = torch.dtype | Literal["mixed"]
+
+
+class ModelPool:
+    """The allowed models, loaded on first use.
+
+    Args:
+        models: Name -> folder or hub name. Requests may name only these.
+        placement: Where models live; a device stands for one whole copy on it.
+        dtype: Dtype of the weights, or ``"mixed"``: bfloat16 arithmetic over float32 weights; by default bfloat16 on
+            CUDA and float32 on the CPU.
+        compiled: Whether layers go through ``torch.compile``.
+        quantize: How shared copies hold their linear layers; None in ``dtype``.
+
+    Attributes:
+        placement: Where models live.
+        dtype: Dtype of the weights.
+        quantize: As given.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, str],
+        placement: Placement | str | torch.device = "cpu",
+        dtype: Dtype | None = None,
+        *,
+        compiled: bool = False,
+        quantize: Quantization | None = None,
+    ) -> None:
+        self.quantize = quantize
+        self.placement = placement if isinstance(placement, Placement) else Placement(placement)
+        self._mixed, self._compiled = dtype == "mixed", compiled
+        on_device = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.dtype = torch.float32 if dtype == "mixed" else dtype or on_device
+        self._paths = dict(models)
+        transformers_logging.disable_progress_bar()
+        self._loaded: dict[str, SplitModel] = {}
+        self._facts: dict[str, ModelFacts] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return self.placement.device
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._paths)
+
+    def facts(self, name: str) -> ModelFacts:
+        """A model's facts, from its config alone.
+
+        Raises:
+            OperationError: UNKNOWN_MODEL, or UNSUPPORTED if it is not a causal LM of transformers.
+        """
+        if name not in self._facts:
+            self._facts[name] = self._read_facts(name)
+        return self._facts[name]
+
+    def get(self, name: str) -> SplitModel:
+        """The shared, frozen copy of a model.
+
+        Raises:
+            OperationError: UNKNOWN_MODEL, or UNSUPPORTED if it cannot be loaded.
+        """
+        if name not in self._loaded:
+            split_model = self.load(name, quantize=self.quantize)
+            split_model.model.requires_grad_(False)
+            self._loaded[name] = split_model
+        return self._loaded[name]
+
+    def meta_model(self, name: str) -> PreTrainedModel:
+        """A model without weights, to compute with shapes.
+
+        Raises:
+            OperationError: As for :meth:`facts`.
+        """
+        return self._meta_model(name, self.facts(name).path)
+
+    def _meta_model(self, name: str, path: str) -> PreTrainedModel:
+        with _explained(name, path):
+            return without_weights(read_configuration(path))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the shared copies, without adapters."""
+        return sum(split_model.weight_bytes for split_model in list(self._loaded.values()))
+
+    def is_loaded(self, name: str) -> bool:
+        """Whether the shared copy of a model is in memory."""
+        return name in self._loaded
+
+    def release(self, name: str) -> None:
+        """Drop the shared copy of a model, unless it has adapters."""
+        if name in self._loaded and self._loaded[name].adapters is None:
+            del self._loaded[name]
+
+    def load(
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        quantize: Quantization | None = None,
+        *,
+        offload: bool = False,
+    ) -> SplitModel:
+        """Load a copy of a model from disk for one owner.
+
+        Args:
+            dtype: Overrides the server's.
+            quantize: Holds the linear layers in few bits, which cannot be trained.
+            offload: Keeps the layers in host memory, which cannot be trained either.
+
+        Raises:
+            OperationError: UNKNOWN_MODEL, or UNSUPPORTED if it cannot be loaded.
+        """
+        facts = self.facts(name)
+        logger.info("loading %s from %s as %s on %s", name, facts.path, quantize or dtype or facts.dtype, self.device)
+        arguments = {} if offload else self.placement.loading_arguments()
+        check_quantization(facts, quantize)
+        if quantize is not None:
+            arguments |= quantization.loading_arguments(quantize, dtype or self.dtype, self.device)
+        with _explained(name, facts.path), preserved_rng():
+            model = auto_class(facts.takes_images).from_pretrained(
+                facts.path,
+                dtype=dtype or self.dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                **arguments,
+            )
+        if quantize is not None:
+            quantization.compute_dequantised(model)
+        if model.dtype == torch.float64 and getattr(model.config, "_experts_implementation", None) == "grouped_mm":
+            model.set_experts_implementation("eager")  # grouped products know no float64
+        if offload:
+            offload_layers(model, self.device)
+        split_model = SplitModel(facts, model, self.placement, mixed=self._mixed and dtype is None)
+        if quantize is not None or split_model.routers is not None:  # transformers joins the weights of experts
+            quantization.release_file(model)
+        if facts.takes_images:
+            split_model.vision = Vision(model, facts.path, mixed=split_model.mixed)
+        check_split(split_model)
+        split_model.packing = choose_packing(split_model)
+        if self._compiled and not offload:
+            compile_layers(split_model.trunk)
+        self.placement.place(split_model.root)
+        return split_model
+
+    def _read_facts(self, name: str) -> ModelFacts:
+        if name not in self._paths:
+            raise OperationError(
+                training_pb2.ERROR_CODE_UNKNOWN_MODEL,
+                f"there is no model {name!r} here; there are: {', '.join(self._paths) or 'none'}",
+                field="base_model",
+                rule="one of the server's models",
+            )
+        path = self._paths[name]
+        model = self._meta_model(name, path)
+        text = model.config.get_text_config()
+        generation = getattr(model, "generation_config", None)
+        generation_file = Path(path) / "generation_config.json"
+        if generation_file.is_file():
+            from transformers import GenerationConfig
+
+            generation = GenerationConfig.from_pretrained(path)
+        eos = getattr(generation, "eos_token_id", None)
+        eos = getattr(text, "eos_token_id", None) if eos is None else eos
+        return ModelFacts(
+            name=name,
+            path=path,
+            architecture=type(model).__name__,
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            vocab_size=int(text.vocab_size),
+            context_length=int(getattr(text, "max_position_embeddings", None) or 2**31 - 1),
+            hidden_size=int(text.hidden_size),
+            num_layers=int(text.num_hidden_layers),
+            dtype="mixed" if self._mixed else str(self.dtype).removeprefix("torch."),
+            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),),
+            pad_token_id=getattr(text, "pad_token_id", None),
+            takes_images=takes_images(model.config),
+            image_token_id=image_token_of(model.config),
+        )
+
+
+def check_quantization(facts: ModelFacts, quantize: Quantization | None) -> None:
+    """Refuse to hold a model that takes images in few bits.
+
+    Raises:
+        OperationError: UNSUPPORTED.
+    """
+    if quantize is not None and facts.takes_images:
+        raise OperationError(
+            training_pb2.ERROR_CODE_UNSUPPORTED,
+            f"model {facts.name!r} takes images, and such a model is not held as {quantize}: leave the quantization"
+            " out",
+            field="quantize",
+        )
+
+
+@contextmanager
+def _explained(name: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigurationError as error:
+        raise OperationError(
+            training_pb2.ERROR_CODE_UNSUPPORTED, f"model {name!r} cannot be used: {error}", field="base_model"
+        ) from error
+    except (OSError, ValueError, SafetensorError) as error:
+        logger.error("model %r at %s could not be loaded: %s", name, path, error)
+        raise OperationError(
+            training_pb2.ERROR_CODE_UNSUPPORTED,
+            f"model {name!r} could not be loaded as a causal LM of transformers with safetensors weights; the server's"
+            " log says why",
+        ) from error

@@ -1,0 +1,1 @@
+"""Images: how a model's processor reads them, and where their tokens are in a sequence."""

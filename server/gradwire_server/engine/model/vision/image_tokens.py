@@ -1,0 +1,242 @@
+"""The vision part of a model: the places of image tokens in a sequence, and what the language model reads there.
+
+Two kinds of models: those of Qwen-VL (2, 2.5 and 3), with positions of time, height and width and, in the third,
+further features that are added in the first layers (DeepStack), and those of Idefics3 and SmolVLM, with tiles of one
+size. Their language model is the trunk, which reads embeddings of image tokens that the vision part computed. Its
+attention is causal, also among the tokens of an image, so rows are packed and share prefixes as rows of text do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import torch
+from gradwire_losses.batch import sent
+from gradwire_losses.images import ImageTokens
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+
+from gradwire_server.engine.model.vision.processing import ImageProcessor, ImageRefused, ProcessedImage
+
+QWEN = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
+IDEFICS = frozenset({"idefics3", "smolvlm"})
+
+
+def takes_images(config: PreTrainedConfig) -> bool:
+    """Whether the vision part of models of this configuration is supported."""
+    return config.model_type in QWEN | IDEFICS
+
+
+def image_token_of(config: PreTrainedConfig) -> int | None:
+    """The token that all tokens of an image are; None for models that put others between them, or take no images."""
+    return int(config.image_token_id) if config.model_type in QWEN else None
+
+
+def auto_class(images: bool) -> Any:
+    """The class of transformers that loads a model whole, which takes images or does not."""
+    return AutoModelForImageTextToText if images else AutoModelForCausalLM
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """A sequence with all of its image tokens.
+
+    Attributes:
+        ids: ``[L]``.
+        sources: ``[L]`` index of the token of the given sequence that each one is; -1 for those that were inserted.
+            What stood for an image is its last token.
+        places: ``[L]`` number of each image token among those of the sequence's images; -1 for text.
+        positions: ``[L, 3]``, or None; see :class:`~gradwire_losses.images.ImageTokens`.
+    """
+
+    ids: Tensor
+    sources: Tensor
+    places: Tensor
+    positions: Tensor | None
+
+
+class Vision:
+    """The vision part of one copy of a model.
+
+    Args:
+        model: The model.
+        path: Its folder or hub name.
+        mixed: Whether it computes in bfloat16 with float32 weights.
+
+    Attributes:
+        image_token: Id of the token that stands for an image in a row, and of each token of an image.
+    """
+
+    def __init__(self, model: PreTrainedModel, path: str, *, mixed: bool = False) -> None:
+        self._model: Any = model
+        self._path, self._mixed = path, mixed
+        self.image_token = int(model.config.image_token_id)
+        self._has_grids = model.config.model_type in QWEN
+
+    @cached_property
+    def processor(self) -> ImageProcessor:
+        """What reads images for the model.
+
+        Raises:
+            OperationError: UNSUPPORTED without Pillow, or if the model has no settings for images.
+        """
+        config = self._model.config
+        tile_tokens = None
+        if not self._has_grids:
+            vision = config.vision_config
+            tile_tokens = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
+        return ImageProcessor(self._path, self.image_token, tile_tokens)
+
+    def expand(self, ids: Tensor, images: Sequence[ProcessedImage]) -> Expanded:
+        """Put all tokens of its images into a sequence, which has one token for each or all of them already.
+
+        Raises:
+            ImageRefused: The sequence has another number of image tokens.
+        """
+        marks = (ids == self.image_token).nonzero().squeeze(1).tolist()
+        total = sum(image.count for image in images)
+        if len(marks) == len(images):
+            parts: list[Tensor] = []
+            sources: list[Tensor] = []
+            start = 0
+            for mark, image in zip(marks, images, strict=True):
+                parts += [ids[start:mark], image.tokens]
+                inserted = torch.full((len(image.tokens),), -1)
+                inserted[-1] = mark
+                sources += [torch.arange(start, mark), inserted]
+                start = mark + 1
+            whole = torch.cat([*parts, ids[start:]])
+            source = torch.cat([*sources, torch.arange(start, len(ids))])
+        elif len(marks) == total:
+            whole, source = ids, torch.arange(len(ids))
+        else:
+            raise ImageRefused(
+                f"{len(images)} images and {len(marks)} image tokens (id {self.image_token}): a row has one such token"
+                f" in the place of each image, as the chat template writes, or all {total} that the processor makes"
+            )
+        seen = whole == self.image_token
+        places = torch.where(seen, seen.cumsum(0) - 1, -1)
+        return Expanded(whole, source, places, self._positions(whole, seen, images))
+
+    def _positions(self, ids: Tensor, seen: Tensor, images: Sequence[ProcessedImage]) -> Tensor | None:
+        """``[L, 3]`` each token's time, height and width, as the model itself numbers them; None if it does not."""
+        if not self._has_grids:
+            return None
+        if not images:
+            return torch.arange(len(ids))[:, None].expand(-1, 3)
+        runs = [(value, len(list(run))) for value, run in groupby(seen.tolist())]
+        if [length for value, length in runs if value] != [image.count for image in images]:
+            raise ImageRefused(
+                "the tokens of two images stand side by side, or those of one are divided: text stands between two"
+                " images, and none within one"
+            )
+        grids = torch.cat([image.inputs["image_grid_thw"] for image in images])
+        found: Tensor = self._model.model.get_rope_index(ids[None], seen[None].int(), image_grid_thw=grids)[0]
+        return found[:, 0].T
+
+    def trunk_inputs(self, input_ids: Tensor, images: ImageTokens) -> dict[str, Any]:
+        """Arguments of the trunk for tokens with images.
+
+        Args:
+            input_ids: ``[S, W]`` on the model's device.
+            images: Their image tokens, ``S * W`` entries.
+        """
+        device = input_ids.device
+        embedded: Tensor = self._model.get_input_embeddings()(input_ids)
+        where = (images.places >= 0).nonzero().squeeze(1)
+        inputs: dict[str, Any] = {}
+        if len(where):
+            on_device = sent(where, device)
+            features = self._features(images, images.places[where])
+            first = features[0].to(device, embedded.dtype)
+            embedded = embedded.flatten(0, 1).index_copy(0, on_device, first).view_as(embedded)
+            if len(features) > 1:
+                mask = sent(images.places >= 0, device).view(input_ids.shape)
+                inputs |= {"visual_pos_masks": mask, "deepstack_visual_embeds": features[1:]}
+        if images.positions is not None:
+            inputs["position_ids"] = sent(images.positions.T.contiguous(), device).view(3, *input_ids.shape)
+        return inputs | {"inputs_embeds": embedded}
+
+    def _features(self, images: ImageTokens, places: Tensor) -> list[Tensor]:
+        """``[K, H]`` of the image tokens at ``[K]`` places: embeddings, and what is added in the first layers."""
+        ends = images.ends
+        which = torch.searchsorted(ends, places, right=True)
+        used, own = which.unique(return_inverse=True)
+        shown = [images.pictures[number] for number in used.tolist()]
+        counts = torch.tensor([picture.count for picture in shown])
+        within = places - (ends - torch.tensor([picture.count for picture in images.pictures]))[which]
+        index = (counts.cumsum(0) - counts)[own] + within
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._mixed):
+            features = self._seen([picture for picture in shown if isinstance(picture, ProcessedImage)])
+        return [each.index_select(0, sent(index, each.device)) for each in features]
+
+    @property
+    def depth(self) -> int:
+        """Number of the vision part's layers."""
+        return len(self._layers)
+
+    @property
+    def width(self) -> int:
+        """Entries of a patch's state."""
+        config = self._model.config.vision_config
+        return int(getattr(config, "embed_dim", None) or config.hidden_size)
+
+    @property
+    def patches(self) -> int:
+        """Patches that make one image token."""
+        config = self._model.config
+        return int(config.vision_config.spatial_merge_size if self._has_grids else config.scale_factor) ** 2
+
+    def trains(self, names: Iterable[str]) -> bool:
+        """Whether any of these parameters is of the vision part."""
+        own = ("model.visual.",) if self._has_grids else ("model.vision_model.", "model.connector.")
+        return any(name.startswith(own) for name in names)
+
+    def layer_states(self, patches: int, *, differentiable: bool) -> Tensor:
+        """What one layer computes of so many patches of zeros, to measure what a layer takes.
+
+        Args:
+            differentiable: Whether the layers before it are trained.
+        """
+        layer: Any = self._layers[0]
+        dtype = next(layer.parameters()).dtype
+        states = torch.zeros(patches, self.width, device=self._device, dtype=dtype, requires_grad=differentiable)
+        with torch.autocast(self._device.type, torch.bfloat16) if self._mixed else nullcontext():
+            if not self._has_grids:
+                found: Tensor = layer(states[None], attention_mask=None)
+                return found
+            angles = torch.zeros(patches, self.width // self._model.config.vision_config.num_heads, device=self._device)
+            ends = torch.tensor([0, patches])
+            found = layer(states, cu_seqlens=ends, max_seqlen=patches, position_embeddings=(angles, angles))
+            return found
+
+    @property
+    def _layers(self) -> nn.ModuleList:
+        inner = self._model.model
+        layers: nn.ModuleList = inner.visual.blocks if self._has_grids else inner.vision_model.encoder.layers
+        return layers
+
+    def _seen(self, images: Sequence[ProcessedImage]) -> list[Tensor]:
+        """``[I, H]`` what the vision part computes of images, one after the other."""
+        if self._has_grids:
+            found = self._model.get_image_features(**self._joined(images, dim=0))
+            deeper = getattr(found, "deepstack_features", None) or []
+            return [torch.cat(tuple(each)) for each in (found.pooler_output, *deeper)]
+        parts: list[Tensor] = []
+        for _, alike in groupby(images, key=lambda image: image.inputs["pixel_values"].shape[2:]):
+            parts += self._model.get_image_features(**self._joined(list(alike), dim=1)).pooler_output
+        return [torch.cat(parts)]
+
+    def _joined(self, images: Sequence[ProcessedImage], *, dim: int) -> dict[str, Tensor]:
+        joined = {name: torch.cat([image.inputs[name] for image in images], dim) for name in images[0].inputs}
+        return {name: sent(each, self._device) for name, each in joined.items()}
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self._model.get_input_embeddings().weight.device
+        return device

@@ -1,0 +1,1 @@
+"""The choice of one token: adjusted logits, grammars, drawing."""

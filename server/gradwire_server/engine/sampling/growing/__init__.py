@@ -1,0 +1,1 @@
+"""What a sample needs for each of its tokens besides drawing it: text, stop strings, streaming."""

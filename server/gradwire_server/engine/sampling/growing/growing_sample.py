@@ -1,0 +1,117 @@
+"""What a sample needs for each of its tokens besides drawing it: text, stop strings, a grammar, streaming."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from gradwire_proto.v1 import training_pb2
+
+from gradwire_server.engine.model.tokenizers import TextTokenizer
+from gradwire_server.engine.sampling.drawing.json_grammar import JsonText
+from gradwire_server.engine.sampling.growing.growing_text import GrowingText, StopString
+from gradwire_server.engine.sampling.samplers.sampler import TopTokens
+
+
+class Handed:
+    """What was handed out of a streamed sample, and what waits to be. A sample that restarts hands nothing out twice.
+
+    Args:
+        row: The sample's place in its request.
+
+    Attributes:
+        waiting: Whether there is something to take.
+    """
+
+    def __init__(self, row: int) -> None:
+        self.waiting = False
+        self._row = row
+        self._delta = training_pb2.SampleDelta(row=row)
+        self._tokens = 0
+        self._text = ""
+
+    def add(self, place: int, token: int, logprob: float, top: TopTokens | None, shown: str) -> None:
+        """Add a token.
+
+        Args:
+            place: Its place in the sample.
+            shown: The sample's text so far.
+        """
+        if place < self._tokens:
+            return
+        self._tokens, self.waiting = place + 1, True
+        self._delta.token_ids.append(token)
+        self._delta.logprobs.append(logprob)
+        self._delta.texts.append("")
+        if top is not None:
+            self._delta.top_token_ids.extend(top[0].tolist())
+            self._delta.top_logprobs.extend(top[1].tolist())
+        self._show(shown)
+
+    def end(self, text: str, stop_reason: str) -> None:
+        """End the sample, given its whole text."""
+        self._show(text)
+        self._delta.stop_reason, self.waiting = stop_reason, True
+
+    def take(self) -> training_pb2.SampleDelta:
+        """Take what waits."""
+        delta, self._delta, self.waiting = self._delta, training_pb2.SampleDelta(row=self._row), False
+        return delta
+
+    def _show(self, text: str) -> None:
+        if self._delta.texts and text.startswith(self._text):
+            self._delta.texts[-1] += text[len(self._text) :]
+            self._text = text
+
+
+class GrowingSample:
+    """One sample in progress.
+
+    Args:
+        tokenizer: Decodes the text, if it is needed before the sample ends.
+        stops: Stop strings.
+        grammar: Restricts the tokens, or None.
+        handed: Takes the tokens of a streamed sample, or None.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer | None,
+        stops: Sequence[StopString],
+        grammar: JsonText | None,
+        handed: Handed | None,
+    ) -> None:
+        self._text = GrowingText(tokenizer.tokenizer, stops) if tokenizer is not None else None
+        self._grammar, self._handed = grammar, handed
+        self._top: list[TopTokens] = []
+        self._count = 0
+
+    def allowed(self) -> npt.NDArray[np.bool_] | None:
+        """``[V]`` which tokens may come next; None for all."""
+        return self._grammar.allowed() if self._grammar is not None else None
+
+    def add(self, token: int, logprob: float, top: TopTokens | None, *, ends: bool) -> str | None:
+        """Add a token, and return the text before the first stop string if the token completes one, else None.
+
+        Args:
+            top: ``[k]`` the most probable tokens in its place.
+            ends: Whether the token ends the sample, so that it is not part of the text.
+        """
+        if top is not None:
+            self._top.append(top)
+        if self._grammar is not None:
+            self._grammar.add(token)
+        if self._text is not None and not ends:
+            self._text.add(token)
+        if self._handed is not None:
+            self._handed.add(self._count, token, logprob, top, self._text.shown if self._text is not None else "")
+        self._count += 1
+        return self._text.shown if self._text is not None and self._text.end is not None else None
+
+    @property
+    def top(self) -> TopTokens | None:
+        """``[tokens, k]`` the most probable tokens in each place; None if they were not given."""
+        if not self._top:
+            return None
+        return np.stack([ids for ids, _ in self._top]), np.stack([logprobs for _, logprobs in self._top])

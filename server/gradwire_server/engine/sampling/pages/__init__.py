@@ -1,0 +1,1 @@
+"""Keys and values of the samples in progress, in pages that rows with a common beginning share."""

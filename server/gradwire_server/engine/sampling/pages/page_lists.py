@@ -1,0 +1,147 @@
+"""Lists of pages for the attention of a token: which pages each row attends to, in classes of similar sizes.
+
+Legend: ``R`` rows, ``N`` pages of a row. Attention computes a class in one call, and a shorter list is filled up with
+the scratch page, so classes of sizes within a factor of two waste little and are few. Where sizes are filled up to
+powers of two, few shapes occur.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from gradwire_server.engine.model.attention.paged import PAGE, PageLists, RowLists
+from gradwire_server.engine.sampling.pages.key_values import IntArray
+from gradwire_server.engine.sampling.pages.page_table import SCRATCH
+
+APART_ROWS = 16
+"""Fewest rows whose own pages are computed one page of each at a time; for fewer, more calls cost more than copies."""
+MOST_READ = 1.5
+"""Pages that may be read for each one that is needed, before the needed ones are copied."""
+
+
+def shared_lists(shared: Sequence[tuple[int, ...]], fills: bool) -> RowLists:
+    """The lists of shared pages, each with its rows, in classes of similar numbers of rows and pages.
+
+    Args:
+        shared: Pages that each row shares.
+        fills: Whether to fill up to powers of two.
+    """
+    lists: dict[tuple[int, ...], list[int]] = {}
+    for row, pages in enumerate(shared):
+        if pages:
+            lists.setdefault(pages, []).append(row)
+    classes: dict[tuple[int, int], list[tuple[tuple[int, ...], list[int]]]] = {}
+    for pages, of_list in lists.items():
+        size = power_of_two(len(of_list)), power_of_two(len(pages))
+        classes.setdefault(size, []).append((pages, of_list))
+    made, total = [], 0
+    order = np.full(power_of_two(len(shared)) if fills else len(shared), -1, np.int64)
+    for size, members in classes.items():
+        most = size
+        if not fills:
+            most = max(len(of_list) for _, of_list in members), max(len(pages) for pages, _ in members)
+        count = power_of_two(len(members)) if fills else len(members)
+        of_rows, table = np.zeros((count, most[0]), np.int64), np.full((count, most[1]), SCRATCH, np.int64)
+        lengths = np.ones(count, np.int64)
+        for number, (pages, of_list) in enumerate(members):
+            of_rows[number] = of_list[0]
+            of_rows[number, : len(of_list)] = of_list
+            table[number, : len(pages)] = pages
+            lengths[number] = len(pages) * PAGE
+            order[of_list] = total + number * most[0] + np.arange(len(of_list))
+        total += of_rows.size
+        full = not fills and bool((lengths == most[1] * PAGE).all())
+        made.append(_lists(of_rows, table, None if full else lengths, fills))
+    order[order < 0] = total
+    in_order = len(made) == 1 and np.array_equal(made[0].rows.numpy().ravel(), np.arange(len(shared)))
+    return RowLists(made, None if in_order and not fills else torch.from_numpy(order))
+
+
+class OwnLists:
+    """The lists of the rows' own pages, in the parts of :class:`.attention_paged.PagedDecode`.
+
+    On a CPU, several rows are computed a page of each at a time. Rows that began together have taken their pages
+    together, so the pages of such a part follow one another in the store and are not copied; and what is copied of
+    others is still in a cache when it is read. A part of full pages stays as it is until one more is full.
+
+    Args:
+        fills: Whether to fill up to powers of two; then all pages of a row are one list.
+    """
+
+    def __init__(self, fills: bool) -> None:
+        self._fills = fills
+        self._full: list[RowLists] = []
+        self._full_pages: tuple[tuple[int, ...], bytes] = (), b""
+
+    def lists(self, table: IntArray, lengths: IntArray) -> list[RowLists]:
+        """The lists of pages ``[R, N]`` with ``[R]`` tokens."""
+        if self._fills or len(table) < APART_ROWS:
+            return [_whole_lists(table, lengths, self._fills)]
+        rows, last = np.arange(len(table)), (lengths - 1) // PAGE
+        ends = _a_page_each(table[rows, last], rows, len(rows), lengths - last * PAGE)
+        pages = np.where(np.arange(table.shape[1]) < last[:, None], table, SCRATCH)
+        if (key := (pages.shape, pages.tobytes())) != self._full_pages:
+            self._full, self._full_pages = [], key
+            for column in pages.T[: last.max()]:
+                (having,) = np.nonzero(column != SCRATCH)
+                self._full.append(_a_page_each(column[having], having, len(rows)))
+        return [ends, *self._full]
+
+
+def _a_page_each(pages: IntArray, rows: IntArray, count: int, lengths: IntArray | None = None) -> RowLists:
+    """Lists of one page each, given the page of some of ``count`` rows, and its ``lengths`` tokens; None if full."""
+    first, span = int(pages.min()), int(np.ptp(pages)) + 1
+    places = np.arange(len(pages))
+    if span <= MOST_READ * len(pages):
+        # Pages between them are computed for nothing, by the query of row 0.
+        places = pages - first
+        pages, of_pages = np.arange(first, first + span), np.zeros(span, np.int64)
+        of_pages[places] = rows
+        rows = of_pages
+        if lengths is not None:
+            of_lists = np.ones(span, np.int64)
+            of_lists[places] = lengths
+            lengths = of_lists
+    order = np.full(count, len(pages), np.int64)
+    order[rows[places]] = places
+    lists = _lists(rows[:, None], pages[:, None], lengths, False)
+    return RowLists([lists], None if np.array_equal(rows, np.arange(count)) else torch.from_numpy(order))
+
+
+def _whole_lists(table: IntArray, lengths: IntArray, fills: bool) -> RowLists:
+    """The lists of all own pages of each row, in classes of similar numbers of pages."""
+    counts = -(-lengths // PAGE)
+    if fills:
+        width = power_of_two(table.shape[1])
+        table = np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=SCRATCH)
+        counts, sizes = np.full(len(table), width), np.zeros(len(table), np.int64)
+    else:
+        sizes = np.ceil(np.log2(counts)).astype(np.int64)
+    made, parts = [], []
+    for size in np.unique(sizes):
+        (rows,) = np.nonzero(sizes == size)
+        parts.append(rows)
+        own = np.ascontiguousarray(table[rows, : counts[rows].max()])
+        made.append(_lists(rows[:, None], own, lengths[rows], fills))
+    order = np.empty(len(table), np.int64)
+    order[np.concatenate(parts)] = np.arange(len(table))
+    return RowLists(made, torch.from_numpy(order))
+
+
+def _lists(rows: IntArray, table: IntArray, lengths: IntArray | None, fills: bool) -> PageLists:
+    first = int(table[0, 0])
+    in_a_row = not fills and np.array_equal(table.ravel(), np.arange(first, first + table.size))
+    return PageLists(
+        torch.from_numpy(rows),
+        torch.from_numpy(table),
+        None if lengths is None else torch.from_numpy(lengths),
+        first if in_a_row else None,
+    )
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,308 @@
+"""Keys and values of samples in pages that rows with a common beginning share.
+
+Legend: ``R`` rows, ``P`` prompts, ``M`` tokens of a forward, ``N`` pages of a row, ``H`` hidden size. A row's sequence
+lies in pages of ``PAGE`` tokens. The full pages of its prompt are shared with all rows of that prompt; behind them each
+row has pages of its own, which begin with a copy of the prompt's last tokens if these do not fill a page. Full pages
+are known by their tokens: a later prompt that begins alike, such as the next turn of a conversation, uses them, and a
+long prompt is computed in parts that find each other in the same way.
+
+Forwards take rows packed on one axis, without padding. On a CPU, attention has the sizes that the rows need; elsewhere
+rows and lists of pages are filled up to powers of two, so that few shapes occur and a graph of kernels can be replayed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from gradwire_losses.batch import sent
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from gradwire_server.engine.failures import is_out_of_memory
+from gradwire_server.engine.model.attention.masked import MaskedSegments, QuerySegment
+from gradwire_server.engine.model.attention.paged import PAGE, PagedDecode, PagedPrefill, PageStore, RowLists
+from gradwire_server.engine.model.packing import Packing, lay_out
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.sampling.image_prompt import ImagePrompt, images_key, images_of_pieces
+from gradwire_server.engine.sampling.pages.key_values import IntArray, Prompt, Room
+from gradwire_server.engine.sampling.pages.page_lists import OwnLists, power_of_two, shared_lists
+from gradwire_server.engine.sampling.pages.page_table import SCRATCH, PageTable, page_digests
+from gradwire_server.engine.sampling.several_policies import activate_each
+
+logger = logging.getLogger(__name__)
+
+CHUNK_TOKENS = 1 << 12
+"""Maximum prompt tokens in one forward."""
+
+
+class SharedRoom:
+    """Every prompt once, and each row's own tokens."""
+
+    def __init__(self) -> None:
+        self._prompts: set[Hashable] = set()
+        self._tokens = 0
+
+    def with_row(self, prompt: Hashable, prompt_tokens: int, limit: int) -> int:
+        return self._tokens + limit + (0 if prompt in self._prompts else prompt_tokens)
+
+    def add(self, prompt: Hashable, prompt_tokens: int, limit: int) -> None:
+        self._tokens = self.with_row(prompt, prompt_tokens, limit)
+        self._prompts.add(prompt)
+
+
+@dataclass(eq=False)
+class _Prompt:
+    """A prompt in the store: its full pages, which rows share, and the page of the tokens behind them, or None."""
+
+    policy: Policy
+    weights: bytes
+    tokens: Prompt
+    digests: list[bytes]
+    pages: list[int]
+    rest: int | None
+    computed: int
+
+    @property
+    def full(self) -> list[int]:
+        return self.pages[: len(self.tokens) // PAGE]
+
+
+@dataclass(eq=False)
+class _Row:
+    """A row's pages and tokens; ``tokens`` are those in the store, ``shift`` as of its prompt's images."""
+
+    weights: bytes
+    shared: tuple[int, ...]
+    own: list[int]
+    tokens: list[int]
+    shift: int = 0
+
+
+class Pages:
+    """Rows that join and leave at any time; see the module.
+
+    Args:
+        kept_bytes: Maximum bytes of known pages to keep when no row uses them.
+        weights: Names the weights of a policy as they are now; only pages of equal weights are shared. By default all
+            prompts are computed with the same weights.
+
+    Attributes:
+        computed_tokens: Prompt tokens that went through the model.
+    """
+
+    joins = True
+
+    def __init__(self, kept_bytes: int = 0, weights: Callable[[Policy], bytes] = lambda policy: b"") -> None:
+        self._kept, self._weights = kept_bytes, weights
+        self._store, self._table = PageStore(), PageTable()
+        self._rows: list[_Row] = []
+        self._warmed: list[int] = []
+        self._shared: RowLists | None = None
+        self._own: OwnLists | None = None
+        self._shifts = False
+        self.computed_tokens = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values that are allocated."""
+        return self._store.nbytes
+
+    def room(self) -> Room:
+        return SharedRoom()
+
+    def warm(self, policy: Policy, prompt: Prompt) -> bool:
+        if len(prompt) <= CHUNK_TOKENS or isinstance(prompt, ImagePrompt):  # a part of it has other images
+            return False
+        digests = page_digests(prompt, self._weights(policy))
+        found = self._table.find(digests[: (len(prompt) - 1) // PAGE])
+        self._table.release(self._warmed)
+        self._warmed = found
+        stop = (len(found) * PAGE + CHUNK_TOKENS) // PAGE * PAGE
+        if stop >= len(prompt):
+            return False
+        whole = self._add(policy, prompt[:stop])
+        self._forward([(whole, whole.computed, stop)])
+        self._table.know(whole.pages, whole.digests)
+        self._table.release(self._warmed)
+        self._warmed = whole.pages
+        return True
+
+    def prefill(self, policies: Sequence[Policy], prompts: Sequence[Prompt], spread: IntArray) -> Tensor:
+        added = [self._add(policy, prompt) for policy, prompt in zip(policies, prompts, strict=True)]
+        states: dict[int, Tensor] = {}
+        for pieces in _pieces(added):
+            last = self._forward([(added[number], start, stop) for number, start, stop in pieces])
+            for place, (number, _, stop) in enumerate(pieces):
+                if stop == len(added[number].tokens):
+                    states[number] = last[place]
+        copies: list[tuple[int, int]] = []
+        for prompt in added:
+            self._table.know(prompt.full, prompt.digests)
+        for number in spread.tolist():
+            prompt = added[number]
+            self._table.use(prompt.full)
+            own: list[int] = []
+            if prompt.rest is not None:
+                own = [self._table.new()]
+                copies.append((prompt.rest, own[0]))
+            kept = list(prompt.tokens) if self._kept else []
+            row = _Row(prompt.weights, tuple(prompt.full), own, kept)
+            if isinstance(prompt.tokens, ImagePrompt):
+                row.shift = prompt.tokens.shift
+                self._shifts |= row.shift != 0
+            self._rows.append(row)
+        self._store.reserve(self._table.pages)
+        if copies:
+            self._store.copy(*torch.tensor(copies).T)
+        for prompt in added:
+            self._table.release(prompt.pages)
+        self._table.release(self._warmed)
+        self._warmed, self._shared = [], None
+        together = torch.stack([states[number] for number in range(len(added))])
+        return together.index_select(0, sent(torch.from_numpy(spread), together.device))
+
+    def decode(self, policies: Sequence[Policy], tokens: IntArray, positions: IntArray) -> Tensor:
+        split_model = policies[0].split_model
+        rows, fills = self._rows, split_model.device.type != "cpu"
+        inside = positions - np.array([len(row.shared) * PAGE for row in rows])
+        pages = inside // PAGE
+        for row, page in zip(rows, pages.tolist(), strict=True):
+            if page == len(row.own):
+                row.own.append(self._table.new())
+        if self._kept:
+            for row, token in zip(rows, tokens.tolist(), strict=True):
+                row.tokens.append(token)
+        self._store.reserve(self._table.pages)
+        if self._shared is None:
+            self._shared = shared_lists([row.shared for row in rows], fills)
+        count = power_of_two(len(rows)) if fills else len(rows)
+        table = np.full((count, int(pages.max()) + 1), SCRATCH, np.int64)
+        for number, row in enumerate(rows):
+            table[number, : len(row.own)] = row.own
+        place = np.zeros(count, np.int64)
+        place[: len(rows)] = table[np.arange(len(rows)), pages] * PAGE + inside % PAGE
+        lengths, ids, at = (np.zeros(count, np.int64) for _ in range(3))
+        lengths[: len(rows)], ids[: len(rows)], at[: len(rows)] = inside, tokens, positions
+        if self._shifts:
+            at[: len(rows)] += np.array([row.shift for row in rows])
+        if self._own is None:
+            self._own = OwnLists(fills)
+        own = self._own.lists(table, lengths + 1)
+        plan = PagedDecode(self._store, torch.from_numpy(place), self._shared, own)
+        activate_each(policies, [1] * (len(rows) - 1) + [1 + count - len(rows)])
+        states = split_model.packed_states(torch.from_numpy(ids), torch.from_numpy(at), plan)
+        return states[: len(rows)]
+
+    def keep(self, rows: IntArray) -> None:
+        kept = [self._rows[row] for row in rows.tolist()]
+        staying = {id(row) for row in kept}
+        for row in self._rows:
+            if id(row) not in staying:
+                self._leave(row)
+        self._rows, self._shared = kept, None
+
+    def end(self) -> None:
+        self.keep(np.zeros(0, np.int64))
+        self._table.release(self._warmed)
+        self._warmed, self._shifts = [], False
+        self._store.select(torch.tensor(self._table.compact()))
+
+    def _leave(self, row: _Row) -> None:
+        if self._kept:
+            full = len(row.tokens) // PAGE
+            self._table.know([*row.shared, *row.own][:full], page_digests(row.tokens, row.weights))
+        # The end first, because what was released first is dropped first, and an end alone is never found.
+        self._table.release(reversed(row.own))
+        self._table.release(reversed(row.shared))
+
+    def _add(self, policy: Policy, tokens: Prompt) -> _Prompt:
+        """Give a prompt its pages; those of a known beginning are computed already."""
+        weights = self._weights(policy) + images_key(tokens)
+        digests = page_digests(tokens, weights)
+        found = self._table.find(digests[: (len(tokens) - 1) // PAGE])
+        pages = [*found, *(self._table.new() for _ in range(len(found), -(-len(tokens) // PAGE)))]
+        rest = pages[-1] if len(tokens) % PAGE else None
+        return _Prompt(policy, weights, tokens, digests, pages, rest, len(found) * PAGE)
+
+    def _forward(self, pieces: Sequence[tuple[_Prompt, int, int]]) -> Tensor:
+        """Compute pieces of prompts, from a token to another; returns the last state of each, ``[P, H]``."""
+        self._store.reserve(self._table.pages)
+        ids = torch.tensor([token for prompt, start, stop in pieces for token in prompt.tokens[start:stop]])
+        lengths = torch.tensor([stop - start for _, start, stop in pieces])
+        positions = torch.cat([torch.arange(start, stop) for _, start, stop in pieces])
+        keys = [_places(prompt.pages, stop) for prompt, _, stop in pieces]
+        places = torch.cat([each[start:] for each, (_, start, _) in zip(keys, pieces, strict=True)])
+        ends = lengths.cumsum(0)
+        segments = [
+            QuerySegment(int(end - length), int(length), each)
+            for end, length, each in zip(ends, lengths, keys, strict=True)
+        ]
+        fresh = not any(start for _, start, _ in pieces)
+        layout = lay_out(ids, lengths) if fresh else None
+        plan = PagedPrefill(self._store, places, layout, MaskedSegments(segments))
+        policies = [prompt.policy for prompt, _, _ in pieces]
+        activate_each(policies, lengths.tolist())
+        images = images_of_pieces([(prompt.tokens, start, stop) for prompt, start, stop in pieces])
+        states = policies[0].split_model.packed_states(ids, positions, plan, images)
+        self._table.kept = self._kept * self._store.pages // max(1, self._store.nbytes)
+        self.computed_tokens += len(ids)
+        return states.index_select(0, sent(ends - 1, states.device))
+
+
+def _places(pages: Sequence[int], stop: int) -> Tensor:
+    """``[stop]`` places of the first tokens of a list of pages."""
+    tokens = torch.arange(stop)
+    return torch.tensor(pages)[tokens // PAGE] * PAGE + tokens % PAGE
+
+
+def _pieces(prompts: Sequence[_Prompt]) -> list[list[tuple[int, int, int]]]:
+    """What is left to compute of prompts, as forwards of at most ``CHUNK_TOKENS``: number, start and stop of each."""
+    forwards: list[list[tuple[int, int, int]]] = []
+    room = 0
+    for number, prompt in enumerate(prompts):
+        start = prompt.computed
+        while start < len(prompt.tokens):
+            if not room:
+                forwards.append([])
+                room = CHUNK_TOKENS
+            stop = min(len(prompt.tokens), start + room)
+            forwards[-1].append((number, start, stop))
+            room -= stop - start
+            start = stop
+    return forwards
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether a layer is a plain one; one that shares another's keys, for example, is not."""
+    return type(layer) is DynamicLayer and layer.keys is not None and layer.keys.ndim == 4
+
+
+@torch.no_grad()
+def fits_pages(policy: Policy) -> bool:
+    """Whether a model's own cache has plain keys and values, and pages in its place give the same states."""
+    trunk, facts = policy.split_model.trunk, policy.facts
+    if facts.context_length < 4 or policy.split_model.packing is Packing.PADDED:
+        return False
+    count = min(facts.context_length, PAGE + 3)
+    ids = (torch.arange(count) + 1) % facts.vocab_size
+    try:
+        expected = trunk(input_ids=sent(ids[None], policy.device), use_cache=True)
+        cache: Any = expected.past_key_values
+        if type(cache) is not DynamicCache or not all(map(_is_plain, cache.layers)):
+            return False
+        pages, tokens = Pages(), ids.numpy()
+        pages.prefill([policy] * 2, [tokens[:-1].tolist(), tokens[:1].tolist()], np.arange(2))
+        found = pages.decode([policy] * 2, tokens[[-1, 1]], np.array([count - 1, 1]))
+    except Exception as error:  # an architecture may do anything with keywords that it does not know
+        if is_out_of_memory(error):
+            raise
+        logger.info("%s keeps a cache of its own: %s: %s", facts.name, type(error).__name__, error)
+        return False
+    wanted = expected.last_hidden_state[0, [count - 1, 1]].float()
+    tolerance = 1e-3 if policy.split_model.dtype in (torch.float32, torch.float64) else 5e-2
+    return bool((found.float() - wanted).abs().max() <= tolerance * (1 + wanted.abs().max()))

@@ -1,0 +1,1 @@
+"""The interface of samplers, and its implementations: on the engine's weights, and vLLM."""

@@ -1,0 +1,176 @@
+"""Continuous batching on the engine's own weights: nothing is copied, and training continues between two tokens.
+
+Requests of one policy share a batch, and so do those of several policies on one copy of a model where that is asked
+for: each token of a batch is computed with its own policy's adapter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from gradwire_proto.v1 import training_pb2
+
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.split_model import SplitModel
+from gradwire_server.engine.model.tokenizers import TextTokenizer
+from gradwire_server.engine.sampling.batch import Batch
+from gradwire_server.engine.sampling.drawing.draw import Uniforms
+from gradwire_server.engine.sampling.image_prompt import ImagePrompt
+from gradwire_server.engine.sampling.jobs import LocalJob
+from gradwire_server.engine.sampling.pages.key_values import KeyValues, Together
+from gradwire_server.engine.sampling.pages.pages import Pages, fits_pages
+from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
+from gradwire_server.engine.sampling.several_policies import can_share
+
+_Version = tuple[tuple[int, int], ...]
+
+KEPT_POLICIES = 4
+"""Policies whose keys and values are kept at a time."""
+
+
+class _Key(NamedTuple):
+    """What the requests of a batch have in common.
+
+    Attributes:
+        split_model: The copy of the model.
+        adapter: Name of the adapter, or "" for the model itself; None if each row has its own.
+        alone: The only request of a batch that no other joins; else None.
+    """
+
+    split_model: SplitModel
+    adapter: str | None
+    alone: LocalJob | None
+
+
+class LocalSampler:
+    """Sample on the engine's own weights. Batches take turns.
+
+    Args:
+        cache_tokens: Maximum tokens of a batch's key-value cache, including room for tokens to come.
+        logits_elements: Maximum entries of ``[R, V]`` at a time.
+        kept_bytes: Maximum bytes of keys and values to keep of a batch whose requests are done, for prompts that begin
+            like theirs: the next turns of conversations. They are not used any more when the weights change. A request
+            that is computed alone neither keeps nor finds any.
+    """
+
+    def __init__(
+        self, cache_tokens: int = 1 << 16, logits_elements: int = 1 << 25, kept_bytes: int = 128 << 20
+    ) -> None:
+        self._cache_tokens = cache_tokens
+        self._logits_elements = logits_elements
+        self._uniforms = Uniforms()
+        self._batches: dict[_Key, Batch] = {}
+        self._owners: dict[_Key, Policy | SplitModel] = {}
+        self._kept_bytes = kept_bytes
+        self._kept: WeakKeyDictionary[Policy | SplitModel, tuple[_Version, Pages]] = WeakKeyDictionary()
+        self._serials: WeakKeyDictionary[Policy, int] = WeakKeyDictionary()
+        self._serial = itertools.count()
+        self._fits: WeakKeyDictionary[SplitModel, bool] = WeakKeyDictionary()
+
+    def begin(
+        self,
+        policy: Policy,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        tokenizer: TextTokenizer | None = None,
+        *,
+        alone: bool = False,
+        mixed: bool = False,
+    ) -> LocalJob:
+        """See :class:`.sampler.Sampler`."""
+        job = LocalJob(policy, prompts, params, tokenizer)
+        if job.done:
+            return job
+        split_model = policy.split_model
+        has_images = any(isinstance(prompt, ImagePrompt) for prompt in prompts)
+        if has_images and not self._fits_pages(policy):
+            raise OperationError(
+                training_pb2.ERROR_CODE_UNSUPPORTED,
+                f"model {policy.facts.name!r} keeps a cache of its own when it samples, which takes no images; it"
+                " can be trained with them",
+                field="images",
+            )
+        mixed = mixed and not alone and not has_images and can_share(policy) and self._fits_pages(policy)
+        key = _Key(split_model, None if mixed else policy.adapter or "", job if alone else None)
+        if key not in self._batches:
+            rows = max(1, self._logits_elements // policy.facts.vocab_size)
+            self._owners[key] = split_model if mixed else policy
+            self._batches[key] = Batch(split_model, self._values(policy, key), self._cache_tokens, rows, self._uniforms)
+        self._batches[key].add(job)
+        return job
+
+    def cancel(self, job: LocalJob) -> None:
+        """See :class:`.sampler.Sampler`."""
+        for key, batch in list(self._batches.items()):
+            if job in batch.jobs:
+                batch.remove(job)
+                if not batch.jobs:
+                    del self._batches[key]
+                    self._end(key, batch)
+
+    def uses(self, policy: Policy) -> bool:
+        """See :class:`.sampler.Sampler`."""
+        return any(job.policy is policy for batch in self._batches.values() for job in batch.jobs)
+
+    def turn(self) -> Collection[LocalJob]:
+        """See :class:`.sampler.Sampler`."""
+        return next(iter(self._batches.values())).jobs if self._batches else ()
+
+    def step(self) -> None:
+        """See :class:`.sampler.Sampler`."""
+        key = next(iter(self._batches))
+        batch = self._batches.pop(key)
+        batch.step()
+        if batch.jobs:
+            self._batches[key] = batch
+        else:
+            self._end(key, batch)
+
+    def _fits_pages(self, policy: Policy) -> bool:
+        if policy.split_model not in self._fits:
+            policy.activate()
+            self._fits[policy.split_model] = policy.compute(lambda: fits_pages(policy))
+        return self._fits[policy.split_model]
+
+    def _values(self, policy: Policy, key: _Key) -> Callable[[], KeyValues]:
+        """What makes the keys and values of a batch: at first those that were kept of the same weights."""
+        if not self._fits_pages(policy):
+            return Together
+        if key.alone is not None:
+            return Pages
+        owner = self._owners[key]
+        version, kept = self._kept.pop(owner, (None, None))
+        found = [kept] if kept is not None and version == _version(owner) else []
+        weights = self._weights if isinstance(owner, SplitModel) else _only_weights
+        return lambda: found.pop() if found else Pages(self._kept_bytes, weights)
+
+    def _end(self, key: _Key, batch: Batch) -> None:
+        """Keep the known pages of a batch whose requests are done."""
+        owner = self._owners.pop(key)
+        if key.alone is None and isinstance(batch.values, Pages):
+            batch.values.end()
+            while len(self._kept) >= KEPT_POLICIES:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[owner] = _version(owner), batch.values
+
+    def _weights(self, policy: Policy) -> bytes:
+        """A name of a policy's weights as they are now, which no other weights have."""
+        if policy not in self._serials:
+            self._serials[policy] = next(self._serial)
+        return hashlib.blake2b(repr((self._serials[policy], _version(policy))).encode(), digest_size=16).digest()
+
+
+def _only_weights(policy: Policy) -> bytes:
+    return b""
+
+
+def _version(owner: Policy | SplitModel) -> _Version:
+    """Numbers that change whenever a weight of a policy is replaced or changed in place, for each that may change."""
+    if isinstance(owner, SplitModel):
+        return ()
+    return tuple((id(tensor), tensor._version) for tensor in owner.masters().values())

@@ -39,7 +39,7 @@ test: setup
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: setup
-	GRADWIRE_SEED=$${GRADWIRE_SEED:-random} $(BIN)/python -m pytest -m slow
+	GRADWIRE_SEED=$${GRADWIRE_SEED:-random} $(BIN)/python -m pytest -m slow -o asyncio_debug=true
 
 # Weights in the real vLLM, in this process and in its server, on a CPU; 10 minutes. vLLM pins torch, hence an
 # environment of its own, without the packages whose builds do not fit torch's for CPUs.

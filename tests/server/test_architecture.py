@@ -23,7 +23,6 @@ def walk() -> list[str]:
 
 
 def test_the_walk_names_files_that_exist() -> None:
-    """That they are exactly those of a real walk is in test_walk.py."""
     files = walk()
     assert len(files) == len(set(files)) > 20
     assert [file for file in files if not (ROOT / file).is_file()] == []

@@ -12,33 +12,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 class OperationState(Enum):
     """State of one submitted operation. Only its :class:`.run_queue.RunQueue` changes it.
 
-    The diagram is in Mermaid's syntax::
-
-        stateDiagram-v2
-            [*] --> NEW
-            NEW --> WAITING: submitted
-            NEW --> QUEUED: found in the journal when the server starts
-            WAITING --> WRITING: every earlier number has been admitted
-            WAITING --> CANCELLING: cancelled
-            WAITING --> DROPPED: another writer has opened the run, or the run is deleted
-            WRITING --> QUEUED: journaled
-            WRITING --> EARLY: sent to the engine before it is journaled
-            WRITING --> CANCELLING: cancelled
-            WRITING --> DROPPED: the journal could not be written, or the run is deleted
-            EARLY --> SENT: journaled
-            EARLY --> WRITING: not begun by the engine, to be sent again
-            EARLY --> CANCELLING: cancelled before the engine began it
-            EARLY --> DROPPED: the journal could not be written, or the run is deleted
-            CANCELLING --> FINISHED: journaled; its result says that it was cancelled
-            CANCELLING --> DROPPED: not journaled, fenced, or the run is deleted
-            QUEUED --> SENT: sent to the engine
-            QUEUED --> FINISHED: aborted, refused or cancelled
-            QUEUED --> DROPPED: the run is rewound or deleted
-            SENT --> QUEUED: not begun by the engine, to be sent again
-            SENT --> FINISHED: answered by the engine, quarantined, or cancelled before the engine began it
-            SENT --> DROPPED: the run is rewound or deleted
-            FINISHED --> [*]
-            DROPPED --> [*]
+    docs/architecture.md draws the states, and says what moves an operation from one to another.
 
     Attributes:
         NEW: Not accepted by a queue.

@@ -11,7 +11,6 @@ import ast
 import asyncio
 import contextlib
 import errno
-import inspect
 import itertools
 import re
 import shutil
@@ -43,8 +42,10 @@ KINDS = ("a", "b", "fail", "fail", "die", "step", "step", "save")
 
 
 def drawn() -> set[Transition]:
-    """The transitions in the docstring's diagram; "[*]" is where it begins and ends."""
-    return set(re.findall(r"^\s*(\w+|\[\*\]) --> (\w+|\[\*\])", inspect.getdoc(OperationState) or "", re.MULTILINE))
+    """The transitions in the diagram of docs/architecture.md; "[*]" is where it begins and ends."""
+    page = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text()
+    diagram = page.partition("stateDiagram-v2")[2].partition("```")[0]
+    return set(re.findall(r"^\s*(\w+|\[\*\]) --> (\w+|\[\*\])", diagram, re.MULTILINE))
 
 
 def allowed() -> set[Transition]:
@@ -66,12 +67,6 @@ def test_the_drawing_shows_what_is_allowed_where_it_begins_and_where_it_ends() -
     ends = {(state.name, "[*]") for state, following in TRANSITIONS.items() if not following}
     assert drawn() == allowed() | ends | {("[*]", "NEW")}
     assert set(TRANSITIONS) == set(OperationState)
-
-
-def test_the_page_shows_the_same_drawing() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text()
-    diagram = (inspect.getdoc(OperationState) or "").partition("syntax::")[2].partition("Attributes:")[0]
-    assert f"```mermaid\n{inspect.cleandoc(diagram).strip()}\n```" in page
 
 
 @pytest.mark.parametrize("state", OperationState)

@@ -79,7 +79,7 @@ def opened(messages: list[dict[str, str]], steps: list[dict[str, Any]]) -> Evalu
     seen = [step["observation"] for step in steps] + [messages[-1]["content"]]
     outputs = []
     for index, (before, after) in enumerate(itertools.pairwise(seen)):
-        reward = 1.0 if after == "open" else 0.3 if before[1] != "k" and after[1] == "k" else 0.0
+        reward = 1.0 if after == "open" else 0.3 if before[1:2] != "k" and after[1:2] == "k" else 0.0
         outputs.append(StepOutput(step_index=index, base_reward=reward))
     return EvaluateResult(score=float(seen[-1] == "open"), step_outputs=outputs, metrics={"steps": float(len(steps))})
 

@@ -127,7 +127,7 @@ def calculate_advantages(
         omega: Weight of the step level.
         gamma: Discount per step.
         state_hashing_function: Maps a step to a key of its state.
-        default_step_reward: Replaces a reward of 0, which steps have that no step output names.
+        default_step_reward: Replaces a reward of 0 of the steps that no step output names; a 0.0 that one names stays.
         group_ids: Group of each rollout; by default all started from one state.
     """
     rollouts = [list(steps) for steps in batch_of_step_data_lists]
@@ -139,7 +139,8 @@ def calculate_advantages(
         if len(given) != len(rollouts):
             raise ValueError(f"{name} has {len(given)} entries for {len(rollouts)} rollouts")
     for step in (step for steps in rollouts for step in steps):
-        step.reward = step.reward or default_step_reward
+        if not step.rewarded and not step.reward:
+            step.reward = default_step_reward
     trajectories = [
         Trajectory(Task(""), group, member, steps=steps, reward=float(score))
         for member, (group, steps, score) in enumerate(zip(groups, rollouts, scores))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from gradwire.rl.batching import SamplerStatistics
+from gradwire.rl.metrics import Max, Mean, Metric, Sum, values_of
 from gradwire.rl.types import Trajectory
 
 
@@ -46,11 +47,19 @@ class RolloutStatistics:
 
     def metrics(self) -> dict[str, float]:
         """The statistics as numbers by name, for loggers."""
-        numbers = {name: value for name, value in asdict(self).items() if name != "sampler"}
-        return {f"rollouts/{name}": float(value) for name, value in numbers.items()} | {
-            "rollouts/avg_batch": self.avg_batch,
-            "rollouts/sampler_retries": float(self.sampler.retries),
-        }
+        times = {"rollouts/seconds": self.seconds, "rollouts/tokens_per_second": self.tokens_per_second}
+        return values_of(self.merging()) | times
+
+    def merging(self) -> dict[str, Metric]:
+        """The statistics as metrics that merge with those of other collections, but for the times."""
+        counts = ("trajectories", "completed", "truncated", "failed", "timeout", "dropped")
+        result: dict[str, Metric] = {f"rollouts/{name}": Sum(getattr(self, name)) for name in counts}
+        for name in ("avg_trajectory_length", "avg_tokens"):
+            result[f"rollouts/{name}"] = Mean(getattr(self, name) * self.trajectories, self.trajectories)
+        result["rollouts/max_trajectory_length"] = Max(self.max_trajectory_length)
+        if self.sampler.calls:  # unknown for a collection that shares its sampler
+            result["rollouts/avg_batch"] = Mean(self.sampler.requests, self.sampler.calls)
+        return result | {"rollouts/sampler_retries": Sum(self.sampler.retries)}
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from gradwire.rl.metrics import Metric
 from gradwire.rl.types import FloatArray, IntArray, StepData, Trajectory
 
 
@@ -97,14 +98,15 @@ class TrainingBatch:
         loss_fn: Name of the loss.
         loss_kwargs: Arguments of the loss.
         columns: Field -> one entry per row.
-        metrics: Metrics computed while the batch was built.
+        metrics: Metrics computed while the batch was built (see :mod:`gradwire.rl.metrics`); a plain number counts as a
+            mean over the batch's trajectories.
         meaningless: Names of loss metrics that are undefined for this batch.
     """
 
     loss_fn: str
     loss_kwargs: dict[str, Any]
     columns: dict[str, list[Any]]
-    metrics: dict[str, float]
+    metrics: Mapping[str, Metric | float]
     meaningless: tuple[str, ...] = ()
 
     @property

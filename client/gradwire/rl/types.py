@@ -152,7 +152,7 @@ class EvaluateResult:
 
     Attributes:
         score: Score of the whole trajectory; by default the sum of the steps' rewards, if there are ``step_outputs``.
-        step_outputs: Rewards of single steps, if any.
+        step_outputs: Rewards of single steps; none by default (None reads as an empty sequence).
         metrics: Numbers to log; also the objectives of :class:`~gradwire.rl.rewards.ParetoRewardComputer`.
         reason: An explanation for people.
         error: The reason why there is no score; ``score`` is then 0 and is ignored.
@@ -161,13 +161,15 @@ class EvaluateResult:
     """
 
     score: float = None  # type: ignore[assignment]  # filled from step_outputs
-    step_outputs: Sequence[StepOutput] = ()
+    step_outputs: Sequence[StepOutput] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
     error: str = ""
     scored_by_steps: bool = False
 
     def __post_init__(self) -> None:
+        if self.step_outputs is None:
+            object.__setattr__(self, "step_outputs", ())
         if self.score is None:
             if not self.step_outputs:
                 raise ValueError("an EvaluateResult needs a score or step_outputs")
@@ -193,6 +195,8 @@ class StepData:
         policy_version: Optimizer steps of the policy that wrote this.
         stop_reason: Why generation stopped: ``"eos"``, ``"stop"`` or ``"length"``.
         reward: Reward of this step alone; set by rewards.
+        rewarded: Whether the reward was given for this step (by a step output, or as the score at the end) and is not
+            a default.
         advantage: Set by an algorithm that estimates it per step.
         metrics: Metrics from the reward function.
     """
@@ -212,6 +216,7 @@ class StepData:
     reward: float = 0.0
     advantage: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    rewarded: bool = False
 
     @property
     def base_reward(self) -> float:

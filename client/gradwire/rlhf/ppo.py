@@ -12,6 +12,7 @@ import numpy as np
 from gradwire.errors import OperationError
 from gradwire.rl.advantages import gae
 from gradwire.rl.algorithms import AlgorithmConfig, PPOAlgorithm
+from gradwire.rl.metrics import Mean, Metric, Std
 from gradwire.rl.rows import TrainingBatch
 from gradwire.rl.types import EvaluateResult, Trajectory
 from gradwire.rlhf.config import TrainingConfig
@@ -19,8 +20,6 @@ from gradwire.rlhf.reward_model import RewardModel
 
 KL_GAIN = 0.1
 KL_ERROR = 0.2
-
-Metrics = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -143,15 +142,15 @@ class FeedbackPPO(PPOAlgorithm):
         kl = float(np.mean(kls))
         self.kl = self.kl.after(kl)
         scores = [each.evaluation.metrics["score"] for each in trajectories if each.evaluation is not None]
-        figures = {
-            "kl": kl,
+        figures: dict[str, Metric | float] = {
+            "kl": Mean.of(kls),
             "kl_coef": coef,
-            "value_error": float(np.mean((estimated - returns) ** 2)),
-            "score_std": float(np.std(scores)),
+            "value_error": Mean.of((estimated - returns) ** 2),
+            "score_std": Std.of(scores),
         }
         return replace(batch, metrics={**batch.metrics, **figures})
 
-    async def _learn(self, iteration: int, trajectories: list[Trajectory], minibatches: int) -> Metrics:
+    async def _learn(self, iteration: int, trajectories: list[Trajectory], minibatches: int) -> dict[str, Metric]:
         if not any(each.ok for each in trajectories):
             first = trajectories[0]
             unscored = first.evaluation.error if first.evaluation is not None else ""

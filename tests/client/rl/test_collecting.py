@@ -28,6 +28,7 @@ from gradwire.rl import (
 )
 from gradwire.rl.algorithms.evaluation import pass_at_k
 from gradwire.rl.environments import StepResult
+from gradwire.rl.metrics import Elapsed, Max, Mean, Min, Std, Sum, merged, of_loss, values_of
 from gradwire.rl.rows import rows_of
 from gradwire.rl.types import Action, EvaluateResult, State, StepData, Task, Trajectory
 
@@ -174,9 +175,12 @@ async def _value(value: Any) -> Any:
 async def test_groups_without_spread_are_replaced(mode: Any, rule_inference: Callable[..., Any]) -> None:
     run = SlowRun(0)
 
+    scores: list[float] = []
+
     @reward_function(sandboxed=False)
     def sometimes(response: str, prompt: str) -> float:
-        return 1.0 if prompt == "easy" else float(response == "heads")
+        scores.append(0.8 if prompt == "easy" else float(response == "heads"))
+        return scores[-1]
 
     algorithm = GRPOAlgorithm(
         None, run, ["easy", "open"], sometimes, config(dynamic_sampling=True, group_size=6),
@@ -188,6 +192,10 @@ async def test_groups_without_spread_are_replaced(mode: Any, rule_inference: Cal
         assert all(len(set(rewards)) == 2 for rewards in batch["rewards"]) and len(batch["rewards"]) == 4
         assert metrics["rollouts/without_spread"] > 0
         assert metrics["rollouts/trajectories"] == 6 * (4 + metrics["rollouts/without_spread"])
+        if mode == "sync":  # the parts of an iteration, here of unequal sizes, count by their trajectories
+            own = [scores.pop(0) for _ in range(int(metrics["rollouts/trajectories"]))]
+            assert metrics["rewards/reward"] == pytest.approx(np.mean(own))
+            assert metrics["rewards/reward_std"] == pytest.approx(np.std(own))
 
 
 async def test_resampling_ends(rule_inference: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
@@ -389,3 +397,20 @@ def test_pass_at_k() -> None:
     np.testing.assert_allclose(list(found.values()), list(expected.values()))
     assert pass_at_k(solved[:, :1]) == {}
     assert rows_of([]) == []
+
+
+def test_parts_of_any_sizes_merge_as_the_whole() -> None:
+    values = np.random.default_rng(0).normal(size=72)
+    parts = [values[:56], values[56:64], values[64:], values[:0]]
+    kinds: list[Any] = [Mean.of, Std.of]
+    for kind in kinds:
+        whole = kind(values).value()
+        assert merged({"x": kind(part)} for part in parts)["x"].value() == pytest.approx(whole)
+    assert Std.of(values).value() == pytest.approx(np.std(values))
+    assert Mean(56 * 0.8, 56).merge(Mean(0, 8)).merge(Mean(0, 8)).value() == pytest.approx(56 * 0.8 / 72)
+    waited = merged([{"s": Elapsed(0, 2), "rate": Elapsed(0, 2, 10)}, {"s": Elapsed(1, 4), "rate": Elapsed(1, 4, 30)}])
+    assert values_of(waited) == {"s": 4, "rate": 10}
+    loss = [("num_pairs", 3.0), ("is_ratio_max", 2.0), ("is_ratio_min", 0.5), ("loss", 1.0)]
+    halves = [{name: of_loss(name, value * k, tokens) for name, value in loss} for k, tokens in ((1, 30), (2, 10))]
+    assert values_of(merged(halves)) == {"num_pairs": 9, "is_ratio_max": 4, "is_ratio_min": 0.5, "loss": 1.25}
+    assert [kind(1.0).merge(kind(2.0)).value() for kind in (Sum, Max, Min)] == [3, 2, 1]

@@ -172,3 +172,14 @@ async def test_what_is_recorded_of_a_step_and_shown(rule_inference: Any, tmp_pat
     out = io.StringIO()
     view(tmp_path / "t.jsonl", out=out)
     assert f"advantage {found[0]:+.3g}" in out.getvalue() and f"advantage {found[1]:+.3g}" in out.getvalue()
+
+
+async def test_a_reward_of_zero_that_is_given_stays() -> None:
+    """Two episodes of two steps, of which each result names one; the other takes the default."""
+    rollouts = [steps_of("a", "b"), steps_of("a", "b")]
+    results = [EvaluateResult(1.0, [StepOutput(0, 0.0)]), EvaluateResult(0.0, [StepOutput(0, 1.0)])]
+    aligned = align_rewards_with_step_data(results, rollouts)
+    calculate_advantages(aligned, [1.0, 0.0], default_step_reward=2.0)
+    assert [[step.reward for step in steps] for steps in aligned] == [[0.0, 2.0], [1.0, 2.0]]
+    (steps,) = align_rewards_with_step_data([EvaluateResult(0.5, step_outputs=None)], [steps_of("a", "b")])
+    assert [step.reward for step in steps] == [0.0, 0.5]

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from gradwire import sync
-from gradwire.rl.algorithms.collecting import Manager, Metrics, Source, merged
+from gradwire.rl.algorithms.collecting import Manager, Source
 from gradwire.rl.algorithms.collector import Collector
 from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.algorithms.evaluation import evaluate
@@ -28,6 +28,7 @@ from gradwire.rl.environments import BaseEnvironment, SimpleTextEnvironment
 from gradwire.rl.environments.groups import GroupBuilder
 from gradwire.rl.inference import InferenceModule, RunInference
 from gradwire.rl.loggers import MetricLogger
+from gradwire.rl.metrics import Mean, Metric, Metrics, Sum, merged, values_of
 from gradwire.rl.progress import Progress
 from gradwire.rl.recording import TrajectoryRecorder
 from gradwire.rl.replay import ReplayBuffer
@@ -204,10 +205,10 @@ class Algorithm(ABC):
     async def _iteration(self, iteration: int, source: Source) -> Metrics:
         """Collect and train, part by part."""
         trained: list[Trajectory] = []
-        metrics: list[Metrics] = []
+        metrics: list[dict[str, Metric]] = []
         waited = time.monotonic()
         async for part in source.parts(iteration):
-            found = {"time/waited_for_rollouts_s": time.monotonic() - waited} | part.metrics
+            found = {"time/waited_for_rollouts_s": Sum(time.monotonic() - waited), **part.metrics}
             self.curriculum.update([*part.trajectories, *part.set_aside])
             if self.config.on_failure == "stop":
                 check_failures(iteration, [*part.trajectories, *part.set_aside])
@@ -219,20 +220,22 @@ class Algorithm(ABC):
             await self.run.update_reference(ema=self.config.reference_ema)
         await self._reporter.record(iteration, trained, self._inference.codec if self._inference is not None else None)
         self.state = replace(self.state, iteration=iteration + 1)
-        return merged(metrics)
+        return values_of(merged(metrics))
 
-    async def _learn(self, iteration: int, trajectories: list[Trajectory], minibatches: int) -> Metrics:
+    async def _learn(self, iteration: int, trajectories: list[Trajectory], minibatches: int) -> dict[str, Metric]:
         """Train on these trajectories."""
         usable = [each for each in trajectories if each.ok]
         replayed = self._replayed(iteration)
         if self.config.replay_fraction:
             self.replay.add(usable)
-        metrics: Metrics = {"train/trajectories": float(len(usable)), "train/replayed": float(len(replayed))}
+        metrics: dict[str, Metric] = {"train/trajectories": Sum(len(usable)), "train/replayed": Sum(len(replayed))}
         if not usable and not replayed:
             logger.warning("iteration %d: no trajectory can be trained on; the policy is unchanged", iteration)
             return metrics
         batch = await self.training_batch([*usable, *replayed])
-        metrics |= {f"train/{name}": value for name, value in batch.metrics.items()}
+        for name, value in batch.metrics.items():
+            size = len(usable) + len(replayed)
+            metrics[f"train/{name}"] = Mean(value * size, size) if isinstance(value, float | int | np.number) else value
         metrics |= staleness(usable, self.version)
         if batch.num_rows:
             found, warnings = await update(self.run, batch, self.config, iteration, self._stepped, minibatches)

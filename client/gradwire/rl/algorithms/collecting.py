@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
-import numpy as np
-
 from gradwire.rl.generation import SamplingParams
+from gradwire.rl.metrics import Elapsed, Metric, Sum, merged
 from gradwire.rl.rewards import RewardComputer
 from gradwire.rl.rewards.computer import by_group
 from gradwire.rl.rollout_statistics import Rollouts
 from gradwire.rl.types import AnyTask, Task, Trajectory
 
 logger = logging.getLogger("gradwire.rl")
-
-Metrics = dict[str, float]
-SUMMED = (
-    "rollouts/trajectories", "rollouts/completed", "rollouts/truncated", "rollouts/failed", "rollouts/timeout",
-    "rollouts/dropped", "rollouts/too_stale", "rollouts/without_spread", "rewards/not_scored", "train/trajectories",
-    "train/replayed", "train/rows", "train/tokens", "train/skipped_steps", "train/bootstrapped",
-)  # fmt: skip
 
 
 class Manager(Protocol):
@@ -46,12 +39,12 @@ class Collected:
 
     Attributes:
         trajectories: Trajectories to train on.
-        metrics: Metrics over all collected trajectories.
+        metrics: Metrics over all collected trajectories, before they are merged with those of other parts.
         set_aside: Scored trajectories that are not trained on: groups without spread and groups that are too old.
     """
 
     trajectories: list[Trajectory]
-    metrics: Metrics
+    metrics: dict[str, Metric]
     set_aside: list[Trajectory] = field(default_factory=list)
 
 
@@ -64,11 +57,18 @@ async def collect_scored(
         what: Prefix of log messages, such as ``"iteration 3"``.
         settings: Settings of :meth:`~gradwire.rl.rollouts.RolloutManager.collect`.
     """
+    began = time.monotonic()
     rollouts = await manager.collect(tasks, **settings)
+    ended = time.monotonic()
     report = await reward.compute(rollouts.trajectories)
     for error, count in {**rollouts.errors, **report.errors}.items():
         logger.warning("%s: %d of %d trajectories: %s", what, count, len(rollouts.trajectories), error)
-    return Collected(rollouts.trajectories, {**rollouts.statistics.metrics(), **report.metrics})
+    statistics = rollouts.statistics
+    measured: dict[str, Metric] = {
+        "rollouts/seconds": Elapsed(began, ended),
+        "rollouts/tokens_per_second": Elapsed(began, ended, statistics.sampler.tokens),
+    }
+    return Collected(rollouts.trajectories, {**statistics.merging(), **measured, **report.merging})
 
 
 def has_spread(group: Sequence[Trajectory]) -> bool:
@@ -81,7 +81,7 @@ def with_spread(collected: Collected) -> Collected:
     groups = by_group(collected.trajectories)
     kept = [each for group in groups if has_spread(group) for each in group]
     aside = [each for group in groups if not has_spread(group) for each in group]
-    metrics = {**collected.metrics, "rollouts/without_spread": float(len(groups) - len(by_group(kept)))}
+    metrics = {**collected.metrics, "rollouts/without_spread": Sum(len(groups) - len(by_group(kept)))}
     return Collected(kept, metrics, [*collected.set_aside, *aside])
 
 
@@ -92,18 +92,6 @@ def joined(parts: Sequence[Collected]) -> Collected:
         merged([part.metrics for part in parts]),
         [each for part in parts for each in part.set_aside],
     )
-
-
-def merged(parts: Sequence[Metrics]) -> Metrics:
-    """Merge the metrics of parts: counts are added, maxima taken, the others averaged."""
-    values: dict[str, list[float]] = {}
-    for part in parts:
-        for name, value in part.items():
-            values.setdefault(name, []).append(value)
-    return {
-        name: float(sum(of) if name in SUMMED else max(of) if "max" in name else np.mean(of))
-        for name, of in values.items()
-    }
 
 
 class Source(Protocol):

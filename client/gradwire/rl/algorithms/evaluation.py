@@ -9,9 +9,10 @@ from math import comb
 import numpy as np
 import numpy.typing as npt
 
-from gradwire.rl.algorithms.collecting import Manager, Metrics, collect_scored
+from gradwire.rl.algorithms.collecting import Manager, collect_scored
 from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.batching import derive_seed
+from gradwire.rl.metrics import Metrics
 from gradwire.rl.rewards import RewardComputer
 from gradwire.rl.types import Task
 
@@ -35,8 +36,8 @@ async def evaluate(manager: Manager, reward: RewardComputer, tasks: Sequence[Tas
     return {
         "eval/score": float(scores.mean()),
         "eval/success": float((scores >= config.success_threshold).mean()),
-        "eval/steps": collected.metrics["rollouts/avg_trajectory_length"],
-        "eval/tokens": collected.metrics["rollouts/avg_tokens"],
+        "eval/steps": collected.metrics["rollouts/avg_trajectory_length"].value(),
+        "eval/tokens": collected.metrics["rollouts/avg_tokens"].value(),
         "eval/failed": float(sum(not each.ok for each in trajectories)),
         **pass_at_k(scores.reshape(-1, config.eval_trajectories) >= config.success_threshold),
     }

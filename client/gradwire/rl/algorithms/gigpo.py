@@ -16,6 +16,7 @@ from gradwire.rl.advantages import Floats, gigpo_step_groups, group_advantages, 
 from gradwire.rl.algorithms.base import Algorithm
 from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.algorithms.grpo import idle_groups
+from gradwire.rl.metrics import Mean, Std, Sum
 from gradwire.rl.rewards.computer import by_group
 from gradwire.rl.rows import OF_GROUPS, TrainingBatch, grouped_columns, rows_of, share_prompts
 from gradwire.rl.types import StepData, Trajectory
@@ -60,10 +61,9 @@ class GiGPOCredit:
     step_groups: list[np.ndarray]
 
     @property
-    def singletons(self) -> float:
+    def singletons(self) -> Mean:
         """Share of steps that are alone at their state and so have no step-level advantage."""
-        alone = sum(len(group) == 1 for group in self.step_groups)
-        return alone / max(len(self.step), 1)
+        return Mean(sum(len(group) == 1 for group in self.step_groups), len(self.step))
 
 
 def gigpo_credit(
@@ -174,12 +174,12 @@ class GiGPOAlgorithm(Algorithm):
             return {"advantages": advantages[row.prompt_length :]}
 
         metrics = {
-            "rows": float(len(rows)),
+            "rows": Sum(len(rows)),
             "idle_groups": idle_groups(trajectories),
-            "anchor_states": float(len(credit.step_groups)),
+            "anchor_states": Sum(len(credit.step_groups)),
             "singleton_steps": credit.singletons,
-            "episode_advantage_std": float(np.std(credit.episode)),
-            "step_advantage_std": float(np.std(credit.step)),
+            "episode_advantage_std": Std.of(credit.episode),
+            "step_advantage_std": Std.of(credit.step),
         }
         shared = share_prompts(rows, trajectories)
         kwargs, trained = await self._sampler_correction.apply(rows, kwargs)

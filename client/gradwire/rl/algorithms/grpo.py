@@ -9,6 +9,7 @@ import numpy as np
 
 from gradwire.rl.advantages import group_advantages
 from gradwire.rl.algorithms.base import Algorithm
+from gradwire.rl.metrics import Mean, Sum
 from gradwire.rl.rewards.computer import by_group
 from gradwire.rl.rows import OF_GROUPS, TrainingBatch, grouped_columns, rows_of, share_prompts
 from gradwire.rl.types import Trajectory
@@ -28,10 +29,10 @@ def write_group_advantages(trajectories: Sequence[Trajectory], *, scale: bool) -
     return result
 
 
-def idle_groups(trajectories: Sequence[Trajectory]) -> float:
+def idle_groups(trajectories: Sequence[Trajectory]) -> Mean:
     """Share of groups whose rewards are all equal and which therefore give no gradient."""
     groups = by_group(trajectories)
-    return sum(len({each.reward for each in group}) == 1 for group in groups) / max(len(groups), 1)
+    return Mean(sum(len({each.reward for each in group}) == 1 for group in groups), len(groups))
 
 
 class GRPOAlgorithm(Algorithm):
@@ -55,5 +56,5 @@ class GRPOAlgorithm(Algorithm):
 
         kwargs, trained = await self._sampler_correction.apply(rows, kwargs)
         columns = grouped_columns(rows, trajectories, fields, trained)
-        metrics = {"rows": float(len(rows)), "idle_groups": idle_groups(trajectories)}
+        metrics = {"rows": Sum(len(rows)), "idle_groups": idle_groups(trajectories)}
         return TrainingBatch(self.loss_fn, kwargs, columns, metrics, () if shared else OF_GROUPS)

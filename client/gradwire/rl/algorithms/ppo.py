@@ -9,6 +9,7 @@ import numpy as np
 
 from gradwire.rl.algorithms.base import Algorithm
 from gradwire.rl.algorithms.step_advantages import write_step_advantages
+from gradwire.rl.metrics import Mean, Metric, Sum
 from gradwire.rl.rows import Row, TrainingBatch, rows_of
 from gradwire.rl.types import Trajectory
 
@@ -78,9 +79,6 @@ class PPOAlgorithm(Algorithm):
         if trained is not None:
             columns["sampler_log_probs"] = [row.logprobs for row in rows]
         write_step_advantages(rows, trajectories, rewards, values, bootstrap, kwargs)
-        cut = [
-            index for index, row in enumerate(rows) if row.last and trajectories[row.trajectory].status == "truncated"
-        ]
         if cut and kwargs["gamma"] == 1.0:
             self._reporter.warn_once(
                 "bootstrapped",
@@ -89,6 +87,7 @@ class PPOAlgorithm(Algorithm):
                 "max_steps to it: running out of turns then counts as a failure",
                 len(cut), len(trajectories), self.config.max_steps_per_rollout,
             )  # fmt: skip
-        metrics = {"rows": float(len(rows)), "bootstrapped": float(len(cut))}
-        metrics |= {"bootstrap_value": float(bootstrap[cut].mean())} if cut else {}
+        metrics: dict[str, Metric | float] = {"rows": Sum(len(rows)), "bootstrapped": Sum(len(cut))}
+        if cut:
+            metrics["bootstrap_value"] = Mean.of(bootstrap[cut])
         return TrainingBatch("enhanced_ppo", kwargs, columns, metrics)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from gradwire.rl.algorithms.collecting import Collected, has_spread, joined
+from gradwire.rl.metrics import Sum
 from gradwire.rl.replay import written_at
 from gradwire.rl.types import Trajectory
 
@@ -81,7 +82,7 @@ class GroupStream:
             if not reason:
                 kept.append(group)
             else:
-                dropped = {**group.metrics, f"rollouts/{reason}": 1.0}
+                dropped = {**group.metrics, f"rollouts/{reason}": Sum(1)}
                 aside.append(Collected([], dropped, group.trajectories))
                 self._release(1)
         if len(kept) < size:

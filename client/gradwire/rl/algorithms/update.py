@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from gradwire.errors import GradwireError
 from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.batching import derive_seed
+from gradwire.rl.metrics import Mean, Metric, Sum, merged, of_loss
 from gradwire.rl.rows import TrainingBatch
 
 
@@ -20,7 +21,7 @@ async def update(
     iteration: int,
     stepped: Callable[[], None],
     num_minibatches: int,
-) -> tuple[dict[str, float], list[str]]:
+) -> tuple[dict[str, Metric], list[str]]:
     """Train on a batch: submit all passes at once, then await their results.
 
     Args:
@@ -29,8 +30,8 @@ async def update(
         num_minibatches: Optimizer steps per pass.
 
     Returns:
-        Means of the losses' and steps' metrics, and the losses' warnings. Metrics that the batch overrides
-        or declares meaningless are left out.
+        The losses' and steps' metrics, merged, and the losses' warnings. Metrics that the batch overrides or declares
+        meaningless are left out.
 
     Raises:
         GradwireError: The first failure, after all results have arrived.
@@ -68,17 +69,19 @@ async def update(
             failure = failure or error
     if failure is not None:
         raise failure
-    names = {name for loss in losses for name in loss.metrics} - set(batch.meaningless) - set(batch.metrics)
-    metrics = {name: mean([loss.metrics[name] for loss in losses if name in loss.metrics]) for name in sorted(names)}
-    metrics |= {
-        "grad_norm": mean([step.grad_norm for step in taken]),
-        "learning_rate": rate,
-        "skipped_steps": float(sum(step.skipped for step in taken)),
-        "tokens": float(sum(loss.num_loss_tokens for loss in losses)),
-    }
-    return metrics, [warning for loss in losses for warning in loss.warnings]
-
-
-def mean(values: Sequence[float]) -> float:
-    """Return the mean, 0 for no values."""
-    return float(np.mean(values)) if values else 0.0
+    left_out = {*batch.meaningless, *batch.metrics}
+    metrics = merged(
+        {
+            name: of_loss(name, value, loss.num_loss_tokens)
+            for name, value in sorted(loss.metrics.items())
+            if name not in left_out
+        }
+        for loss in losses
+    )
+    return {
+        **metrics,
+        "grad_norm": Mean.of([step.grad_norm for step in taken]),
+        "learning_rate": Mean(rate, 1),
+        "skipped_steps": Sum(sum(step.skipped for step in taken)),
+        "tokens": Sum(sum(loss.num_loss_tokens for loss in losses)),
+    }, [warning for loss in losses for warning in loss.warnings]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from gradwire.rl.metrics import Max, Mean, Metric
 from gradwire.rl.types import Trajectory
 
 
@@ -29,7 +30,7 @@ def check_updatable(inference: Any, run: Any) -> None:
         )
 
 
-def staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+def staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, Metric]:
     """Optimizer steps between the policy that wrote a token and the trained policy: mean and maximum.
 
     Args:
@@ -41,4 +42,5 @@ def staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, flo
         return {}
     ages = np.array([version - step.policy_version for step in steps], np.float64)
     tokens = [len(step.response_ids) for step in steps]
-    return {"train/staleness": float(np.average(ages, weights=tokens)), "train/staleness_max": float(ages.max())}
+    mean = Mean(float(ages @ tokens), sum(tokens))
+    return {"train/staleness": mean, "train/staleness_max": Max(float(ages.max()))}

@@ -24,8 +24,9 @@ def align(trajectory: Trajectory, result: EvaluateResult, *, default_step_reward
         StepAlignmentError: An index matches no step, or is given twice. Nothing is written then.
     """
     steps = trajectory.steps
+    outputs = result.step_outputs or ()
     rewards: dict[int, int] = {}
-    for number, output in enumerate(result.step_outputs):
+    for number, output in enumerate(outputs):
         index = output.step_index if output.step_index >= 0 else len(steps) + output.step_index
         if not 0 <= index < len(steps):
             there = f"steps 0 to {len(steps) - 1}" if steps else "no steps"
@@ -40,16 +41,17 @@ def align(trajectory: Trajectory, result: EvaluateResult, *, default_step_reward
         rewards[index] = number
     name = f"trajectory {trajectory.group}.{trajectory.member}"
     logger.debug("aligner, %s: score %.6g, step outputs %s", name, result.score,
-                 [(each.step_index, each.base_reward) for each in result.step_outputs])  # fmt: skip
+                 [(each.step_index, each.base_reward) for each in outputs])  # fmt: skip
     trajectory.evaluation, trajectory.reward = result, result.score
     for index, step in enumerate(steps):
         if index in rewards:
-            output = result.step_outputs[rewards[index]]
-            step.reward, step.metrics = output.base_reward, output.metrics
+            output = outputs[rewards[index]]
+            step.reward, step.metrics, step.rewarded = output.base_reward, output.metrics, True
         else:
-            step.reward, step.metrics = default_step_reward, {}
-    if steps and not result.step_outputs:
+            step.reward, step.metrics, step.rewarded = default_step_reward, {}, False
+    if steps and not outputs:
         steps[-1].reward += result.score
+        steps[-1].rewarded = True
     logger.debug("aligner, %s: rewards of steps %s", name, [step.reward for step in steps])
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from gradwire.rl.metrics import Mean, Metric, Std, Sum, values_of
 from gradwire.rl.rewards.aligner import align_batch
 from gradwire.rl.rewards.functions import RewardFunction, Scorer
 from gradwire.rl.types import EvaluateResult, Trajectory
@@ -25,12 +26,17 @@ class RewardReport:
     """The result of a reward computation.
 
     Attributes:
-        metrics: Means over the scored trajectories, by name.
+        merging: Means over the scored trajectories, by name, as metrics that merge with those of other reports.
         errors: Number of occurrences of each error.
     """
 
-    metrics: Mapping[str, float]
+    merging: Mapping[str, Metric]
     errors: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The means as numbers."""
+        return values_of(self.merging)
 
 
 class RewardComputer:
@@ -146,10 +152,10 @@ def _report(trajectories: Sequence[Trajectory], scored: Sequence[Trajectory]) ->
         assert each.evaluation is not None
         for name, value in {"reward": each.reward, "score": each.evaluation.score, **each.evaluation.metrics}.items():
             metrics.setdefault(name, []).append(value)
-    means = {f"rewards/{name}": float(np.mean(values)) for name, values in metrics.items()}
+    merging: dict[str, Metric] = {f"rewards/{name}": Mean.of(values) for name, values in metrics.items()}
     if scored:
-        means["rewards/reward_std"] = float(np.std(metrics["reward"]))
-    return RewardReport(means | {"rewards/not_scored": float(len(trajectories) - len(scored))}, errors)
+        merging["rewards/reward_std"] = Std.of(metrics["reward"])
+    return RewardReport(merging | {"rewards/not_scored": Sum(len(trajectories) - len(scored))}, errors)
 
 
 class ParetoRewardComputer(RewardComputer):

@@ -15,7 +15,7 @@ from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.report import write_report
 from gradwire.recipes.rows import rows_of
 from gradwire.recipes.settings import Settings, SettingsError, setting
-from gradwire.recipes.training import forget, loggers_of, open_folder, open_service, save_state, warn_of_warmup
+from gradwire.recipes.training import loggers_of, open_folder, open_service, save_state, warn_of_warmup
 from gradwire.rl import Algorithm, AlgorithmConfig, last_number, math_answer, multiple_choice
 from gradwire.rl.datasets import final_answer
 from gradwire.rl.types import Message, Task
@@ -96,7 +96,6 @@ async def train_with(
                     await service.delete_run(run.run_id)
             done = await training.resume()
             if known:
-                forget(folder / "metrics.jsonl", done - 1)
                 print(f"{folder}: going on at iteration {done}", flush=True)
             if not done:
                 await training.save_checkpoint()

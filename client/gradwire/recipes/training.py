@@ -22,7 +22,7 @@ from gradwire.recipes.report import write_report
 from gradwire.recipes.settings import Settings, SettingsError
 from gradwire.rl.loggers import JsonlLogger, MetricLogger, MlflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 from gradwire.rl.progress import Progress
-from gradwire.whole_files import replace_json, whole_file
+from gradwire.whole_files import replace_json
 
 T = TypeVar("T")
 Metrics = dict[str, float]
@@ -185,7 +185,7 @@ async def open_training(settings: Settings, *, head: Any = None, dry_run: bool =
         if state:
             run = service.get_training_client(state["run_id"])
             await run.load_checkpoint(state["checkpoint"])
-            forget(folder / "metrics.jsonl", state["step"])
+            JsonlLogger(folder / "metrics.jsonl").forget(state["step"] + 1)
             print(f"{folder}: going on at step {state['step']}", flush=True)
         else:
             (folder / "metrics.jsonl").unlink(missing_ok=True)
@@ -259,15 +259,6 @@ def loggers_of(settings: Settings) -> list[MetricLogger]:
         "mlflow": lambda: MlflowLogger(run_name=name),
     }
     return [made[each]() for each in settings.loggers]
-
-
-def forget(file: Path, step: int) -> None:
-    """Remove the lines of a log after a step, which the training writes again."""
-    if file.exists():
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["iteration"] <= step]
-        with whole_file(file) as whole:
-            whole.write("".join(kept).encode())
 
 
 def save_state(file: Path, content: Mapping[str, Any], settings: Settings) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gradwire.extras import require
+from gradwire.whole_files import whole_file
 
 
 class MetricLogger(Protocol):
@@ -37,6 +38,14 @@ class JsonlLogger:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"iteration": iteration, "time": time.time(), **finite}) + "\n")
+
+    def forget(self, iteration: int) -> None:
+        """Remove the lines from this iteration on, which a resumed training writes again, and an incomplete line."""
+        if self.path.exists():
+            lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["iteration"] < iteration]
+            with whole_file(self.path) as whole:
+                whole.write("".join(kept).encode())
 
     def close(self) -> None:
         """Do nothing: each line is already written."""

@@ -115,6 +115,7 @@ class FeedbackPPO(PPOAlgorithm):
         """Continue after this many steps; the run already has the state after them."""
         self.state = replace(self.state, iteration=step)
         self.kl = replace(self.kl, coef=kl_coef)
+        self._reporter.forget(step)
 
     async def training_batch(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
         batch = await super().training_batch(trajectories)

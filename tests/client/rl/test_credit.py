@@ -28,7 +28,7 @@ def test_gigpo_credit_by_hand(caplog: pytest.LogCaptureFixture) -> None:
     np.testing.assert_allclose(credit.returns, [0.5, 1, 0, 0, 0])
     np.testing.assert_allclose(credit.step, [0.25, 0.5, -0.25, -0.5, 0])
     np.testing.assert_allclose([s.advantage for s in good.steps + bad.steps], [1.0, 1.5, -1.0, -1.5, -0.5])
-    assert credit.singletons == 0.2
+    assert credit.singletons.value() == 0.2
     for step in good.steps + bad.steps:
         step.state_key = (step.state_key, [1])  # cannot be hashed: compared by how it is written
     again = gigpo_credit([good, bad], gamma=0.5, omega=2.0, scale=False, state_hash=lambda step: {"at": step.state_key})
@@ -145,5 +145,5 @@ async def test_only_a_limit_that_is_not_the_tasks_is_bootstrapped(
     batch = await algorithm.training_batch(trajectories)
     last = [values[-1] for values in batch.columns["old_values"]]
     assert batch.columns["bootstrap_values"] == (last if status == "truncated" else [0] * len(last))
-    assert batch.metrics["bootstrapped"] == (len(last) if status == "truncated" else 0)
+    assert batch.metrics["bootstrapped"].value() == (len(last) if status == "truncated" else 0)
     assert ("set the environment's max_steps" in caplog.text) == (status == "truncated")

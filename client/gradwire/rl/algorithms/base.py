@@ -299,12 +299,13 @@ class Algorithm(ABC):
         """Continue from the last checkpoint (or the best); return the number of finished iterations, 0 if none.
 
         Tasks, seeds and sampling of an iteration depend on its number, so the resumed training equals an uninterrupted
-        one.
+        one. What ``metrics.jsonl`` and ``trajectories.jsonl`` have of later iterations is removed: it is written again.
         """
         if self.config.folder is None:
             raise ValueError("resume() needs the checkpoint_dir of the training in the config")
         file = self.config.folder / ("best.json" if best else "state.json")
         if not file.exists():
+            self._reporter.forget(0)
             return 0
         await self._ready()
         state = AlgorithmState.read(file)
@@ -312,6 +313,7 @@ class Algorithm(ABC):
         self.state = state
         self.curriculum.load(state.curriculum)
         self.version = state.version
+        self._reporter.forget(state.iteration)
         await self._update_weights()
         return state.iteration
 

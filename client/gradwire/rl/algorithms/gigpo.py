@@ -16,7 +16,7 @@ from gradwire.rl.advantages import Floats, gigpo_step_groups, group_advantages, 
 from gradwire.rl.algorithms.base import Algorithm
 from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.algorithms.grpo import idle_groups
-from gradwire.rl.metrics import Mean, Std, Sum
+from gradwire.rl.metrics import Mean, Metric, Std, Sum
 from gradwire.rl.rewards.computer import by_group
 from gradwire.rl.rows import OF_GROUPS, TrainingBatch, grouped_columns, rows_of, share_prompts
 from gradwire.rl.types import StepData, Trajectory
@@ -173,7 +173,7 @@ class GiGPOAlgorithm(Algorithm):
             advantages = row.spread([step.advantage for step in trajectories[row.trajectory].steps])
             return {"advantages": advantages[row.prompt_length :]}
 
-        metrics = {
+        metrics: dict[str, Metric | float] = {
             "rows": Sum(len(rows)),
             "idle_groups": idle_groups(trajectories),
             "anchor_states": Sum(len(credit.step_groups)),

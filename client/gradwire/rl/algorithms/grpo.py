@@ -9,7 +9,7 @@ import numpy as np
 
 from gradwire.rl.advantages import group_advantages
 from gradwire.rl.algorithms.base import Algorithm
-from gradwire.rl.metrics import Mean, Sum
+from gradwire.rl.metrics import Mean, Metric, Sum
 from gradwire.rl.rewards.computer import by_group
 from gradwire.rl.rows import OF_GROUPS, TrainingBatch, grouped_columns, rows_of, share_prompts
 from gradwire.rl.types import Trajectory
@@ -56,5 +56,5 @@ class GRPOAlgorithm(Algorithm):
 
         kwargs, trained = await self._sampler_correction.apply(rows, kwargs)
         columns = grouped_columns(rows, trajectories, fields, trained)
-        metrics = {"rows": Sum(len(rows)), "idle_groups": idle_groups(trajectories)}
+        metrics: dict[str, Metric | float] = {"rows": Sum(len(rows)), "idle_groups": idle_groups(trajectories)}
         return TrainingBatch(self.loss_fn, kwargs, columns, metrics, () if shared else OF_GROUPS)

@@ -10,7 +10,7 @@ import numpy as np
 from gradwire.rl.advantages import group_advantages, rloo_advantages, whiten
 from gradwire.rl.algorithms.base import Algorithm
 from gradwire.rl.algorithms.config import AlgorithmConfig
-from gradwire.rl.metrics import Std, Sum
+from gradwire.rl.metrics import Metric, Std, Sum
 from gradwire.rl.rewards.computer import by_group
 from gradwire.rl.rows import TrainingBatch, rows_of
 from gradwire.rl.types import Trajectory
@@ -78,5 +78,5 @@ class REINFORCEAlgorithm(Algorithm):
             "advantages": [float(advantages[row.trajectory]) for row in rows],
         }
         kwargs = {"clip_ratio": 2.0, **self.config.kl_kwargs(), **self.config.loss_kwargs}
-        metrics = {"rows": Sum(len(rows)), "advantage_std": Std.of(advantages)}
+        metrics: dict[str, Metric | float] = {"rows": Sum(len(rows)), "advantage_std": Std.of(advantages)}
         return TrainingBatch("importance_sampling", kwargs, columns if rows else {}, metrics)

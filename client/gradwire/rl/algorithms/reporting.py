@@ -43,12 +43,19 @@ class Reporter:
         self, config: AlgorithmConfig, run_id: str, loggers: Sequence[MetricLogger], recorder: TrajectoryRecorder | None
     ) -> None:
         folder = config.folder
-        self.loggers = [JsonlLogger((folder or Path("runs") / run_id) / "metrics.jsonl"), *loggers]
+        self._jsonl = JsonlLogger((folder or Path("runs") / run_id) / "metrics.jsonl")
+        self.loggers: list[MetricLogger] = [self._jsonl, *loggers]
         self.recorder = recorder
         if recorder is None and folder is not None and config.record_every:
             self.recorder = TrajectoryRecorder(folder / "trajectories.jsonl", every=config.record_every)
         self.history: list[dict[str, float]] = []
         self._warned: set[str] = set()
+
+    def forget(self, iteration: int) -> None:
+        """Remove what the files have from this iteration on."""
+        self._jsonl.forget(iteration)
+        if self.recorder is not None:
+            JsonlLogger(self.recorder.path).forget(iteration)
 
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
         self.history.append(metrics)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine_client.process import EngineAnswer, EngineDied
+from gradwire_server.engine_client.process import EngineAnswer, EngineDied, Holder
 from gradwire_server.engine_link.vitals import Vitals
 from gradwire_server.errors import ServiceError
 
@@ -36,7 +36,7 @@ class FakeEngine:
 
     def __init__(self, state_dir: Path) -> None:
         self.state_dir = state_dir
-        self.generation = 1
+        self.holder = Holder()
         self.runs: dict[str, FakeRun] = {}
         self.seen: list[tuple[str, int]] = []
         self.gate = asyncio.Event()
@@ -70,7 +70,8 @@ class FakeEngine:
 
     def die(self) -> None:
         """Ends the process and everything it holds; another is up at once."""
-        self.generation += 1
+        self.holder.alive = False
+        self.holder = Holder()
         self.runs.clear()
 
     async def close(self) -> None:
@@ -87,7 +88,7 @@ class FakeEngine:
         on_frame: Callable[[pb.SampleFrame], None] | None = None,
     ) -> asyncio.Future[EngineAnswer]:
         answer = asyncio.get_running_loop().create_future()
-        self._unanswered[answer] = asyncio.create_task(self._answer(answer, request, payload, self.generation))
+        self._unanswered[answer] = asyncio.create_task(self._answer(answer, request, payload, self.holder))
         self.most_in_pipe = max(self.most_in_pipe, len(self._unanswered))
         return answer
 
@@ -107,15 +108,15 @@ class FakeEngine:
         answer: asyncio.Future[EngineAnswer],
         request: engine_pb2.EngineRequest,
         payload: Sequence[bytes],
-        generation: int,
+        holder: Holder,
     ) -> None:
         try:
             async with self._turn:
-                if generation != self.generation:
+                if not holder.alive:
                     raise EngineDied(suspect=self.all_suspect)
                 self._begun, self.newest = answer, request
                 await self.work(request)
-                if generation != self.generation:
+                if not holder.alive:
                     raise EngineDied(suspect=False)
                 outcome = self._carry_out(request, b"".join(bytes(part) for part in payload))
                 if request.operation.seq in self.dies_behind:

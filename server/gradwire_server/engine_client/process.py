@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from gradwire_proto.v1 import engine_pb2
@@ -51,12 +52,23 @@ class EngineDied(Exception):
         self.suspect = suspect
 
 
+@dataclass(eq=False)
+class Holder:
+    """One process of an engine, which holds runs until it ends; its successor holds none of them.
+
+    Attributes:
+        alive: Whether it has not ended.
+    """
+
+    alive: bool = True
+
+
 class EngineClient(Protocol):
     """What the scheduler needs of an engine."""
 
     @property
-    def generation(self) -> int:
-        """Counts the processes: what one held, the next does not. 0 while there is none."""
+    def holder(self) -> Holder:
+        """The engine's present process; one that is not alive while there is none."""
 
     @property
     def hello(self) -> engine_pb2.EngineHello: ...
@@ -193,7 +205,7 @@ class EngineProcess:
         self._ready = asyncio.Event()
         self._stopping = self._worked = False
         self._supervisor: asyncio.Task[None] | None = None
-        self.generation = 0
+        self.holder = Holder(alive=False)
         self.vitals = Vitals(config.heartbeat_timeout)
         self.hello = engine_pb2.EngineHello()
 
@@ -289,7 +301,7 @@ class EngineProcess:
                 refused = True
                 raise ServiceError.of(first.error)
             self.hello = first.hello
-            self.generation += 1
+            self.holder = Holder()
             self.vitals.started(asyncio.get_running_loop().time() - began)
             self._connection = connection
             self._ready.set()
@@ -301,7 +313,7 @@ class EngineProcess:
             done.pop().result()
         finally:
             self._ready.clear()
-            self._connection = None
+            self._connection, self.holder.alive = None, False
             self._worked = connection.worked
             self._on_change(False)
             for task in tasks:

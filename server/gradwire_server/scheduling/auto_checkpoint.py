@@ -77,7 +77,7 @@ class AutoCheckpoint:
             or 0 < self._every_bytes <= work.bytes
             or 0 < self._replay_s <= work.engine_s >= since.saving_s / SHARE
         )
-        return due and queue.generation == self._engine.generation
+        return due and queue.is_held
 
     async def take(self, queue: RunQueue, seq: int) -> None:
         """Save the run in its state after operation ``seq``, which must be the last one that the engine executed."""

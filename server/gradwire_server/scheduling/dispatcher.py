@@ -104,8 +104,7 @@ class Dispatcher:
             return False
         if operation.state is OperationState.QUEUED and not queue.sent:
             return True
-        held = queue.generation == self._engine.generation
-        return held and queue.may_follow(operation) and not self._auto_checkpoint.due(queue)
+        return queue.is_held and queue.may_follow(operation) and not self._auto_checkpoint.due(queue)
 
     def _dispatch(self) -> None:
         while not self._draining and (item := self.fair_queue.pop()) is not None:

@@ -64,7 +64,7 @@ class Executor:
         await self._engine.ready()
         began = time.monotonic()
         reply = await self.ask(request, "made the run")
-        queue.held_by(self._engine.generation)
+        queue.held_by(self._engine.holder)
         queue.recovery_cost.loading_s = time.monotonic() - began
         return reply.run_created
 
@@ -126,7 +126,7 @@ class Executor:
 
     def holds(self, queue: RunQueue) -> bool:
         """Whether the engine holds a run that is not parked."""
-        return queue.generation == self._engine.generation and queue.parked is None and queue.closed is None
+        return queue.is_held and queue.parked is None and queue.closed is None
 
     async def carry_out(self, queue: RunQueue, operation: QueuedOperation) -> Outcome | None:
         """Execute an operation and return its result and payload.
@@ -178,9 +178,7 @@ class Executor:
         """
         if not queue.is_next(operation):
             return None
-        if queue.generation != self._engine.generation and not (
-            queue.is_first(operation) and await self._restored(queue, operation.seq)
-        ):
+        if not queue.is_held and not (queue.is_first(operation) and await self._restored(queue, operation.seq)):
             return None
         if operation.kind == "save_checkpoint" and not await self._may_save(queue, operation):
             return None
@@ -194,7 +192,7 @@ class Executor:
                     return None
                 message = f"the payload of operation {operation.seq} was damaged on the server's disk; submit it again"
                 raise ServiceError(pb.ERROR_CODE_PAYLOAD_CORRUPT, message) from error
-        if queue.generation != self._engine.generation or not queue.is_next(operation):
+        if not queue.is_held or not queue.is_next(operation):
             return None  # the engine died or the operation was cancelled meanwhile
         return self._engine.request(self._request(queue, operation), payload)
 
@@ -261,7 +259,7 @@ class Executor:
             return False
         if not self._journal.keep_payloads and await self.rewind_if_lossy(queue, queued_too=False):
             return False
-        generation, began = self._engine.generation, time.monotonic()
+        holder, began = self._engine.holder, time.monotonic()
         try:
             done = await restore(self._engine, self._journal, queue.record)
         except ReplayDied as error:
@@ -275,10 +273,10 @@ class Executor:
                 raise CannotRestore(quarantined, again=False) from error
             raise EngineDied(suspect=False) from error
         except ServiceError as error:
-            if self._engine.generation != generation:
+            if not holder.alive:
                 raise EngineDied(suspect=False) from error  # it died between two requests; its successor lacks the run
             raise
-        queue.restored(generation, done.entries)
+        queue.restored(holder, done.entries)
         queue.recovery_cost.loading_s = done.loading_s
         count = sum(is_replayed_with(entry.header.operation, entry.status) for entry in done.entries)
         self._metrics.restored(count, time.monotonic() - began)

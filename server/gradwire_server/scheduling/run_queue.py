@@ -21,7 +21,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.quotas import Usage
 from gradwire_server.config import Limits
-from gradwire_server.engine_client.process import EngineAnswer
+from gradwire_server.engine_client.process import EngineAnswer, Holder
 from gradwire_server.errors import ServiceError, parked_error
 from gradwire_server.journal.entries import JournalEntry, RunMarks, StoredResult
 from gradwire_server.journal.run_row import RunRecord
@@ -54,7 +54,7 @@ class RunQueue(Fencing):
         apart: Whether nothing more may be sent until those in ``sent`` are answered.
         handing: Lock held while an operation is sent to the engine; keeps them in order.
         finishing: Lock held while an answered operation waits for its journal write; keeps results in order.
-        generation: Generation of the engine process that holds the run; 0 for none.
+        holder: The process of an engine that holds the run, or held it until it ended; None for none.
         recovery_cost: What a recovery would replay, and how long it would take.
         closed: Error for readers and writers once the run is closed.
         parked: Why and since when the run is parked; None if it is not. See :mod:`.parking`.
@@ -69,7 +69,7 @@ class RunQueue(Fencing):
     apart: bool = False
     handing: asyncio.Lock = field(default_factory=asyncio.Lock)
     finishing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    generation: int = 0
+    holder: Holder | None = None
     recovery_cost: RecoveryCost = field(default_factory=RecoveryCost)
     closed: ServiceError | None = None
     parked: Parked | None = None
@@ -148,7 +148,7 @@ class RunQueue(Fencing):
         If the engine may have started it already, the run is restored there, which discards its effects.
         """
         if self.sent.get(operation.seq) is operation:
-            self.generation = 0
+            self.holder = None
         if self._drop(operation):
             operation.enter(OperationState.DROPPED)
         self.next_seq = min(self.next_seq, operation.seq)
@@ -293,7 +293,7 @@ class RunQueue(Fencing):
         """Execute nothing from now on; the run is restored in the engine before it goes on."""
         before = self.parked
         self.parked = Parked(error, before.since, before.attempts + 1) if before else Parked(error, time.time())
-        self.generation = 0
+        self.holder = None
         self.notify()
 
     def try_again(self) -> None:
@@ -308,13 +308,18 @@ class RunQueue(Fencing):
 
     # ---- the run in the engine ----
 
-    def held_by(self, generation: int) -> None:
-        """Record that this generation of the engine holds the run, which was just created."""
-        self.generation = generation
+    @property
+    def is_held(self) -> bool:
+        """Whether an engine holds the run."""
+        return self.holder is not None and self.holder.alive
 
-    def restored(self, generation: int, entries: Iterable[JournalEntry]) -> None:
-        """Record that this generation of the engine holds the run, restored in front of these entries with a result."""
-        self.generation = generation
+    def held_by(self, holder: Holder) -> None:
+        """Record that this process of an engine holds the run, which was just created."""
+        self.holder = holder
+
+    def restored(self, holder: Holder, entries: Iterable[JournalEntry]) -> None:
+        """Record that this process of an engine holds the run, restored in front of these entries with a result."""
+        self.holder = holder
         self.recovery_cost.replay_deaths.clear()
         self.checkpointed()
         for entry in entries:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from gradwire_server.engine_client.process import ENVIRONMENT
+from gradwire_server.engine_client.launcher import ENVIRONMENT
 
 WAITING = {name: ENVIRONMENT[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
 """How OpenMP's threads wait on both sides: as the engine's do. Threads that spin for long slow the other side down."""

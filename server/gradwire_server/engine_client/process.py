@@ -8,8 +8,6 @@ import itertools
 import logging
 import os
 import signal
-import socket
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,7 +15,8 @@ from typing import Protocol
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.config import EngineSettings, ServerConfig
+from gradwire_server.config import ServerConfig
+from gradwire_server.engine_client.launcher import launch
 from gradwire_server.engine_link.crash_marks import CrashMarks
 from gradwire_server.engine_link.frames import AsyncEngineLink, Buffer, LinkClosed
 from gradwire_server.engine_link.vitals import BEAT_S, Vitals
@@ -27,18 +26,6 @@ log = logging.getLogger(__name__)
 
 RESTART_PAUSES_S = (0.0, 0.5, 2.0, 5.0, 15.0, 30.0)
 HEALTHY_S = 60.0
-ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", "MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
-"""Of the engine, where nobody says otherwise.
-
-OpenMP's threads wait asleep, because threads that spin slow the engine several times over on a machine with other work.
-But first they spin a thousand times, some 15 to 50 us, as GCC's OpenMP does where threads outnumber processors: most
-operations of a small model follow the one before within that time, and waking a sleeping thread takes longer. On two
-idle cores 1.1 to 1.5 times the tokens a second; beside two busy programs 0.5 to 0.7 times (docs/performance.md).
-
-Blocks of 4 MiB or more are mapped and go back at once when they are freed: glibc before 2.38 hardly reuses an aligned
-block within its heap. A new mapping costs the kernel its pages: a training step on 5 M weights took 1.35 times the
-processor time of glibc's own choice with blocks of a MiB mapped, and takes 1.11 times now.
-"""
 
 
 EngineAnswer = tuple[engine_pb2.EngineReply, Buffer]
@@ -103,20 +90,6 @@ class EngineClient(Protocol):
 
         The answer says whether it was stopped: its result is then cancelled.
         """
-
-
-def environment() -> dict[str, str]:
-    """Variables of the engine's process: this process's own, and of :data:`ENVIRONMENT` what nobody has set."""
-    ours = dict(ENVIRONMENT)
-    if "OMP_WAIT_POLICY" in os.environ:
-        del ours["GOMP_SPINCOUNT"]  # it would take precedence over the policy that somebody chose
-    return ours | os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-
-
-def command(settings: EngineSettings, fd: int, marks_fd: int) -> list[str]:
-    """The command line of an engine's process."""
-    words = [sys.executable, "-m", "gradwire_server.engine.process", "--fd", str(fd), "--marks", str(marks_fd)]
-    return [*words, "--settings", settings.model_dump_json()]
 
 
 class _Connection:
@@ -281,19 +254,9 @@ class EngineProcess:
 
     async def _live(self, started: asyncio.Future[None]) -> None:
         """The life of one engine process; ends by raising why it ended."""
-        ours, theirs = socket.socketpair()
-        marks, began = CrashMarks(), asyncio.get_running_loop().time()
-        with theirs:
-            words = command(self._config.engine, theirs.fileno(), marks.fd)
-            process = await asyncio.create_subprocess_exec(
-                *words,
-                pass_fds=[theirs.fileno(), marks.fd],
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=2,
-                env=environment(),
-                start_new_session=True,
-            )
-        connection = _Connection(AsyncEngineLink(ours), process, self.vitals, marks)
+        began = asyncio.get_running_loop().time()
+        process, link, marks = await launch(self._config.engine)
+        connection = _Connection(link, process, self.vitals, marks)
         tasks, refused = [], False
         try:
             first, _ = await connection.link.receive(engine_pb2.EngineReply)

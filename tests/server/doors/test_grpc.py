@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -305,10 +306,12 @@ async def test_streams_end_with_a_word_when_the_server_stops(start: Start) -> No
 
 
 async def test_a_fault_in_starting_the_engine_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("gradwire_server.engine_client.process.command", lambda *_: 1 // 0)
+    monkeypatch.setattr("gradwire_server.engine_client.launcher.command", lambda *_: 1 // 0)
     engine = EngineProcess(ServerConfig(state_dir=tmp_path, models={"tiny": "x"}))
+    open_before = sorted(os.listdir("/proc/self/fd"))
     with pytest.raises(ServiceError, match=r"did not start .*division"):
         await asyncio.wait_for(engine.start(), 60)
+    assert sorted(os.listdir("/proc/self/fd")) == open_before, "a failed start leaves its socket or its marks open"
 
 
 async def test_the_server_says_what_it_is(door: Door) -> None:

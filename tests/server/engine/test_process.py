@@ -15,7 +15,7 @@ import pytest
 from gradwire_proto import codec
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine_client.process import environment
+from gradwire_server.engine_client.launcher import environment
 from support.engine import EngineProcess, token_rows
 
 ROWS = [[1, 20, 30, 40, 50], [1, 9, 8, 7, 6, 5, 4], [1, 60]]

@@ -26,7 +26,7 @@ CHUNK_TOKENS = 4096
 CHUNK_BYTES = 4 << 20
 """Fewest bytes of a chunk's hidden states. Smaller tensors come from the heap of the C library, which grew by a hundred
 MiB and more with the chunks of a narrow model: it hardly reuses aligned blocks (``ENVIRONMENT`` in
-:mod:`gradwire_server.engine_client.process`)."""
+:mod:`gradwire_server.engine_client.launcher`)."""
 
 
 class FeedForward:

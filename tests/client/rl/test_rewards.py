@@ -202,6 +202,12 @@ async def test_objectives_may_be_a_list_of_functions() -> None:
     assert [each.reward for each in trajectories] == [1, 0]
     assert trajectories[0].evaluation is not None
     assert trajectories[0].evaluation.metrics == {"correct": 1, "<lambda>_1": -1}
+    named = ParetoRewardComputer([correct], objective_names=["right"])
+    await named.compute(trajectories)
+    await asyncio.to_thread(named.close)
+    assert trajectories[0].evaluation is not None and trajectories[0].evaluation.metrics == {"right": 1}
+    with pytest.raises(ValueError, match="objective_names must be as many different names"):
+        ParetoRewardComputer([correct, correct], objective_names=["right", "right"])
     single = RewardComputer(correct)
     await single.compute(trajectories)
     await asyncio.to_thread(single.close)

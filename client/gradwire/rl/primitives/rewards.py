@@ -117,7 +117,7 @@ class ParetoRewardComputer:
         if not functions:
             raise ValueError("pass at least one objective: objective_functions=[...]")
         if len(names) != len(functions) or len(set(names)) != len(names):
-            raise ValueError(f"{len(functions)} objectives need as many different names, got {names}")
+            raise ValueError(f"objective_names: {len(functions)} objectives need as many different names, got {names}")
         self._scorers = {name: EachScored(function) for name, function in zip(names, functions)}
 
     def compute_rewards(self, trajectories: Sequence[Trajectory], method: Method = "pareto") -> list[float]:

@@ -166,8 +166,8 @@ class ParetoRewardComputer(RewardComputer):
     the rank in this order, from 0 to 1.
 
     Args:
-        objectives: Name -> scorer or function, or a list of them, which are then named after their functions; higher
-            is better.
+        objectives: Name -> scorer or function, or a list of them; higher is better.
+        objective_names: Names of a list's objectives; by default those of their functions.
         default_step_reward: Reward of each step.
 
     The evaluation's ``metrics`` have the scores under the objectives' names; its score is their mean.
@@ -176,10 +176,18 @@ class ParetoRewardComputer(RewardComputer):
     def __init__(
         self,
         objectives: Mapping[str, Scorer | Callable[..., Any]] | Sequence[Scorer | Callable[..., Any]],
+        objective_names: Sequence[str] | None = None,
         *,
         default_step_reward: float = 0.0,
     ) -> None:
         named = objectives if isinstance(objectives, Mapping) else _by_name(objectives)
+        if objective_names is not None:
+            if isinstance(objectives, Mapping) or len({*objective_names}) != len(objectives):
+                raise ValueError(
+                    f"objective_names must be as many different names as the list of objectives has, {len(objectives)} "
+                    f"(a mapping has its own); got {list(objective_names)}"
+                )
+            named = dict(zip(objective_names, objectives, strict=True))
         if not named:
             raise ValueError("objectives is empty; name at least one")
         self.objectives = {name: as_scorer(scorer) for name, scorer in named.items()}

@@ -182,12 +182,13 @@ class _Episode:
 
 
 def explain_step(trajectory: Trajectory, step: StepData) -> None:
-    """Log a step at DEBUG: observation, response, interpretation, log-probabilities, and tool results."""
+    """Log a step at DEBUG: observation, response, interpretation, log-probabilities, value, and tool results."""
     name = f"episode {trajectory.group}.{trajectory.member} step {step.index}"
     logger.debug("%s: observation %.500r", name, step.observation)
     logger.debug("%s: action %.500r, understood as %.500r, ended by %s", name, step.action.raw, step.action.parsed,
                  step.stop_reason)  # fmt: skip
     logger.debug("%s: log-probabilities %s", name, np.round(step.logprobs, 4).tolist())
+    logger.debug("%s: policy_value_estimate %s", name, step.policy_value_estimate)
     for result in step.tool_results:
         got = f"failed: {result.error}" if result.error else f"gave {result.content:.500}"
         logger.debug(

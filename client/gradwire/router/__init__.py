@@ -22,17 +22,19 @@ from gradwire.router.records import LoggedDecision
 from gradwire.router.routing import Decision, RouterPolicy
 
 if TYPE_CHECKING:
+    from gradwire.rl.hicra import build_hicra_from_dict
     from gradwire.router.adapter import RouterPPOAdapter, TrainingDisabledError, TrainingResult
     from gradwire.router.environment import RouterEnvironment
     from gradwire.router.settings import RouterSettings
 
 # Imported on first use, because they need packages that production does not.
 _LATER = {
-    "RouterEnvironment": "environment",
-    "RouterPPOAdapter": "adapter",
-    "RouterSettings": "settings",
-    "TrainingDisabledError": "adapter",
-    "TrainingResult": "adapter",
+    "RouterEnvironment": ".environment",
+    "RouterPPOAdapter": ".adapter",
+    "RouterSettings": ".settings",
+    "TrainingDisabledError": ".adapter",
+    "TrainingResult": ".adapter",
+    "build_hicra_from_dict": "..rl.hicra",
 }
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "RouterSettings",
     "TrainingDisabledError",
     "TrainingResult",
+    "build_hicra_from_dict",
     "evaluate_offline",
     "read_log",
     "train_offline",
@@ -58,4 +61,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    return getattr(importlib.import_module(_LATER[name], __name__), name)

@@ -180,3 +180,11 @@ def test_prometheus_is_a_logger_like_the_others() -> None:
         "hicra_depth 7.0",
         "_2nd 4.0",
     }
+
+
+def test_the_router_offers_it_too() -> None:
+    from gradwire import router
+    from gradwire.rl import hicra
+
+    assert router.build_hicra_from_dict is hicra.build_hicra_from_dict
+    assert all(hasattr(router, name) for name in router.__all__)

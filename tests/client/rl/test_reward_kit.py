@@ -88,7 +88,8 @@ async def test_the_four_stages(rule_inference: Any, caplog: pytest.LogCaptureFix
     said = caplog.text
     for what in (
         "observation '4 doubled?'", "understood as (ToolCall(name='double', arguments={'number': 4}),)",
-        "log-probabilities [-0.5, ", "tool double({'number': 4}) gave 8, cost 1", "messages now [{",
+        "log-probabilities [-0.5, ", "policy_value_estimate None",
+        "tool double({'number': 4}) gave 8, cost 1", "messages now [{",
         "episode 0.0: 2 steps, completed", "aligner, trajectory 0.0: score",
         "aligner, trajectory 0.1: rewards of steps",
         "A_E  group 0", "anchor state", "G_k  0", "A_S  0", f"A_GiG  group 0 member 0 step 1: {expected[1]:.4g}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import AsyncIterator, Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +157,15 @@ async def test_parts_of_a_conversation_are_seen(server: HttpServer, http: httpx.
         drawn = await own.sample([row["input_ids"].tolist()], images=[[CAT]], max_tokens=8, temperature=0.0)
     assert answer["choices"][0]["message"]["content"] == drawn.samples[0][0].text
     assert answer["usage"]["prompt_tokens"] == drawn.num_prompt_tokens > len(row["input_ids"])
+    saved = BytesIO()
+    np.save(saved, np.zeros((4, 4), np.uint8))
+    negative = saved.getvalue().replace(b"(4, 4), }  ", b"(-4, -4), }")
     for wrong, message in (
         (body("https://example.com/cat.png"), "message 0 has the URL of an image"),
         (body("data:image/png;base64,%%"), "message 0 has an image that cannot be read"),
         (body("data:image/png,abc"), "does not begin with data:TYPE;base64,"),
         (body("data:image/png;base64,AAAA"), "no PNG, JPEG, WEBP file"),
+        (body(f"data:image/png;base64,{base64.b64encode(negative).decode()}"), "[-4, -4]"),
         (body(url, "text"), "the model text takes none"),
     ):
         refused = await http.post("/v1/chat/completions", json=wrong)

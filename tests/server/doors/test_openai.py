@@ -14,6 +14,7 @@ import httpx
 import jsonschema
 import openai
 import pytest
+from gradwire_server.doors.http.openai.events import _line
 from gradwire_server.doors.http.openai.tools import certain_content, forced_schema, read_answer
 from gradwire_server.errors import ServiceError
 from support.server import free_port
@@ -232,6 +233,25 @@ def test_what_is_streamed_with_tools_is_the_beginning_of_the_whole_answer(text: 
         assert len(sent[-1]) >= len(text) - 12
 
 
+def test_text_around_calls_and_a_call_that_was_cut_off_stay_in_the_answer() -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    cut = '<tool_call>\n{"name": "add", "argu'
+    content, calls = read_answer(f"First {call} then {call} and\n{cut}", "<tool_call>", [ADD])
+    assert len(calls) == 2 and content == f"First  then  and\n{cut}"
+
+
+def test_no_character_but_a_newline_ends_a_line_of_a_stream() -> None:
+    text = "a\x85b\u2028c\u2029d"
+    line = _line({"text": text}).decode()
+    assert line.splitlines() == [line.rstrip("\n"), ""] and json.loads(line.removeprefix("data: ")) == {"text": text}
+
+
+def test_a_prompt_beyond_the_context_has_the_code_that_agents_look_for(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="context of 1024") as caught:
+        client.completions.create(model="tiny", prompt=[40] * 1100)
+    assert caught.value.code == "context_length_exceeded" and caught.value.param == "prompt"
+
+
 def test_text_is_streamed_though_tools_are_given(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": "tiny", "messages": HELLO, "tools": [ADD], "seed": 3, "max_tokens": 40}
     whole = client.chat.completions.create(**options).choices[0]
@@ -256,8 +276,13 @@ def test_tools_are_called_and_answered(client: openai.OpenAI) -> None:
     assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
     # An untrained model, held to the form that its template teaches, calls of its own accord.
     schema: Any = {"type": "json_schema", "json_schema": {"name": "call", "schema": CALL_SCHEMA}}
-    choice = client.chat.completions.create(**options, response_format=schema).choices[0]
-    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
+    whole = client.chat.completions.create(**options, response_format=schema)
+    choice = whole.choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls and whole.usage is not None
+    options["max_tokens"] = whole.usage.completion_tokens - 1  # all but the end token
+    (cut,) = client.chat.completions.create(**options, response_format=schema).choices
+    assert cut.finish_reason == "length" and cut.message.tool_calls
+    del options["max_tokens"]
     plain = client.chat.completions.create(**options, response_format=schema, tool_choice="none").choices[0]
     assert plain.finish_reason == "stop" and plain.message.content and not plain.message.tool_calls
     turn = choice.message.model_dump(exclude_none=True)

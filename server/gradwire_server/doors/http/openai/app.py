@@ -60,6 +60,8 @@ def error_body(status: int, error: pb.Error) -> Mapping[str, Any]:
     """An error in OpenAI's form."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     code = pb.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower()
+    if error.code == pb.ERROR_CODE_INVALID_BATCH and error.rule.startswith("tokens < "):
+        code = "context_length_exceeded"  # agents shorten their conversation when they read this
     return {"error": {"message": error.message, "type": kind, "param": error.field or None, "code": code}}
 
 

@@ -170,7 +170,7 @@ class Chat:
             content, calls = read_answer(text, self._template, self._tools)
         if not calls:
             return {"content": text}, reason
-        return {"content": content, "tool_calls": calls}, "tool_calls"
+        return {"content": content, "tool_calls": calls}, "length" if reason == "length" else "tool_calls"
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._asked.model}

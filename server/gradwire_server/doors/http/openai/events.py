@@ -41,4 +41,7 @@ async def event_stream(
 
 
 def _line(event: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n\n"
+    text = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+    for char in "\x85\u2028\u2029":  # httpx and others take these for the end of a line
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return b"data: " + text.encode(errors="replace") + b"\n\n"

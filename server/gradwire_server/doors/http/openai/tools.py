@@ -32,7 +32,7 @@ def read_answer(
     names = {str(tool["function"]["name"]) for tool in tools}
     if HERMES in template:
         found = [_call(part, names) for part in _HERMES.findall(text)]
-        rest = text[: text.index(HERMES)] if found else text
+        rest = _HERMES.sub("", text)  # text between and behind calls, and a call that was cut off
     elif MISTRAL in template:
         rest, _, listed = text.rpartition(MISTRAL)
         calls = _json(listed.strip())

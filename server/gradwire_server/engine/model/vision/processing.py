@@ -174,7 +174,7 @@ def _array(content: bytes) -> np.ndarray[Any, Any]:
     except ValueError as error:
         raise ImageRefused(f"the array is damaged: {error}") from error
     gray = len(shape) == 2
-    if dtype != np.uint8 or by_column or not (gray or (len(shape) == 3 and shape[2] in (1, 3, 4))) or 0 in shape:
+    if dtype != np.uint8 or by_column or not (gray or (len(shape) == 3 and shape[2] in (1, 3, 4))) or min(shape) < 1:
         raise ImageRefused(
             f"an array is uint8 [height, width], or [height, width, channels] with 1, 3 or 4 channels; this is {dtype}"
             f" {list(shape)}"

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from functools import partial
 from importlib.metadata import version
 
@@ -285,7 +286,7 @@ class Core(Startable):
         record = self._writable(caller, run_id)
         return record.epoch if record.writer == writer else 0
 
-    async def results(self, caller: Caller, run_id: str, from_seq: int = 0) -> AsyncIterator[list[StoredResult]]:
+    async def results(self, caller: Caller, run_id: str, from_seq: int = 0) -> AsyncGenerator[list[StoredResult]]:
         """Yield the run's results in order of number as they become durable, without end.
 
         Args:
@@ -297,9 +298,10 @@ class Core(Startable):
         """
         queue = self.scheduler.queue(self.storage.records.get(run_id, caller))
         turn = partial(self.calls.slice, caller.name)
-        async for results in self.scheduler.results.results(queue, from_seq, turn):
-            self.storage.records.get(run_id, caller)  # fails if the run is no longer shared with the caller
-            yield results
+        async with aclosing(self.scheduler.results.results(queue, from_seq, turn)) as stream:
+            async for results in stream:
+                self.storage.records.get(run_id, caller)  # fails if the run is no longer shared with the caller
+                yield results
 
     async def release_results(self, caller: Caller, run_id: str, up_to_seq: int, epoch: int) -> None:
         """Delete results that the current writer has received.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,7 @@ class Runs:
         await self._records.share(record, reader, revoke)
         return record.to_proto()
 
-    async def history(self, caller: Caller, run_id: str) -> AsyncIterator[list[pb.HistoryPoint]]:
+    async def history(self, caller: Caller, run_id: str) -> AsyncGenerator[list[pb.HistoryPoint]]:
         """Yield the points of a run's record in order, in lists of at least one.
 
         Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
@@ -182,7 +182,7 @@ class Results:
         queue: RunQueue,
         from_seq: int,
         turn: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
-    ) -> AsyncIterator[list[StoredResult]]:
+    ) -> AsyncGenerator[list[StoredResult]]:
         """Yield results in order of number as they become durable, without end; each list holds at least one.
 
         Args:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ import grpc
 import grpc.aio
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.access.keys import Caller
+from gradwire_server.access.keys import ANYONE, Caller
 from gradwire_server.config import ServerConfig, parse_model
 from gradwire_server.core.core import PROTOCOL
 from gradwire_server.doors.grpc.door import SERVICE
 from gradwire_server.doors.grpc.errors import GRPC_STATUS
+from gradwire_server.doors.grpc.interceptors import CALLER
+from gradwire_server.doors.grpc.service import TrainingService
 from gradwire_server.engine_client.process import EngineProcess
 from gradwire_server.errors import ServiceError
 from gradwire_server.server import Server
@@ -96,6 +99,24 @@ async def test_calls_leave_nothing_to_the_garbage_collector(door: Door) -> None:
         await until(lambda: held() <= before)
     finally:
         gc.enable()
+
+
+async def test_a_stream_dropped_between_two_messages_ends_what_it_reads(door: Door) -> None:
+    """gRPC drops a handler at its yield when the client leaves: its requests must not be read any more by then."""
+    client = await (await door.client()).begin()
+    header = pb.OperationHeader(run_id=client.run_id, epoch=client.epoch + 1, seq=1)
+    header.operation.zero_grad.SetInParent()
+
+    async def requests() -> AsyncGenerator[pb.SubmitFrame]:
+        yield pb.SubmitFrame(header=header)
+        await asyncio.Event().wait()
+
+    CALLER.set(ANYONE)
+    reading = requests()
+    acks = TrainingService(door.server.core).Submit(reading, None)
+    assert (await anext(acks)).HasField("error")
+    await acks.aclose()
+    await reading.aclose()  # fails while a task still reads
 
 
 SPEC = {"dtype": pb.DTYPE_UINT8}

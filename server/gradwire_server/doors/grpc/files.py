@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from gradwire_server.config import CHUNK_BYTES
 
 async def frames(
     folder: Path, turn: Callable[[], AbstractAsyncContextManager[object]]
-) -> AsyncIterator[pb.DownloadFrame]:
+) -> AsyncGenerator[pb.DownloadFrame]:
     """Yield every regular file below a folder in chunks, in order of path; links are not followed.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import aclosing
 from functools import partial
 from itertools import chain
@@ -102,8 +102,9 @@ class TrainingService(TrainingServiceServicer):
         return await self._core.runs.share(CALLER.get(), request.run_id, request.reader, revoke=request.revoke)
 
     async def GetHistory(self, request: pb.GetHistoryRequest, context: Any) -> AsyncIterator[pb.HistoryPage]:
-        async for points in self._core.runs.history(CALLER.get(), request.run_id):
-            yield pb.HistoryPage(points=points)
+        async with aclosing(self._core.runs.history(CALLER.get(), request.run_id)) as pages:
+            async for points in pages:
+                yield pb.HistoryPage(points=points)
 
     # ---- operations ----
 
@@ -111,16 +112,14 @@ class TrainingService(TrainingServiceServicer):
         run = await self._core.open_run(CALLER.get(), request.run_id, request.writer, takeover=request.takeover)
         return pb.OpenRunResponse(epoch=run.epoch, run=run)
 
-    async def Submit(
-        self, request_iterator: AsyncIterator[pb.SubmitFrame], context: Any
-    ) -> AsyncIterator[pb.SubmitAck]:
-        async for ack in Submissions(self._core, CALLER.get()).acks(request_iterator, self.stopping):
-            yield ack
+    def Submit(self, request_iterator: AsyncIterator[pb.SubmitFrame], context: Any) -> AsyncGenerator[pb.SubmitAck]:
+        return Submissions(self._core, CALLER.get()).acks(request_iterator, self.stopping)
 
     async def Results(self, request: pb.ResultsRequest, context: Any) -> AsyncIterator[pb.ResultFrame]:
-        async for results in self._core.results(CALLER.get(), request.run_id, request.from_seq):
-            for frame in _together(results) if request.batched else chain.from_iterable(map(_frames, results)):
-                yield frame
+        async with aclosing(self._core.results(CALLER.get(), request.run_id, request.from_seq)) as stream:
+            async for results in stream:
+                for frame in _together(results) if request.batched else chain.from_iterable(map(_frames, results)):
+                    yield frame
 
     async def AckResults(self, request: pb.AckResultsRequest, context: Any) -> pb.AckResultsResponse:
         await self._core.release_results(CALLER.get(), request.run_id, request.up_to_seq, request.epoch)
@@ -144,10 +143,8 @@ class TrainingService(TrainingServiceServicer):
         for frame in _frames(await self._core.sample(CALLER.get(), request)):
             yield frame
 
-    async def StreamSample(self, request: pb.SampleRequest, context: Any) -> AsyncIterator[pb.SampleFrame]:
-        async with aclosing(self._core.stream_sample(CALLER.get(), request)) as frames:
-            async for frame in frames:
-                yield frame
+    def StreamSample(self, request: pb.SampleRequest, context: Any) -> AsyncGenerator[pb.SampleFrame]:
+        return self._core.stream_sample(CALLER.get(), request)
 
     # ---- checkpoints ----
 
@@ -161,8 +158,9 @@ class TrainingService(TrainingServiceServicer):
     async def Download(self, request: pb.DownloadRequest, context: Any) -> AsyncIterator[pb.DownloadFrame]:
         source = request.WhichOneof("source") or "checkpoint"
         folder = await self._core.runs.folder(CALLER.get(), **{source: getattr(request, source)})
-        async for frame in files.frames(folder, partial(self._core.calls.slice, CALLER.get().name)):
-            yield frame
+        async with aclosing(files.frames(folder, partial(self._core.calls.slice, CALLER.get().name))) as frames:
+            async for frame in frames:
+                yield frame
 
 
 def _frames(result: StoredResult) -> Iterator[pb.ResultFrame]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterable
 
 from gradwire_proto.v1 import training_pb2 as pb
 
@@ -55,7 +55,9 @@ class Submissions:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def acks(self, frames: AsyncIterable[pb.SubmitFrame], stopping: asyncio.Event) -> AsyncIterator[pb.SubmitAck]:
+    async def acks(
+        self, frames: AsyncIterable[pb.SubmitFrame], stopping: asyncio.Event
+    ) -> AsyncGenerator[pb.SubmitAck]:
         """Yield acknowledgements until the client has closed its side and received all of them.
 
         Raises:

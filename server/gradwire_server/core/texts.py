@@ -8,9 +8,9 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.access.model_names import ModelNames
+from gradwire_server.bounded.pool import ProcessPool
 from gradwire_server.config import ServerConfig
-from gradwire_server.tokenizing.frames import ProcessSettings
-from gradwire_server.tokenizing.pool import TokenizerPool
+from gradwire_server.tokenizing.settings import METHODS, TokenizerSettings
 
 
 class Texts:
@@ -24,8 +24,8 @@ class Texts:
     """
 
     def __init__(self, files: Callable[[], Mapping[str, str]], models: ModelNames, config: ServerConfig) -> None:
-        def settings() -> ProcessSettings:
-            return ProcessSettings(
+        def settings() -> TokenizerSettings:
+            return TokenizerSettings(
                 files=dict(files()),
                 models=dict(models.paths),
                 named_first=tuple(models.named_first),
@@ -33,7 +33,7 @@ class Texts:
                 memory_bytes=int(config.tokenizer_memory_gib * (1 << 30)),
             )
 
-        self._pool = TokenizerPool(settings)
+        self._pool = ProcessPool("gradwire_server.tokenizing.process", METHODS, settings)
 
     async def convert(self, caller: Caller, method: str, request: bytes) -> bytes:
         """Answer a serialized request with a serialized response, for a door that holds such messages.

@@ -1,6 +1,6 @@
 """Text and conversations to token ids and back, with the models' own tokenizers, in processes of bounded memory.
 
-``pool.py`` is what the front calls; ``process.py`` is the program that it starts, with everything else in this folder.
+``process.py`` is the program of these processes, with everything else in this folder; ``bounded`` starts them.
 
-May import: ``access``, ``config``, ``errors``. Never torch.
+May import: ``bounded``, ``access``, ``config``, ``errors``. Never torch.
 """

@@ -1,100 +1,16 @@
-"""A tokenizing process: answers one request after the other, within a bound on its memory.
+"""A tokenizing process: ``python -m gradwire_server.tokenizing.process SETTINGS``.
 
-``python -m gradwire_server.tokenizing.process SETTINGS`` is started by :mod:`.pool` with the JSON of
-:class:`.frames.ProcessSettings`, and ends with its standard input.
+It is started by a :class:`gradwire_server.bounded.pool.ProcessPool` with the JSON of its settings.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
-import resource
 import sys
-import time
-from pathlib import Path
-from typing import BinaryIO
 
-from gradwire_server.errors import ServiceError
-from gradwire_server.tokenizing.frames import (
-    ANSWERED,
-    FAULT,
-    METHODS,
-    REFUSED,
-    REPLY,
-    REQUEST,
-    ProcessSettings,
-    too_much_memory,
-)
+from gradwire_server.bounded import program
+from gradwire_server.tokenizing.settings import METHODS, TokenizerSettings
 from gradwire_server.tokenizing.tokenizers import Tokenizers
 
-LARGE = 1 << 16
-"""After a request or an answer of more bytes, freed memory is given back to the system."""
-AUTOGROUP = Path("/proc/self/autogroup")
-ATTEMPTS = 10
-
-
-def serve(settings: ProcessSettings, requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answer requests until the stream of them ends."""
-    tokenizers = Tokenizers(settings)
-    while len(prefix := requests.read(REQUEST.size)) == REQUEST.size:
-        method, owner_bytes, raw_bytes = REQUEST.unpack(prefix)
-        owner = requests.read(owner_bytes).decode()
-        kind, body = _answer(tokenizers, METHODS[method], owner, requests.read(raw_bytes), settings.memory_bytes)
-        replies.write(REPLY.pack(kind, len(body)))
-        replies.write(body)
-        replies.flush()
-        large = raw_bytes + len(body) > LARGE
-        del body
-        if large:
-            _trim()
-
-
-def _answer(tokenizers: Tokenizers, method: str, owner: str, raw: bytes, memory_bytes: int) -> tuple[int, bytes]:
-    try:
-        return ANSWERED, tokenizers.answer(method, owner, raw)
-    except ServiceError as error:
-        return REFUSED, error.error.SerializeToString()
-    except MemoryError:
-        return REFUSED, too_much_memory(len(raw), memory_bytes).error.SerializeToString()
-    except Exception as error:  # the boundary: the front logs it, and the caller receives a request id
-        return FAULT, f"{type(error).__name__}: {error}".encode(errors="replace")
-
-
-def _trim() -> None:
-    with contextlib.suppress(OSError, AttributeError):  # not glibc
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def _yield_processors(niceness: int) -> None:
-    """Lower the priority of this process and, where the kernel gives each session a share of its own, of its session.
-
-    There (``kernel.sched_autogroup_enabled``), niceness alone counts only among the processes of one session.
-    """
-    os.nice(niceness)
-    for _ in range(ATTEMPTS):
-        try:
-            AUTOGROUP.write_text(str(niceness))
-        except BlockingIOError:  # the kernel takes one such change in 0.1 s
-            time.sleep(0.1)
-        except OSError:  # no such groups
-            return
-        else:
-            return
-
-
-def main() -> None:
-    settings = ProcessSettings.model_validate_json(sys.argv[1])
-    resource.setrlimit(resource.RLIMIT_DATA, (settings.memory_bytes, settings.memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the allocator of `tokenizers` aborts when memory runs out
-    if settings.niceness:
-        _yield_processors(settings.niceness)
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints goes to the log
-    with contextlib.suppress(BrokenPipeError):  # the front has ended
-        serve(settings, sys.stdin.buffer, replies)
-    os._exit(0)  # without the time to take everything down
-
-
 if __name__ == "__main__":
-    main()
+    settings = TokenizerSettings.model_validate_json(sys.argv[1])
+    program.run(METHODS, settings, lambda: Tokenizers(settings).answer)

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from gradwire_server.access.model_names import ModelNames
 from gradwire_server.errors import ServiceError, check_length, limit_exceeded
 from gradwire_server.tokenizing.chat_template import ChatTemplate
-from gradwire_server.tokenizing.frames import METHODS, ProcessSettings
 from gradwire_server.tokenizing.rendering import Renderer
+from gradwire_server.tokenizing.settings import METHODS, TokenizerSettings
 
 PIECE = 1 << 18
 """Characters or ids that are converted at a time: what the library keeps of a token takes a hundred times its size."""
@@ -25,7 +25,7 @@ T = TypeVar("T")
 class Tokenizers:
     """The tokenizers of the models that have one."""
 
-    def __init__(self, settings: ProcessSettings) -> None:
+    def __init__(self, settings: TokenizerSettings) -> None:
         self._files, self._limits = settings.files, settings.limits
         self._names = ModelNames(settings.models, settings.named_first)
         self._loaded: dict[str, Tokenizer] = {}

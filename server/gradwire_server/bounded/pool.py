@@ -1,4 +1,4 @@
-"""Tokenizing processes as the front sees them.
+"""Processes of bounded memory as the front sees them.
 
 Requests go to processes of their own, so that neither their time nor their memory is the front's. Short ones have
 theirs, so that a caller who asks for two words never waits for a book. The processes for long ones end when they are
@@ -14,21 +14,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.turns import Turns
+from gradwire_server.bounded.frames import ANSWERED, REFUSED, REPLY, REQUEST, ProcessSettings
 from gradwire_server.errors import ServiceError, shutting_down
-from gradwire_server.tokenizing.frames import (
-    ANSWERED,
-    METHODS,
-    REFUSED,
-    REPLY,
-    REQUEST,
-    ProcessSettings,
-    too_much_memory,
-)
 
 log = logging.getLogger(__name__)
 
@@ -59,17 +51,17 @@ class _Process:
         self._requests, self._replies = process.stdin, process.stdout
 
     @classmethod
-    async def start(cls, settings: ProcessSettings) -> _Process:
+    async def start(cls, module: str, settings: ProcessSettings) -> _Process:
         threads = str(min(THREADS, os.cpu_count() or 1))
         env = {"RAYON_NUM_THREADS": threads, "MALLOC_ARENA_MAX": "2", "TOKENIZERS_PARALLELISM": "true"} | os.environ
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "gradwire_server.tokenizing.process", settings.model_dump_json(),
+            sys.executable, "-m", module, settings.model_dump_json(),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=env, start_new_session=True,
             limit=1 << 20,
         )  # fmt: skip
         return cls(process)
 
-    async def ask(self, method: str, owner: str, raw: bytes) -> tuple[int, bytes]:
+    async def ask(self, method: int, owner: str, raw: bytes) -> tuple[int, bytes]:
         """Ask for an answer: its kind and body.
 
         Raises:
@@ -77,7 +69,7 @@ class _Process:
         """
         name = owner.encode()
         try:
-            self._requests.write(REQUEST.pack(METHODS.index(method), len(name), len(raw)) + name)
+            self._requests.write(REQUEST.pack(method, len(name), len(raw)) + name)
             self._requests.write(raw)
             await self._requests.drain()
             kind, size = REPLY.unpack(await self._replies.readexactly(REPLY.size))
@@ -106,20 +98,21 @@ class _Lane:
     """Processes for requests of one kind, started when they are needed.
 
     Args:
+        module: The module that they run.
         settings: Returns those of a process that is about to start.
         count: Processes at most.
         idle_s: Seconds without a request after which a process ends; None: it stays.
     """
 
-    def __init__(self, settings: Callable[[], ProcessSettings], count: int, idle_s: float | None) -> None:
-        self._settings, self._idle_s = settings, idle_s
+    def __init__(self, module: str, settings: Callable[[], ProcessSettings], count: int, idle_s: float | None) -> None:
+        self._module, self._settings, self._idle_s = module, settings, idle_s
         self._turns = Turns(of_key=1, total=count)
         self._idle: list[tuple[_Process, asyncio.TimerHandle | None]] = []
         self._all: set[_Process] = set()
         self._asking: set[asyncio.Task[tuple[int, bytes]]] = set()
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def ask(self, method: str, owner: str, raw: bytes) -> tuple[int, bytes]:
+    async def ask(self, method: int, owner: str, raw: bytes) -> tuple[int, bytes]:
         """Answer a request when it is the owner's turn, even if the caller leaves meanwhile.
 
         Raises:
@@ -137,13 +130,13 @@ class _Lane:
         if not task.cancelled():
             task.exception()  # mark it as retrieved: the caller may have left
 
-    async def _ask(self, method: str, owner: str, raw: bytes) -> tuple[int, bytes]:
+    async def _ask(self, method: int, owner: str, raw: bytes) -> tuple[int, bytes]:
         for _ in range(ATTEMPTS):  # a process that something else ended is no fault of the request
             process = self._take() or await self._start()
             try:
                 answer = await asyncio.wait_for(process.ask(method, owner, raw), PATIENCE_S)
             except _ProcessEnded:
-                log.warning("a tokenizing process ended during a request of %d bytes", len(raw))
+                log.warning("a process of %s ended during a request of %d bytes", self._module, len(raw))
                 await self._end(process)
             except TimeoutError:
                 await self._end(process)
@@ -158,7 +151,7 @@ class _Lane:
         raise _ProcessEnded
 
     async def _start(self) -> _Process:
-        process = await _Process.start(self._settings())
+        process = await _Process.start(self._module, self._settings())
         self._all.add(process)
         return process
 
@@ -203,24 +196,36 @@ class _Lane:
         await asyncio.gather(*(self._end(process) for process in list(self._all)))
 
 
-class TokenizerPool:
-    """The tokenizers of the models that have one, in processes of their own.
+class ProcessPool:
+    """Processes that answer requests of callers.
 
     Args:
+        module: The module that they run, by :func:`.program.run`.
+        methods: Names of what they answer, in the order by which they are numbered.
         settings: Returns those of a process that is about to start.
+        long_idle_s: Seconds without a request after which a process for long ones ends; None: :data:`IDLE_S`.
     """
 
-    def __init__(self, settings: Callable[[], ProcessSettings]) -> None:
-        self._settings = settings
-        self._short = _Lane(settings, 1, None)
-        self._long = _Lane(lambda: settings().model_copy(update={"niceness": NICENESS}), LONG_PROCESSES, IDLE_S)
+    def __init__(
+        self,
+        module: str,
+        methods: Sequence[str],
+        settings: Callable[[], ProcessSettings],
+        *,
+        long_idle_s: float | None = None,
+    ) -> None:
+        self._methods, self._settings = tuple(methods), settings
+        self._short = _Lane(module, settings, 1, None)
+        idle_s = IDLE_S if long_idle_s is None else long_idle_s
+        niced = lambda: settings().model_copy(update={"niceness": NICENESS})  # noqa: E731
+        self._long = _Lane(module, niced, LONG_PROCESSES, idle_s)
         self._closed = False
 
     async def ask(self, method: str, owner: str, raw: bytes) -> bytes:
-        """Answer a serialized request of ``training.proto`` with a serialized response.
+        """Answer a request.
 
         Args:
-            method: One of :data:`.frames.METHODS`.
+            method: One of the methods.
             owner: Name of the caller's key.
 
         Raises:
@@ -230,9 +235,9 @@ class TokenizerPool:
             raise shutting_down()
         lane = self._short if len(raw) <= SHORT_BYTES else self._long
         try:
-            kind, body = await lane.ask(method, owner, raw)
+            kind, body = await lane.ask(self._methods.index(method), owner, raw)
         except _ProcessEnded as error:
-            raise too_much_memory(len(raw), self._settings().memory_bytes) from error
+            raise self._settings().too_much_memory(len(raw)) from error
         if kind == ANSWERED:
             return body
         if kind == REFUSED:

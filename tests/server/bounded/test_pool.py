@@ -1,4 +1,4 @@
-"""Tokenizing processes: turns, memory, and processes that end."""
+"""Processes of bounded memory, here those that tokenize: turns, memory, and processes that end."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import Any
 
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.bounded import pool as pool_module
+from gradwire_server.bounded.pool import NICENESS, SHORT_BYTES, ProcessPool
 from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError
-from gradwire_server.tokenizing import pool as pool_module
-from gradwire_server.tokenizing.frames import ProcessSettings
-from gradwire_server.tokenizing.pool import NICENESS, SHORT_BYTES, TokenizerPool
+from gradwire_server.tokenizing.settings import METHODS, TokenizerSettings
 from support.scripted import until
 
 LONG = "word " * 100_000
-Make = Callable[..., TokenizerPool]
+Make = Callable[..., ProcessPool]
 
 
 @pytest.fixture
 async def make(tiny_model_path: Path) -> AsyncIterator[Make]:
-    pools: list[TokenizerPool] = []
+    pools: list[ProcessPool] = []
 
-    def pool(memory_bytes: int = 2 << 30, **limits: int) -> TokenizerPool:
+    def pool(memory_bytes: int = 2 << 30, **limits: int) -> ProcessPool:
         file, models = str(tiny_model_path / "tokenizer.json"), {"tiny": str(tiny_model_path)}
-        settings = ProcessSettings(
+        settings = TokenizerSettings(
             files={"tiny": file}, models=models, named_first=("tiny",), limits=Limits(**limits),
             memory_bytes=memory_bytes,
         )  # fmt: skip
-        pools.append(TokenizerPool(lambda: settings))
+        pools.append(ProcessPool("gradwire_server.tokenizing.process", METHODS, lambda: settings))
         return pools[-1]
 
     yield pool
@@ -43,7 +43,7 @@ def request(*texts: str) -> bytes:
     return pb.EncodeRequest(model="tiny", texts=texts).SerializeToString()
 
 
-async def encode(pool: TokenizerPool, owner: str, *texts: str) -> list[list[int]]:
+async def encode(pool: ProcessPool, owner: str, *texts: str) -> list[list[int]]:
     response = pb.EncodeResponse.FromString(await pool.ask("Encode", owner, request(*texts)))
     return [list(sequence.ids) for sequence in response.sequences]
 
@@ -56,7 +56,7 @@ def session_niceness(pid: int) -> int | None:
         return None
 
 
-def processes(pool: TokenizerPool) -> set[Any]:
+def processes(pool: ProcessPool) -> set[Any]:
     return {each._process for lane in (pool._short, pool._long) for each in lane._all}
 
 

@@ -328,7 +328,7 @@ class Core(Startable):
         """
         queue = self.scheduler.queue(self._writable(caller, run_id))
         if if_expired:
-            return self.scheduler.admission.expire(queue, seq, epoch)
+            return await self.scheduler.admission.expire(queue, seq, epoch)
         return await self.scheduler.admission.cancel(queue, seq, epoch)
 
     async def discard_pending(self, caller: Caller, run_id: str, epoch: int) -> int:

@@ -82,8 +82,8 @@ class EngineClient(Protocol):
             ServiceError: the engine refused it.
         """
 
-    def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
-        """Takes a request back: its answer is ``not_started`` at once. False when it was begun already."""
+    async def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
+        """Takes a request back: its answer is ``not_started``. False when it was begun already."""
 
     def interrupt(self, answer: asyncio.Future[EngineAnswer]) -> bool:
         """Ask the engine to stop a request between two micro-batches or tokens; False if it cannot be asked.
@@ -213,7 +213,7 @@ class EngineProcess:
         request.id = next(self._ids)
         return self._connection.request(request, payload, on_frame)
 
-    def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
+    async def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
         return self._connection is not None and self._connection.withdraw(answer)
 
     def interrupt(self, answer: asyncio.Future[EngineAnswer]) -> bool:

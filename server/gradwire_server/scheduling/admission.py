@@ -20,7 +20,6 @@ from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Buffer
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.observability.tracing import Tracing
-from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling.checks import UNKNOWN_LENGTH, check
 from gradwire_server.scheduling.dispatcher import Dispatcher
 from gradwire_server.scheduling.fencing import reused
@@ -265,11 +264,10 @@ class Admission:
         if operation is None:
             return pb.CancelResponse()
         result = cancelled(seq)
-        if operation.state is OperationState.CANCELLING:
+        if operation.is_cancelled:
             return pb.CancelResponse(cancelled=True, error=result.error)
-        if kind_of(operation.header.operation).ends_accumulation:
-            self._withdraw_behind(queue, seq)  # sent again, knowing that their accumulation starts from zero
-        if not self._dispatcher.withdraw(operation):
+        if not await self._withdrawn(queue, operation):
+            self._dispatcher.wake(queue)
             stopped = await self._dispatcher.interrupt(operation) and await queue.settled(seq)
             return pb.CancelResponse(cancelled=stopped)
         stored = self._finish_or_cancel(queue, operation, result)
@@ -278,7 +276,7 @@ class Admission:
             await asyncio.shield(stored)
         return pb.CancelResponse(cancelled=True, error=result.error)
 
-    def expire(self, queue: RunQueue, seq: int, epoch: int) -> pb.CancelResponse:
+    async def expire(self, queue: RunQueue, seq: int, epoch: int) -> pb.CancelResponse:
         """Fail a queued operation whose deadline has passed, unless the engine has begun it.
 
         It gets its result in its turn, as results are in order. That it will fail is certain from now on, also after a
@@ -289,21 +287,23 @@ class Admission:
         """
         queue.check_epoch(epoch)
         operation = queue.find(seq)
-        if operation is None or operation.state is OperationState.CANCELLING:
+        if operation is None or operation.is_cancelled:
             return pb.CancelResponse()
         if not 0 < operation.deadline <= time.time():
             return pb.CancelResponse()
-        self._withdraw_behind(queue, seq)  # they are sent again, or aborted
-        if not self._dispatcher.withdraw(operation):
-            return pb.CancelResponse()
-        error = queue.expire(operation)
+        expires = await self._withdrawn(queue, operation) and not operation.is_cancelled
+        error = queue.expire(operation) if expires else None
         self._dispatcher.wake(queue)
-        return pb.CancelResponse(cancelled=True, error=error)
+        return pb.CancelResponse(cancelled=expires, error=error)
 
-    def _withdraw_behind(self, queue: RunQueue, seq: int) -> None:
-        """Take the operations behind a number back that the engine has not begun."""
-        for later in [each for each in reversed(queue.sent.values()) if each.seq > seq]:
-            self._dispatcher.withdraw(later)
+    async def _withdrawn(self, queue: RunQueue, operation: QueuedOperation) -> bool:
+        """Withdraw an operation; False if the engine has begun it, or it got its result meanwhile.
+
+        Those behind it are withdrawn before it. They are sent again, knowing what became of it, or aborted.
+        """
+        with queue.held_back():
+            await self._dispatcher.withdraw_behind(queue, operation.seq)
+            return await self._dispatcher.withdraw(operation) and queue.find(operation.seq) is operation
 
     async def discard(self, queue: RunQueue, epoch: int) -> int:
         """Cancel every operation of a parked run that has no result, and let the run go on; return their number.
@@ -319,7 +319,9 @@ class Admission:
                 pb.ERROR_CODE_UNSUPPORTED,
                 f"the run {queue.record.run_id} is not parked: its operations are executed; cancel them one by one",
             )
-        operations = [each for each in queue.unfinished if self._dispatcher.withdraw(each)]
+        with queue.held_back():
+            withdrawn = [each for each in reversed(queue.unfinished) if await self._dispatcher.withdraw(each)]
+        operations = [each for each in reversed(withdrawn) if queue.find(each.seq) is each]
         stored = [self._finish_or_cancel(queue, each, _discarded(each.seq)) for each in operations]
         self._dispatcher.parking.release(queue)
         await asyncio.gather(*(asyncio.shield(each) for each in stored if each is not None))

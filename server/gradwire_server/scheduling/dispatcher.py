@@ -73,8 +73,7 @@ class Dispatcher:
         """Send nothing more, withdraw what the engine has not started, and wait ``grace_s`` seconds for the rest."""
         self._draining = True
         for operation in [each for queue in queues for each in queue.sent.values()]:
-            if operation.answer is not None:
-                self._engine.withdraw(operation.answer)
+            await self.withdraw(operation)
         for item in self.fair_queue.clear():
             if isinstance(item, _Place) and not item.given.done():
                 item.given.set_exception(shutting_down())
@@ -165,9 +164,17 @@ class Dispatcher:
         self._results.finish(queue, operation, result, payload)
         return True
 
-    def withdraw(self, operation: QueuedOperation) -> bool:
-        """Withdraw an operation from the engine; False if it has started there."""
-        return operation.answer is None or self._engine.withdraw(operation.answer)
+    async def withdraw(self, operation: QueuedOperation) -> bool:
+        """Withdraw an operation from the engine; False if it has started there.
+
+        Whoever decides by the answer holds the queue back, and sees afterwards whether the operation is still there.
+        """
+        return operation.answer is None or await self._engine.withdraw(operation.answer)
+
+    async def withdraw_behind(self, queue: RunQueue, seq: int) -> None:
+        """Withdraw a run's operations behind a number that the engine has not begun, the last one first."""
+        for later in [each for each in reversed(queue.sent.values()) if each.seq > seq]:
+            await self.withdraw(later)
 
     async def interrupt(self, operation: QueuedOperation) -> bool:
         """Stop an operation that the engine executes; False if it cannot be stopped or was done before."""
@@ -179,11 +186,14 @@ class Dispatcher:
             return False
         return answer.result()[0].result.status == pb.STATUS_CANCELLED
 
-    def interrupt_all(self, queue: RunQueue) -> None:
-        """Withdraw or stop every operation of a run that is in the engine, without waiting."""
-        for operation in queue.sent.values():
-            if operation.answer is not None and not self._engine.withdraw(operation.answer):
-                self._engine.interrupt(operation.answer)
+    async def interrupt_all(self, queue: RunQueue) -> None:
+        """Withdraw or stop every operation of a run that is in the engine, without waiting for its end."""
+        for answer in [each.answer for each in queue.sent.values() if each.answer is not None]:
+            await self._end(answer)
+
+    async def _end(self, answer: asyncio.Future[EngineAnswer]) -> None:
+        if not await self._engine.withdraw(answer):
+            self._engine.interrupt(answer)
 
     async def enter(self, owner: str, tokens: int = PIPE_TOKENS) -> None:
         """Wait for a place in the engine for a request outside any run's queue; :meth:`leave` frees the place.
@@ -264,8 +274,7 @@ class Dispatcher:
             try:
                 return await asyncio.shield(answer)
             except asyncio.CancelledError:  # the caller has left
-                if not self._engine.withdraw(answer):
-                    self._engine.interrupt(answer)
+                await self._end(answer)
                 raise
         finally:
             usage.operations -= 1

@@ -108,6 +108,11 @@ class QueuedOperation:
         return tokens_of(self.header.operation, self.header.tensors, sampled=False)
 
     @property
+    def is_cancelled(self) -> bool:
+        """Whether it was cancelled, and gets its result once it is journaled."""
+        return self.state is OperationState.CANCELLING
+
+    @property
     def deadline(self) -> float:
         """Unix time from which on it fails; 0 for never."""
         return self.accepted_at + self.header.timeout_s if self.header.timeout_s > 0 else 0.0

@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gradwire_proto.v1 import training_pb2 as pb
@@ -77,7 +78,7 @@ class RunQueue(Fencing):
     def __post_init__(self) -> None:
         self.next_seq = self.record.accepted_seq + 1
         self.held = HeldOperations(self.limits, self.usage)
-        self._last_sent = 0
+        self._last_sent = self._holds = 0
         self._gap = False
         self._cancelled_steps: set[int] = set()
         self._results = RecentResults(self.record)
@@ -173,7 +174,7 @@ class RunQueue(Fencing):
     @property
     def head(self) -> QueuedOperation | None:
         """The next operation to send to the engine; None if there is none."""
-        if self.closed is not None or (self.parked is not None and not self.parked.trying):
+        if self._holds or self.closed is not None or (self.parked is not None and not self.parked.trying):
             return None
         for seq in range(self._last_sent + 1, self.next_seq) if self.sent else self.pending:
             head = self.pending.get(seq)
@@ -230,7 +231,16 @@ class RunQueue(Fencing):
         there = operation.state in (OperationState.SENT, OperationState.EARLY) and operation.seq < self.next_seq
         if self.record.failure_seq and (abort_rule.aborts(self.record, operation) or not self.is_first(operation)):
             return False  # also if its writer has seen the failure: those before it get their results first
-        return there and not self._gap
+        return there and not (self._gap or self._holds)
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Hand nothing to an engine until the body ends, whose caller then wakes the queue."""
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
 
     def is_first(self, operation: QueuedOperation) -> bool:
         """Whether every operation before this one has a result."""

@@ -199,10 +199,10 @@ class Scheduler:
         if queue is None:
             raise unknown_run(record.run_id)  # another call has deleted it meanwhile
         queue.close(unknown_run(record.run_id))
-        self.dispatcher.interrupt_all(queue)
         for operation in queue.pending.values():
             self._memory.let_go(operation)
         queue.empty()
+        await self.dispatcher.interrupt_all(queue)
         await self._runs.delete(record)
         self._metrics.forget(record.run_id)
         dropping = asyncio.create_task(self._drop(record))

@@ -4,7 +4,7 @@
 
 Tokens are good or bad. Supervised losses see texts of good tokens, good responses are preferred to bad ones,
 and a sampled response's reward is its share of good tokens. Each loss has a held-out metric that it should change; the
-table, the first of ``docs/loss_checks.md``, gives it before and after, and the number of warnings in the
+table, the first of ``tools/loss_checks.md``, gives it before and after, and the number of warnings in the
 results. The exit status is 1 if a metric did not change as expected. ``tools/measure_losses.py`` measures the cost.
 """
 

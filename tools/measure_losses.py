@@ -5,7 +5,7 @@
 In one process, without a server: a Llama with random weights, sequences of 128 tokens of which 96 are scored, and given
 reference log-probabilities (computing them costs a forward, and is cached). Memory is the peak of the process (or
 the GPU) above its start; time is processor time without a GPU. The table is the second of
-``docs/loss_checks.md``.
+``tools/loss_checks.md``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 from support.server import Server
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ELSEWHERE = ("openai.md", "images.md")
 """Pages whose code is run by tests with a server of their own."""
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)

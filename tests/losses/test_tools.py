@@ -1,4 +1,4 @@
-"""The tools run with the engine of today; their tables are made by hand, see ``docs/loss_checks.md``."""
+"""The tools run with the engine of today; their tables are made by hand, see ``tools/loss_checks.md``."""
 
 from __future__ import annotations
 

@@ -35,14 +35,16 @@ def test_generated_modules_are_fresh(tmp_path: Path) -> None:
 
 def test_loss_reference_is_fresh(tmp_path: Path) -> None:
     made = subprocess.run(
-        [sys.executable, "tools/make_loss_reference.py", str(tmp_path / "losses.md")],
+        [sys.executable, "tools/make_loss_reference.py", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     assert made.returncode == 0, made.stderr
-    fresh, committed = (tmp_path / "losses.md").read_text(), (ROOT / "docs" / "losses.md").read_text()
-    assert fresh == committed, "a loss says something else of itself than docs/losses.md: run `make docs`"
+    fresh = {str(page.relative_to(tmp_path)): page.read_text() for page in tmp_path.rglob("*.md")}
+    assert sorted(fresh) == ["losses.md", *sorted(f"losses/{page.name}" for page in (ROOT / "docs/losses").iterdir())]
+    for page, text in fresh.items():
+        assert text == (ROOT / "docs" / page).read_text(), f"docs/{page} is stale: run `make docs`"
 
 
 @pytest.mark.filterwarnings(

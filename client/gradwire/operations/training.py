@@ -199,8 +199,7 @@ class TrainingOperations(Submitter):
             timeout: Seconds after its acceptance by the server from which on the operation fails with
                 ``DeadlineExceededError`` if it waits or computes gradients; the optimizer's step, once begun, is
                 finished. None for no limit.
-            learning_rate, betas, eps, weight_decay, max_grad_norm, optimizer, momentum, head_learning_rate, decay: As
-                for :meth:`optim_step`.
+            learning_rate: As for :meth:`optim_step`, and so is every argument that follows.
 
         Returns:
             A future of the loss with its metrics, and of the step: gradient norm, learning rate, number of steps.

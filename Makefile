@@ -120,13 +120,14 @@ docs: setup
 	$(BIN)/python tests/support/access.py
 	$(BIN)/python tools/make_metrics_reference.py
 
-# The documentation site in out/site, in a separate environment.
+# The documentation site in out/site, in a separate environment; it loads nothing from other hosts.
 site: .venv-site/.installed
 	.venv-site/bin/python tools/build_site.py
 
 .venv-site/.installed: Makefile
 	test -x .venv-site/bin/python || $(PYTHON) -m venv .venv-site
 	.venv-site/bin/python -m pip install --quiet zensical==0.0.73 mkdocstrings-python==2.0.11
+	cd .venv-site && npm pack --silent mermaid@12.3.0 && tar xzf mermaid-*.tgz package/dist/mermaid.min.js
 	touch $@
 
 # Generated with an older grpcio-tools on purpose: its output runs with protobuf 6 and 7.

@@ -117,7 +117,7 @@ async def crash_marks(size: Size) -> Figure:
     for _ in range(4 * size.repeats):
         with marks.of(count):
             for request_id in range(1, count + 1):
-                engine.begin(request_id)
+                engine.begin([request_id])
                 front.answered(request_id)
         with sent.of(count):
             sender = threading.Thread(target=send)

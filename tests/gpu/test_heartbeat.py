@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from gradwire_server.config import EngineSettings
 from gradwire_server.engine.process.engine import Engine
 from gradwire_server.engine.process.heartbeat import Heartbeat
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.gpu
 def test_the_heartbeat_reports_the_memory_of_the_device(tiny_model_path: Path, tmp_path: Path) -> None:
     import torch
 
-    engine = Engine({"tiny": str(tiny_model_path)}, tmp_path, device="cuda")
+    engine = Engine(EngineSettings(models={"tiny": str(tiny_model_path)}, state_dir=tmp_path, device="cuda"))
     beat = Heartbeat(engine, lambda reply: None)
     before = beat.report().device
     kept = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")

@@ -15,7 +15,8 @@ from gradwire_losses.layouts import read_batch
 from gradwire_losses.registry import get_loss, load_builtin_losses
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.failures import unless_out_of_memory
+from gradwire_server.engine.agreement import Agreement
+from gradwire_server.engine.machine import free_memory
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.operations.decisions import Decisions
@@ -118,10 +119,12 @@ def test_each_precision_agrees_with_float32_on_the_cpu(model_path: Path, dtype: 
 def test_the_budget_follows_the_memory_that_is_free(model_path: Path) -> None:
     run = run_on(model_path, "cuda")
     device = torch.device("cuda")
-    assert Memory(device).budget(run).microbatch_tokens == MOST["cuda"].microbatch_tokens
+    tokens = Memory(device).budget(run, free_bytes=free_memory(device)).microbatch_tokens
+    assert tokens == MOST["cuda"].microbatch_tokens
     free, _ = torch.cuda.mem_get_info()
     taken = torch.empty(int(free * 0.97), dtype=torch.uint8, device=device)
-    assert Memory(device).budget(run).microbatch_tokens < MOST["cuda"].microbatch_tokens
+    tokens = Memory(device).budget(run, free_bytes=free_memory(device)).microbatch_tokens
+    assert tokens < MOST["cuda"].microbatch_tokens
     del taken
     torch.cuda.empty_cache()
 
@@ -136,8 +139,9 @@ def test_a_batch_that_is_too_large_goes_through_in_pieces(model_path: Path, lora
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_allocated() + (1 << 30)) / total))
     try:
-        decisions, budget = Decisions(Memory(torch.device("cuda")), {}), WHOLE
-        while (found := unless_out_of_memory(partial(evaluated, run, columns, "causal_lm", budget))) is None:
+        agreement, budget = Agreement(), WHOLE
+        decisions = Decisions(Memory(torch.device("cuda")), {}, agreement)
+        while (found := agreement.unless_out_of_memory(partial(evaluated, run, columns, "causal_lm", budget))) is None:
             smaller = decisions.after_out_of_memory(run, columns, budget)
             assert smaller is not None
             budget = smaller

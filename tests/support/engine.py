@@ -128,7 +128,10 @@ class LocalEngine(Driver):
 
         super().__init__()
         load_builtin_losses()
-        self.engine = Engine({name: str(path) for name, path in models.items()}, state_dir, device="cpu", **settings)
+        if "dtype" in settings:
+            settings["dtype"] = str(settings["dtype"]).removeprefix("torch.")
+        folders = {name: str(path) for name, path in models.items()}
+        self.engine = Engine(EngineSettings(models=folders, state_dir=state_dir, **{"device": "cpu"} | settings))
         self.context = self.engine.context
         self._samples = SamplesInProgress(self.context)
         self._read_back = ReadBack(self.context.store, lambda reply: None)
@@ -148,7 +151,7 @@ class LocalEngine(Driver):
 
     def _sampled(self, request: Request) -> Answer:
         """Sample like the engine's loop: token by token, until the answer is complete."""
-        self._samples.begin(request)
+        self._samples.begin(self.context.decisions.sample(request), request)
         while not (answers := self._samples.finished()):
             self._samples.step()
         return answers[0]

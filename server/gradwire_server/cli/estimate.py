@@ -153,7 +153,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _device(text: str) -> Device:
-    from gradwire_server.engine.scoring.memory import machine_memory
+    from gradwire_server.engine.machine import machine_memory
     from gradwire_server.engine.sizing.estimate import Device
 
     if text.strip().lower() == "cuda:all":

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import secrets
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from gradwire_losses.batch import BatchError
@@ -19,7 +18,6 @@ from gradwire_server.engine.errors import DamagedFile, OperationError
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
@@ -69,24 +67,6 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether memory ran out, on the device or the host; a smaller attempt may succeed."""
     on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     return on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
-
-
-def unless_out_of_memory(attempt: Callable[[], T], *, alone: bool = False) -> T | None:
-    """Return the attempt's result, or None if memory ran out; then the memory it held is freed.
-
-    Args:
-        alone: The attempt cannot be made smaller, so running out of memory raises.
-    """
-    try:
-        return attempt()
-    except Exception as error:
-        if alone or not is_out_of_memory(error):
-            raise
-    # Outside the handler, because the error's traceback keeps the computed tensors alive.
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return None
 
 
 def read_config(loss: LossSpec, kwargs: Mapping[str, Any]) -> LossConfig:

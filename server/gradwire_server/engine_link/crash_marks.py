@@ -20,7 +20,7 @@ import fcntl
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 SLOTS = 64
@@ -45,19 +45,26 @@ class CrashMarks:
         self._begun, self._withdrawn, self._stopped = slots[:SLOTS], slots[SLOTS : 2 * SLOTS], slots[2 * SLOTS :]
         self._marked: set[int] = set()
 
-    def begin(self, request_id: int) -> bool:
-        """Mark a request as started; called by the engine. False if the front has withdrawn it.
+    def begin(self, request_ids: Sequence[int]) -> list[bool]:
+        """Mark requests as started, the first and the others as far as slots are free; called by the engine.
 
-        If no slot is free, wait until the front has read an answer: the request cannot be skipped, as later ones depend
-        on it.
+        If no slot is free for the first, wait until the front has read an answer: the request cannot be skipped, as
+        later ones depend on it.
+
+        Returns:
+            For each request up to the first without a slot, whether it is started; False if the front has withdrawn it.
         """
-        while True:
+        started: list[bool] = []
+        while len(started) < min(1, len(request_ids)):
             with self._locked():
-                if request_id in self._withdrawn:
-                    return False
-                if _replace(self._begun, 0, request_id):
-                    return True
-            time.sleep(0.001)
+                for request_id in request_ids:
+                    withdrawn = request_id in self._withdrawn
+                    if not withdrawn and not _replace(self._begun, 0, request_id):
+                        break
+                    started.append(not withdrawn)
+            if not started:
+                time.sleep(0.001)
+        return started
 
     def withdraw(self, request_id: int) -> bool:
         """Withdraw a request; called by the front. False if the engine has started it or no slot is free."""

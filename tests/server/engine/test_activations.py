@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_recomputed_unless_the_run_says_otherwise(engine: L
 def test_a_row_that_does_not_fit_is_recomputed_and_the_log_says_so_once(
     tiny_model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = LocalEngine({"tiny": tiny_model_path}, tmp_path, microbatch_tokens=16, activation_bytes=1000)
+    engine = LocalEngine({"tiny": tiny_model_path}, tmp_path, microbatch_tokens=16, activation_budget_gib=1000 / 2**30)
     engine.create("run-a", seed=3)
     caplog.set_level(logging.INFO, "gradwire_server.engine.operations.limits")
     for _ in range(2):
@@ -399,9 +399,6 @@ def test_a_gpu_measures_the_costs_once_and_a_cpu_never_offloads(
 ) -> None:
     engine.create("run-a")
     run, asked = engine.context.runs["run-a"], []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 << 20, 1 << 40))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
 
     def measured(memory: Memory, run: Any) -> Costs:
         asked.append(run)
@@ -409,7 +406,7 @@ def test_a_gpu_measures_the_costs_once_and_a_cpu_never_offloads(
 
     monkeypatch.setattr(Memory, "_measured_costs", measured)
     memory = Memory(torch.device("cuda"), machine_bytes=1 << 40)
-    budgets = [memory.budget(run, longest=longest) for longest in (10, 400, 400)]
+    budgets = [memory.budget(run, longest, free_bytes=4 << 20) for longest in (10, 400, 400)]
     assert [each.activations(400) for each in budgets] == [
         Activations.RECOMPUTE, Activations.OFFLOAD, Activations.OFFLOAD,
     ]  # fmt: skip

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.operations.decisions import Decision, Decisions
 from gradwire_server.engine.operations.lifecycle import Answer
 from gradwire_server.engine.operations.request import Request
-from gradwire_server.engine.process.loop import Deciding, Loop
+from gradwire_server.engine.process.loop import Loop
 from gradwire_server.engine.scoring.memory import Memory
 
 
@@ -44,7 +45,7 @@ class Stage:
     def of(self, run_id: str) -> bool:
         return any(message.operation.run_id == run_id for message, _ in self.under_way)
 
-    def begin(self, request: Request) -> None:
+    def begin(self, decision: Decision, request: Request) -> None:
         message = request.message
         self.log.append(f"begin {message.id}")
         call = message.sample.call if message.HasField("sample") else message.operation.operation.sample
@@ -73,10 +74,11 @@ class Stage:
         self.worked_on.append(list(request_ids))
         yield
 
-    def run(self, *requests: Request, decisions: Deciding | None = None) -> list[str]:
+    def run(self, *requests: Request, decisions: Decisions | None = None) -> list[str]:
         for request in requests:
             self.requests.put(request)
-        Loop(decisions or First(), self, self, self.requests, self.told, self.working).run()
+        stage: Any = self
+        Loop(decisions or First(), stage, stage, self.requests, self.told, self.working).run()
         return self.log
 
     def told(self, answer: Answer) -> None:
@@ -87,7 +89,7 @@ class First(Decisions):
     """The first ready request is executed."""
 
     def __init__(self) -> None:
-        super().__init__(Memory(torch.device("cpu")), {})
+        super().__init__(Memory(torch.device("cpu")), {}, Agreement())
 
 
 class Pairs(First):

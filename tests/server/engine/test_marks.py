@@ -11,8 +11,8 @@ from gradwire_server.engine_link.crash_marks import SLOTS, CrashMarks
 def test_a_request_is_begun_or_taken_back() -> None:
     front = CrashMarks()
     engine = CrashMarks(os.dup(front.fd))
-    assert engine.begin(1) and not front.withdraw(1) and front.begun == {1}
-    assert front.withdraw(2) and not engine.begin(2) and front.begun == {1}
+    assert engine.begin([1]) == [True] and not front.withdraw(1) and front.begun == {1}
+    assert front.withdraw(2) and engine.begin([2]) == [False] and front.begun == {1}
     front.answered(1)
     front.answered(2)
     assert front.begun == set()
@@ -24,9 +24,9 @@ def test_the_engine_waits_for_a_front_that_does_not_read() -> None:
     """A request that was not begun for want of a slot would be missed by those of its run behind it."""
     front = CrashMarks()
     engine = CrashMarks(os.dup(front.fd))
-    assert all(engine.begin(request_id) for request_id in range(1, SLOTS + 1))
+    assert all(engine.begin([request_id]) == [True] for request_id in range(1, SLOTS + 1))
     begun: list[bool] = []
-    waiting = threading.Thread(target=lambda: begun.append(engine.begin(SLOTS + 1)))
+    waiting = threading.Thread(target=lambda: begun.extend(engine.begin([SLOTS + 1])))
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()

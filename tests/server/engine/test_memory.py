@@ -12,6 +12,7 @@ import torch
 from gradwire_losses import registry
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine.machine import _group_limits, machine_memory
 from gradwire_server.engine.model.layers.activations import ALL
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.operations.request import Request
@@ -20,8 +21,6 @@ from gradwire_server.engine.scoring.memory import (
     MOST,
     ActivationMeter,
     Memory,
-    _group_limits,
-    machine_memory,
     token_bytes,
 )
 from gradwire_server.engine.scoring.planner import Budget
@@ -224,28 +223,21 @@ def test_a_gpu_gets_what_is_free_and_less_after_it_was_too_much(
     engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.create("run-a")
-    run, free = engine.context.runs["run-a"], [1 << 20]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 1 << 40))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 << 20)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 << 20)
+    run = engine.context.runs["run-a"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(Memory, "_measured_costs", lambda memory, run: Costs(1.0, 1.0))
     memory = Memory(torch.device("cuda"))
     weights = 4.0 * run.policy.num_trainable_parameters
     room = (0.9 * (3 << 20) - 4 * weights) / 3  # gradients, those accumulated and two moments are still to come
-    first = memory.budget(run)
+    first = memory.budget(run, free_bytes=3 << 20)
     assert first.microbatch_tokens == int(room / token_bytes(run.policy)) and first.activation_bytes == int(room)
     memory.ran_out(run)
-    assert memory.budget(run).microbatch_tokens == pytest.approx(first.microbatch_tokens / 2, abs=1)
-    free[0] = 1 << 50
-    assert memory.budget(run).microbatch_tokens < first.microbatch_tokens  # what was free is asked for once a second
-    monkeypatch.setattr(memory, "_free_until", 0.0)
-    assert memory.budget(run).microbatch_tokens == MOST["cuda"].microbatch_tokens
-    assert memory.budget(run).logits_elements == MOST["cuda"].logits_elements
+    assert memory.budget(run, free_bytes=3 << 20).microbatch_tokens == pytest.approx(first.microbatch_tokens / 2, abs=1)
+    wide = memory.budget(run, free_bytes=1 << 50)
+    assert wide.microbatch_tokens == MOST["cuda"].microbatch_tokens
+    assert wide.logits_elements == MOST["cuda"].logits_elements
     run.step = 1
-    free[0] = 1 << 20
-    monkeypatch.setattr(memory, "_free_until", 0.0)
-    assert memory.budget(run).activation_bytes == int((0.9 * (3 << 20) - weights) / 6)
+    assert memory.budget(run, free_bytes=3 << 20).activation_bytes == int((0.9 * (3 << 20) - weights) / 6)
 
 
 def test_what_a_token_takes_is_what_a_batch_of_them_takes(engine: LocalEngine) -> None:

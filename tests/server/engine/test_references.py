@@ -133,7 +133,7 @@ def test_weights_are_kept_within_so_many_bytes(tiny_model_path: Path, tmp_path: 
     sizing = LocalEngine({"tiny": tiny_model_path}, tmp_path)
     size = 4 * sizing.context.pool.facts("tiny").num_parameters
     models = dict.fromkeys(("tiny", "second", "third"), tiny_model_path)
-    engine = LocalEngine(models, tmp_path, reference_cache_bytes=2 * size)
+    engine = LocalEngine(models, tmp_path, reference_cache_gib=2 * size / 2**30)
     engine.create("run-full")
     engine.do("run-full", save_checkpoint=pb.SaveCheckpoint(name="start"))
     expected = engine.logprobs("run-full", BATCH)

@@ -125,7 +125,7 @@ def test_samples_outside_runs_share_their_steps(engine: Looped) -> None:
 
 
 def test_a_checkpoint_that_is_sampled_from_stays_in_memory(tiny_model_path: Path, tmp_path: Path) -> None:
-    engine = Looped({"tiny": tiny_model_path}, tmp_path, reference_cache_bytes=1)
+    engine = Looped({"tiny": tiny_model_path}, tmp_path, reference_cache_gib=2**-30)
     requests = []
     for run_id in ("run-a", "run-b"):
         engine.create(run_id, seed=1, lora={"rank": 4})

@@ -103,7 +103,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 def test_a_token_of_any_kinds_waits_once(engine: LocalEngine, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "fits_pages", lambda policy: True)  # it compares numbers, once for each model
+    monkeypatch.setattr(local, "fits_pages", lambda policy, agreement: True)  # it compares numbers, once for each model
     engine.create(run_id, base_model="tiny", lora=4)
     policy, sampler = engine.context.runs[run_id].policy, local.LocalSampler()
     for number, settings in enumerate(KINDS):
@@ -120,7 +120,7 @@ def test_a_token_of_any_kinds_waits_once(engine: LocalEngine, run_id: str, monke
 
 def test_decoding_has_few_shapes(engine: LocalEngine, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph of kernels is captured once for each, and replayed as long as nothing but numbers changes."""
-    monkeypatch.setattr(local, "fits_pages", lambda policy: True)
+    monkeypatch.setattr(local, "fits_pages", lambda policy, agreement: True)
     engine.create(run_id, base_model="tiny")
     policy, sampler, shapes = engine.context.runs[run_id].policy, local.LocalSampler(), []
     attend = PagedDecode.attend
@@ -180,7 +180,7 @@ def test_compiled_layers_compile_nothing_for_fifty_ragged_batches(
     compile_module = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: compile_module(self, backend="eager", **how))
     torch._dynamo.reset()
-    engine, rng = LocalEngine({"tiny": model_path}, tmp_path / "state", compiled=True), np.random.default_rng(0)
+    engine, rng = LocalEngine({"tiny": model_path}, tmp_path / "state", compile=True), np.random.default_rng(0)
     engine.create("run", base_model="tiny", lora=4)
     for batch in range(50):
         rows = token_rows([[5] * int(length) for length in rng.integers(2, 60, int(rng.integers(1, 9)))])

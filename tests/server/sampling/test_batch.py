@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gradwire_proto.v1 import training_pb2
+from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import LoraPolicy, Policy
@@ -84,13 +85,13 @@ def test_a_small_request_does_not_wait_for_all_of_a_large_one(policy: Policy) ->
 
 def test_models_with_windows_take_one_batch_after_another(make_policy: MakePolicy) -> None:
     policy = make_policy("mistral", sliding_window=6)
-    assert not fits_pages(policy)
+    assert not fits_pages(policy, Agreement())
     check_alone(policy, run(LocalSampler(), policy))
 
 
 def test_pages_are_for_models_that_attend_to_everything(make_policy: MakePolicy) -> None:
-    assert fits_pages(make_policy("qwen3"))
-    assert not fits_pages(make_policy("gemma2", sliding_window=6, query_pre_attn_scalar=8))
+    assert fits_pages(make_policy("qwen3"), Agreement())
+    assert not fits_pages(make_policy("gemma2", sliding_window=6, query_pre_attn_scalar=8), Agreement())
 
 
 def test_memory_that_runs_out_makes_batches_smaller(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gradwire_proto.v1 import training_pb2
+from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import Policy
@@ -193,7 +194,7 @@ def test_a_stream_is_the_sample(
 @pytest.mark.parametrize("budget", [Budget(), Budget(microbatch_tokens=5, logits_elements=1)], ids=["whole", "tiny"])
 def test_prompts_are_scored_as_by_transformers(policy: Policy, budget: Budget) -> None:
     prompts = [[1, 40, 41, 42, 17, 8], [1], [1, 90, 17, 33], [5, 6]]
-    found = score_prompts(policy, prompts, temperature=0.7, top=3, budget=budget)
+    found = score_prompts(policy, prompts, temperature=0.7, top=3, budget=budget, agreement=Agreement())
     assert found.lengths.tolist() == [5, 0, 3, 1] and found.top is not None
     start = 0
     for prompt in prompts:
@@ -210,7 +211,7 @@ def test_prompts_are_scored_as_by_transformers(policy: Policy, budget: Budget) -
 
 def test_scoring_goes_on_with_less_when_memory_runs_out(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[1, 2, 3, 4], [1, 5, 6], [1, 7]]
-    expected = score_prompts(policy, prompts, budget=Budget())
+    expected = score_prompts(policy, prompts, budget=Budget(), agreement=Agreement())
     hidden, sizes = Policy.hidden, []
 
     def small(self: Policy, input_ids: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
@@ -220,8 +221,8 @@ def test_scoring_goes_on_with_less_when_memory_runs_out(policy: Policy, monkeypa
         return hidden(self, input_ids, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Policy, "hidden", small)
-    found = score_prompts(policy, prompts, budget=Budget())
+    found = score_prompts(policy, prompts, budget=Budget(), agreement=Agreement())
     assert max(sizes) == 9 and np.allclose(found.logprobs, expected.logprobs, atol=1e-5)
     monkeypatch.setattr(Policy, "hidden", lambda *args, **kwargs: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(MemoryError):
-        score_prompts(policy, prompts, budget=Budget())
+        score_prompts(policy, prompts, budget=Budget(), agreement=Agreement())

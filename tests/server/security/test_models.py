@@ -51,7 +51,7 @@ def test_only_models_that_were_allowed_are_looked_for(tmp_path: Path, tiny_model
 
 def test_an_allowed_model_is_read_when_it_is_first_named(tmp_path: Path, tiny_model_path: Path) -> None:
     allowed = {"later": str(tiny_model_path), "missing": str(tmp_path / "nowhere")}
-    local = LocalEngine({"tiny": tiny_model_path}, tmp_path, allowed=allowed)
+    local = LocalEngine({"tiny": tiny_model_path}, tmp_path, allow_models=allowed)
     assert [model.name for model in local.engine.hello().models] == ["tiny"]
     assert local.create("run-a", base_model="later").run_created.num_trainable_parameters > 0
     assert local.create("run-b", base_model="missing").error.code == pb.ERROR_CODE_UNSUPPORTED

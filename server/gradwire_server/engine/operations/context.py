@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.tokenizers import TextTokenizer, load_tokenizer
 from gradwire_server.engine.operations.decisions import Decisions
@@ -18,7 +19,6 @@ from gradwire_server.engine.state.checkpoints import CheckpointStore
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.references import References
 from gradwire_server.engine.state.residency import Residency
-from gradwire_server.engine_link.crash_marks import CrashMarks
 from gradwire_server.observability.tracing import Tracing
 
 
@@ -34,9 +34,9 @@ class EngineContext:
         memory: Memory limits of operations.
         tracing: Destination of the operations' spans.
         tokenizer_files: Model name -> tokenizer file; models without a tokenizer are missing.
+        agreement: What the processes of the engine agree on while they execute.
         runs: Every run in the engine, by id.
         residency: Where the runs' tensors are.
-        crash_marks: Marks of begun requests, in memory that outlives the process; None without a front process.
         decisions: Makes the decisions that depend on memory and on what has arrived.
         budget: Budget of the operation being executed.
     """
@@ -49,13 +49,13 @@ class EngineContext:
     tracing: Tracing
     tokenizer_files: dict[str, Path]
     residency: Residency
+    agreement: Agreement
     runs: dict[str, EngineRun] = field(default_factory=dict)
-    crash_marks: CrashMarks | None = None
     decisions: Decisions = field(init=False)
     budget: Budget = field(init=False)
 
     def __post_init__(self) -> None:
-        self.decisions = Decisions(self.memory, self.runs)
+        self.decisions = Decisions(self.memory, self.runs, self.agreement)
         self.budget = self.memory.most
 
     @contextmanager

@@ -1,22 +1,27 @@
 """Decisions: which requests are executed next, and within which limits.
 
-What depends on free memory, on the clock, or on which requests have arrived is decided here. Executing a decision
-depends on none of them: the plan of micro-batches follows from a batch and its budget, and whether batches fit into one
-group from the batches and the decision. So one process may decide, and others execute the same. The limits of an
-operation are in its result, too, and a repetition from the journal is executed within them again. The exception is a
-sampler that runs out of memory, which restarts its samples with half as many at a time by itself.
+What depends on free memory, on the clock, on chance, or on which requests have arrived or were withdrawn is decided
+here. Executing a decision depends on none of them: the plan of micro-batches follows from a batch and its budget, and
+whether batches fit into one group from the batches and the decision. So one process may decide, and others execute the
+same; what can only be known while they do is agreed on (:mod:`gradwire_server.engine.agreement`). The limits of an
+operation are in its result, too, and a repetition from the journal is executed within them again.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import secrets
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from gradwire_proto.codec import IMAGE_BYTES
 from numpy.typing import NDArray
 
+from gradwire_server.engine.agreement import Agreement
+from gradwire_server.engine.machine import free_memory
 from gradwire_server.engine.model.policy import LoraPolicy
 from gradwire_server.engine.operations import limits
 from gradwire_server.engine.operations.request import Columns, Request
@@ -32,6 +37,8 @@ GROUP_TOKENS = {"cpu": 1024, "cuda": 1 << 14}
 """Maximum tokens of a group by device type; above it, grouping is not faster."""
 MOST_STEPS = 64
 """Maximum optimizer steps at once, whose runs are all on the device meanwhile."""
+FRESH_S = 1.0
+"""Seconds for which a measurement of a GPU's free memory is used."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +46,10 @@ class Decision:
     """What the engine executes next.
 
     Attributes:
-        samples: Requests for samples that begin.
+        samples: Requests for samples that begin; one without a seed was given one.
         steps_samples: Whether the samples in progress then advance by a token.
         requests: Other requests to execute; several may share one forward.
+        withdrawn: Ids of those requests that the front has withdrawn, so that they do not begin.
         budgets: Memory limits of each of ``requests``.
         group_tokens: Maximum tokens of a shared forward.
     """
@@ -49,6 +57,7 @@ class Decision:
     samples: Sequence[Request] = ()
     steps_samples: bool = False
     requests: Sequence[Request] = ()
+    withdrawn: Collection[int] = frozenset()
     budgets: Sequence[Budget] = ()
     group_tokens: int = 0
 
@@ -59,19 +68,28 @@ class Decisions:
     Args:
         memory: Memory limits of operations, by the memory available.
         runs: Every run in the engine, by id.
+        agreement: Marks the requests that begin.
 
     Attributes:
         group_tokens: Maximum tokens of operations of several runs in one forward; 0 executes each alone.
     """
 
-    def __init__(self, memory: Memory, runs: Mapping[str, EngineRun]) -> None:
-        self._memory, self._runs = memory, runs
+    def __init__(self, memory: Memory, runs: Mapping[str, EngineRun], agreement: Agreement) -> None:
+        self._memory, self._runs, self._agreement = memory, runs, agreement
+        self._free_bytes, self._free_until = 0, 0.0
         self.group_tokens = 0
 
-    def sample(self, ready: Sequence[Request], in_progress: bool) -> Decision:
-        """Decide to begin all ready requests for samples, and to advance all samples in progress by a token."""
-        samples = [request for request in ready if request.samples]
-        return Decision(samples=samples, steps_samples=in_progress or bool(samples))
+    def sample(self, request: Request) -> Decision:
+        """Decide to begin a ready request for samples."""
+        outside = request.message.sample
+        if request.message.HasField("sample") and not outside.call.HasField("seed"):
+            outside.call.seed = secrets.randbits(62)
+        _, withdrawn = self._begun([request])
+        return Decision(samples=[request], withdrawn=withdrawn)
+
+    def step_samples(self) -> Decision:
+        """Decide to advance the samples in progress by a token."""
+        return Decision(steps_samples=True)
 
     def execute(self, ready: Sequence[Request]) -> Decision:
         """Decide which of the ready requests of different runs, samples aside, to execute: the first, or several.
@@ -80,9 +98,12 @@ class Decisions:
         ``forward_backward`` of a step's run may then join the group. Steps of LoRA runs are executed at once.
         """
         ready = [request for request in ready if not request.samples]
-        requests = self._grouped(ready) if self.group_tokens else ready[:1]
+        requests, withdrawn = self._begun(self._grouped(ready) if self.group_tokens else ready[:1])
         return Decision(
-            requests=requests, budgets=[self._budget(request) for request in requests], group_tokens=self.group_tokens
+            requests=requests,
+            withdrawn=withdrawn,
+            budgets=[self._budget(request) for request in requests],
+            group_tokens=self.group_tokens,
         )
 
     def after_out_of_memory(self, run: EngineRun, columns: Columns, budget: Budget) -> Budget | None:
@@ -117,6 +138,12 @@ class Decisions:
         self._memory.ran_out(run)
         return smaller
 
+    def _begun(self, requests: Sequence[Request]) -> tuple[Sequence[Request], Collection[int]]:
+        """Mark requests as begun, as many as can be marked; returns these, and the ids of those that were withdrawn."""
+        begin = self._agreement.begin([request.message.id for request in requests])
+        marked = requests[: len(begin)]
+        return marked, {request.message.id for request, begins in zip(marked, begin, strict=True) if not begins}
+
     def _budget(self, request: Request) -> Budget:
         operation = request.message.operation
         run = self._runs.get(operation.run_id)
@@ -124,7 +151,13 @@ class Decisions:
             return self._memory.most
         if operation.HasField("limits"):
             return self._memory.again(limits.from_wire(operation.limits))
-        return self._memory.budget(run, _longest_row(request.columns))
+        return self._memory.budget(run, _longest_row(request.columns), self._free_memory(run.policy.device))
+
+    def _free_memory(self, device: torch.device) -> int:
+        """Free bytes of a GPU, measured at most once in ``FRESH_S``; 0 on a CPU, where nothing depends on it."""
+        if device.type != "cpu" and time.monotonic() >= self._free_until:
+            self._free_bytes, self._free_until = free_memory(device), time.monotonic() + FRESH_S
+        return self._free_bytes
 
     def _grouped(self, ready: Sequence[Request]) -> Sequence[Request]:
         steps = [request for request in ready if request.message.operation.operation.HasField("optim_step")]

@@ -17,12 +17,12 @@ from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.failures import is_fatal, unless_out_of_memory
+from gradwire_server.engine.failures import is_fatal
 from gradwire_server.engine.interruption import interruptible
 from gradwire_server.engine.operations import batches, limits
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.decisions import Decision
-from gradwire_server.engine.operations.lifecycle import Answer, Execution, begins, check, not_started
+from gradwire_server.engine.operations.lifecycle import Answer, Execution, begins, not_started
 from gradwire_server.engine.operations.request import Outcome, Request
 from gradwire_server.engine.operations.steps import optim_steps
 from gradwire_server.engine.operations.table import carry_out
@@ -87,12 +87,12 @@ class GroupedRuns:
     def answer(self, decision: Decision) -> Iterator[Answer]:
         """Execute the decision's requests, all of them steps or all on batches; see the module."""
         if all(request.message.operation.operation.HasField("optim_step") for request in decision.requests):
-            yield from self._steps(decision.requests)
+            yield from self._steps(decision)
             return
         alone: list[tuple[Request, Budget]] = []
         members: list[_Member] = []
         for request, budget in zip(decision.requests, decision.budgets, strict=True):
-            if not begins(self._context, request.message):
+            if not begins(self._context, decision, request.message):
                 yield _to(request, not_started())
                 continue
             member = self._prepare(request, budget)
@@ -137,11 +137,11 @@ class GroupedRuns:
             generators=generators,
         )
 
-    def _steps(self, requests: Sequence[Request]) -> Iterator[Answer]:
+    def _steps(self, decision: Decision) -> Iterator[Answer]:
         """Execute the ``optim_step`` operations of several runs."""
         begun = []
-        for request in requests:
-            if begins(self._context, request.message):
+        for request in decision.requests:
+            if begins(self._context, decision, request.message):
                 begun.append(_Begun(request, Execution(self._context, request.message.operation)))
             else:
                 yield _to(request, not_started())
@@ -161,7 +161,7 @@ class GroupedRuns:
                 suited_threads(policy.device, tokens, policy.facts.num_parameters),
                 interruptible(lambda: self._check(members)),
             ):
-                found = unless_out_of_memory(
+                found = self._context.agreement.unless_out_of_memory(
                     lambda: forward_backward_together(trainings, [member.run.rng for member in members])
                 )
         except Exception as error:  # whatever the error, the members' operations are repeated alone
@@ -187,7 +187,7 @@ class GroupedRuns:
 
     def _check(self, members: Sequence[_Member]) -> None:
         for member in members:
-            check(self._context, member.request.message)
+            self._context.agreement.check(member.request.message)
 
     def _take_steps(self, begun: Sequence[_Begun]) -> None:
         """Take the steps of operations whose gradients are accumulated."""
@@ -195,7 +195,7 @@ class GroupedRuns:
         ready: list[_Begun] = []
         for each in begun:
             try:
-                check(self._context, each.request.message)  # the last moment to cancel it
+                self._context.agreement.check(each.request.message)  # the last moment to cancel it
                 ready.append(each)
             except OperationError as error:
                 each.outcome = error

@@ -14,6 +14,7 @@ from gradwire_server.crash_points import crash_point
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.failures import is_fatal, to_error
 from gradwire_server.engine.operations.context import EngineContext
+from gradwire_server.engine.operations.decisions import Decision
 from gradwire_server.engine.operations.request import Outcome
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.operation_kinds import kind_of, loss_result
@@ -37,37 +38,17 @@ def not_started() -> Answer:
     return plain_answer(not_started=training_pb2.Empty())
 
 
-def begins(context: EngineContext, request: engine_pb2.EngineRequest) -> bool:
-    """Whether a request is to be executed now; if so, mark it as begun.
+def begins(context: EngineContext, decision: Decision, request: engine_pb2.EngineRequest) -> bool:
+    """Whether a request of a decision begins; if not, answer :func:`not_started`.
 
-    It is not if the front process has withdrawn it, or if an operation of its run with a number of at least its
-    ``unless_failed`` has failed. Then answer :func:`not_started`.
+    It does not if the decision says so, or if an operation of its run with a number of at least its ``unless_failed``
+    has failed.
     """
     run = context.runs.get(request.operation.run_id)
     unless_failed = request.operation.unless_failed
     if unless_failed and run is not None and run.failed_seq >= unless_failed:
         return False
-    return context.crash_marks is None or context.crash_marks.begin(request.id)
-
-
-def check(context: EngineContext, request: engine_pb2.EngineRequest) -> None:
-    """Check that a request is to be executed further; called between micro-batches and between tokens.
-
-    Raises:
-        OperationError: CANCELLED if the front has asked to stop it, DEADLINE_EXCEEDED.
-    """
-    asked = request.operation
-    if context.crash_marks is not None and context.crash_marks.stops(request.id):
-        raise OperationError(
-            training_pb2.ERROR_CODE_CANCELLED,
-            f"operation {asked.seq} was cancelled while it was executed; the run is as it was before it",
-        )
-    if 0 < asked.deadline < time.time():
-        raise OperationError(
-            training_pb2.ERROR_CODE_DEADLINE_EXCEEDED,
-            f"operation {asked.seq} was not done when its timeout was over; the run is as it was before it",
-            field="timeout",
-        )
+    return request.id not in decision.withdrawn
 
 
 class Execution:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -118,8 +117,7 @@ def begin_outside(context: EngineContext, request: engine_pb2.EngineRequest) -> 
     else:
         policy = context.references.resolve(asked.model, field="model").policy
     prompts = [list(sequence.ids) for sequence in asked.prompt_ids]
-    seed = asked.call.seed if asked.call.HasField("seed") else secrets.randbits(62)
-    draws = Draws(asked.prompt_draws, asked.prompt_draw_temperature, seed) if asked.prompt_draws else None
+    draws = Draws(asked.prompt_draws, asked.prompt_draw_temperature, asked.call.seed) if asked.prompt_draws else None
     candidates = [list(each.ids) for each in asked.prompt_candidates]
     images = None
     if asked.prompt_images or asked.images:
@@ -129,7 +127,7 @@ def begin_outside(context: EngineContext, request: engine_pb2.EngineRequest) -> 
         policy,
         asked.call,
         prompts,
-        seed,
+        asked.call.seed,
         alone=False,
         stream=request.streams,
         candidates=candidates,
@@ -195,6 +193,7 @@ def _begin(
             candidates=wanted,
             draws=draws,
             budget=context.memory.most,
+            agreement=context.agreement,
         )
     except BaseException:
         context.sampler.cancel(job)

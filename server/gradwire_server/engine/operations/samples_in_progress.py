@@ -18,11 +18,11 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.failures import is_fatal, to_error
 from gradwire_server.engine.interruption import interruptible
 from gradwire_server.engine.operations.context import EngineContext
+from gradwire_server.engine.operations.decisions import Decision
 from gradwire_server.engine.operations.lifecycle import (
     Answer,
     Execution,
     begins,
-    check,
     failure,
     not_started,
     plain_answer,
@@ -67,8 +67,8 @@ class SamplesInProgress:
         """Whether samples of this run are in progress, also those outside its queue, which read its weights."""
         return run_id in self._runs or any(sampling.message.sampled_run == run_id for sampling in self._outside)
 
-    def begin(self, request: Request) -> None:
-        """Begin a request; an error becomes its answer."""
+    def begin(self, decision: Decision, request: Request) -> None:
+        """Begin a request of a decision; an error becomes its answer."""
         message = request.message
         sampling = _Sampling(message)
         run = self._context.runs.get(message.operation.run_id)
@@ -76,7 +76,7 @@ class SamplesInProgress:
             self._outside.append(sampling)
         else:
             self._runs.setdefault(run.run_id, []).append(sampling)
-        if not begins(self._context, message):
+        if not begins(self._context, decision, message):
             sampling.answer = not_started()
             return
         try:
@@ -121,12 +121,12 @@ class SamplesInProgress:
         context, message = self._context, request.message
         if message.HasField("sample"):
             crash_point("engine.before_operation")
-            with interruptible(lambda: check(context, message)):
+            with interruptible(lambda: context.agreement.check(message)):
                 sampling.started = begin_outside(context, message)
             return
         execution = sampling.execution = Execution(context, message.operation)
         call = message.operation.operation.sample
-        with interruptible(lambda: check(context, message)):
+        with interruptible(lambda: context.agreement.check(message)):
             sampling.started = begin_in_run(context, execution.run, message.operation.seq, call, request.columns)
 
     def _answer(self, sampling: _Sampling) -> Answer:
@@ -162,7 +162,7 @@ class SamplesInProgress:
 
     def _check(self, sampling: _Sampling, started: Started) -> None:
         try:
-            check(self._context, sampling.message)
+            self._context.agreement.check(sampling.message)
         except OperationError as error:
             self._context.sampler.cancel(started.job)
             sampling.started, sampling.answer = None, self._failed(sampling, error)

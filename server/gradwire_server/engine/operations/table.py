@@ -10,11 +10,10 @@ import torch
 from gradwire_proto.v1 import engine_pb2
 
 from gradwire_server.engine.errors import invalid
-from gradwire_server.engine.failures import unless_out_of_memory
 from gradwire_server.engine.interruption import between_micro_batches, interruptible
 from gradwire_server.engine.operations import batches, checkpoints, limits, steps, train_steps
 from gradwire_server.engine.operations.context import EngineContext
-from gradwire_server.engine.operations.lifecycle import Answer, Execution, check
+from gradwire_server.engine.operations.lifecycle import Answer, Execution
 from gradwire_server.engine.operations.request import Columns, Outcome
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
@@ -53,7 +52,7 @@ def carry_out(context: EngineContext, request: engine_pb2.EngineRequest, columns
     asked = request.operation
     execution = Execution(context, asked)
     try:
-        with execution.span(), interruptible(lambda: check(context, request)):
+        with execution.span(), interruptible(lambda: context.agreement.check(request)):
             between_micro_batches()
             outcome = _handled(context, execution.run, asked, columns, budget)
     except Exception as error:  # the boundary: the error becomes the operation's result
@@ -78,7 +77,7 @@ def _handled(
 
     if not kind.divisible:
         return attempt(budget)
-    while (outcome := unless_out_of_memory(partial(attempt, budget))) is None:
+    while (outcome := context.agreement.unless_out_of_memory(partial(attempt, budget))) is None:
         smaller = context.decisions.after_out_of_memory(run, columns, budget)
         if smaller is None:
             raise torch.OutOfMemoryError("the longest row does not fit into memory")

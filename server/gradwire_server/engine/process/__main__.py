@@ -31,8 +31,8 @@ from gradwire_proto import codec
 from gradwire_proto.v1 import engine_pb2
 
 from gradwire_server.config import EngineSettings
+from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.failures import to_error
-from gradwire_server.engine.model.loading.pool import Dtype
 from gradwire_server.engine.operations.decisions import GROUP_TOKENS
 from gradwire_server.engine.operations.request import Columns, Request
 from gradwire_server.engine.operations.samples_in_progress import SamplesInProgress
@@ -52,15 +52,7 @@ logger = logging.getLogger("gradwire_server.engine")
 READ_AHEAD = 4
 GROUP_READ_AHEAD = 32
 """Requests read ahead where runs are grouped: what has not been read cannot join a group."""
-GIB = 1 << 30
 _PR_SET_PDEATHSIG = 1
-_DTYPES: dict[str | None, Dtype | None] = {
-    None: None,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "mixed": "mixed",
-    "float64": torch.float64,
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,9 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(settings.threads or torch.get_num_threads())
     try:
         tracing = Tracing.to(settings.traces, "gradwire-engine") if settings.traces else Tracing()
-        engine = _start(settings, tracing)
+        engine = _start(settings, options.marks, tracing)
         context = engine.context
-        context.crash_marks = None if options.marks is None else CrashMarks(options.marks)
         hello = engine_pb2.EngineReply(hello=engine.hello())
     except Exception as error:  # whatever stops the start is for the front to report
         link.send(engine_pb2.EngineReply(error=to_error(error, "the engine's start")))
@@ -112,26 +103,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _start(settings: EngineSettings, tracing: Tracing) -> Engine:
+def _start(settings: EngineSettings, marks: int | None, tracing: Tracing) -> Engine:
     load_builtin_losses()
     load_plugin_losses()
     check_settings(settings)
-    return Engine(
-        settings.models,
-        settings.state_dir,
-        allowed=settings.allow_models,
-        device=settings.device or None,
-        dtype=_DTYPES[settings.dtype],
-        compiled=settings.compile,
-        quantize=settings.quantize,
-        sampler=settings.sampler,
-        microbatch_tokens=settings.microbatch_tokens,
-        activation_bytes=None if settings.activation_budget_gib is None else int(settings.activation_budget_gib * GIB),
-        reference_cache_bytes=int(settings.reference_cache_gib * GIB),
-        run_bytes=settings.run_memory,
-        run_host_bytes=settings.run_host_memory,
-        tracing=tracing,
-    )
+    return Engine(settings, Agreement(None if marks is None else CrashMarks(marks)), tracing)
 
 
 def _read_ahead(link: EngineLink, requests: queue.Queue[Request], residency: Residency, read_back: ReadBack) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from gradwire_losses.registry import LossSpec, all_losses
 from gradwire_proto.v1 import engine_pb2, training_pb2
 
-from gradwire_server.engine.failures import is_fatal, to_error, unless_out_of_memory
+from gradwire_server.config import EngineSettings
+from gradwire_server.engine.agreement import Agreement
+from gradwire_server.engine.failures import is_fatal, to_error
+from gradwire_server.engine.machine import machine_memory, total_memory
 from gradwire_server.engine.model.loading.pool import Dtype, ModelPool
-from gradwire_server.engine.model.loading.quantization import Quantization
 from gradwire_server.engine.model.tokenizers import find_tokenizer
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.decisions import Decision
@@ -25,14 +26,14 @@ from gradwire_server.engine.operations.table import carry_out
 from gradwire_server.engine.process.computed_with import ComputedWith
 from gradwire_server.engine.sampling.samplers.choice import make_sampler
 from gradwire_server.engine.sampling.samplers.sampler import Sampler
-from gradwire_server.engine.scoring.memory import Memory, machine_memory
+from gradwire_server.engine.scoring.memory import Memory
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.adapter_shapes import AdapterShapes
 from gradwire_server.engine.state.checkpoints import CheckpointStore
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.references import References
 from gradwire_server.engine.state.residency import Residency
-from gradwire_server.engine.state.run_memory import check_memory, check_models, total_memory
+from gradwire_server.engine.state.run_memory import check_memory, check_models
 from gradwire_server.engine.state.snapshot import restore
 from gradwire_server.engine.state.uploads import check_upload, import_upload
 from gradwire_server.observability import logs
@@ -42,6 +43,14 @@ logger = logging.getLogger(__name__)
 
 SPILLED = "spilled"
 """Folder in the state folder of the runs that are neither on the device nor in host memory."""
+GIB = 1 << 30
+_DTYPES: Mapping[str | None, Dtype | None] = {
+    None: None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "mixed": "mixed",
+    "float64": torch.float64,
+}
 
 
 class Engine:
@@ -51,20 +60,8 @@ class Engine:
     :class:`.read_back.ReadBack`.
 
     Args:
-        models: Model name -> folder or hub name; :meth:`hello` reads and reports their facts.
-        allowed: Further models, read when a request first names them.
-        state_dir: Folder of checkpoints and exports.
-        device: ``"cpu"``, ``"cuda"``, ``"cuda:N"`` or ``"cuda:all"``; by default a GPU if there is one.
-        dtype: Dtype of the weights, or ``"mixed"``; see :class:`gradwire_server.engine.model.loading.pool.ModelPool`.
-        compiled: Whether layers go through ``torch.compile``.
-        quantize: How shared base models are held: ``"nf4"``, ``"int8"``, or None in ``dtype``.
-        sampler: ``"local"`` or ``"vllm"``.
-        microbatch_tokens: Maximum tokens of a micro-batch; None chooses a limit by the memory (see
-            :mod:`gradwire_server.engine.scoring.memory`).
-        activation_bytes: Maximum bytes of activations; None likewise.
-        reference_cache_bytes: Maximum bytes of cached reference models that no run holds.
-        run_bytes: Maximum bytes of runs on the device; None for half of its memory.
-        run_host_bytes: Maximum bytes of runs in host memory beside it; None for a quarter of the machine's memory.
+        settings: Models, devices and memory; :meth:`hello` reads and reports the facts of ``settings.models``.
+        agreement: What the processes of the engine agree on; by default it is the only one.
         tracing: Destination of the operations' spans; by default they are dropped.
 
     Attributes:
@@ -72,45 +69,38 @@ class Engine:
     """
 
     def __init__(
-        self,
-        models: Mapping[str, str],
-        state_dir: Path,
-        *,
-        allowed: Mapping[str, str] | None = None,
-        device: str | None = None,
-        dtype: Dtype | None = None,
-        compiled: bool = False,
-        quantize: Quantization | None = None,
-        sampler: str = "local",
-        microbatch_tokens: int | None = None,
-        activation_bytes: int | None = None,
-        reference_cache_bytes: int = 8 << 30,
-        run_bytes: int | None = None,
-        run_host_bytes: int | None = None,
-        tracing: Tracing | None = None,
+        self, settings: EngineSettings, agreement: Agreement | None = None, tracing: Tracing | None = None
     ) -> None:
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        usable = {**(allowed or {}), **models}
-        pool = ModelPool(usable, device, dtype, compiled=compiled, quantize=quantize)
-        store = CheckpointStore(state_dir)
-        self._computed_with = ComputedWith(pool, state_dir)
-        generator: Sampler[Any] = make_sampler(sampler, pool)
+        agreement = agreement or Agreement()
+        device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        usable = {**settings.allow_models, **settings.models}
+        pool = ModelPool(usable, device, _DTYPES[settings.dtype], compiled=settings.compile, quantize=settings.quantize)
+        store = CheckpointStore(settings.state_dir)
+        activations, references = settings.activation_budget_gib, int(settings.reference_cache_gib * GIB)
+        self._computed_with = ComputedWith(pool, settings.state_dir)
+        sampler: Sampler[Any] = make_sampler(settings.sampler, pool, agreement)
         self.context = EngineContext(
             pool=pool,
             store=store,
-            references=References(pool, store, cache_bytes=reference_cache_bytes, in_use=generator.uses),
-            sampler=generator,
-            memory=Memory(pool.device, microbatch_tokens, activation_bytes),
+            references=References(pool, store, cache_bytes=references, in_use=sampler.uses),
+            sampler=sampler,
+            memory=Memory(
+                pool.device,
+                settings.microbatch_tokens,
+                None if activations is None else int(activations * GIB),
+                agreement=agreement,
+            ),
             tracing=tracing or Tracing(),
             residency=Residency(
-                state_dir / SPILLED,
-                total_memory(pool.device) // 2 if run_bytes is None else run_bytes,
-                machine_memory() // 4 if run_host_bytes is None else run_host_bytes,
-                lambda run: any(each is not None and generator.uses(each) for each in (run.policy, run.ema)),
+                settings.state_dir / SPILLED,
+                total_memory(pool.device) // 2 if settings.run_memory is None else settings.run_memory,
+                machine_memory() // 4 if settings.run_host_memory is None else settings.run_host_memory,
+                lambda run: any(each is not None and sampler.uses(each) for each in (run.policy, run.ema)),
             ),
             tokenizer_files={name: file for name, path in usable.items() if (file := find_tokenizer(path))},
+            agreement=agreement,
         )
-        self._models = list(models)
+        self._models = list(settings.models)
         self._groups = GroupedRuns(self.context)
         self._adapter_shapes = AdapterShapes(pool)
         self._handlers: Mapping[str, Callable[[Request, Budget], Answer]] = {
@@ -154,7 +144,7 @@ class Engine:
                 yield from self._groups.answer(decision)
                 return
             for request, budget in zip(decision.requests, decision.budgets, strict=True):
-                yield self._answer(request, budget)
+                yield self._answer(decision, request, budget)
 
     def _brings(self, run_ids: Sequence[str]) -> bool:
         """Whether these runs fit onto the device at once, where they are then."""
@@ -165,9 +155,9 @@ class Engine:
                 self.context.residency.use(run)
             return True
 
-        return unless_out_of_memory(bring) is not None
+        return self.context.agreement.unless_out_of_memory(bring) is not None
 
-    def _answer(self, request: Request, budget: Budget) -> Answer:
+    def _answer(self, decision: Decision, request: Request, budget: Budget) -> Answer:
         """Execute a request. Errors become part of the answer.
 
         Raises:
@@ -178,7 +168,7 @@ class Engine:
         try:
             if kind not in self._handlers:
                 raise ValueError(f"a request of unknown kind {kind!r}")
-            if not begins(self.context, message):
+            if not begins(self.context, decision, message):
                 answer = not_started()
             elif request.error is not None:
                 answer = failure(self.context, message.operation, request.error)
@@ -207,7 +197,7 @@ class Engine:
                 fresh_head = (config.head, config.num_labels) != (theirs.head, theirs.num_labels)
             else:
                 config.head, config.num_labels = theirs.head, theirs.num_labels
-        check_memory(context.pool, create)
+        check_memory(context.pool, create, context.agreement)
         run = EngineRun(context.pool, create.run_id, config)
         try:
             if create.checkpoint:

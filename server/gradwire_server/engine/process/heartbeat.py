@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import torch
 from gradwire_proto.v1 import engine_pb2, training_pb2
 
+from gradwire_server.engine.machine import resident_bytes
 from gradwire_server.engine.process.engine import Engine
 from gradwire_server.engine.process.memory_owners import MemoryOwners
-from gradwire_server.engine.scoring.memory import resident_bytes
 from gradwire_server.engine_link.frames import LinkClosed
 from gradwire_server.engine_link.vitals import BEAT_S
 
@@ -39,16 +39,16 @@ class Heartbeat:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Count the body's time as time spent on requests."""
-        since = self._since = time.monotonic()
+        since = self._since = time.perf_counter()
         try:
             yield
         finally:
             self._since = None
-            self._busy_s += time.monotonic() - since
+            self._busy_s += time.perf_counter() - since
 
     def report(self) -> engine_pb2.EngineHeartbeat:
         since = self._since
-        present = time.monotonic() - since if since is not None else 0.0
+        present = time.perf_counter() - since if since is not None else 0.0
         cached = self._engine.context.references
         beat = engine_pb2.EngineHeartbeat(
             busy_s=self._busy_s + present,

@@ -9,43 +9,14 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
 
-from gradwire_server.engine.operations.decisions import Decision
+from gradwire_server.engine.operations.decisions import Decision, Decisions
 from gradwire_server.engine.operations.lifecycle import Answer
 from gradwire_server.engine.operations.request import Request
-
-
-class Answering(Protocol):
-    """The part of :class:`.engine.Engine` that executes decisions."""
-
-    def execute(self, decision: Decision) -> Iterator[Answer]: ...
-
-
-class InProgress(Protocol):
-    """Interface of :class:`gradwire_server.engine.operations.samples_in_progress.SamplesInProgress`."""
-
-    def __len__(self) -> int: ...
-
-    def of(self, run_id: str) -> bool: ...
-
-    def begin(self, request: Request) -> None: ...
-
-    def turn(self) -> list[int]: ...
-
-    def step(self) -> None: ...
-
-    def finished(self) -> list[Answer]: ...
-
-
-class Deciding(Protocol):
-    """The part of :class:`gradwire_server.engine.operations.decisions.Decisions` that chooses requests."""
-
-    def sample(self, ready: Sequence[Request], in_progress: bool) -> Decision: ...
-
-    def execute(self, ready: Sequence[Request]) -> Decision: ...
+from gradwire_server.engine.operations.samples_in_progress import SamplesInProgress
+from gradwire_server.engine.process.engine import Engine
 
 
 class Loop:
@@ -62,9 +33,9 @@ class Loop:
 
     def __init__(
         self,
-        decisions: Deciding,
-        engine: Answering,
-        samples: InProgress,
+        decisions: Decisions,
+        engine: Engine,
+        samples: SamplesInProgress,
         requests: queue.Queue[Request],
         send: Callable[[Answer], None],
         working: Callable[[Sequence[int]], AbstractContextManager[None]],
@@ -77,7 +48,10 @@ class Loop:
         """Return once a shutdown is answered; all requests before it are answered first."""
         while True:
             self._take()
-            self._execute(self._decisions.sample(self._ready(), len(self._samples) > 0))
+            for request in [request for request in self._ready() if request.samples]:
+                self._execute(self._decisions.sample(request))
+            if len(self._samples):
+                self._execute(self._decisions.step_samples())
             decision = self._decisions.execute(self._ready())
             self._execute(decision)
             if any(request.ends for request in decision.requests):
@@ -88,7 +62,7 @@ class Loop:
             self._waiting.remove(request)
         for request in decision.samples:
             with self._working([request.message.id]):
-                self._samples.begin(request)
+                self._samples.begin(decision, request)
         if decision.steps_samples:
             with self._working(self._samples.turn()):
                 self._samples.step()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from gradwire_server.engine.machine import resident_bytes
 from gradwire_server.engine.operations.context import EngineContext
-from gradwire_server.engine.scoring.memory import resident_bytes
 
 
 class MemoryOwners:

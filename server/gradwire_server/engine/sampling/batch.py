@@ -21,7 +21,7 @@ from gradwire_losses import host
 from gradwire_losses.batch import sent
 from torch import Tensor
 
-from gradwire_server.engine.failures import is_fatal, is_out_of_memory
+from gradwire_server.engine.agreement import Agreement, Failure
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.split_model import SplitModel
 from gradwire_server.engine.sampling.drawing.adjustments import logits_to_choose_by
@@ -66,13 +66,20 @@ class Batch:
         cache_tokens: Maximum tokens of key-value cache, including room for tokens to come.
         rows: Maximum rows at a time.
         uniforms: Source of random numbers.
+        agreement: Tells whether a step failed.
 
     Attributes:
         values: Keys and values of the rows in progress.
     """
 
     def __init__(
-        self, split_model: SplitModel, values: Callable[[], KeyValues], cache_tokens: int, rows: int, uniforms: Uniforms
+        self,
+        split_model: SplitModel,
+        values: Callable[[], KeyValues],
+        cache_tokens: int,
+        rows: int,
+        uniforms: Uniforms,
+        agreement: Agreement,
     ) -> None:
         self._split_model = split_model
         self._make_values = values
@@ -81,7 +88,7 @@ class Batch:
         self._joining: list[tuple[LocalJob, int]] = []
         self._kinds: dict[int, _Kind] = {}
         self._jobs: list[LocalJob] = []
-        self._uniforms = uniforms
+        self._uniforms, self._agreement = uniforms, agreement
         self.values = values()
         self._rows = self._begin([])
         self._room = self.values.room()
@@ -102,18 +109,10 @@ class Batch:
 
     def step(self) -> None:
         """Prefill new rows if there is room, and add one token to every sample."""
-        failure = None
-        try:
-            with torch.no_grad():
-                self._split_model.compute(self._step)
-        except Exception as error:  # reported by the jobs, to whoever waits for their samples
-            if is_fatal(error):
-                raise
-            failure = error
-            if is_out_of_memory(error):
-                error.__traceback__ = None  # it keeps the computed tensors alive
-        if failure is not None:
-            self._give_up(failure)
+        with torch.no_grad():
+            found = self._agreement.attempt(lambda: self._split_model.compute(self._step))
+        if isinstance(found, Failure):  # reported by the jobs, to whoever waits for their samples
+            self._give_up(found)
         for job in [job for job in self._jobs if job.error is not None]:
             self.remove(job)
         self._jobs = [job for job in self._jobs if not job.done]
@@ -143,7 +142,7 @@ class Batch:
                     self._rows = self._rows.select(order)
                     self.values.keep(order)
 
-    def _give_up(self, failure: Exception) -> None:
+    def _give_up(self, failure: Failure) -> None:
         """Handle the failure of a step.
 
         If memory ran out, all samples restart from their prompts with half as many rows at a time; the random numbers
@@ -154,16 +153,18 @@ class Batch:
         self._joining = []
         self.values, self._rows = self._make_values(), self._begin([])
         self._room = self.values.room()
-        if is_out_of_memory(failure) and len(started) > 1:
+        if failure.out_of_memory and len(started) > 1:
             self._most = len(started) // 2
-            logger.warning("out of memory with %d samples, going on with %d: %s", len(started), self._most, failure)
+            logger.warning(
+                "out of memory with %d samples, going on with %d: %s", len(started), self._most, failure.error
+            )
             for job, row in reversed(started):
                 self._waiting.setdefault(job, deque()).appendleft(row)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             return
         for job in self._jobs:
-            job.error = failure
+            job.error = failure.error
         self._waiting.clear()
 
     # ---- joining ----

@@ -12,8 +12,8 @@ import torch
 from gradwire_losses.batch import Batch, sent
 from torch import Tensor
 
+from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.errors import invalid
-from gradwire_server.engine.failures import unless_out_of_memory
 from gradwire_server.engine.interruption import between_micro_batches
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.sampling.drawing.draw import draw_many
@@ -86,6 +86,7 @@ def score_prompts(
     candidates: Tensor | None = None,
     draws: Draws | None = None,
     budget: Budget,
+    agreement: Agreement,
 ) -> PromptScores:
     """Score prompts without gradients. If memory runs out, with half as many tokens at a time.
 
@@ -96,6 +97,7 @@ def score_prompts(
         candidates: ``[T, K]`` ids to score in each place.
         draws: Tokens to draw in each place.
         budget: Memory limits.
+        agreement: Tells whether memory ran out.
 
     Raises:
         OperationError: CANCELLED.
@@ -113,7 +115,7 @@ def score_prompts(
 
     while True:
         alone = budget.microbatch_tokens <= longest and budget.logits_elements <= policy.facts.vocab_size
-        found = unless_out_of_memory(partial(attempt, budget), alone=alone)
+        found = agreement.unless_out_of_memory(partial(attempt, budget), alone=alone)
         if found is not None:
             return found
         budget = replace(

@@ -13,12 +13,11 @@ beside two operations a parameter, so ``a = layers * hidden / parameters``. The 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.model.layers.activations import Activations
 from gradwire_server.engine.model.policy import Policy
@@ -86,7 +85,7 @@ def choose(row: LongRow, costs: Costs, device_bytes: float, host_bytes: float) -
     return both if row.tokens * row.input_bytes <= host_bytes else Activations.RECOMPUTE
 
 
-def measured_costs(policy: Policy) -> Costs:
+def measured_costs(policy: Policy, agreement: Agreement) -> Costs:
     """Measure the costs on a GPU; the policy's weights are there."""
     tokens = max(1, min(FORWARD_TOKENS, policy.facts.context_length))
     device_side = torch.empty(COPY_BYTES, dtype=torch.uint8, device=policy.device)
@@ -96,16 +95,6 @@ def measured_costs(policy: Policy) -> Costs:
         policy.hidden(torch.zeros(tokens, dtype=torch.int64), torch.tensor([tokens]))
 
     with preserved_rng(), torch.no_grad():
-        forward_s = _seconds(forward, policy.device) / tokens
-        copy_s = _seconds(lambda: host_side.copy_(device_side, non_blocking=True), policy.device)
+        forward_s = agreement.seconds_on(policy.device, forward) / tokens
+        copy_s = agreement.seconds_on(policy.device, lambda: host_side.copy_(device_side, non_blocking=True))
     return Costs(forward_s, COPY_BYTES / copy_s)
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of work on a GPU, after a first time that does not count."""
-    work()
-    torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    work()
-    torch.cuda.synchronize(device)
-    return time.perf_counter() - began

@@ -3,7 +3,7 @@
 The bytes that a token of a run takes are measured by counting what autograd saves in a small forward. The bytes
 available depend on the device:
 
-* On a GPU: the free memory, less what the run's gradients and moments will still need, queried again every second.
+* On a GPU: the free memory, less what the run's gradients and moments will still need.
 * On a CPU: half of the machine's memory, or of the control group's limit if that is lower, whatever is free at the
   moment. The plan of micro-batches, and with it the last bit of a result, thus depends only on the machine, the model
   and the batch, so a replay of the journal reproduces the same bits. Above 2,048 tokens a larger micro-batch is hardly
@@ -22,14 +22,8 @@ event.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import resource
-import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -37,7 +31,9 @@ import torch
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
+from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.machine import machine_memory
 from gradwire_server.engine.model.layers.activations import ALL, Activations
 from gradwire_server.engine.model.placement import storage_address, storage_addresses
 from gradwire_server.engine.model.policy import Policy
@@ -51,8 +47,6 @@ MOST = {
     "cuda": Budget(1 << 16, activation_bytes=1 << 60, logits_elements=1 << 28, kept_logits=1 << 31),
 }
 """Maximum budget of an operation by device type; beyond these numbers of tokens and logits it is no faster."""
-FRESH_S = 1.0
-"""Seconds for which a measurement of a GPU's free memory is used."""
 LEAST_TOKENS = 256
 """Micro-batches get no smaller than this to keep their logits; with fewer tokens the trunk is slower."""
 FROZEN_TOKENS = 512
@@ -101,6 +95,7 @@ class Memory:
         microbatch_tokens: Configured maximum of tokens per micro-batch; None derives it from the memory.
         activation_bytes: Configured maximum of activation bytes; None derives it from the memory.
         machine_bytes: Bytes of memory; by default the machine's.
+        agreement: Measures what work costs on a GPU.
     """
 
     def __init__(
@@ -109,8 +104,9 @@ class Memory:
         microbatch_tokens: int | None = None,
         activation_bytes: int | None = None,
         machine_bytes: int | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
-        self._device = device
+        self._device, self._agreement = device, agreement or Agreement()
         self._microbatch_tokens, self._activation_bytes = microbatch_tokens, activation_bytes
         # Rounded down to a power of two, so that a few bytes more or less for the kernel change no plan.
         self._machine_bytes = machine_bytes or 1 << (machine_memory().bit_length() - 1)
@@ -119,15 +115,13 @@ class Memory:
         self._image_bytes: dict[bytes, float] = {}
         self._costs: dict[str, Costs] = {}
         self._shares: dict[bytes, float] = {}
-        self._free_bytes = 0
-        self._free_until = 0.0
 
     @property
     def most(self) -> Budget:
         """Maximum budget of an operation."""
         return MOST[self._device.type]
 
-    def budget(self, run: MemoryUser, longest: int = 0) -> Budget:
+    def budget(self, run: MemoryUser, longest: int = 0, free_bytes: int = 0) -> Budget:
         """Budget of an operation of this run.
 
         It gives a third of the available bytes each to the micro-batch, to kept graphs, and to logits and reserve. A
@@ -135,17 +129,18 @@ class Memory:
 
         Args:
             longest: Tokens of the operation's longest row.
+            free_bytes: Free memory of a GPU; on a CPU nothing depends on it.
         """
         if self._device.type != "cpu":
-            return self._computed(run, longest)
+            return self._computed(run, longest, free_bytes)
         if run.policy not in self._budgets:  # on a CPU it depends on nothing that changes
-            self._budgets[run.policy] = self._computed(run, longest)
+            self._budgets[run.policy] = self._computed(run, longest, free_bytes)
         return self._budgets[run.policy]
 
-    def _computed(self, run: MemoryUser, longest: int) -> Budget:
+    def _computed(self, run: MemoryUser, longest: int, free_bytes: int) -> Budget:
         most, kind = self.most, _kind(run)
         tokens, activations = self._microbatch_tokens, self._activation_bytes
-        room = self._room(run) * self._shares.get(kind, 1.0) / 3
+        room = self._room(run, free_bytes) * self._shares.get(kind, 1.0) / 3
         facts = run.policy.facts
         kept = min(int(room / 4 / KEPT_BYTES), max(most.kept_logits, facts.num_parameters // 4))
         self.measure(run)
@@ -201,7 +196,7 @@ class Memory:
         return measured_image_bytes(run.policy, recompute=run.config.gradient_checkpointing)
 
     def _measured_costs(self, run: MemoryUser) -> Costs:
-        return measured_costs(run.policy)
+        return measured_costs(run.policy, self._agreement)
 
     def _beyond(self, run: MemoryUser, tokens: int, device_bytes: float) -> Activations:
         """What becomes of the activations of a row of so many tokens that cannot be kept on the device."""
@@ -227,16 +222,12 @@ class Memory:
         frozen = self._device.type == "cpu" and not run.policy.trains_output_head
         return FROZEN_TOKENS if frozen else LEAST_TOKENS
 
-    def _room(self, run: MemoryUser) -> float:
+    def _room(self, run: MemoryUser, free_bytes: int) -> float:
         if self._device.type == "cpu":
             return self._machine_bytes / 2
-        if time.monotonic() >= self._free_until:
-            free, _ = torch.cuda.mem_get_info(self._device)
-            unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-            self._free_bytes, self._free_until = free + unused, time.monotonic() + FRESH_S
         # An operation's float32 gradients, and before the run's first step also accumulated ones and two moments.
         copies = 1 if run.step else 4
-        return max(0.9 * self._free_bytes - 4.0 * copies * run.policy.num_trainable_parameters, 0.0)
+        return max(0.9 * free_bytes - 4.0 * copies * run.policy.num_trainable_parameters, 0.0)
 
 
 class ActivationMeter(torch.autograd.graph.saved_tensors_hooks):
@@ -334,36 +325,3 @@ def _kind(run: MemoryUser) -> bytes:
     lora.CopyFrom(run.config.lora)
     lora.ClearField("alpha")
     return f"{config.base_model}\0{config.gradient_checkpointing}\0".encode() + lora.SerializeToString()
-
-
-def machine_memory() -> int:
-    """Bytes of the machine's memory, or of the control group's limit if that is lower."""
-    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_group_limits()])
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # not Linux: peak memory instead, in KiB
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _group_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """Limits of this process's control group and its ancestors, versions 1 and 2."""
-    try:
-        lines = groups.read_text().splitlines()
-    except OSError:  # not Linux
-        return
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        if controllers not in ("", "memory") and "memory" not in controllers.split(","):
-            continue
-        top = root / "memory" if controllers else root
-        file = "memory.limit_in_bytes" if controllers else "memory.max"
-        own = top / name.lstrip("/")
-        for folder in (own, *own.parents):
-            with contextlib.suppress(OSError, ValueError):  # no such folder in this container, or "max"
-                yield int((folder / file).read_text())
-            if folder == top:
-                break

@@ -289,5 +289,5 @@ class _Planned(Memory):
         # Not known here. A forward is cheaper than copying all activations on every GPU and bus that there are.
         return Costs(forward_s=0.0, copy_rate=1.0)
 
-    def _room(self, run: MemoryUser) -> float:
-        return super()._room(run) if self._unused_bytes is None else USABLE * self._unused_bytes
+    def _room(self, run: MemoryUser, free_bytes: int) -> float:
+        return super()._room(run, free_bytes) if self._unused_bytes is None else USABLE * self._unused_bytes

@@ -33,8 +33,8 @@ from gradwire_server.engine.state.packed import Packed, PackedLayout
 logger = logging.getLogger(__name__)
 
 PLACES = ("device", "host", "disk")
-RETRY_S = 60.0
-"""Seconds for which nothing is written after the disk has refused a file."""
+RETRY_MOVES = 64
+"""Moves to host memory for which nothing is written after the disk has refused a file."""
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Residency:
         self._held = {place: Held() for place in PLACES}
         self._lock = threading.Condition()
         self._mover = ThreadPoolExecutor(1, "run-mover")
-        self._no_writes_until = 0.0
+        self._moves_until_retry = 0
         self.moves = {kind: Moves() for kind in ("to_host", "to_device", "to_disk", "from_disk")}
         self.read_ahead = 0
         self.waited_s = 0.0
@@ -255,7 +255,10 @@ class Residency:
     def _trim_host(self) -> None:
         """Begin to write the least recently used runs in host memory that exceed its budget."""
         excess = self._held["host"].nbytes - self._budgets["host"] - sum(each.nbytes for each in self._writing.values())
-        while excess > 0 and self._idle and time.monotonic() >= self._no_writes_until:
+        if self._moves_until_retry:
+            self._moves_until_retry -= 1
+            return
+        while excess > 0 and self._idle:
             run_id, away = self._idle.popitem(last=False)
             excess -= away.nbytes
             self._writing[run_id] = away
@@ -326,9 +329,9 @@ class Residency:
             self._folder.mkdir(parents=True, exist_ok=True)
             checksum = packed.write(self._file(away))
         except OSError as error:
-            if time.monotonic() >= self._no_writes_until:
+            if not self._moves_until_retry:
                 logger.error("runs exceed --run-host-memory, because %s cannot be written: %s", self._folder, error)
-            self._no_writes_until = time.monotonic() + RETRY_S
+            self._moves_until_retry = RETRY_MOVES
         with self._lock:
             if self._writing.get(away.run_id) is away:
                 del self._writing[away.run_id]

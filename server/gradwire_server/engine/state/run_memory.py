@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from gradwire_proto.v1 import engine_pb2, training_pb2
 
 from gradwire_server.config import TRAINED_BYTES
+from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.machine import total_memory
 from gradwire_server.engine.model.adapters.lora_settings import lora_config, only_the_head_of_tied
 from gradwire_server.engine.model.loading.pool import ModelPool
-from gradwire_server.engine.scoring.memory import machine_memory, resident_bytes
 from gradwire_server.engine.sizing.parts import master_bytes, readable, trained_bytes, weight_bytes
 
 SCORE_BYTES = 8
@@ -31,7 +31,7 @@ FLOOR_BYTES = 64 << 20
 """What an adapter or a head may take on a model of any size."""
 
 
-def check_memory(pool: ModelPool, create: engine_pb2.EngineCreateRun) -> None:
+def check_memory(pool: ModelPool, create: engine_pb2.EngineCreateRun, agreement: Agreement) -> None:
     """Check that a new run fits, before it is made.
 
     Raises:
@@ -66,7 +66,7 @@ def check_memory(pool: ModelPool, create: engine_pb2.EngineCreateRun) -> None:
         needed += own_bytes
     fields = ", ".join(field for field, *_ in needs) or "base_model"
     _check_share(pool, create, needed, fields)
-    free = free_memory(pool.device)
+    free = agreement.free_memory(pool.device)
     at_once = needed
     if not config.HasField("lora"):  # gradients and moments come with the first step, which some runs never take
         at_once -= facts.num_parameters * (trained - pool.dtype.itemsize - master_bytes(pool.dtype))
@@ -144,24 +144,3 @@ def _counted(pool: ModelPool, name: str, target_modules: tuple[str, ...]) -> int
     except ValueError:
         return 0
     return sum(each.numel() for part, each in adapted.named_parameters() if "lora_" in part)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that may be allocated at present."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    available = [line.split()[1] for line in _read("/proc/meminfo").splitlines() if line.startswith("MemAvailable:")]
-    return min([machine_memory() - resident_bytes(), *(int(kib) << 10 for kib in available)])
-
-
-def total_memory(device: torch.device) -> int:
-    """Bytes of a device's memory; of the machine's, for the CPU."""
-    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else machine_memory()
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:  # not Linux
-        return ""

@@ -23,7 +23,7 @@ from gradwire_losses.batch import sent
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from gradwire_server.engine.failures import is_out_of_memory
+from gradwire_server.engine.agreement import Agreement, Failure
 from gradwire_server.engine.model.attention.masked import MaskedSegments, QuerySegment
 from gradwire_server.engine.model.attention.paged import PAGE, PagedDecode, PagedPrefill, PageStore, RowLists
 from gradwire_server.engine.model.packing import Packing, lay_out
@@ -283,26 +283,33 @@ def _is_plain(layer: Any) -> bool:
 
 
 @torch.no_grad()
-def fits_pages(policy: Policy) -> bool:
+def fits_pages(policy: Policy, agreement: Agreement) -> bool:
     """Whether a model's own cache has plain keys and values, and pages in its place give the same states."""
     trunk, facts = policy.split_model.trunk, policy.facts
     if facts.context_length < 4 or policy.split_model.packing is Packing.PADDED:
         return False
     count = min(facts.context_length, PAGE + 3)
     ids = (torch.arange(count) + 1) % facts.vocab_size
-    try:
+
+    def states() -> tuple[Tensor, Tensor] | None:
         expected = trunk(input_ids=sent(ids[None], policy.device), use_cache=True)
         cache: Any = expected.past_key_values
         if type(cache) is not DynamicCache or not all(map(_is_plain, cache.layers)):
-            return False
+            return None
         pages, tokens = Pages(), ids.numpy()
         pages.prefill([policy] * 2, [tokens[:-1].tolist(), tokens[:1].tolist()], np.arange(2))
-        found = pages.decode([policy] * 2, tokens[[-1, 1]], np.array([count - 1, 1]))
-    except Exception as error:  # an architecture may do anything with keywords that it does not know
-        if is_out_of_memory(error):
-            raise
+        decoded = pages.decode([policy] * 2, tokens[[-1, 1]], np.array([count - 1, 1]))
+        return decoded.float(), expected.last_hidden_state[0, [count - 1, 1]].float()
+
+    compared = agreement.attempt(states)
+    if isinstance(compared, Failure):  # an architecture may do anything with keywords that it does not know
+        if compared.out_of_memory:
+            raise compared.error
+        error = compared.error
         logger.info("%s keeps a cache of its own: %s: %s", facts.name, type(error).__name__, error)
         return False
-    wanted = expected.last_hidden_state[0, [count - 1, 1]].float()
+    if compared is None:
+        return False
+    found, wanted = compared
     tolerance = 1e-3 if policy.split_model.dtype in (torch.float32, torch.float64) else 5e-2
-    return bool((found.float() - wanted).abs().max() <= tolerance * (1 + wanted.abs().max()))
+    return bool((found - wanted).abs().max() <= tolerance * (1 + wanted.abs().max()))

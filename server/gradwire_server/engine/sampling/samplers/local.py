@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from gradwire_proto.v1 import training_pb2
 
+from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.split_model import SplitModel
@@ -51,6 +52,7 @@ class LocalSampler:
     """Sample on the engine's own weights. Batches take turns.
 
     Args:
+        agreement: Tells whether a step failed.
         cache_tokens: Maximum tokens of a batch's key-value cache, including room for tokens to come.
         logits_elements: Maximum entries of ``[R, V]`` at a time.
         kept_bytes: Maximum bytes of keys and values to keep of a batch whose requests are done, for prompts that begin
@@ -59,8 +61,14 @@ class LocalSampler:
     """
 
     def __init__(
-        self, cache_tokens: int = 1 << 16, logits_elements: int = 1 << 25, kept_bytes: int = 128 << 20
+        self,
+        agreement: Agreement | None = None,
+        *,
+        cache_tokens: int = 1 << 16,
+        logits_elements: int = 1 << 25,
+        kept_bytes: int = 128 << 20,
     ) -> None:
+        self._agreement = agreement or Agreement()
         self._cache_tokens = cache_tokens
         self._logits_elements = logits_elements
         self._uniforms = Uniforms()
@@ -100,7 +108,8 @@ class LocalSampler:
         if key not in self._batches:
             rows = max(1, self._logits_elements // policy.facts.vocab_size)
             self._owners[key] = split_model if mixed else policy
-            self._batches[key] = Batch(split_model, self._values(policy, key), self._cache_tokens, rows, self._uniforms)
+            values = self._values(policy, key)
+            self._batches[key] = Batch(split_model, values, self._cache_tokens, rows, self._uniforms, self._agreement)
         self._batches[key].add(job)
         return job
 
@@ -134,7 +143,7 @@ class LocalSampler:
     def _fits_pages(self, policy: Policy) -> bool:
         if policy.split_model not in self._fits:
             policy.activate()
-            self._fits[policy.split_model] = policy.compute(lambda: fits_pages(policy))
+            self._fits[policy.split_model] = policy.compute(lambda: fits_pages(policy, self._agreement))
         return self._fits[policy.split_model]
 
     def _values(self, policy: Policy, key: _Key) -> Callable[[], KeyValues]:

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from gradwire_proto.v1 import training_pb2
 
+from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.failures import is_fatal
 from gradwire_server.engine.generators import preserved_rng
@@ -47,6 +48,7 @@ class VllmSampler:
 
     Args:
         pool: The base models.
+        agreement: Tells whether a step of the local sampler failed.
         max_rank: Maximum rank of adapters.
         max_adapters: Maximum number of adapters in one batch of vLLM.
         memory_share: Share of the GPU's memory, from 0 to 1, that vLLM reserves permanently for each base model.
@@ -56,7 +58,13 @@ class VllmSampler:
     """
 
     def __init__(
-        self, pool: ModelPool, *, max_rank: int = 64, max_adapters: int = 8, memory_share: float = 0.35
+        self,
+        pool: ModelPool,
+        agreement: Agreement | None = None,
+        *,
+        max_rank: int = 64,
+        max_adapters: int = 8,
+        memory_share: float = 0.35,
     ) -> None:
         # In this process, so that vLLM ends with it and runs only when stepped.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -70,7 +78,7 @@ class VllmSampler:
             ) from error
         self._pool = pool
         self._max_rank, self._max_adapters, self._memory_share = max_rank, max_adapters, memory_share
-        self._local = LocalSampler()
+        self._local = LocalSampler(agreement)
         self._served: dict[str, _Served] = {}
         self._locals_turn = False
 

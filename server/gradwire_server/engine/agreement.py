@@ -1,0 +1,120 @@
+"""What the processes of an engine agree on while they execute a decision.
+
+A decision (:mod:`.operations.decisions`) holds everything that can be known before its execution. What cannot goes
+through one object, which is handed to whoever executes: whether an operation was cancelled or is late, how much memory
+is free, how long work takes, and whether a piece of work failed or ran out of memory. In an engine of one process, each
+is what this process sees.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from gradwire_proto.v1 import engine_pb2, training_pb2
+
+from gradwire_server.engine import machine
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.failures import is_fatal, is_out_of_memory
+from gradwire_server.engine_link.crash_marks import CrashMarks
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error that all processes agree on. ``out_of_memory``: a smaller attempt may succeed."""
+
+    error: Exception
+    out_of_memory: bool
+
+
+class Agreement:
+    """The agreement of an engine of one process, and the base of those of several.
+
+    Args:
+        marks: The page on which the front withdraws and stops requests; None without a front.
+    """
+
+    def __init__(self, marks: CrashMarks | None = None) -> None:
+        self._marks = marks
+
+    def begin(self, request_ids: Sequence[int]) -> list[bool]:
+        """Mark requests as begun, for a decision: the first, and the others as far as there is room for marks.
+
+        Returns:
+            For each request that the decision may hold, whether it begins; False if the front has withdrawn it.
+        """
+        return [True] * len(request_ids) if self._marks is None else self._marks.begin(request_ids)
+
+    def check(self, request: engine_pb2.EngineRequest) -> None:
+        """Check that a begun request is to be executed further; called between micro-batches and between tokens.
+
+        Raises:
+            OperationError: CANCELLED if the front has asked to stop it, DEADLINE_EXCEEDED.
+        """
+        asked = request.operation
+        if self._marks is not None and self._marks.stops(request.id):
+            raise OperationError(
+                training_pb2.ERROR_CODE_CANCELLED,
+                f"operation {asked.seq} was cancelled while it was executed; the run is as it was before it",
+            )
+        if 0 < asked.deadline < time.time():
+            raise OperationError(
+                training_pb2.ERROR_CODE_DEADLINE_EXCEEDED,
+                f"operation {asked.seq} was not done when its timeout was over; the run is as it was before it",
+                field="timeout",
+            )
+
+    def free_memory(self, device: torch.device) -> int:
+        """Bytes that each process may allocate at present."""
+        return machine.free_memory(device)
+
+    def seconds_on(self, device: torch.device, work: Callable[[], object]) -> float:
+        """Seconds of work on a GPU, measured to choose by."""
+        return machine.seconds_on(device, work)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Execute the body in every process: what one of them raises, all raise at its end. May be nested."""
+        return nullcontext()
+
+    def attempt(self, work: Callable[[], T]) -> T | Failure:
+        """Do work in every process, which may fail; where memory ran out, what the work held is freed.
+
+        Raises:
+            Exception: The error, if the process cannot continue after it.
+        """
+        found: list[T] = []
+        try:
+            with self.together():
+                found.append(work())
+            return found[0]
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            failure = Failure(error, is_out_of_memory(error))
+        if failure.out_of_memory:  # outside the handler, because the traceback keeps the computed tensors alive
+            failure.error.__traceback__ = None
+            found.clear()
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        return failure
+
+    def unless_out_of_memory(self, work: Callable[[], T], *, alone: bool = False) -> T | None:
+        """Return the work's result, or None if memory ran out in any process; then what the work held is freed.
+
+        Args:
+            alone: The work cannot be made smaller, so running out of memory raises.
+        """
+        found = self.attempt(work)
+        if not isinstance(found, Failure):
+            return found
+        if alone or not found.out_of_memory:
+            raise found.error
+        return None

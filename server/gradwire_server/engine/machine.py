@@ -1,0 +1,81 @@
+"""Readings of the machine by this process: its memory, how much of that is free, and how long work takes.
+
+``machine_memory`` and ``total_memory`` do not change. The others do, and from one process to another: what is chosen by
+them is chosen in :mod:`.operations.decisions` or by an :class:`.agreement.Agreement`, and everything else only reports
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of a device's memory; of the machine's, for the CPU."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else machine_memory()
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that may be allocated at present."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    available = [line.split()[1] for line in _read("/proc/meminfo").splitlines() if line.startswith("MemAvailable:")]
+    return min([machine_memory() - resident_bytes(), *(int(kib) << 10 for kib in available)])
+
+
+def seconds_on(device: torch.device, work: Callable[[], object]) -> float:
+    """Seconds of work on a GPU, after a first time that does not count."""
+    work()
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    work()
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def machine_memory() -> int:
+    """Bytes of the machine's memory, or of the control group's limit if that is lower."""
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_group_limits()])
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not Linux: peak memory instead, in KiB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _group_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """Limits of this process's control group and its ancestors, versions 1 and 2."""
+    try:
+        lines = groups.read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers not in ("", "memory") and "memory" not in controllers.split(","):
+            continue
+        top = root / "memory" if controllers else root
+        file = "memory.limit_in_bytes" if controllers else "memory.max"
+        own = top / name.lstrip("/")
+        for folder in (own, *own.parents):
+            with contextlib.suppress(OSError, ValueError):  # no such folder in this container, or "max"
+                yield int((folder / file).read_text())
+            if folder == top:
+                break
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:  # not Linux
+        return ""

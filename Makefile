@@ -95,12 +95,12 @@ test-faults: setup
 	GRADWIRE_SEED=$${GRADWIRE_SEED:-random} $(BIN)/python -m pytest tests/faults -m "faults or not faults" -s
 	GRADWIRE_SEED=$${GRADWIRE_SEED:-random} $(BIN)/python -m pytest tests/server -m faults -s
 
-# The table of docs/performance.md, 15 minutes on an idle machine; `make bench ARGS=--write-docs` writes it there.
+# The table of benchmarks/README.md, 15 minutes on an idle machine; `make bench ARGS=--write-docs` writes it there.
 bench: setup .venv-parity/.installed .venv-sb3/.installed .venv-tinker/.installed
 	$(BIN)/python -m benchmarks $(ARGS)
 
 # Against TuFT, SkyRL and a bare peft loop by turns, 8 minutes on an idle machine; `ARGS=--write-docs` writes the table
-# into docs/performance.md. Each server and its SDK are in an environment of their own.
+# into benchmarks/README.md. Each server and its SDK are in an environment of their own.
 rivals: setup .venv-tinker/.installed .venv-tuft/.installed .venv-skyrl/.installed
 	$(BIN)/python -m benchmarks.rivals $(ARGS)
 

@@ -4,7 +4,7 @@
 
 Each row is a module that also runs alone, in its own process here, so that a row that fails or takes too long does not
 affect the others. ``--long`` runs the rows that take many minutes each, instead of the others. Figures go to a JSON
-file with the machine's description; ``--write-docs`` puts the table into ``docs/performance.md``."""
+file with the machine's description; ``--write-docs`` puts the table into ``benchmarks/README.md``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from benchmarks import ROOT, machine
 from benchmarks.other_side import WAITING
 from benchmarks.report import Figure, show
 
-DOCS = ROOT / "docs/performance.md"
+DOCS = ROOT / "benchmarks/README.md"
 BEGIN, END = "<!-- figures: begin (python -m benchmarks --write-docs) -->", "<!-- figures: end -->"
 LONG_BEGIN = "<!-- long rows: begin (python -m benchmarks --long --write-docs) -->"
 LONG_END = "<!-- long rows: end -->"

@@ -3,7 +3,7 @@
     python -m benchmarks.rivals [--rival NAME …] [--only WORK …] [--repeats 5] [--smoke] [--json FILE] [--write-docs]
 
 A rival that fails or whose environment is missing is a line of the table that says why. ``--write-docs`` puts the table
-into ``docs/performance.md``."""
+into ``benchmarks/README.md``."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def test_a_figure_says_whether_it_was_reached() -> None:
 
 
 def test_the_page_has_a_place_for_the_table() -> None:
-    page = (ROOT / "docs/performance.md").read_text()
+    page = (ROOT / "benchmarks/README.md").read_text()
     assert page.count(BEGIN) == page.count(END) == page.count(LONG_BEGIN) == page.count(LONG_END) == 1
     table = markdown([Figure("speed", 2.0, "x", 1.9, detail="d")], {"memory": "why"}, "a machine", 5)
     assert "| speed | 2.00 x | ≥ 1.9 | reached | d |" in table

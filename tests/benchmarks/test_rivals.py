@@ -79,5 +79,5 @@ def test_a_ratio_is_theirs_to_ours_and_a_loops_ours_to_its() -> None:
 
 
 def test_the_page_has_a_place_for_the_rivals() -> None:
-    page = (ROOT / "docs/performance.md").read_text()
+    page = (ROOT / "benchmarks/README.md").read_text()
     assert page.count(BEGIN) == page.count(END) == 1

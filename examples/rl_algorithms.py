@@ -10,7 +10,7 @@ algorithm is told no more than whether an answer was right. A seed draws the tas
 pupils, and the rollouts.
 
 Prints a table, writes the curves as `curves.svg` and each training's numbers as JSONL under --output, and ends with 1
-if a training did not raise its held-out success. --write-docs puts table and curves into docs/rl_results.md.
+if a training did not raise its held-out success. --write-docs puts table and curves into docs/rl.md.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def write_docs(trainings: Sequence[Training], tasks: Sequence[str]) -> None:
     """Replace the rows of these tasks in the page's table, and draw a picture of each task."""
     for task in tasks:
         draw([each for each in trainings if each.task == task], DOCS / f"rl_curves_{task}.svg")
-    before, begin, rest = (DOCS / "rl_results.md").read_text().partition(BEGIN)
+    before, begin, rest = (DOCS / "rl.md").read_text().partition(BEGIN)
     old, end, after = rest.partition(END)
     head, *lines = table(trainings).splitlines()
     kept = [
@@ -239,7 +239,7 @@ def write_docs(trainings: Sequence[Training], tasks: Sequence[str]) -> None:
     ]
     order = list(SETTINGS)
     rows = sorted([*kept, *lines[1:]], key=lambda line: order.index(line.split(" ")[1]))
-    (DOCS / "rl_results.md").write_text("\n".join([f"{before}{begin}", head, lines[0], *rows, f"{end}{after}"]))
+    (DOCS / "rl.md").write_text("\n".join([f"{before}{begin}", head, lines[0], *rows, f"{end}{after}"]))
 
 
 def main() -> int:

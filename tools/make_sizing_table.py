@@ -1,4 +1,4 @@
-"""Write the table of ``docs/sizing.md``: what trains models of 0.6 to 70 billion parameters on GPUs of four sizes.
+"""Write the table of ``docs/memory.md``: what trains models of 0.6 to 70 billion parameters on GPUs of four sizes.
 
     python tools/make_sizing_table.py [--check] [MODEL ...]
 
@@ -22,7 +22,7 @@ from gradwire_server.engine.sizing.estimate import USABLE, Device, Workload, est
 from gradwire_server.engine.sizing.parts import GIB
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
-PAGE = Path(__file__).parents[1] / "docs/sizing.md"
+PAGE = Path(__file__).parents[1] / "docs/memory.md"
 BEGIN, END = "<!-- table: begin (python tools/make_sizing_table.py) -->", "<!-- table: end -->"
 DEVICES = (24, 48, 80, 141)
 TOKENS = 4096

@@ -55,10 +55,12 @@ async def test_the_code_of_a_page_runs(
             await waiting
 
 
-@pytest.mark.parametrize("program", ["rl_fifteen_lines.py", "rl_agent_fifty_lines.py"])
-def test_the_readme_shows_the_program_that_is_tested(program: str) -> None:
+@pytest.mark.parametrize(
+    ("page", "program"), [("README.md", "rl_fifteen_lines.py"), ("docs/rl.md", "rl_agent_fifty_lines.py")]
+)
+def test_a_page_shows_the_program_that_is_tested(page: str, program: str) -> None:
     source = (ROOT / "examples" / program).read_text()
-    assert source in [block for _, block in blocks(ROOT / "README.md")]
+    assert source in [block for _, block in blocks(ROOT / page)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

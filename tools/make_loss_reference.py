@@ -27,6 +27,9 @@ sequence is never scored. A per-token field may also have one entry per *scored*
 A batch with `target_tokens` uses Tinker's convention instead: nothing is shifted, and entry t of every field belongs to
 the prediction made after reading `input_ids[..t]`.
 
+"Of the whole batch it takes ..." names a statistic that the loss takes of its batch, and when: there, several calls
+before a step are not one batch, unless all but the last have `accumulate=True`.
+
 Every per-token loss takes `reduction`, which defines how the loss is averaged over the whole accumulation, however
 it is split into calls:
 
@@ -145,6 +148,8 @@ def _section(spec: LossSpec, rows: Mapping[Row, str | None], shared: Mapping[Row
     if spec.head:
         parts.append(f'The run needs a {spec.head} head: `create_run(..., head="{spec.head}")`.\n')
     parts.append(f"```text\n{spec.formula}\n```\n")
+    if spec.whole_batch:
+        parts.append(f"Of the whole batch it takes {spec.whole_batch}.\n")
     from_above = []
     for table, header in HEADERS.items():
         own = [row.line(default) for row, default in rows.items() if row.table == table and row not in shared]

@@ -339,6 +339,8 @@ class LossInfo:
         metrics: Metric name -> description.
         layout: ``"rows"``, ``"pairs"`` or ``"groups"``.
         head: The head that a run needs: ``""``, ``"value"``, ``"reward"`` or ``"classification"``.
+        whole_batch: Which statistic of its batch the loss takes, and when; then several calls before a step are not one
+            batch, except with ``accumulate=True``. Empty: none, ever.
     """
 
     name: str
@@ -350,6 +352,7 @@ class LossInfo:
     metrics: Mapping[str, str]
     layout: str
     head: str
+    whole_batch: str = ""
 
     @staticmethod
     def from_message(loss: pb.LossInfo) -> LossInfo:
@@ -363,4 +366,5 @@ class LossInfo:
             metrics={name: loss.metrics[name] for name in sorted(loss.metrics)},
             layout=loss.layout,
             head=loss.head,
+            whole_batch=loss.whole_batch,
         )

@@ -150,6 +150,7 @@ class ValueConfig(AdvantageConfig):
     reference="Schulman et al. 2016 (arXiv 1506.02438); value clip: Schulman et al. 2017 (arXiv 1707.06347)",
     formula="1/T sum_t 1/2 max((v_t - R_t)^2, (clip(v_t, v_old - eps, v_old + eps) - R_t)^2)",
     streams=lambda config, present: not config.whiten_rewards,
+    whole_batch="variance of the rewards, with whiten_rewards",
     head="value",
 )
 def value_only(batch: Batch, scores: Scores, config: ValueConfig) -> LossOutput:

@@ -256,6 +256,7 @@ def _scores(config: DPOConfig, present: frozenset[str]) -> frozenset[ScoreName]:
     "e = label_smoothing, s the logistic function:\n"
     + "\n".join(f"{kind}: {text}" for kind, (text, _) in LOSS_TYPES.items()),
     streams=lambda config, present: not any(kind.startswith("aot") for kind in config.loss_types),
+    whole_batch='the order of the batch\'s log-ratios, with loss_type "aot" or "aot_unpaired"',
 )
 def dpo(batch: Batch, scores: Scores, config: DPOConfig) -> LossOutput:
     """Raises the likelihood of chosen responses over rejected ones, relative to a reference; a mean over pairs.

@@ -17,7 +17,14 @@ from gradwire_losses.advantages import at_last_token, gigpo_advantages, gigpo_st
 from gradwire_losses.batch import Batch, BatchError, Scores, beside, segment_ids, segment_sum
 from gradwire_losses.fields import GROUP_POLICY_FIELDS, SAMPLE_TOKENS, sample_field
 from gradwire_losses.group_config import GRPOConfig
-from gradwire_losses.grpo import GRPO_METRICS, group_objective, grpo_scores, needs_whole_batch, reward_advantages
+from gradwire_losses.grpo import (
+    COMPARED_TOKENS,
+    GRPO_METRICS,
+    group_objective,
+    grpo_scores,
+    needs_whole_batch,
+    reward_advantages,
+)
 from gradwire_losses.outputs import LossOutput, Mean
 from gradwire_losses.registry import FieldSpec, register_loss
 
@@ -66,6 +73,7 @@ class GiGPOConfig(GRPOConfig):
     reference="Feng et al. 2025, Group-in-Group Policy Optimization (arXiv 2505.10978)",
     formula="GRPO with A_t = A_episode + omega A_step, A_step of the steps' returns, within task and state",
     streams=lambda config, present: not needs_whole_batch(config),
+    whole_batch=COMPARED_TOKENS,
 )
 def gigpo(batch: Batch, scores: Scores, config: GiGPOConfig) -> LossOutput:
     """GRPO with a second advantage: a step's discounted return relative to other steps from the same state of the task.

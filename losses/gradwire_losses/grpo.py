@@ -65,6 +65,16 @@ def needs_whole_batch(config: GRPOConfig) -> bool:
     return config.top_entropy_quantile < 1 or config.surrogate in ("clip_cov", "kl_cov")
 
 
+COMPARED_TOKENS = (
+    'the entropy\'s quantile, with top_entropy_quantile; covariances over tokens, with surrogate "clip_cov" or "kl_cov"'
+)
+GRPO_WHOLE_BATCH = (
+    'unless the batch has advantages, their mean and variance, with whiten_advantages or scale_rewards="batch", or the '
+    f"share of them that counts, with advantage_scale; {COMPARED_TOKENS}"
+)
+"""When losses over groups do not stream, for ``whole_batch``."""
+
+
 def grpo_streams(config: GRPOConfig, present: frozenset[str]) -> bool:
     own = "advantages" not in present and (config.scale_rewards == "batch" or config.whiten_advantages)
     whole = config.advantage_scale is not None and "advantages" not in present
@@ -82,6 +92,7 @@ def grpo_streams(config: GRPOConfig, present: frozenset[str]) -> bool:
     formula="1/S sum_i 1/|o_i| sum_t [max(-r_it A_i, -clip(r_it, 1-eps, 1+eps) A_i) + beta KL_it], "
     "A_i = (R_i - mean_group R) / (std_group R + 1e-4)",
     streams=grpo_streams,
+    whole_batch=GRPO_WHOLE_BATCH,
 )
 def grpo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
     """Clipped surrogate whose advantage is a response's reward relative to the other responses to its prompt.

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from gradwire_losses.batch import Batch, Scores
 from gradwire_losses.fields import GROUP_POLICY_FIELDS
 from gradwire_losses.group_config import GRPOConfig
-from gradwire_losses.grpo import GRPO_METRICS, grpo, grpo_scores, grpo_streams
+from gradwire_losses.grpo import GRPO_METRICS, GRPO_WHOLE_BATCH, grpo, grpo_scores, grpo_streams
 from gradwire_losses.outputs import LossOutput
 from gradwire_losses.registry import register_loss
 
@@ -25,6 +25,7 @@ variant = partial(
     scores=grpo_scores,
     metrics=GRPO_METRICS,
     streams=grpo_streams,
+    whole_batch=GRPO_WHOLE_BATCH,
 )
 
 

@@ -129,6 +129,12 @@ PPO_METRICS = {
 }
 
 
+PPO_WHOLE_BATCH = (
+    "mean and variance of the advantages, with whiten_advantages, unless the batch has advantages; variance of the "
+    "rewards, with whiten_rewards"
+)
+
+
 def ppo_streams(config: PPOConfig, present: frozenset[str]) -> bool:
     return not (config.whiten_rewards or (config.whiten_advantages and "advantages" not in present))
 
@@ -154,6 +160,7 @@ def ppo_scores(config: PPOConfig, present: frozenset[str]) -> frozenset[ScoreNam
     formula="1/T sum_t [max(-r_t A_t, -clip(r_t, 1-eps, 1+eps) A_t) + c_v/2 max((v_t-R_t)^2, (clip(v_t)-R_t)^2) "
     "- c_e H_t + beta KL_t]",
     streams=ppo_streams,
+    whole_batch=PPO_WHOLE_BATCH,
 )
 def enhanced_ppo(batch: Batch, scores: Scores, config: PPOConfig) -> LossOutput:
     """Clipped surrogate with a critic, generalised advantage estimation, an entropy bonus and KL to a reference.
@@ -260,6 +267,7 @@ class ConservativePPOConfig(PPOConfig):
     reference="Schulman et al. 2017 (arXiv 1707.06347), with a quadratic penalty outside a trust region",
     formula="PPO + c max(0, KL - KL_max)^2, KL the mean over the batch's tokens",
     streams=False,
+    whole_batch=f"the KL that its penalty is of; {PPO_WHOLE_BATCH}",
 )
 def conservative_ppo(batch: Batch, scores: Scores, config: ConservativePPOConfig) -> LossOutput:
     """PPO with a penalty on the batch's KL: nothing up to a bound, and the square of the excess beyond it.

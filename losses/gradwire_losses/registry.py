@@ -171,6 +171,8 @@ class LossSpec:
         streams: ``(config, names of the fields present) -> bool``: whether merging the outputs over any partition of
             the examples gives the output of the whole (terms add up in sum and count, metrics merge). A loss that
             needs the whole batch at once (whitening, a penalty on the batch's KL) returns False.
+        whole_batch: Which statistic of its batch the loss takes, and when: the cases in which ``streams`` is False, in
+            words; empty if there are none.
         head: The head a run must have: ``""``, ``"value"``, ``"reward"`` or ``"classification"``; ``""`` if the
             loss works without a head.
     """
@@ -185,6 +187,7 @@ class LossSpec:
     reference: str
     formula: str
     streams: Callable[[Any, frozenset[str]], bool]
+    whole_batch: str = ""
     head: HeadName = ""
     optional_scores: frozenset[ScoreName] = frozenset()
     hints: Mapping[str, Range] = field(default_factory=dict)
@@ -209,6 +212,7 @@ def register_loss(
     reference: str,
     formula: str,
     streams: bool | Callable[[Any, frozenset[str]], bool] = False,
+    whole_batch: str = "",
     head: HeadName = "",
     optional_scores: Sequence[ScoreName] = (),
     hints: Mapping[str, Range] | None = None,
@@ -233,6 +237,7 @@ def register_loss(
             reference=reference,
             formula=formula,
             streams=streams if callable(streams) else lambda config, present: streams,
+            whole_batch=whole_batch or ("" if streams else "whatever its function takes from all rows"),
             head=head,
             optional_scores=frozenset(optional_scores),
             hints=dict(hints or {}),

@@ -79,6 +79,9 @@ def _scores(config: ReinforceConfig, present: frozenset[str]) -> frozenset[Score
     return frozenset(needed | {"ref_logprobs"} if computed_by_engine(config, present) else needed)
 
 
+WHOLE_BATCH = "mean and variance of the advantages, with whiten_advantages"
+
+
 def _streams(config: ReinforceConfig, present: frozenset[str]) -> bool:
     return not config.whiten_advantages
 
@@ -129,6 +132,7 @@ def _objective(
     reference="Williams 1992, Simple Statistical Gradient-Following Algorithms",
     formula="-1/S sum_i sum_t (G_it - b) log p_it, G_t = sum_u>=t gamma^(u-t) r_u",
     streams=_streams,
+    whole_batch=WHOLE_BATCH,
 )
 def reinforce(batch: Batch, scores: Scores, config: ReinforceConfig) -> LossOutput:
     """The policy gradient: each token's log-probability weighted by its rewards to go.
@@ -151,6 +155,7 @@ def reinforce(batch: Batch, scores: Scores, config: ReinforceConfig) -> LossOutp
     reference="Li et al. 2023, ReMax (arXiv 2310.10505)",
     formula="-1/S sum_i sum_t (G_it - R_greedy) log p_it",
     streams=_streams,
+    whole_batch=WHOLE_BATCH,
 )
 def remax(batch: Batch, scores: Scores, config: ReinforceConfig) -> LossOutput:
     """REINFORCE with the reward of the greedy response as the baseline."""
@@ -175,6 +180,7 @@ class ReinforcePlusPlusConfig(ReinforceConfig):
     reference="Hu et al. 2025, REINFORCE++ (arXiv 2501.03262)",
     formula="1/T sum_t max(-r_t A_t, -clip(r_t) A_t), A the returns of rewards - beta (log p_old - log ref), whitened",
     streams=_streams,
+    whole_batch=WHOLE_BATCH,
 )
 def reinforce_plus_plus(batch: Batch, scores: Scores, config: ReinforcePlusPlusConfig) -> LossOutput:
     """PPO without a critic: returns with a KL in every token's reward, whitened over the batch, and a clipped ratio."""

@@ -140,6 +140,7 @@ def _scores(config: ReferenceConfig, present: frozenset[str]) -> frozenset[Score
     formula="1/S sum w_good (1 - s(b (r - z))) or w_bad (1 - s(b (z - r))), "
     "z = max(0, mean r of mismatched), no gradient",
     streams=lambda config, present: config.loss_type == "apo_zero_unpaired",
+    whole_batch='z, the mean over mismatched responses, with loss_type "kto"',
 )
 def kto(batch: Batch, scores: Scores, config: KTOConfig) -> LossOutput:
     """Raises good responses above the reference and lowers bad ones, relative to the overall distance z from it.
@@ -179,6 +180,7 @@ def kto(batch: Batch, scores: Scores, config: KTOConfig) -> LossOutput:
     reference="Jung et al. 2024, Binary Classifier Optimization (arXiv 2404.04656); delta: TRL",
     formula="-1/S sum log s(b r - delta) of good, log s(delta - b r) of bad responses; delta = mean b r, no gradient",
     streams=lambda config, present: config.delta is not None,
+    whole_batch="delta, the mean reward, unless delta is given",
 )
 def bco(batch: Batch, scores: Scores, config: BCOConfig) -> LossOutput:
     """Classifies responses as good or bad by their implicit reward, shifted by the mean reward."""

@@ -139,3 +139,65 @@ async def test_what_was_dropped_does_not_come_back_with_a_recovery(killable: Ser
         step = await service.get_training_client(run.run_id).optim_step(learning_rate=0.0)
         assert step.grad_norm == pytest.approx(expected, rel=1e-5)
         assert step.num_accumulated == 1
+
+
+def part(rows: list[list[int]], label: list[float]) -> dict[str, Any]:
+    return {"input_ids": rows, "label": label}
+
+
+PARTS = [
+    part([[4, 5, 6, 7, 8], [9, 10, 11]], [1, 0]),
+    part([[20, 21, 22, 23]], [1]),
+    part([[30, 31, 32], [7, 9]], [0, 0]),
+]
+WHOLE = {name: [entry for each in PARTS for entry in each[name]] for name in PARTS[0]}
+KWARGS = {"reference_model": "base"}
+
+
+def in_parts(run: gradwire.TrainingClient) -> list[gradwire.Future[Any]]:
+    return [
+        *(run.forward_backward(each, "bco", KWARGS, accumulate=True) for each in PARTS[:-1]),
+        run.train_step(PARTS[-1], "bco", KWARGS, learning_rate=1e-2),
+    ]
+
+
+async def test_parts_of_a_batch_outlive_the_server(killable: Server) -> None:
+    """The parts before a kill come from the journal, and the loss of the last one is that of all of them."""
+    async with gradwire.connect(killable.address, connect_timeout=120) as service:
+        calm, run = [await service.create_run("tiny", seed=7, lora={"rank": 4}) for _ in range(2)]
+        await calm.train_step(WHOLE, "bco", KWARGS, learning_rate=1e-2)
+        expected = await calm.train_step(WHOLE, "bco", KWARGS, learning_rate=1e-2)
+        await in_parts(run)[-1]
+        held = [run.forward_backward(each, "bco", KWARGS, accumulate=True) for each in PARTS[:-1]]
+        assert [(await each).loss for each in held] == [None, None]
+        killable.end(signal.SIGKILL)
+    killable.start()
+    async with gradwire.connect(killable.address, connect_timeout=120) as service:
+        again = await service.get_training_client(run.run_id)
+        last = await again.train_step(PARTS[-1], "bco", KWARGS, learning_rate=1e-2)
+        assert (last.loss, last.grad_norm, last.num_accumulated) == (expected.loss, expected.grad_norm, 1)
+
+
+async def test_a_cancelled_or_failed_part_is_no_part(service: gradwire.ServiceClient) -> None:
+    run = await service.create_run("tiny", seed=7, lora={"rank": 4})
+    alone = await run.forward_backward(PARTS[0], "bco", KWARGS)
+    await run.zero_grad()
+    with pytest.raises(gradwire.InvalidBatchError, match="99999"):
+        await run.forward_backward(part([[4, 99999]], [1]), "bco", KWARGS, accumulate=True)
+    sample = long_sample(run)
+    await cancel(run.forward_backward(PARTS[1], "bco", KWARGS, accumulate=True), sample)
+    assert (await run.forward_backward(PARTS[0], "bco", KWARGS)).loss == alone.loss
+    run.forward_backward(PARTS[1], "bco", KWARGS, accumulate=True)
+    with pytest.raises(gradwire.NothingToStepError, match="last part"):
+        await run.optim_step()
+    assert (await run.forward_backward(PARTS[0], "bco", KWARGS)).loss == alone.loss  # the step has ended both
+    await service.delete_run(run.run_id)
+
+
+async def test_a_loss_of_its_batch_says_so_before_and_after(service: gradwire.ServiceClient) -> None:
+    losses = {loss.name: loss for loss in await service.list_losses()}
+    assert "mean reward" in losses["bco"].whole_batch and not losses["causal_lm"].whole_batch
+    run = await service.create_run("tiny", seed=7, lora={"rank": 4})
+    first, second = run.forward_backward(PARTS[0], "bco", KWARGS), run.forward_backward(PARTS[1], "bco", KWARGS)
+    assert not (await first).warnings and "accumulate=True" in " ".join((await second).warnings)
+    await service.delete_run(run.run_id)

@@ -28,6 +28,7 @@ class TrainingOperations(Submitter):
         outputs: Sequence[Output] = (),
         on_nonfinite: OnNonFinite = "error",
         timeout: float | None = None,
+        accumulate: bool = False,
     ) -> Future[LossResult]:
         """Compute a loss of the batch and add its gradients to those accumulated since the last ``optim_step``.
 
@@ -44,9 +45,14 @@ class TrainingOperations(Submitter):
                 ``"skip"``: it leaves the batch out with a warning; the batch adds no gradient and its loss is NaN.
             timeout: Seconds after its acceptance by the server from which on the operation fails with
                 ``DeadlineExceededError``, whether it waits or is being executed. None for no limit.
+            accumulate: True: this is a part of a batch, and more follows. The server holds it; the next call without it
+                (or :meth:`train_step`) brings the last part, evaluates the loss once on all parts, exactly as on one
+                batch, and returns that. For losses that take a statistic of their batch (``LossInfo.whole_batch``) and
+                batches larger than one call; other losses give the same in several calls without it.
 
         Returns:
-            A future of the loss, the metrics, the outputs, the token counts and the timings in seconds.
+            A future of the loss, the metrics, the outputs, the token counts and the timings in seconds. With
+            ``accumulate`` the loss is None and the counts are 0.
 
         Errors of the future:
             InvalidBatchError: The batch breaks a rule; names the field, the row and the rule.
@@ -59,7 +65,9 @@ class TrainingOperations(Submitter):
             OutOfMemoryError: A single example does not fit the device's memory."""
 
         def build() -> Request:
-            return requests.forward_backward(self._losses, batch_data, loss_fn, loss_kwargs, outputs, on_nonfinite)
+            return requests.forward_backward(
+                self._losses, batch_data, loss_fn, loss_kwargs, outputs, on_nonfinite, accumulate
+            )
 
         return self._queue.submit("forward_backward", build, LossResult.from_wire, timeout)
 
@@ -146,7 +154,7 @@ class TrainingOperations(Submitter):
             number of accumulated operations.
 
         Errors of the future:
-            NothingToStepError: There was no ``forward_backward`` since the last step.
+            NothingToStepError: There was no ``forward_backward`` since the last step, or a last part is missing.
             InvalidArgumentError: A value is out of range.
             NonFiniteError: The gradient is NaN or infinite; weights and moments are unchanged.
         """
@@ -190,7 +198,7 @@ class TrainingOperations(Submitter):
         :meth:`optim_step`.
 
         Args:
-            batch_data: As for :meth:`forward_backward`.
+            batch_data: As for :meth:`forward_backward`; after calls with ``accumulate=True``, the last part.
             loss_fn: The name of a loss.
             loss_kwargs: Arguments of the loss.
             outputs: Per-token outputs to return.

@@ -55,9 +55,11 @@ def forward_backward(
     loss_kwargs: Mapping[str, Any] | None,
     outputs: Sequence[Output],
     on_nonfinite: OnNonFinite,
+    accumulate: bool,
 ) -> Request:
     """Build the request for a loss and its gradients."""
-    call, columns = _loss_call(losses, batch, loss_fn, loss_kwargs, outputs, skip_nonfinite=skips(on_nonfinite))
+    others = {"skip_nonfinite": skips(on_nonfinite), "accumulate": accumulate}
+    call, columns = _loss_call(losses, batch, loss_fn, loss_kwargs, outputs, **others)
     return Request.of(pb.Operation(forward_backward=call), columns)
 
 

@@ -713,6 +713,7 @@ class LossInfo(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     HEAD_FIELD_NUMBER: _builtins.int
+    WHOLE_BATCH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     summary: _builtins.str
     formula: _builtins.str
@@ -724,6 +725,8 @@ class LossInfo(_message.Message):
     """"rows", "pairs", "groups" """
     head: _builtins.str
     """the head the run must have: "", "value", "reward" or "classification" """
+    whole_batch: _builtins.str
+    """which statistic of its batch the loss takes, and when; empty: none, and so several"""
     @_builtins.property
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___LossField]: ...
     @_builtins.property
@@ -742,10 +745,11 @@ class LossInfo(_message.Message):
         metrics: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         layout: _builtins.str = ...,
         head: _builtins.str = ...,
+        whole_batch: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_schema_json", b"config_schema_json", "fields", b"fields", "formula", b"formula", "head", b"head", "layout", b"layout", "metrics", b"metrics", "name", b"name", "reference", b"reference", "summary", b"summary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_schema_json", b"config_schema_json", "fields", b"fields", "formula", b"formula", "head", b"head", "layout", b"layout", "metrics", b"metrics", "name", b"name", "reference", b"reference", "summary", b"summary", "whole_batch", b"whole_batch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2234,6 +2238,7 @@ class LossCall(_message.Message):
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     SKIP_NONFINITE_FIELD_NUMBER: _builtins.int
     MAYBE_PADDED_FIELD_NUMBER: _builtins.int
+    ACCUMULATE_FIELD_NUMBER: _builtins.int
     loss_fn: _builtins.str
     loss_kwargs_json: _builtins.str
     """a JSON object, validated against the loss's schema"""
@@ -2243,6 +2248,10 @@ class LossCall(_message.Message):
     """forward with no loss_fn: divides the logits; 0 means 1"""
     skip_nonfinite: _builtins.bool
     """skip a batch whose loss or gradient is not finite instead of failing"""
+    accumulate: _builtins.bool
+    """model's pad token at their ends are padding
+    forward_backward: a part of a batch, which waits for the rest. The next call
+    """
     @_builtins.property
     def outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """also return, per row: "logprobs", "entropy", "values", "rewards" """
@@ -2261,10 +2270,11 @@ class LossCall(_message.Message):
         temperature: _builtins.float = ...,
         skip_nonfinite: _builtins.bool = ...,
         maybe_padded: _abc.Iterable[_builtins.str] | None = ...,
+        accumulate: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss_fn", b"loss_fn", "loss_kwargs_json", b"loss_kwargs_json", "maybe_padded", b"maybe_padded", "model", b"model", "outputs", b"outputs", "skip_nonfinite", b"skip_nonfinite", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accumulate", b"accumulate", "loss_fn", b"loss_fn", "loss_kwargs_json", b"loss_kwargs_json", "maybe_padded", b"maybe_padded", "model", b"model", "outputs", b"outputs", "skip_nonfinite", b"skip_nonfinite", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

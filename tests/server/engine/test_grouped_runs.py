@@ -17,7 +17,7 @@ from gradwire_losses.registry import LossConfig, get_loss
 from gradwire_proto import codec
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.operations import batches
+from gradwire_server.engine.operations import reading
 from gradwire_server.engine.operations.decisions import GROUP_TOKENS
 from gradwire_server.engine.operations.request import Request
 from gradwire_server.engine.training import grouped_forward_backward as together
@@ -196,7 +196,7 @@ def test_a_loss_with_two_units_takes_two_backward_passes(engines: Engines) -> No
         return replace(output, terms=output.terms | {"more": more})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batches, "get_loss", lambda name: replace(plain, function=two_units))
+        patch.setattr(reading, "get_loss", lambda name: replace(plain, function=two_units))
         alone, grouped = engines.ask_alone(work), engines.ask_together(work)
     for run_id in work:
         assert_same(grouped[run_id], alone[run_id])

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 
 import numpy as np
 import torch
-from gradwire_losses.batch import Batch, segment_sum
-from gradwire_losses.causal_lm import causal_lm
-from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, PROMPT_LENGTHS
-from gradwire_losses.layouts import read_batch
-from gradwire_losses.padding import Padding
+from gradwire_losses.batch import Batch
 from gradwire_losses.registry import (
     DivergenceConfig,
-    FieldSpec,
     HeldReference,
     LossConfig,
     LossSpec,
     ReferenceConfig,
-    get_loss,
 )
-from gradwire_losses.tinker import MASK, TARGET_TOKENS
-from gradwire_proto.codec import IMAGE_BYTES, IMAGES, Column
+from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.errors import OperationError, invalid
-from gradwire_server.engine.failures import read_config
 from gradwire_server.engine.model.layers.routers import balance_hint
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.operations.context import EngineContext
-from gradwire_server.engine.operations.images import check_without_images, images_of_rows, with_images
+from gradwire_server.engine.operations.reading import PLAIN, hold, read, read_loss, read_whole, refuse_part
 from gradwire_server.engine.operations.request import Columns, Outcome
 from gradwire_server.engine.scoring.score_types import SEQUENCE_SCORES
 from gradwire_server.engine.state.engine_run import EngineRun
@@ -46,34 +36,13 @@ from gradwire_server.engine.training.forward_backward import Training
 from gradwire_server.engine.training.loss_call import Reference, needs_added_head
 from gradwire_server.engine.training.loss_report import LossEvaluation
 
-CANDIDATES = FieldSpec(
-    "candidates",
-    "int",
-    ("[rows, tokens, candidates]",),
-    "Token ids in each token's place, whose log-probabilities are the score candidate_logprobs.",
-    aligned_with="input_ids",
-    ids=True,
-)
-
-# Fields read from a batch when the call names no loss.
-PLAIN = LossSpec(
-    name="forward",
-    function=causal_lm,
-    config=LossConfig,
-    layout="rows",
-    fields=(INPUT_IDS, LOSS_MASK, PROMPT_LENGTHS, replace(TARGET_TOKENS, required=False), MASK, CANDIDATES),
-    scores=lambda config, present: frozenset({"logprobs"}),
-    metrics={},
-    reference="",
-    formula="",
-    streams=lambda config, present: True,
-)
-
 
 def forward_backward(
     context: EngineContext, run: EngineRun, seq: int, call: training_pb2.LossCall, columns: Columns
 ) -> Outcome:
-    """Compute a loss and add its gradient to the run's accumulation."""
+    """Compute a loss and add its gradient to the run's accumulation; a part of a batch waits for the last part."""
+    if call.accumulate:
+        return hold(run, call, columns)
     training = prepare(context, run, call, columns)
     return trained(run, call, training, lambda: training_pass.forward_backward(training))
 
@@ -86,10 +55,10 @@ def prepare(context: EngineContext, run: EngineRun, call: training_pb2.LossCall,
     Raises:
         OperationError: The call or its batch is invalid.
     """
-    loss, config = _loss(call)
+    loss, config = read_loss(call)
     if call.model:
         raise invalid("forward_backward trains the run's own weights; model is for forward", "model")
-    batch = _read(loss, columns, run.policy, call.maybe_padded)
+    batch = read_whole(run, call, columns)
     if needs_added_head(loss, config, batch, run.policy):
         run.add_value_head()
     return Training(
@@ -118,17 +87,29 @@ def trained(
         OperationError: The evaluation's error, except NON_FINITE if the call has ``skip_nonfinite``.
     """
     first = run.step == 0 and run.accumulator.empty
+    again = any(count and name == training.loss.name for (name, _), count in run.accumulator.counts.items())
     try:
         found = evaluation()
     except OperationError as error:
         if error.code != training_pb2.ERROR_CODE_NON_FINITE or not call.skip_nonfinite:
             raise
+        run.accumulator.parts.clear()
         return _left_out(run, training.loss, training.batch, error)
+    run.accumulator.parts.clear()
     loss = training.loss
     hints = run.advisor.hints(loss.name, loss.hints, found.metrics, run.step)
     if first and (said := balance_hint(run.policy.model, run.config, run.policy.router_aux_loss_coef)):
         hints = [*hints, said]
+    if again and not loss.streams(read_loss(call)[1], frozenset(training.batch.fields)):
+        hints = [*hints, _not_one_batch(loss)]
     return evaluated(replace(found, warnings=[*found.warnings, *hints]) if hints else found)
+
+
+def _not_one_batch(loss: LossSpec) -> str:
+    return (
+        f"{loss.name} takes a statistic of its batch ({loss.whole_batch}), and took one of each call since the last "
+        "step; to take one of all, send them as one batch, or all but the last with accumulate=True"
+    )
 
 
 def _left_out(run: EngineRun, loss: LossSpec, batch: Batch, error: OperationError) -> Outcome:
@@ -148,10 +129,11 @@ def _left_out(run: EngineRun, loss: LossSpec, batch: Batch, error: OperationErro
 def forward(context: EngineContext, run: EngineRun, seq: int, call: training_pb2.LossCall, columns: Columns) -> Outcome:
     """Compute scores, and a loss if one is named, without gradients."""
     policy = context.references.resolve(call.model, run, field="model").policy if call.model else run.policy
-    loss, config = _loss(call) if call.loss_fn else (None, None)
+    loss, config = read_loss(call) if call.loss_fn else (None, None)
+    refuse_part(call)
     found = evaluate.forward(
         policy,
-        _read(loss or PLAIN, columns, policy, call.maybe_padded),
+        read(loss or PLAIN, columns, policy, call.maybe_padded),
         loss,
         config,
         reference=_reference(context, run, config),
@@ -169,7 +151,7 @@ def kept_forward(
     """Compute scores and keep their graph for :func:`backward`: the first half of a loss on the client."""
     run.kept[seq], found = evaluate.kept_forward(
         run.policy,
-        _read(PLAIN, columns, run.policy, call.maybe_padded),
+        read(PLAIN, columns, run.policy, call.maybe_padded),
         list(call.scores) or ["logprobs"],
         temperature=_temperature(call.temperature),
         budget=context.budget,
@@ -234,49 +216,6 @@ def evaluated(found: LossEvaluation) -> Outcome:
         for name, values in found.outputs.items()
     }
     return Outcome(training_pb2.OperationResult(loss=result), columns)
-
-
-def _loss(call: training_pb2.LossCall) -> tuple[LossSpec, LossConfig]:
-    try:
-        loss = get_loss(call.loss_fn)
-    except KeyError as error:
-        raise OperationError(
-            training_pb2.ERROR_CODE_UNKNOWN_LOSS, str(error.args[0]), field="loss_fn", rule="a registered loss"
-        ) from None
-    try:
-        return loss, _valid_config(loss.config, call.loss_kwargs_json or "{}")
-    except (ValueError, RecursionError):
-        pass  # what is wrong with them is said below
-    try:
-        kwargs = json.loads(call.loss_kwargs_json or "{}")
-    except ValueError as error:
-        raise invalid(f"loss_kwargs is not JSON: {error}", "loss_kwargs") from None
-    if not isinstance(kwargs, dict):
-        raise invalid("loss_kwargs is not an object of arguments by name", "loss_kwargs")
-    return loss, read_config(loss, kwargs)
-
-
-@lru_cache(maxsize=64)
-def _valid_config(config: type[LossConfig], kwargs_json: str) -> LossConfig:
-    """The arguments of a loss, which cannot be changed; most calls have those of an earlier one."""
-    return config.model_validate(json.loads(kwargs_json))
-
-
-def _read(loss: LossSpec, columns: Columns, policy: Policy, maybe_padded: Collection[str]) -> Batch:
-    facts = policy.facts
-    batch = read_batch(
-        loss,
-        {name: column for name, column in columns.items() if name not in (IMAGES, IMAGE_BYTES)},
-        vocab_size=facts.vocab_size,
-        context_length=facts.context_length,
-        padding=Padding(frozenset(maybe_padded), facts.pad_token_id, facts.eos_token_ids),
-    )
-    if IMAGES in columns or IMAGE_BYTES in columns:
-        return with_images(batch, images_of_rows(policy, columns))
-    if policy.split_model.vision is not None:
-        rows = segment_sum(batch.lengths, batch.group_sizes)
-        check_without_images(policy, batch.input_ids.split(rows.tolist()))
-    return batch
 
 
 def _reference(context: EngineContext, run: EngineRun, config: LossConfig | None) -> Reference | None:

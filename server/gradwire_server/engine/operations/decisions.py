@@ -115,8 +115,9 @@ class Decisions:
         Returns:
             The limits, or None if the operation fails, because nothing is left to give up.
         """
-        longest = _longest_row(columns)
-        total = max((int(each.max()) * len(each) for each in _row_lengths(columns)), default=0)
+        lengths = _row_lengths(run, columns)
+        longest = _longest(lengths)
+        total = max((int(each.max()) * len(each) for each in lengths), default=0)
         tokens = min(budget.microbatch_tokens, total)
         smaller = replace(
             budget,
@@ -151,7 +152,8 @@ class Decisions:
             return self._memory.most
         if operation.HasField("limits"):
             return self._memory.again(limits.from_wire(operation.limits))
-        return self._memory.budget(run, _longest_row(request.columns), self._free_memory(run.policy.device))
+        longest = _longest(_row_lengths(run, request.columns))
+        return self._memory.budget(run, longest, self._free_memory(run.policy.device))
 
     def _free_memory(self, device: torch.device) -> int:
         """Free bytes of a GPU, measured at most once in ``FRESH_S``; 0 on a CPU, where nothing depends on it."""
@@ -176,8 +178,12 @@ class Decisions:
         return chosen
 
     def _trained(self, request: Request) -> LoraPolicy | None:
-        """The policy of a request on a batch that may be grouped, so without images; None for any other request."""
-        if training_call(request.message.operation.operation) is None or IMAGE_BYTES in request.columns:
+        """The policy of a request on a batch that may be grouped, in one part without images; else None."""
+        operation = request.message.operation
+        call, run = training_call(operation.operation), self._runs.get(operation.run_id)
+        if call is None or call.accumulate or IMAGE_BYTES in request.columns:
+            return None
+        if run is not None and run.accumulator.parts:
             return None
         return self._lora(request)
 
@@ -189,14 +195,18 @@ class Decisions:
         return run.policy if isinstance(run.policy, LoraPolicy) else None
 
 
-def _row_lengths(columns: Columns) -> list[NDArray[np.uint32]]:
-    """Lengths of the rows of each column that has any; the bytes of images are no rows."""
-    found = [column.levels[-1] for name, column in columns.items() if column.levels and name != IMAGE_BYTES]
+def _row_lengths(run: EngineRun, columns: Columns) -> list[NDArray[np.uint32]]:
+    """Lengths of the rows of each column that has any, with parts that came before; images' bytes are no rows."""
+    found = [
+        np.concatenate([*run.accumulator.parts.row_lengths(name), column.levels[-1]])
+        for name, column in columns.items()
+        if column.levels and name != IMAGE_BYTES
+    ]
     return [lengths for lengths in found if len(lengths)]
 
 
-def _longest_row(columns: Columns) -> int:
-    return max((int(each.max()) for each in _row_lengths(columns)), default=0)
+def _longest(lengths: Sequence[NDArray[np.uint32]]) -> int:
+    return max((int(each.max()) for each in lengths), default=0)
 
 
 def _least_tokens(request: Request) -> int:

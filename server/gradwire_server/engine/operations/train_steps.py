@@ -9,6 +9,7 @@ from gradwire_server.engine.failures import is_out_of_memory
 from gradwire_server.engine.interruption import between_micro_batches
 from gradwire_server.engine.operations import batches, steps
 from gradwire_server.engine.operations.context import EngineContext
+from gradwire_server.engine.operations.reading import refuse_part
 from gradwire_server.engine.operations.request import Columns, Outcome
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.training.optimizer import check_settings
@@ -19,6 +20,7 @@ def train_step(
 ) -> Outcome:
     """Compute a loss, add its gradient to the run's accumulation, and take a step with all of it."""
     check_settings(call.optim_step)  # before a gradient is computed that no step could take
+    refuse_part(call.loss)
     return stepped(context, run, seq, call, batches.forward_backward(context, run, seq, call.loss, columns))
 
 

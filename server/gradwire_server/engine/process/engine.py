@@ -282,4 +282,5 @@ def loss_info(loss: LossSpec) -> training_pb2.LossInfo:
         metrics=loss.metrics,
         layout=loss.layout,
         head=loss.head,
+        whole_batch=loss.whole_batch,
     )

@@ -17,6 +17,7 @@ from gradwire_losses import host
 from torch import Tensor, nn
 
 from gradwire_server.engine.model.placement import placed_like, total_norm
+from gradwire_server.engine.training.batch_parts import BatchParts, is_part
 
 Key = tuple[str, str]
 Gradients = dict[str, Tensor]
@@ -121,10 +122,12 @@ class GradientAccumulator:
 
     Attributes:
         num_operations: Number of merged operations.
+        parts: Parts of a batch that wait for the last one: no gradient of them is here yet.
     """
 
     def __init__(self) -> None:
         self.num_operations = 0
+        self.parts = BatchParts()
         self._sums: dict[Key, Gradients] = {}
         self._counts: dict[Key, float] = {}
         self._norm: Tensor | None = None
@@ -193,6 +196,7 @@ class GradientAccumulator:
 
     def clear(self) -> None:
         self.num_operations = 0
+        self.parts.clear()
         self._sums.clear()
         self._counts.clear()
         self._norm = None
@@ -220,18 +224,22 @@ class GradientAccumulator:
         """The accumulation as tensors.
 
         ``"loss|unit|parameter"`` -> the sum itself, not a copy; ``"loss|unit|"`` -> its count, float64; ``"||"`` -> the
-        number of operations. Empty if nothing is accumulated.
+        number of operations. Empty if nothing is accumulated. Parts of a batch are as of
+        :meth:`.batch_parts.BatchParts.state_tensors`.
         """
         if self.empty:
-            return {}
-        state = self.sums()
+            return self.parts.state_tensors()
+        state = self.sums() | self.parts.state_tensors()
         state |= {"|".join((*key, "")): torch.tensor(n, dtype=torch.float64) for key, n in self._counts.items()}
         return state | {"||": torch.tensor(self.num_operations, dtype=torch.float64)}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> None:
         """Replace the accumulation; each sum goes to the place of its parameter in ``masters``."""
         self.clear()
+        self.parts.load_state_tensors(tensors)
         for path, tensor in tensors.items():
+            if is_part(path):
+                continue
             loss, unit, name = path.rsplit("|", 2)
             if not loss:
                 self.num_operations = int(tensor.item())

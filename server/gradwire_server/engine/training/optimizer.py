@@ -168,6 +168,12 @@ class Optimizer:
     def begin(self, accumulator: GradientAccumulator, settings: training_pb2.OptimStep) -> Step:
         """Check a step and collect its gradients; arguments and errors as of :meth:`step`."""
         check_settings(settings)
+        if accumulator.parts:
+            raise OperationError(
+                training_pb2.ERROR_CODE_NOTHING_TO_STEP,
+                f"the batch of {accumulator.parts.loss_fn} is incomplete: {len(accumulator.parts)} parts came with "
+                "accumulate=True, and its loss is evaluated with the last part, which comes without",
+            )
         if accumulator.empty or not self._masters:
             raise OperationError(
                 training_pb2.ERROR_CODE_NOTHING_TO_STEP,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 from gradwire_server.engine_link.vitals import STALE_S
 
@@ -203,6 +203,9 @@ class ServerConfig(EngineSettings):
         "",
         "HOST:PORT for clients of Tinker and OpenAI (gradwire[http]); a PORT alone is on loopback; off when absent.",
         subject=NETWORK,
+    )
+    engines: PositiveInt | Literal["auto"] = setting(
+        1, "Engines on this machine, each with the models and runs of its own; auto: one a GPU.", subject=COMPUTE
     )
     insecure_bind: bool = setting(False, "Listen beyond loopback without keys.", subject=NETWORK)
     tls_cert: Path | None = setting(None, "PEM file with the certificate; speaks TLS.", subject=NETWORK)

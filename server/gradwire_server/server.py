@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import Core
 from gradwire_server.core.startable import Startable
 from gradwire_server.doors.grpc.door import GrpcDoor
-from gradwire_server.engine_client.process import EngineClient
+from gradwire_server.engine_client.client import EngineClient
 from gradwire_server.errors import ServiceError
 from gradwire_server.observability.exposition import Exposition
 from gradwire_server.observability.tracing import Tracing
@@ -23,7 +24,7 @@ class Server(Startable):
 
     Args:
         config: The settings.
-        engine: An engine to use instead of the child process that the settings describe; the caller stops it.
+        engines: Engines to use instead of the child processes that the settings describe; the caller stops them.
         tracing: Tracing to use instead of what the settings describe; the caller closes it.
         own_key: Key that callers must present; see :class:`.keys.Keys`.
 
@@ -36,20 +37,16 @@ class Server(Startable):
     def __init__(
         self,
         config: ServerConfig,
-        engine: EngineClient | None = None,
+        engines: Sequence[EngineClient] = (),
         tracing: Tracing | None = None,
         own_key: str = "",
     ) -> None:
         self.config = config
         self.core = Core(
-            config,
-            engine,
-            tracing,
-            on_engine_ready=lambda ready: self.door.engine_changed(ready),
-            own_key=own_key,
-            on_parked=lambda count: self.door.parked_changed(count),
+            config, engines, tracing, own_key=own_key, on_parked=lambda count: self.door.parked_changed(count)
         )
         self.door = GrpcDoor(self.core)
+        self.core.engines.watch(self.door.engine_changed)
         self.http: HttpDoor | None = _http_door(self.core) if config.http else None
         self._exposition: Exposition | None = None
 
@@ -110,7 +107,11 @@ class Server(Startable):
             return
         try:
             self._exposition = Exposition(
-                core.metrics, address, core.scheduler.backlog, core.engine.vitals, lambda: core.engine.is_ready
+                core.metrics,
+                address,
+                core.scheduler.backlog,
+                core.engines.engines[0].vitals,
+                lambda: core.engines.is_ready,
             )
         except OSError as error:
             raise SystemExit(f"gradwire: cannot serve metrics on {address}: {error}") from error

@@ -208,7 +208,7 @@ async def test_a_disk_that_fills_refuses_clearly_and_goes_on_when_there_is_room(
     import grpc
 
     engine = FakeEngine(small_disk / "state")
-    async with Server(config, engine) as server, grpc.aio.insecure_channel(server.address) as channel:
+    async with Server(config, [engine]) as server, grpc.aio.insecure_channel(server.address) as channel:
         client = await Client(channel).begin()
         ballast = small_disk / "ballast"
         ballast.write_bytes(bytes(1 << 20))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine_client.process import EngineAnswer, EngineDied, Holder
+from gradwire_server.engine_client.client import EngineAnswer, EngineDied, Holder
 from gradwire_server.engine_link.vitals import Vitals
 from gradwire_server.errors import ServiceError
 
@@ -34,8 +34,8 @@ class FakeEngine:
     file_bytes = 3 << 20
     """Size of a checkpoint's largest file."""
 
-    def __init__(self, state_dir: Path) -> None:
-        self.state_dir = state_dir
+    def __init__(self, state_dir: Path, number: int = 0) -> None:
+        self.state_dir, self.number = state_dir, number
         self.holder = Holder()
         self.runs: dict[str, FakeRun] = {}
         self.seen: list[tuple[str, int]] = []
@@ -51,8 +51,8 @@ class FakeEngine:
         self.restore_error: ServiceError | None = None
         self.vitals = Vitals()
         self.vitals.started()
-        self._up = asyncio.Event()
-        self._up.set()
+        self.fails_to_start = False
+        self._watchers: list[Callable[[], None]] = []
         self._turn = asyncio.Lock()
         self._unanswered: dict[asyncio.Future[EngineAnswer], asyncio.Task[None]] = {}
         self._begun: asyncio.Future[EngineAnswer] | None = None
@@ -62,17 +62,35 @@ class FakeEngine:
         self.hello = engine_pb2.EngineHello(device="fake", models=[pb.ModelInfo(name="tiny", vocab_size=64)])
 
     @property
-    def is_ready(self) -> bool:
-        return self._up.is_set()
+    def models(self) -> set[str]:
+        return {model.name for model in self.hello.models}
 
-    async def ready(self) -> None:
-        await self._up.wait()
+    @property
+    def is_ready(self) -> bool:
+        return self.holder.alive
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        self._watchers.append(changed)
 
     def die(self) -> None:
         """Ends the process and everything it holds; another is up at once."""
+        self.end()
+        self.begin()
+
+    def end(self) -> None:
+        """Ends the process and everything it holds."""
         self.holder.alive = False
-        self.holder = Holder()
         self.runs.clear()
+        self._changed()
+
+    def begin(self) -> None:
+        """Starts another process."""
+        self.holder = Holder()
+        self._changed()
+
+    def _changed(self) -> None:
+        for watcher in self._watchers:
+            watcher()
 
     async def close(self) -> None:
         """End what still waits at the gate; later tests share the event loop."""

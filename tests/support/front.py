@@ -107,10 +107,10 @@ def error_of(caught: Any) -> pb.Error:
 
 
 class Door:
-    """A running server, its engine, and clients of it."""
+    """A running server, its engines of which ``engine`` is the first, and clients of it."""
 
-    def __init__(self, server: Server, engine: FakeEngine, stack: AsyncExitStack) -> None:
-        self.server, self.engine, self._stack = server, engine, stack
+    def __init__(self, server: Server, engines: list[FakeEngine], stack: AsyncExitStack) -> None:
+        self.server, self.engines, self.engine, self._stack = server, engines, engines[0], stack
 
     async def client(self) -> Client:
         return Client(await self._stack.enter_async_context(grpc.aio.insecure_channel(self.server.address)))
@@ -121,27 +121,30 @@ Start = Callable[..., Any]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    """`async with start(limits={...}) as door`: may be entered again on the same state folder."""
+    """`async with start(limits={...}, engines=2) as door`: may be entered again on the same state folder."""
 
     @asynccontextmanager
     async def run(
         limits: dict[str, int] | None = None,
         prepare: Callable[[FakeEngine], None] = lambda engine: None,
+        engines: int = 1,
         **settings: Any,
     ) -> AsyncIterator[Door]:
         config = ServerConfig(
             address="127.0.0.1:0", state_dir=tmp_path, models={"tiny": "/models/tiny"},
             limits=Limits.model_validate(limits or {}), **{"grace": 2} | settings,
         )  # fmt: skip
-        engine = FakeEngine(tmp_path)
-        prepare(engine)
+        running = [FakeEngine(tmp_path, number) for number in range(engines)]
+        for engine in running:
+            prepare(engine)
         with DETECTOR.excused():  # the HTTP door imports FastAPI
-            server = Server(config, engine)
+            server = Server(config, running)
         try:
             async with AsyncExitStack() as clients, server:
-                yield Door(server, engine, clients)
+                yield Door(server, running, clients)
         finally:
-            await engine.close()
+            for engine in running:
+                await engine.close()
 
     return run
 

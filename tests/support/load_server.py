@@ -14,7 +14,7 @@ from pathlib import Path
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import Limits, ServerConfig
-from gradwire_server.engine_client.process import EngineAnswer
+from gradwire_server.engine_client.client import EngineAnswer
 from gradwire_server.server import Server
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -49,7 +49,7 @@ async def main(folder: Path) -> None:
     config = ServerConfig(address="127.0.0.1:0", state_dir=folder, models={"tiny": "x"}, limits=limits)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    async with Server(config, LoadEngine(folder)) as server:
+    async with Server(config, [LoadEngine(folder)]) as server:
         print(server.address, flush=True)
         await stop.wait()
 

@@ -160,10 +160,10 @@ async def _watch_parent(parent: int, stop: asyncio.Event) -> None:
 
 
 def _announce(server: Server, ready_file: Path | None) -> None:
-    table = Table(title=f"gradwire on {server.core.engine.hello.device}", title_justify="left")
+    table = Table(title=f"gradwire on {server.core.engines.hello.device}", title_justify="left")
     for column in ("model", "architecture", "parameters", "context", "dtype", "tokenizer"):
         table.add_column(column)
-    for model in server.core.engine.hello.models:
+    for model in server.core.engines.hello.models:
         table.add_row(
             model.name, model.architecture, f"{model.num_parameters:,}", str(model.context_length), model.dtype,
             "yes" if model.has_tokenizer else "no",
@@ -171,7 +171,7 @@ def _announce(server: Server, ready_file: Path | None) -> None:
     console.print(table)
     config, core = server.config, server.core
     console.print(
-        f"{len(core.engine.hello.losses)} losses, {core.storage.records.count} runs in {config.state_dir}",
+        f"{len(core.engines.hello.losses)} losses, {core.storage.records.count} runs in {config.state_dir}",
         markup=False,
     )
     for name, count in core.storage.records.by_model().items():

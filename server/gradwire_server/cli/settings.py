@@ -91,7 +91,7 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     kind: Any = field.annotation
     if name in _REPEATED:
         kind = list[Path] if name == "losses" else list[str]
-    elif kind == ByteSize | None:
+    elif kind == ByteSize | None or name == "engines":
         kind = str
     extra = field.json_schema_extra
     assert isinstance(extra, dict)

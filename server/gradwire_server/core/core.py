@@ -28,7 +28,8 @@ from gradwire_server.core.startable import Startable
 from gradwire_server.core.storage import Storage
 from gradwire_server.core.texts import Texts
 from gradwire_server.core.uploads import Uploads
-from gradwire_server.engine_client.process import EngineClient, EngineProcess
+from gradwire_server.engine_client.client import EngineClient
+from gradwire_server.engine_client.pool import EnginePool, own_engines
 from gradwire_server.errors import ServiceError, check_length
 from gradwire_server.journal.entries import StoredResult
 from gradwire_server.journal.run_row import RunRecord
@@ -50,15 +51,15 @@ class Core(Startable):
 
     Args:
         config: The settings.
-        engine: An engine to use instead of the child process that the settings describe; the caller stops it.
+        engines: Engines to use instead of the child processes that the settings describe; the caller stops them.
         tracing: Tracing to use instead of what the settings describe; the caller closes it.
-        on_engine_ready: Called with True when an engine is ready, with False when it is lost.
         own_key: Key that callers must present; see :class:`.keys.Keys`.
         on_parked: Called with the number of parked runs when it may have changed.
 
     Attributes:
         keys: The API keys.
         metrics: The server's metrics.
+        engines: The engines.
         calls: Turns of the keys' calls; a door takes one before it reads a call's body.
         storage: The state folder: the journal, the rows of runs and checkpoints.
         texts: Conversions between text and token ids.
@@ -70,9 +71,8 @@ class Core(Startable):
     def __init__(
         self,
         config: ServerConfig,
-        engine: EngineClient | None = None,
+        engines: Sequence[EngineClient] = (),
         tracing: Tracing | None = None,
-        on_engine_ready: Callable[[bool], None] = lambda ready: None,
         own_key: str = "",
         on_parked: Callable[[int], object] = bool,
     ) -> None:
@@ -82,9 +82,10 @@ class Core(Startable):
         self.calls = Calls(config.limits)
         self.left: dict[str, int] = {}
         self._models = ModelNames(config.all_models, tuple(config.models))
-        self.texts = Texts(lambda: self.engine.hello.tokenizer_files, self._models, config)
-        self._given_engine, self._on_engine_ready, self._on_parked = engine, on_engine_ready, on_parked
-        self._own_engine: EngineProcess | None = None
+        self.texts = Texts(lambda: self.engines.hello.tokenizer_files, self._models, config)
+        self._own_engines = [] if engines else own_engines(config)
+        self.engines = EnginePool(engines or self._own_engines)
+        self._on_parked = on_parked
         self._given_tracing, self._tracing = tracing, Tracing()
         self.storage = Storage(config)
         self._running = False
@@ -93,24 +94,21 @@ class Core(Startable):
     # ---- lifecycle ----
 
     async def start(self) -> None:
-        """Lock the state folder, start the engine, and load every run with its queued operations.
+        """Lock the state folder, start the engines, and load every run with its queued operations.
 
         Raises:
-            ServiceError: The engine did not start.
+            ServiceError: An engine did not start.
             SystemExit: The state folder is in use or cannot be read, or OpenTelemetry is not installed; with a message.
         """
         config = self.config
         storage = self.storage
         loaded = await storage.open()
-        if self._given_engine is None:
-            self._own_engine = EngineProcess(config, self._on_engine_ready)
-            await self._own_engine.start()
-        engine = self.engine
-        self.metrics.know(engine.hello.losses)
+        await asyncio.gather(*(engine.start() for engine in self._own_engines))
+        self.metrics.know(self.engines.hello.losses)
         storage.journal.store.on_commit = self.metrics.committed
         self._start_tracing()
         self.scheduler = Scheduler(
-            engine,
+            self.engines,
             storage.journal,
             storage.records,
             storage.checkpoints,
@@ -146,24 +144,15 @@ class Core(Startable):
             self.left = await self.scheduler.drain(self.config.grace)
 
     async def stop(self) -> None:
-        """Drain, stop the engine, close the journal, and unlock the state folder. A second call does nothing."""
+        """Drain, stop the engines, close the journal, and unlock the state folder. A second call does nothing."""
         await self.drain()
         await self.texts.close()
-        engine, self._own_engine = self._own_engine, None
-        if engine is not None:
-            await engine.stop(ENGINE_GRACE_S)
+        engines, self._own_engines = self._own_engines, []
+        await asyncio.gather(*(engine.stop(ENGINE_GRACE_S) for engine in engines))
         tracing, self._tracing = self._tracing, Tracing()
         if tracing is not self._given_tracing:
             await asyncio.to_thread(tracing.close)
         await self.storage.close()
-
-    @property
-    def engine(self) -> EngineClient:
-        """The engine; available after :meth:`start`."""
-        engine = self._given_engine or self._own_engine
-        if engine is None:
-            raise RuntimeError("the core is not started")
-        return engine
 
     # ---- the server ----
 
@@ -172,17 +161,17 @@ class Core(Startable):
         return pb.ServerInfo(
             version=VERSION,
             protocol=PROTOCOL,
-            device=self.engine.hello.device,
-            engine_ready=self.engine.is_ready,
+            device=self.engines.hello.device,
+            engine_ready=self.engines.is_ready,
             uptime_s=time.monotonic() - self._began,
             durability=self.config.durability,
             limits=self.config.limits.model_dump() | {"max_chunk_bytes": CHUNK_BYTES},
-            engine=self.engine.vitals.to_proto(),
+            engine=self.engines.engines[0].vitals.to_proto(),
         )
 
     def models(self) -> Sequence[pb.ModelInfo]:
         """The models from which runs can be created."""
-        return self.engine.hello.models
+        return self.engines.hello.models
 
     def model_info(self, name: str) -> pb.ModelInfo:
         """What is known of a model; empty for one that the server no longer serves."""
@@ -198,7 +187,7 @@ class Core(Startable):
 
     def losses(self) -> Sequence[pb.LossInfo]:
         """The available losses, with their fields, arguments and metrics."""
-        return self.engine.hello.losses
+        return self.engines.hello.losses
 
     # ---- operations ----
 

@@ -11,7 +11,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Caller
 from gradwire_server.access.model_names import ModelNames
 from gradwire_server.config import CHUNK_BYTES, ServerConfig
-from gradwire_server.engine_client.process import EngineDied
+from gradwire_server.engine_client.client import EngineDied
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.checkpoint_records import CheckpointRecords
 from gradwire_server.journal.entries import StoredResult
@@ -49,8 +49,7 @@ class Sampling:
         Raises:
             ServiceError: The request is invalid; ENGINE_UNAVAILABLE if the engine died while it sampled.
         """
-        asked, run = self._checked(caller, request)
-        return await self._answer(caller, asked, run, None)
+        return await self._answer(caller, *self._checked(caller, request), None)
 
     async def stream(self, caller: Caller, request: pb.SampleRequest) -> AsyncGenerator[pb.SampleFrame]:
         """Yield new tokens as they are generated, and last the result without its tensors.
@@ -61,12 +60,12 @@ class Sampling:
         Raises:
             ServiceError: As for :meth:`sample`; UNSUPPORTED for prompt_logprobs.
         """
-        asked, run = self._checked(caller, request)
+        asked, base, run = self._checked(caller, request)
         if asked.call.prompt_logprobs:
             message = "a stream has no prompt_logprobs: sample without a stream"
             raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, message, field="prompt_logprobs")
         tokens = _NewTokens()
-        answer = asyncio.create_task(self._answer(caller, asked, run, tokens.add))
+        answer = asyncio.create_task(self._answer(caller, asked, base, run, tokens.add))
         answer.add_done_callback(lambda _: tokens.changed.set())
         try:
             while not answer.done():
@@ -84,8 +83,8 @@ class Sampling:
             answer.cancel()
             await asyncio.gather(answer, return_exceptions=True)
 
-    def _checked(self, caller: Caller, request: pb.SampleRequest) -> tuple[pb.SampleRequest, RunRecord | None]:
-        """The request with its model resolved; and the run, if it is from a run's current weights."""
+    def _checked(self, caller: Caller, request: pb.SampleRequest) -> tuple[pb.SampleRequest, str, RunRecord | None]:
+        """The request with its model resolved, its base model, and the run if it is from a run's current weights."""
         refusal = check_sample_request(request, self._config.limits)
         if refusal is not None:
             raise ServiceError.of(refusal)
@@ -107,19 +106,20 @@ class Sampling:
         refusal = check_sampled_bytes(asked.call, len(asked.prompt_ids), self._config.limits, context_length)
         if refusal is not None:
             raise ServiceError.of(refusal)
-        return asked, run
+        return asked, base, run
 
     async def _answer(
         self,
         caller: Caller,
         asked: pb.SampleRequest,
+        base: str,
         run: RunRecord | None,
         on_frame: Callable[[pb.SampleFrame], None] | None,
     ) -> StoredResult:
         queue = self._scheduler.queue(run) if run is not None else None
         usage = self._scheduler.usage(caller.name)
         try:
-            reply, payload = await self._scheduler.dispatcher.sample(asked, usage, queue, on_frame)
+            reply, payload = await self._scheduler.dispatcher.sample(asked, usage, base, queue, on_frame)
         except EngineDied as error:
             message = "the engine ended while it sampled; it is being started again, try again"
             raise ServiceError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, message) from error

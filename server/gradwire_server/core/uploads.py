@@ -35,7 +35,7 @@ MAX_FILES = 1000
 ABANDONED_S = 24 * 3600.0
 """An unfinished upload to which nothing was added for this long is deleted."""
 
-Ask = Callable[[str, engine_pb2.EngineRequest, str], Awaitable[engine_pb2.EngineReply]]
+Ask = Callable[[str, str, engine_pb2.EngineRequest, str], Awaitable[engine_pb2.EngineReply]]
 
 
 class Uploads:
@@ -45,7 +45,7 @@ class Uploads:
         config: The server's settings.
         models: The models that weights may be uploaded for.
         quota_of: Returns the present quota of a key.
-        ask: Sends the engine a request when it is a key's turn.
+        ask: Sends a request to an engine with a model when it is a key's turn; see :meth:`.Scheduler.ask`.
     """
 
     def __init__(self, config: ServerConfig, models: ModelNames, quota_of: Callable[[str], Quota], ask: Ask) -> None:
@@ -88,7 +88,7 @@ class Uploads:
             raise limit_exceeded(what, "max_upload_bytes", self._limits.max_upload_bytes, "path")
         self._check_quota(caller, upload.size_bytes)
         checking = engine_pb2.EngineRequest(check_upload=engine_pb2.EngineCheckUpload(request=asked))
-        checked = (await self._ask(caller.name, checking, "checked the upload")).upload
+        checked = (await self._ask(caller.name, upload.base_model, checking, "checked the upload")).upload
         if (known := await self._begun(caller, content)) is not None:  # by another call meanwhile
             return self._described(known)
         self._check_quota(caller, upload.size_bytes)
@@ -243,7 +243,7 @@ class Uploads:
                 raise unknown_upload(upload.upload_id)
             await asyncio.to_thread(self._folders.check, upload)
             importing = engine_pb2.EngineRequest(import_upload=engine_pb2.EngineImportUpload(upload=upload))
-            await self._ask(described.owner, importing, "took the upload over")
+            await self._ask(described.owner, upload.base_model, importing, "took the upload over")
             finished = journal_pb2.UploadDescription()
             finished.CopyFrom(described)
             finished.upload.ready = True

@@ -8,10 +8,12 @@ them.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -39,6 +41,32 @@ def seconds_on(device: torch.device, work: Callable[[], object]) -> float:
     work()
     torch.cuda.synchronize(device)
     return time.perf_counter() - began
+
+
+@dataclass(frozen=True)
+class Share:
+    """The share of the machine that an engine has beside others with the same state folder.
+
+    Attributes:
+        number: Its number, from 0.
+        engines: Number of engines.
+    """
+
+    number: int = 0
+    engines: int = 1
+
+    def device_memory(self, device: torch.device) -> int:
+        """Bytes of a device's memory for this engine, of the machine's for the CPU."""
+        gpus = torch.cuda.device_count() if device.type == "cuda" else 1
+        return total_memory(device) // math.ceil(self.engines / gpus)
+
+    def host_memory(self) -> int:
+        """Bytes of the machine's memory for this engine."""
+        return machine_memory() // self.engines
+
+    def steady_memory(self) -> int:
+        """The same, of a power of two: a few bytes more or less for the kernel change no plan."""
+        return (1 << (machine_memory().bit_length() - 1)) // self.engines
 
 
 def machine_memory() -> int:

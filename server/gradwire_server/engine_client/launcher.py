@@ -25,8 +25,14 @@ processor time of glibc's own choice with blocks of a MiB mapped, and takes 1.11
 """
 
 
-async def launch(settings: EngineSettings) -> tuple[asyncio.subprocess.Process, AsyncEngineLink, CrashMarks]:
+async def launch(
+    settings: EngineSettings, number: int, engines: int
+) -> tuple[asyncio.subprocess.Process, AsyncEngineLink, CrashMarks]:
     """Start an engine's process; its first frame says hello, or what stopped its start.
+
+    Args:
+        number: The engine's number; no two engines with one state folder have the same.
+        engines: Number of engines, which share the machine's memory and processors.
 
     Raises:
         OSError: The process cannot be started.
@@ -36,7 +42,7 @@ async def launch(settings: EngineSettings) -> tuple[asyncio.subprocess.Process, 
     try:
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                *command(settings, theirs.fileno(), marks.fd),
+                *command(settings, number, engines, theirs.fileno(), marks.fd),
                 pass_fds=[theirs.fileno(), marks.fd],
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,
@@ -58,7 +64,8 @@ def environment() -> dict[str, str]:
     return ours | os.environ | {"TOKENIZERS_PARALLELISM": "false"}
 
 
-def command(settings: EngineSettings, fd: int, marks_fd: int) -> list[str]:
+def command(settings: EngineSettings, number: int, engines: int, fd: int, marks_fd: int) -> list[str]:
     """The command line of an engine's process."""
     words = [sys.executable, "-m", "gradwire_server.engine.process", "--fd", str(fd), "--marks", str(marks_fd)]
+    words += ["--number", str(number), "--engines", str(engines)]
     return [*words, "--settings", settings.model_dump_json()]

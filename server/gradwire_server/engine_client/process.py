@@ -9,87 +9,22 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.config import ServerConfig
+from gradwire_server.config import EngineSettings
+from gradwire_server.engine_client.client import EngineAnswer, EngineDied, Holder
 from gradwire_server.engine_client.launcher import launch
 from gradwire_server.engine_link.crash_marks import CrashMarks
 from gradwire_server.engine_link.frames import AsyncEngineLink, Buffer, LinkClosed
-from gradwire_server.engine_link.vitals import BEAT_S, Vitals
+from gradwire_server.engine_link.vitals import BEAT_S, STALE_S, Vitals
 from gradwire_server.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
 RESTART_PAUSES_S = (0.0, 0.5, 2.0, 5.0, 15.0, 30.0)
 HEALTHY_S = 60.0
-
-
-EngineAnswer = tuple[engine_pb2.EngineReply, Buffer]
-
-
-class EngineDied(Exception):
-    """The engine ended before it answered. `suspect`: it was carrying out this request, among others perhaps."""
-
-    def __init__(self, suspect: bool) -> None:
-        super().__init__("the engine died")
-        self.suspect = suspect
-
-
-@dataclass(eq=False)
-class Holder:
-    """One process of an engine, which holds runs until it ends; its successor holds none of them.
-
-    Attributes:
-        alive: Whether it has not ended.
-    """
-
-    alive: bool = True
-
-
-class EngineClient(Protocol):
-    """What the scheduler needs of an engine."""
-
-    @property
-    def holder(self) -> Holder:
-        """The engine's present process; one that is not alive while there is none."""
-
-    @property
-    def hello(self) -> engine_pb2.EngineHello: ...
-
-    @property
-    def vitals(self) -> Vitals: ...
-
-    @property
-    def is_ready(self) -> bool: ...
-
-    async def ready(self) -> None:
-        """Waits until there is an engine."""
-
-    def request(
-        self,
-        request: engine_pb2.EngineRequest,
-        payload: Sequence[Buffer] = (),
-        on_frame: Callable[[pb.SampleFrame], None] | None = None,
-    ) -> asyncio.Future[EngineAnswer]:
-        """Sends a request, in the order of the calls; ``on_frame`` takes the new tokens of a sample that streams.
-
-        Raises (through the future):
-            EngineDied: it may or may not have been carried out.
-            ServiceError: the engine refused it.
-        """
-
-    async def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
-        """Takes a request back: its answer is ``not_started``. False when it was begun already."""
-
-    def interrupt(self, answer: asyncio.Future[EngineAnswer]) -> bool:
-        """Ask the engine to stop a request between two micro-batches or tokens; False if it cannot be asked.
-
-        The answer says whether it was stopped: its result is then cancelled.
-        """
 
 
 class _Connection:
@@ -164,33 +99,40 @@ class _Connection:
 
 
 class EngineProcess:
-    """Starts the engine, keeps it running, and carries requests to it.
+    """Starts an engine, keeps it running, and carries requests to it.
 
     Args:
-        config: of the server.
-        on_change: called with whether there is an engine that is alive, whenever that may have changed.
+        settings: The engine's.
+        number: Its number among the server's engines.
+        engines: Number of engines on this machine.
+        stale_s: Seconds without a heartbeat after which it is not ready.
     """
 
-    def __init__(self, config: ServerConfig, on_change: Callable[[bool], object] = bool) -> None:
-        self._config, self._on_change = config, on_change
+    def __init__(self, settings: EngineSettings, number: int = 0, engines: int = 1, stale_s: float = STALE_S) -> None:
+        self._settings, self.number, self._engines = settings, number, engines
+        self.models = settings.allow_models.keys() | settings.models.keys()
+        self._watchers: list[Callable[[], None]] = []
         self._ids = itertools.count(1)
         self._connection: _Connection | None = None
-        self._ready = asyncio.Event()
-        self._stopping = self._worked = False
+        self._stopping = self._worked = self._lived = self.fails_to_start = False
         self._supervisor: asyncio.Task[None] | None = None
         self.holder = Holder(alive=False)
-        self.vitals = Vitals(config.heartbeat_timeout)
+        self.vitals = Vitals(stale_s)
         self.hello = engine_pb2.EngineHello()
 
     @property
     def is_ready(self) -> bool:
-        return self._ready.is_set() and self.vitals.fresh
+        return self.holder.alive and self.vitals.fresh
 
-    async def ready(self) -> None:
-        await self._ready.wait()
+    def watch(self, changed: Callable[[], None]) -> None:
+        self._watchers.append(changed)
 
-    async def start(self) -> engine_pb2.EngineHello:
-        """Starts the first engine.
+    def _changed(self) -> None:
+        for watcher in self._watchers:
+            watcher()
+
+    async def start(self) -> None:
+        """Starts the first process.
 
         Raises:
             ServiceError: what the engine says stopped it.
@@ -198,7 +140,6 @@ class EngineProcess:
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise(started))
         await started
-        return self.hello
 
     def request(
         self,
@@ -229,7 +170,7 @@ class EngineProcess:
             try:
                 await asyncio.wait_for(connection.process.wait(), grace_s)
             except TimeoutError:
-                log.warning("the engine did not end within %.0f s and is killed", grace_s)
+                log.warning("engine %d did not end within %.0f s and is killed", self.number, grace_s)
                 _kill(connection.process)
         if self._supervisor is not None:
             self._supervisor.cancel()
@@ -239,7 +180,7 @@ class EngineProcess:
         failures = 0
         while not self._stopping:
             await asyncio.sleep(RESTART_PAUSES_S[min(failures, len(RESTART_PAUSES_S) - 1)])
-            began, self._worked = asyncio.get_running_loop().time(), False
+            began, self._worked, self._lived = asyncio.get_running_loop().time(), False, False
             try:
                 await self._live(started)
             except Exception as error:  # whatever it is: a server that has no engine says so, and tries for another
@@ -248,14 +189,16 @@ class EngineProcess:
                     return
                 if not self._stopping:
                     expected = isinstance(error, (ServiceError, LinkClosed, OSError))
-                    log.error("the engine ended: %s", error, exc_info=None if expected else error)
+                    log.error("engine %d ended: %s", self.number, error, exc_info=None if expected else error)
+            self.fails_to_start = not self._lived
+            self._changed()
             healthy = self._worked or asyncio.get_running_loop().time() - began > HEALTHY_S
             failures = 1 if healthy else failures + 1
 
     async def _live(self, started: asyncio.Future[None]) -> None:
         """The life of one engine process; ends by raising why it ended."""
         began = asyncio.get_running_loop().time()
-        process, link, marks = await launch(self._config.engine)
+        process, link, marks = await launch(self._settings, self.number, self._engines)
         connection = _Connection(link, process, self.vitals, marks)
         tasks, refused = [], False
         try:
@@ -264,21 +207,18 @@ class EngineProcess:
                 refused = True
                 raise ServiceError.of(first.error)
             self.hello = first.hello
-            self.holder = Holder()
+            self.holder, self._connection, self._lived = Holder(), connection, True
             self.vitals.started(asyncio.get_running_loop().time() - began)
-            self._connection = connection
-            self._ready.set()
             if not started.done():
                 started.set_result(None)
-            self._on_change(True)
+            self._changed()
             tasks = [asyncio.create_task(work()) for work in (connection.receive, self._watch)]
             done, _pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             done.pop().result()
         finally:
-            self._ready.clear()
             self._connection, self.holder.alive = None, False
             self._worked = connection.worked
-            self._on_change(False)
+            self._changed()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -287,7 +227,7 @@ class EngineProcess:
             connection.link.close()
             connection.lost()
             if not (self._stopping or refused):
-                log.warning("the engine process %d ended with code %d", process.pid, code)
+                log.warning("process %d of engine %d ended with code %d", process.pid, self.number, code)
 
     async def _watch(self) -> None:
         """Tells of an engine that is there and gives no sign, and of one that gives them again."""
@@ -297,8 +237,8 @@ class EngineProcess:
             if self.is_ready != alive:
                 alive = not alive
                 if not alive:
-                    log.warning("the engine has given no sign of life for %.0f s", self.vitals.age_s)
-                self._on_change(alive)
+                    log.warning("engine %d has given no sign of life for %.0f s", self.number, self.vitals.age_s)
+                self._changed()
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import sqlite3
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 from gradwire_proto.v1 import training_pb2 as pb
@@ -117,12 +117,12 @@ class RunRecords:
         """Number of runs that a key owns."""
         return self._owned[owner]
 
-    def held_bytes(self, owner: str) -> int:
-        """Memory that the runs of a key hold also while they are idle: weights, gradients and moments in float32.
+    def held_bytes(self, owner: str, among: Container[str]) -> int:
+        """Memory that runs of a key hold also while they are idle: weights, gradients and moments in float32.
 
         LoRA runs hold none, because they leave the device (see ``gradwire_server.engine.state.residency``).
         """
-        mine = (record for record in self._whole.values() if record.owner == owner)
+        mine = (record for record in self._whole.values() if record.owner == owner and record.run_id in among)
         return TRAINED_BYTES * sum(record.num_trainable_parameters for record in mine)
 
     async def share(self, record: RunRecord, reader: str, revoke: bool) -> None:

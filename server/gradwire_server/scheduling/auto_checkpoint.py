@@ -19,11 +19,12 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.crash_points import crash_point
-from gradwire_server.engine_client.process import EngineClient, EngineDied
+from gradwire_server.engine_client.client import EngineDied
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.checkpoint_records import AUTOMATIC, CheckpointRecords
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_row import RunRecord
+from gradwire_server.scheduling.placement import Placement
 from gradwire_server.scheduling.recovery_cost import RecoveryCost
 from gradwire_server.scheduling.run_queue import RunQueue
 
@@ -46,14 +47,14 @@ class AutoCheckpoint:
 
     def __init__(
         self,
-        engine: EngineClient,
+        placement: Placement,
         journal: Journal,
         checkpoints: CheckpointRecords,
         every_steps: int,
         every_bytes: int,
         replay_s: float = 0.0,
     ) -> None:
-        self._engine, self._journal, self._checkpoints = engine, journal, checkpoints
+        self._placement, self._journal, self._checkpoints = placement, journal, checkpoints
         self._every_steps, self._every_bytes, self._replay_s = every_steps, every_bytes, replay_s
 
     async def start(self, records: Sequence[RunRecord]) -> None:
@@ -88,7 +89,8 @@ class AutoCheckpoint:
             run_id=record.run_id, seq=seq, operation=pb.Operation(save_checkpoint=save)
         )
         try:
-            reply, _ = await self._engine.request(engine_pb2.EngineRequest(operation=request))
+            engine = self._placement.of(record.run_id).engine
+            reply, _ = await engine.request(engine_pb2.EngineRequest(operation=request))
             if reply.result.status != pb.STATUS_SUCCEEDED:
                 raise ServiceError.of(reply.result.error)
             if not await queue.settled(seq):
@@ -116,7 +118,8 @@ class AutoCheckpoint:
         """Read a new checkpoint back, then delete the journal and automatic checkpoints older than the previous one."""
         verify = engine_pb2.EngineVerifyCheckpoint(checkpoint=newest.path)
         try:
-            await self._engine.request(engine_pb2.EngineRequest(verify_checkpoint=verify))
+            engine = self._placement.of(record.run_id).engine
+            await engine.request(engine_pb2.EngineRequest(verify_checkpoint=verify))
         except EngineDied:
             return
         except ServiceError as error:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.quotas import Usage
-from gradwire_server.engine_client.process import EngineAnswer, EngineClient
+from gradwire_server.engine_client.client import EngineAnswer, EngineClient
 from gradwire_server.errors import shutting_down
 from gradwire_server.journal.segments import Buffer
 from gradwire_server.observability import logs
@@ -25,28 +25,18 @@ from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling import abort_rule
 from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint
 from gradwire_server.scheduling.executor import Executor
-from gradwire_server.scheduling.fairness import PIPE_TOKENS, FairQueue
 from gradwire_server.scheduling.operation import QueuedOperation, retrieved
 from gradwire_server.scheduling.parking import CannotRestore, Parking
+from gradwire_server.scheduling.placement import EngineQueue, Placement, Visit
 from gradwire_server.scheduling.results import Results
 from gradwire_server.scheduling.run_queue import RunQueue
 from gradwire_server.scheduling.states import OperationState
 
 
-@dataclass(eq=False)
-class _Place:
-    """Place in the queue of a request that belongs to no run's queue, such as a sample outside a run."""
-
-    owner: str
-    tokens: int
-    given: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-
 class Dispatcher:
-    """Dispatcher of operations to the engine, in fair order and with a bounded number in flight.
+    """Dispatcher of operations to the engines, to each in fair order and with a bounded number in flight.
 
     Attributes:
-        fair_queue: What waits for the engine, and how much is in it.
         parking: Parks the runs that cannot be restored.
 
     Args:
@@ -55,27 +45,27 @@ class Dispatcher:
 
     def __init__(
         self,
-        engine: EngineClient,
+        placement: Placement,
         executor: Executor,
         auto_checkpoint: AutoCheckpoint,
         results: Results,
         metrics: Metrics,
         parked: Callable[[], object] = bool,
     ) -> None:
-        self._engine, self._executor, self._auto_checkpoint = engine, executor, auto_checkpoint
+        self._placement, self._executor, self._auto_checkpoint = placement, executor, auto_checkpoint
         self._results, self._metrics = results, metrics
-        self.fair_queue: FairQueue[RunQueue | _Place] = FairQueue(_wants_alone)
         self.parking = Parking(self.wake, parked)
         self._carrying: set[asyncio.Task[None]] = set()
         self._draining = False
+        placement.pool.watch(self._engine_changed)
 
     async def drain(self, queues: Iterable[RunQueue], grace_s: float) -> None:
         """Send nothing more, withdraw what the engine has not started, and wait ``grace_s`` seconds for the rest."""
         self._draining = True
         for operation in [each for queue in queues for each in queue.sent.values()]:
             await self.withdraw(operation)
-        for item in self.fair_queue.clear():
-            if isinstance(item, _Place) and not item.given.done():
+        for item in [item for there in self._placement.engines for item in there.fair_queue.clear()]:
+            if isinstance(item, Visit) and not item.given.done():
                 item.given.set_exception(shutting_down())
         if self._carrying:
             await asyncio.wait(self._carrying, timeout=grace_s)
@@ -87,14 +77,26 @@ class Dispatcher:
         self._offer(queue)
         self._dispatch()
 
+    def _engine_changed(self) -> None:
+        """Send what waits for an engine that has died to another one."""
+        for there in self._placement.engines:
+            if not there.is_up:
+                for item in there.fair_queue.clear():
+                    self._put(item)
+        self._dispatch()
+
+    def _put(self, item: RunQueue | Visit) -> None:
+        there = self._placement.target(item)
+        if item not in there.fair_queue:
+            there.fair_queue.put(item.record.owner if isinstance(item, RunQueue) else item.owner, item)
+
     def _offer(self, queue: RunQueue) -> None:
         while (head := queue.head) is not None:
             if not self._may_go(queue, head):
                 return  # wake() is called again when it is journaled and when earlier operations get their results
             verdict = None if queue.sent else abort_rule.verdict(queue.record, head)
             if verdict is None:
-                if queue not in self.fair_queue:
-                    self.fair_queue.put(queue.record.owner, queue)
+                self._put(queue)
                 return
             self._results.finish(queue, head, verdict)
 
@@ -106,23 +108,32 @@ class Dispatcher:
         return queue.is_held and queue.may_follow(operation) and not self._auto_checkpoint.due(queue)
 
     def _dispatch(self) -> None:
-        while not self._draining and (item := self.fair_queue.pop()) is not None:
-            if isinstance(item, _Place):
-                if not item.given.done():
-                    self.fair_queue.enter(item.owner, item.tokens)
-                    item.given.set_result(None)
-                continue
-            head = item.head
-            if head is None or not self._may_go(item, head):
-                continue
-            item.send(head)
-            self.fair_queue.enter(item.record.owner, head.tokens, alone=head.deaths > 0)
-            task = asyncio.create_task(self._carry_out(item, head))
-            self._carrying.add(task)
-            task.add_done_callback(self._carrying.discard)
-            self._offer(item)
+        for there in self._placement.engines:
+            while not self._draining and (item := there.fair_queue.pop()) is not None:
+                self._send(item, there)
 
-    async def _carry_out(self, queue: RunQueue, operation: QueuedOperation) -> None:
+    def _send(self, item: RunQueue | Visit, there: EngineQueue) -> None:
+        """Send an item whose turn has come to its engine."""
+        if isinstance(item, Visit):
+            if not item.given.done():
+                there.fair_queue.enter(item.owner, item.tokens)
+                item.given.set_result(there)
+            return
+        head = item.head
+        if head is None or not self._may_go(item, head):
+            return
+        if self._placement.place(item) is not there:  # it was moved while it waited
+            self._put(item)
+            self._dispatch()
+            return
+        item.send(head)
+        there.fair_queue.enter(item.record.owner, head.tokens, alone=head.deaths > 0)
+        task = asyncio.create_task(self._carry_out(item, head, there))
+        self._carrying.add(task)
+        task.add_done_callback(self._carrying.discard)
+        self._offer(item)
+
+    async def _carry_out(self, queue: RunQueue, operation: QueuedOperation, there: EngineQueue) -> None:
         record = queue.record
         operation.trace.phase("engine")
         try:
@@ -138,10 +149,11 @@ class Dispatcher:
                     queue.go_alone()
                     await self._auto_checkpoint.take(queue, operation.seq)
         except CannotRestore as reason:
+            self._placement.forget(record.run_id)  # another engine may be able to
             self.parking.park(queue, reason.error, again=reason.again)
         finally:
             queue.back(operation)
-            self.fair_queue.leave(record.owner, operation.tokens)
+            there.fair_queue.leave(record.owner, operation.tokens)
         if (pause := operation.not_before - time.monotonic()) > 0:
             asyncio.get_running_loop().call_later(pause, self._send_again, queue, operation)
         self.wake(queue)
@@ -169,7 +181,11 @@ class Dispatcher:
 
         Whoever decides by the answer holds the queue back, and sees afterwards whether the operation is still there.
         """
-        return operation.answer is None or await self._engine.withdraw(operation.answer)
+        answer = operation.answer
+        return answer is None or await self._engine_of(operation).withdraw(answer)
+
+    def _engine_of(self, operation: QueuedOperation) -> EngineClient:
+        return self._placement.of(operation.header.run_id).engine
 
     async def withdraw_behind(self, queue: RunQueue, seq: int) -> None:
         """Withdraw a run's operations behind a number that the engine has not begun, the last one first."""
@@ -179,7 +195,9 @@ class Dispatcher:
     async def interrupt(self, operation: QueuedOperation) -> bool:
         """Stop an operation that the engine executes; False if it cannot be stopped or was done before."""
         answer = operation.answer
-        if answer is None or not kind_of(operation.header.operation).stoppable or not self._engine.interrupt(answer):
+        if answer is None or not kind_of(operation.header.operation).stoppable:
+            return False
+        if not self._engine_of(operation).interrupt(answer):
             return False
         await asyncio.wait([answer])
         if answer.cancelled() or answer.exception() is not None:
@@ -188,46 +206,44 @@ class Dispatcher:
 
     async def interrupt_all(self, queue: RunQueue) -> None:
         """Withdraw or stop every operation of a run that is in the engine, without waiting for its end."""
+        engine = self._placement.of(queue.record.run_id).engine
         for answer in [each.answer for each in queue.sent.values() if each.answer is not None]:
-            await self._end(answer)
+            await _end(engine, answer)
 
-    async def _end(self, answer: asyncio.Future[EngineAnswer]) -> None:
-        if not await self._engine.withdraw(answer):
-            self._engine.interrupt(answer)
-
-    async def enter(self, owner: str, tokens: int = PIPE_TOKENS) -> None:
-        """Wait for a place in the engine for a request outside any run's queue; :meth:`leave` frees the place.
+    async def enter(self, visit: Visit) -> EngineQueue:
+        """Wait for a place in an engine for a request outside any run's queue; :meth:`leave` frees the place.
 
         Raises:
             ServiceError: SHUTTING_DOWN.
         """
         if self._draining:
             raise shutting_down()
-        place = _Place(owner, tokens)
-        self.fair_queue.put(owner, place)
+        self._put(visit)
         self._dispatch()
         try:
-            await place.given
+            return await visit.given
         except asyncio.CancelledError:
-            if not place.given.cancelled() and place.given.exception() is None:
-                self.leave(owner, tokens)
+            if not visit.given.cancelled() and visit.given.exception() is None:
+                self.leave(visit)
             raise
 
-    def leave(self, owner: str, tokens: int = PIPE_TOKENS) -> None:
+    def leave(self, visit: Visit) -> None:
         """Free the place taken with :meth:`enter`."""
-        self.fair_queue.leave(owner, tokens)
+        visit.given.result().fair_queue.leave(visit.owner, visit.tokens)
         self._dispatch()
 
     async def sample(
         self,
         asked: pb.SampleRequest,
         usage: Usage,
+        model: str,
         run: RunQueue | None = None,
         on_frame: Callable[[pb.SampleFrame], None] | None = None,
     ) -> EngineAnswer:
         """Sample outside any run's queue, when it is the owner's turn. A caller who is cancelled ends the generation.
 
         Args:
+            model: Name of the base model of what is sampled from.
             run: The run whose current weights are sampled from, instead of the request's model.
             on_frame: Takes new tokens as they are generated.
 
@@ -241,7 +257,7 @@ class Dispatcher:
         request = engine_pb2.EngineRequest(sample=asked, streams=on_frame is not None)
         if run is not None:
             request.sampled_run = run.record.run_id
-        reply, payload = await self._outside(request, usage, given, tokens, run, on_frame)
+        reply, payload = await self._outside(request, usage, Visit(usage.owner, given, run, model), tokens, on_frame)
         self._metrics.finished("", pb.Operation(sample=asked.call), reply.result)
         return reply, payload
 
@@ -249,37 +265,42 @@ class Dispatcher:
         self,
         request: engine_pb2.EngineRequest,
         usage: Usage,
-        given: int,
+        visit: Visit,
         tokens: int,
-        run: RunQueue | None = None,
         on_frame: Callable[[pb.SampleFrame], None] | None = None,
     ) -> EngineAnswer:
-        """Execute a request that belongs to no run, with ``given`` tokens, counted as ``tokens`` of the quota.
+        """Execute a request that belongs to no run, counted as ``tokens`` of the quota.
 
         Args:
-            run: A run that the engine must hold, because the request reads it.
+            visit: Where it goes. If it is to a run, the engine must hold that, because the request reads it.
             on_frame: Takes the frames of a request that streams.
         """
         usage.check(0, tokens)
         usage.operations += 1
         try:
-            await self.enter(usage.owner, given)
-            while run is not None and not self._executor.holds(run):
-                self.leave(usage.owner, given)  # it could be the place that the run's own operation waits for
+            there = await self.enter(visit)
+            while (run := visit.run) is not None and not (
+                self._executor.holds(run) and there is self._placement.of(run.record.run_id)
+            ):
+                self.leave(visit)  # it could be the place that the run's own operation waits for
                 await self._executor.hold(run)
-                await self.enter(usage.owner, given)
-            answer = self._engine.request(request) if on_frame is None else self._engine.request(request, (), on_frame)
+                visit = replace(visit, given=asyncio.get_running_loop().create_future())
+                there = await self.enter(visit)
+            engine = there.engine
+            answer = engine.request(request) if on_frame is None else engine.request(request, (), on_frame)
+            if run is not None:
+                run.reads(answer)
             answer.add_done_callback(retrieved)
-            answer.add_done_callback(lambda _: self.leave(usage.owner, given))  # also if the caller has left meanwhile
+            answer.add_done_callback(lambda _: self.leave(visit))  # also if the caller has left meanwhile
             try:
                 return await asyncio.shield(answer)
             except asyncio.CancelledError:  # the caller has left
-                await self._end(answer)
+                await _end(engine, answer)
                 raise
         finally:
             usage.operations -= 1
 
 
-def _wants_alone(item: RunQueue | _Place) -> bool:
-    """Whether an operation is suspected of having killed an engine; it then runs alone, so that blame is certain."""
-    return isinstance(item, RunQueue) and (head := item.head) is not None and head.deaths > 0
+async def _end(engine: EngineClient, answer: asyncio.Future[EngineAnswer]) -> None:
+    if not await engine.withdraw(answer):
+        engine.interrupt(answer)

@@ -10,7 +10,7 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.crash_points import crash_point
-from gradwire_server.engine_client.process import EngineAnswer, EngineClient, EngineDied
+from gradwire_server.engine_client.client import EngineAnswer, EngineDied
 from gradwire_server.errors import ServiceError, parked_error
 from gradwire_server.journal.checkpoint_records import CheckpointRecords
 from gradwire_server.journal.journal import Journal
@@ -21,6 +21,7 @@ from gradwire_server.scheduling.auto_checkpoint import in_use
 from gradwire_server.scheduling.checks import check_room
 from gradwire_server.scheduling.operation import QueuedOperation, failed, is_replayed_with
 from gradwire_server.scheduling.parking import CannotRestore
+from gradwire_server.scheduling.placement import Placement, Visit
 from gradwire_server.scheduling.replay import ReplayDied, behind, operation_request, restore
 from gradwire_server.scheduling.run_queue import RunQueue
 
@@ -43,9 +44,9 @@ class Executor:
     """Executor of single operations on the engine."""
 
     def __init__(
-        self, engine: EngineClient, journal: Journal, checkpoints: CheckpointRecords, metrics: Metrics
+        self, placement: Placement, journal: Journal, checkpoints: CheckpointRecords, metrics: Metrics
     ) -> None:
-        self._engine, self._journal, self._checkpoints, self._metrics = engine, journal, checkpoints, metrics
+        self._placement, self._journal, self._checkpoints, self._metrics = placement, journal, checkpoints, metrics
 
     async def create(
         self, queue: RunQueue, share_percent: int = 100, held_bytes: int = 0
@@ -61,26 +62,29 @@ class Executor:
         """
         request = engine_pb2.EngineRequest(create_run=queue.record.origin)
         request.create_run.held_bytes, request.create_run.share_percent = held_bytes, share_percent
-        await self._engine.ready()
+        await self._placement.ready(queue)
         began = time.monotonic()
-        reply = await self.ask(request, "made the run")
-        queue.held_by(self._engine.holder)
+        reply = await self.ask(queue, request, "made the run")
+        queue.held_by(self._placement.of(queue.record.run_id).engine.holder)
         queue.recovery_cost.loading_s = time.monotonic() - began
         return reply.run_created
 
-    async def ask(self, request: engine_pb2.EngineRequest, doing: str) -> engine_pb2.EngineReply:
+    async def ask(
+        self, item: RunQueue | Visit, request: engine_pb2.EngineRequest, doing: str
+    ) -> engine_pb2.EngineReply:
         """Send a request that is no operation, again if the engine dies.
 
         Args:
+            item: For which it is, which decides on the engine.
             doing: What the engine does, for the error.
 
         Raises:
             ServiceError: The engine's own error; ENGINE_UNAVAILABLE if it died :data:`DEATHS` times on the way.
         """
         for _ in range(DEATHS):
-            await self._engine.ready()
+            there = await self._placement.ready(item)
             try:
-                reply, _payload = await self._engine.request(request)
+                reply, _payload = await there.engine.request(request)
             except EngineDied:
                 continue
             return reply
@@ -90,7 +94,7 @@ class Executor:
         """Remove a run from the engine, if the engine holds it."""
         request = engine_pb2.EngineRequest(drop_run=engine_pb2.EngineDropRun(run_id=run_id))
         try:
-            await self._engine.request(request)
+            await self._placement.of(run_id).engine.request(request)
         except (EngineDied, ServiceError) as error:
             log.info("run %s was not in the engine: %s", run_id, error)
 
@@ -108,13 +112,13 @@ class Executor:
             if queue.parked is not None:
                 raise parked_error(queue.record.run_id, queue.parked.error)
             changed = queue.changed
-            if queue.pending:  # the first of them restores the run
+            if queue.pending or queue.is_held_back:  # the first of them restores the run
                 await changed.wait()
                 continue
-            await self._engine.ready()
+            await self._placement.ready(queue)
             try:
                 async with queue.handing:
-                    if not queue.pending and not self.holds(queue):
+                    if not (queue.pending or queue.is_held_back or self.holds(queue)):
                         await self._restored(queue, queue.record.applied_seq + 1)
             except CannotRestore as error:
                 raise ServiceError.of(error.error) from error
@@ -125,8 +129,8 @@ class Executor:
                     raise ServiceError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, message) from error
 
     def holds(self, queue: RunQueue) -> bool:
-        """Whether the engine holds a run that is not parked."""
-        return queue.is_held and queue.parked is None and queue.closed is None
+        """Whether an engine holds a run that is neither parked nor about to move."""
+        return queue.is_held and not queue.is_held_back and queue.parked is None and queue.closed is None
 
     async def carry_out(self, queue: RunQueue, operation: QueuedOperation) -> Outcome | None:
         """Execute an operation and return its result and payload.
@@ -149,7 +153,7 @@ class Executor:
             return failed(operation.seq, pb.ERROR_CODE_INTERNAL, message), b""
 
     async def _attempt(self, queue: RunQueue, operation: QueuedOperation) -> Outcome | None:
-        await self._engine.ready()
+        await self._placement.ready(queue)
         try:
             async with queue.handing:
                 answer = await self._hand_over(queue, operation)
@@ -194,7 +198,7 @@ class Executor:
                 raise ServiceError(pb.ERROR_CODE_PAYLOAD_CORRUPT, message) from error
         if not queue.is_held or not queue.is_next(operation):
             return None  # the engine died or the operation was cancelled meanwhile
-        return self._engine.request(self._request(queue, operation), payload)
+        return self._placement.of(queue.record.run_id).engine.request(self._request(queue, operation), payload)
 
     async def _payload(self, operation: QueuedOperation) -> Buffer:
         if operation.location is None:
@@ -259,9 +263,10 @@ class Executor:
             return False
         if not self._journal.keep_payloads and await self.rewind_if_lossy(queue, queued_too=False):
             return False
-        holder, began = self._engine.holder, time.monotonic()
+        engine, began = self._placement.of(queue.record.run_id).engine, time.monotonic()
+        holder = engine.holder
         try:
-            done = await restore(self._engine, self._journal, queue.record)
+            done = await restore(engine, self._journal, queue.record)
         except ReplayDied as error:
             queue.recovery_cost.replay_deaths[error.seq] += 1
             if queue.recovery_cost.replay_deaths[error.seq] >= DEATHS:
@@ -291,7 +296,7 @@ class Executor:
             except ServiceError as full:  # counted in memory: only a restart of the server would forget it
                 log.warning("the engine's death at operation %d is not on disk: %s", operation.seq, full)
         if operation.deaths < DEATHS:
-            await self._engine.ready()
+            await self._placement.ready(queue)
             return None
         message = f"operation {operation.seq} ({operation.kind}) killed the engine {operation.deaths} times"
         return failed(operation.seq, pb.ERROR_CODE_QUARANTINED, message + " and is not tried again"), b""

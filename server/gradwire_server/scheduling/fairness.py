@@ -56,6 +56,11 @@ class FairQueue(Generic[T]):
         """Whether several keys are active."""
         return self._active.several
 
+    @property
+    def load(self) -> int:
+        """Number of items that wait, and of requests in the engine."""
+        return len(self._items) + self._count_there
+
     def put(self, owner: str, item: T) -> None:
         """Add an item at the end of its owner's queue."""
         self._active.asked(owner)

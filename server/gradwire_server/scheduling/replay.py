@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.engine_client.process import EngineClient, EngineDied
+from gradwire_server.engine_client.client import EngineClient, EngineDied
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.entries import JournalEntry
 from gradwire_server.journal.journal import Journal

@@ -22,7 +22,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.quotas import Usage
 from gradwire_server.config import Limits
-from gradwire_server.engine_client.process import EngineAnswer, Holder
+from gradwire_server.engine_client.client import EngineAnswer, Holder
 from gradwire_server.errors import ServiceError, parked_error
 from gradwire_server.journal.entries import JournalEntry, RunMarks, StoredResult
 from gradwire_server.journal.run_row import RunRecord
@@ -78,7 +78,8 @@ class RunQueue(Fencing):
     def __post_init__(self) -> None:
         self.next_seq = self.record.accepted_seq + 1
         self.held = HeldOperations(self.limits, self.usage)
-        self._last_sent = self._holds = 0
+        self._last_sent = self._held_back = self._saveable = 0
+        self._reading: set[asyncio.Future[EngineAnswer]] = set()
         self._gap = False
         self._cancelled_steps: set[int] = set()
         self._results = RecentResults(self.record)
@@ -174,7 +175,7 @@ class RunQueue(Fencing):
     @property
     def head(self) -> QueuedOperation | None:
         """The next operation to send to the engine; None if there is none."""
-        if self._holds or self.closed is not None or (self.parked is not None and not self.parked.trying):
+        if self._held_back or self.closed is not None or (self.parked is not None and not self.parked.trying):
             return None
         for seq in range(self._last_sent + 1, self.next_seq) if self.sent else self.pending:
             head = self.pending.get(seq)
@@ -222,6 +223,7 @@ class RunQueue(Fencing):
             operation.enter(OperationState.WRITING)
         self._gap = bool(self.sent) and (self._gap or operation.seq in self.pending)
         self.apart = bool(self.sent) and (self.apart or self._gap)
+        self._left()
 
     def is_next(self, operation: QueuedOperation) -> bool:
         """Whether a sent operation may be handed to the engine, given that every earlier one was.
@@ -231,16 +233,40 @@ class RunQueue(Fencing):
         there = operation.state in (OperationState.SENT, OperationState.EARLY) and operation.seq < self.next_seq
         if self.record.failure_seq and (abort_rule.aborts(self.record, operation) or not self.is_first(operation)):
             return False  # also if its writer has seen the failure: those before it get their results first
-        return there and not (self._gap or self._holds)
+        return there and not (self._gap or self._held_back)
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
         """Hand nothing to an engine until the body ends, whose caller then wakes the queue."""
-        self._holds += 1
+        self._held_back += 1
         try:
             yield
         finally:
-            self._holds -= 1
+            self._held_back -= 1
+            self.notify()
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether nothing of the run is handed to an engine for now."""
+        return self._held_back > 0
+
+    def reads(self, answer: asyncio.Future[EngineAnswer]) -> None:
+        """Keep the engine's pending answer to a request outside the queue that reads the run's weights."""
+        self._reading.add(answer)
+        answer.add_done_callback(self._has_read)
+
+    def _has_read(self, answer: asyncio.Future[EngineAnswer]) -> None:
+        self._reading.discard(answer)
+        self._left()
+
+    def _left(self) -> None:
+        if self._held_back:
+            self.notify()
+
+    async def out_of_engine(self) -> None:
+        """Wait until an engine does nothing for the run, which is held back."""
+        while self.sent or self._reading:
+            await self.changed.wait()
 
     def is_first(self, operation: QueuedOperation) -> bool:
         """Whether every operation before this one has a result."""
@@ -250,12 +276,19 @@ class RunQueue(Fencing):
         """Apply a result to the run; return the values for the run's row."""
         operation.enter(OperationState.FINISHED)
         self._drop(operation)
+        executed = result.status == pb.STATUS_SUCCEEDED and operation.seq in self.sent
+        self._saveable = operation.seq if executed and not kind_of(operation.header.operation).keeps_graph else 0
         self.recovery_cost.count(operation.header, result.status, result.timings.engine_s)
         marks = progress.follow(self.record, operation, result)
         saved = operation.kind == "save_checkpoint" and result.status == pb.STATUS_SUCCEEDED
         if saved and not result.checkpoint.weights_only:
             self.checkpointed()
         return marks
+
+    @property
+    def saveable_seq(self) -> int:
+        """The last operation with a result, if a checkpoint contains all that it left in the engine; 0 if not."""
+        return self._saveable if self.is_held else 0
 
     def expire(self, operation: QueuedOperation) -> pb.Error:
         """Fail an operation whose deadline has passed, once the operations before it have their results.
@@ -322,6 +355,16 @@ class RunQueue(Fencing):
     def is_held(self) -> bool:
         """Whether an engine holds the run."""
         return self.holder is not None and self.holder.alive
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether its next operation, or the repetition of an earlier one, may have killed an engine."""
+        first = next(iter(self.pending.values()), None)
+        return (first is not None and first.deaths > 0) or bool(self.recovery_cost.replay_deaths)
+
+    def let_go(self) -> None:
+        """Record that no engine holds the run."""
+        self.holder = None
 
     def held_by(self, holder: Holder) -> None:
         """Record that this process of an engine holds the run, which was just created."""

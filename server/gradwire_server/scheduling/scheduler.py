@@ -20,7 +20,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Quota
 from gradwire_server.access.quotas import Usage, check_runs
 from gradwire_server.config import ServerConfig
-from gradwire_server.engine_client.process import EngineClient
+from gradwire_server.engine_client.pool import EnginePool
 from gradwire_server.errors import ServiceError, shutting_down, unknown_run
 from gradwire_server.journal.checkpoint_records import CheckpointRecords
 from gradwire_server.journal.journal import Journal
@@ -32,8 +32,9 @@ from gradwire_server.scheduling.admission import Admission
 from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint, in_use
 from gradwire_server.scheduling.dispatcher import Dispatcher
 from gradwire_server.scheduling.executor import Executor
-from gradwire_server.scheduling.fairness import PIPE_TOKENS
+from gradwire_server.scheduling.moves import Moves
 from gradwire_server.scheduling.operation import PayloadMemory
+from gradwire_server.scheduling.placement import EngineQueue, Placement, Visit
 from gradwire_server.scheduling.results import Results
 from gradwire_server.scheduling.run_queue import RunQueue
 
@@ -51,6 +52,7 @@ class Scheduler:
         admission: Accepts operations.
         dispatcher: Sends them to the engine.
         results: Stores their results and serves them.
+        placement: The engines with the runs on them.
 
     Args:
         parked: Called with the number of parked runs whenever it may have changed.
@@ -58,7 +60,7 @@ class Scheduler:
 
     def __init__(
         self,
-        engine: EngineClient,
+        pool: EnginePool,
         journal: Journal,
         runs: RunRecords,
         checkpoints: CheckpointRecords,
@@ -75,9 +77,10 @@ class Scheduler:
         self._queues: dict[str, RunQueue] = {}
         self._usages: dict[str, Usage] = {}
         self._memory = PayloadMemory(PAYLOAD_MEMORY_BYTES)
-        self._executor = Executor(engine, journal, checkpoints, self._metrics)
+        self.placement = Placement(pool)
+        self._executor = Executor(self.placement, journal, checkpoints, self._metrics)
         self._auto_checkpoint = AutoCheckpoint(
-            engine,
+            self.placement,
             journal,
             checkpoints,
             config.checkpoint_every_steps,
@@ -86,13 +89,14 @@ class Scheduler:
         )
         self.results = Results(journal, self._auto_checkpoint, self._memory, self._metrics)
         self.dispatcher = Dispatcher(
-            engine,
+            self.placement,
             self._executor,
             self._auto_checkpoint,
             self.results,
             self._metrics,
             lambda: parked(self.num_parked),
         )
+        self._moves = Moves(self.placement, self.dispatcher, self._auto_checkpoint)
         self.admission = Admission(
             self._queues,
             journal,
@@ -101,11 +105,11 @@ class Scheduler:
             self.results,
             self._memory,
             config.limits,
-            engine.hello.models,
+            pool.hello.models,
             self._metrics,
             tracing or Tracing(),
         )
-        self._collecting: asyncio.Task[None] | None = None
+        self._caring: list[asyncio.Task[None]] = []
         self._dropping: set[asyncio.Task[None]] = set()
 
     async def start(self, records: Sequence[RunRecord]) -> None:
@@ -116,6 +120,7 @@ class Scheduler:
         await self._auto_checkpoint.start(records)
         for record in records:
             queue = self._queues[record.run_id] = self._new_queue(record)
+            self.placement.place(queue)
             if not self._journal.keep_payloads:
                 try:
                     await self._executor.rewind_if_lossy(queue, queued_too=True)
@@ -123,7 +128,9 @@ class Scheduler:
                     self.dispatcher.parking.park(queue, error.error)
             await self.admission.load(queue)
         await self._measure(self._queues.values())
-        self._collecting = asyncio.create_task(self._collect())
+        self._caring = [asyncio.create_task(self._collect())]
+        if len(self.placement.engines) > 1:
+            self._caring.append(asyncio.create_task(self._moves.balance(self._queues.values())))
         for queue in self._queues.values():
             self.dispatcher.wake(queue)
 
@@ -134,9 +141,9 @@ class Scheduler:
             Number of operations without a result, by run id.
         """
         self.admission.closed = True
-        if self._collecting is not None:
-            self._collecting.cancel()
-            await asyncio.gather(self._collecting, return_exceptions=True)
+        for task in self._caring:
+            task.cancel()
+        await asyncio.gather(*self._caring, return_exceptions=True)
         await self.dispatcher.drain(self._queues.values(), grace_s)
         left = {run_id: len(queue.pending) for run_id, queue in self._queues.items() if queue.pending}
         await self.results.settle(grace_s)
@@ -161,30 +168,38 @@ class Scheduler:
             if origin is not None:
                 await self._runs.insert(record)
                 await self._checkpoints.adopt(record, origin)
-            async with self._turn(record.owner):
-                created = await self._executor.create(
-                    queue, quota.memory_percent or self._limits.key_memory_percent, self._runs.held_bytes(record.owner)
-                )
+            async with self._turn(Visit(record.owner, run=queue)) as there:
+                share = quota.memory_percent or self._limits.key_memory_percent
+                created = await self._executor.create(queue, share, self._runs.held_bytes(record.owner, there.sizes))
             # A fork has the head of its checkpoint, which need not be the one that the source has now.
             record.config.head, record.config.num_labels = created.head, created.num_labels
             await self._runs.finish(record, created.num_trainable_parameters, created.step, created.computed_with)
         except BaseException:
+            self.placement.forget(record.run_id)
             await self._runs.delete(record)
             raise
+        self.placement.measure(queue)
         self._queues[record.run_id] = queue
 
-    async def ask(self, owner: str, request: engine_pb2.EngineRequest, doing: str) -> engine_pb2.EngineReply:
-        """Send the engine a request that is no operation when it is the owner's turn; see :meth:`.Executor.ask`."""
-        async with self._turn(owner):
-            return await self._executor.ask(request, doing)
+    async def ask(
+        self, owner: str, model: str, request: engine_pb2.EngineRequest, doing: str
+    ) -> engine_pb2.EngineReply:
+        """Send a request that is no operation when it is the owner's turn; see :meth:`.Executor.ask`.
+
+        Args:
+            model: The model that the engine must serve.
+        """
+        visit = Visit(owner, model=model)
+        async with self._turn(visit):
+            return await self._executor.ask(visit, request, doing)
 
     @asynccontextmanager
-    async def _turn(self, owner: str, tokens: int = PIPE_TOKENS) -> AsyncIterator[None]:
-        await self.dispatcher.enter(owner, tokens)
+    async def _turn(self, visit: Visit) -> AsyncIterator[EngineQueue]:
+        there = await self.dispatcher.enter(visit)
         try:
-            yield
+            yield there
         finally:
-            self.dispatcher.leave(owner, tokens)
+            self.dispatcher.leave(visit)
 
     async def delete(self, record: RunRecord) -> None:
         """Delete a run with its operations, results and files.
@@ -205,15 +220,47 @@ class Scheduler:
         await self.dispatcher.interrupt_all(queue)
         await self._runs.delete(record)
         self._metrics.forget(record.run_id)
-        dropping = asyncio.create_task(self._drop(record))
+        dropping = asyncio.create_task(self._drop(queue))
         self._dropping.add(dropping)
         dropping.add_done_callback(self._dropping.discard)
 
-    async def _drop(self, record: RunRecord) -> None:
+    async def _drop(self, queue: RunQueue) -> None:
         """Remove a deleted run from the engine when it is its owner's turn, which its deletion does not wait for."""
+        record = queue.record
         with contextlib.suppress(ServiceError):  # the server stops, and the engine with it
-            async with self._turn(record.owner, tokens=0):
+            async with self._turn(Visit(record.owner, tokens=0, run=queue)):
                 await self._executor.drop(record.run_id)
+        self.placement.forget(record.run_id)
+
+    async def move(self, record: RunRecord, engine: int | None = None) -> int:
+        """Move a run to another engine; return that engine's number.
+
+        Args:
+            engine: The number of the engine; None for the one that suits best.
+
+        Raises:
+            ServiceError: UNKNOWN_RUN; INVALID_ARGUMENT or UNSUPPORTED if the run cannot be there.
+        """
+        queue = self.queue(record)
+        to = self._moves.target(queue, engine)
+        await self._moves.move(queue, to)
+        return to.engine.number
+
+    async def drain_engine(self, number: int, *, undo: bool = False) -> int:
+        """Place nothing more on an engine, and move its runs to others; or let it take runs again.
+
+        Returns:
+            The number of runs that were moved.
+
+        Raises:
+            ServiceError: INVALID_ARGUMENT for an engine that does not exist; UNSUPPORTED if one of its runs can be
+                nowhere else.
+        """
+        there = self._moves.engine(number)
+        if undo:
+            there.drains = False
+            return 0
+        return await self._moves.drain(there, self._queues.values())
 
     async def open(self, record: RunRecord, takeover: bool, writer: str) -> int:
         """Make a writer the run's only one; return its epoch.

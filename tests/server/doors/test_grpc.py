@@ -18,7 +18,7 @@ import grpc.aio
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import ANYONE, Caller
-from gradwire_server.config import ServerConfig, parse_model
+from gradwire_server.config import EngineSettings, ServerConfig, parse_model
 from gradwire_server.core.core import PROTOCOL
 from gradwire_server.doors.grpc.door import SERVICE
 from gradwire_server.doors.grpc.errors import GRPC_STATUS
@@ -293,7 +293,7 @@ async def test_a_checkpoint_downloads_whole(door: Door, tmp_path: Path) -> None:
 async def test_without_keys_the_server_stays_on_loopback(tmp_path: Path) -> None:
     config = ServerConfig(address="0.0.0.0:0", state_dir=tmp_path, models={"tiny": "x"})
     with pytest.raises(SystemExit, match="loopback only"):
-        async with Server(config, FakeEngine(tmp_path)):
+        async with Server(config, [FakeEngine(tmp_path)]):
             pass
 
 
@@ -305,7 +305,7 @@ async def test_live_and_ready_are_told_apart(door: Door) -> None:
             return int((await stub.Check(health_pb2.HealthCheckRequest(service=service))).status)
 
         assert (await state(""), await state(SERVICE)) == (1, 1)
-        door.server.door.engine_changed(False)
+        door.engine.end()
         async with asyncio.timeout(60):
             while await state(SERVICE) != 2:  # noqa: ASYNC110  nobody announces it
                 await asyncio.sleep(0.01)
@@ -328,7 +328,7 @@ async def test_streams_end_with_a_word_when_the_server_stops(start: Start) -> No
 
 async def test_a_fault_in_starting_the_engine_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("gradwire_server.engine_client.launcher.command", lambda *_: 1 // 0)
-    engine = EngineProcess(ServerConfig(state_dir=tmp_path, models={"tiny": "x"}))
+    engine = EngineProcess(EngineSettings(state_dir=tmp_path, models={"tiny": "x"}))
     open_before = sorted(os.listdir("/proc/self/fd"))
     with pytest.raises(ServiceError, match=r"did not start .*division"):
         await asyncio.wait_for(engine.start(), 60)

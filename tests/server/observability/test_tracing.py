@@ -54,7 +54,7 @@ async def test_an_operation_is_followed_through_the_front_into_the_engine(
 ) -> None:
     config = ServerConfig(address="127.0.0.1:0", state_dir=tmp_path, models={"tiny": "/models/tiny"})
     engine = SeeingEngine(tmp_path)
-    async with Server(config, engine, tracing) as server, grpc.aio.insecure_channel(server.address) as channel:
+    async with Server(config, [engine], tracing) as server, grpc.aio.insecure_channel(server.address) as channel:
         client = await Client(channel).begin()
         frames = client.frames(1, b"abc", forward_backward=pb.LossCall(loss_fn="a"))
         frames[0].header.traceparent = GIVEN
@@ -83,7 +83,7 @@ async def test_an_operation_that_a_restart_interrupted_goes_on_in_its_trace(
 ) -> None:
     config = ServerConfig(address="127.0.0.1:0", state_dir=tmp_path, models={"tiny": "/models/tiny"}, grace=0)
     stuck = FakeEngine(tmp_path)
-    async with Server(config, stuck) as server, grpc.aio.insecure_channel(server.address) as channel:
+    async with Server(config, [stuck]) as server, grpc.aio.insecure_channel(server.address) as channel:
         client = await Client(channel).begin()
         stuck.gate.clear()
         frames = client.frames(1, forward_backward=pb.LossCall(loss_fn="a"))
@@ -93,7 +93,7 @@ async def test_an_operation_that_a_restart_interrupted_goes_on_in_its_trace(
     await stuck.close()
     assert not exporter.get_finished_spans()
     engine = FakeEngine(tmp_path)
-    async with Server(config, engine, tracing) as server, grpc.aio.insecure_channel(server.address) as channel:
+    async with Server(config, [engine], tracing) as server, grpc.aio.insecure_channel(server.address) as channel:
         again = Client(channel)
         again.run_id = client.run_id
         await again.results(1)

@@ -163,7 +163,7 @@ class Machine(RuleBasedStateMachine):
 
     async def start(self, folder: Path) -> None:
         self.engine = FakeEngine(folder)
-        self.core = Core(ServerConfig(state_dir=folder, models={"tiny": "/tiny"}, grace=0), self.engine)
+        self.core = Core(ServerConfig(state_dir=folder, models={"tiny": "/tiny"}, grace=0), [self.engine])
         await self.core.start()
 
     async def begin(self) -> None:

@@ -128,10 +128,10 @@ async def test_the_first_key_closes_an_open_door_and_a_lost_file_does_not_open_i
 async def test_with_a_key_the_server_listens_beyond_loopback(tmp_path: Path) -> None:
     config = ServerConfig(address="0.0.0.0:0", state_dir=tmp_path, models={"tiny": "x"})
     with pytest.raises(SystemExit, match="gradwire keys create"):
-        async with Server(config, FakeEngine(tmp_path)):
+        async with Server(config, [FakeEngine(tmp_path)]):
             pass
     KeyFile(tmp_path).create("ada")
-    async with Server(config, FakeEngine(tmp_path)) as server:
+    async with Server(config, [FakeEngine(tmp_path)]) as server:
         assert server.core.keys.required
 
 
@@ -353,7 +353,7 @@ async def test_who_waits_for_a_turn_is_told_that_the_server_stops(keyed: Any) ->
         door.engine.gate.clear()
         asked = pb.SampleRequest(model="tiny")
         sampling = [asyncio.ensure_future(outcome(bob.stub, "Sample", asked)) for _ in range(SMALL_AHEAD + 2)]
-        fair_queue = door.door.server.core.scheduler.dispatcher.fair_queue
+        fair_queue = door.door.server.core.scheduler.placement.engines[0].fair_queue
         await until(lambda: len(fair_queue) == 2)
         create = pb.CreateRunRequest(config=pb.RunConfig(base_model="tiny"))
         creating = asyncio.ensure_future(outcome(bob.stub, "CreateRun", create))

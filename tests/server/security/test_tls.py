@@ -70,7 +70,7 @@ async def test_a_client_that_knows_the_authority_gets_in_and_no_other(
     tmp_path: Path, papers: dict[str, Papers]
 ) -> None:
     secret = KeyFile(tmp_path).create("ada")
-    async with Server(config(tmp_path, papers), FakeEngine(tmp_path)) as server:
+    async with Server(config(tmp_path, papers), [FakeEngine(tmp_path)]) as server:
         ca = papers["server"].ca
         assert await connect(server.address, ca_cert=ca, api_key=secret) == "fake"
         with pytest.raises(gradwire.UnauthenticatedError):
@@ -83,7 +83,7 @@ async def test_a_client_that_knows_the_authority_gets_in_and_no_other(
 async def test_mutual_tls_lets_in_only_clients_with_a_certificate_of_the_authority(
     tmp_path: Path, papers: dict[str, Papers]
 ) -> None:
-    async with Server(config(tmp_path, papers, mutual=True), FakeEngine(tmp_path)) as server:
+    async with Server(config(tmp_path, papers, mutual=True), [FakeEngine(tmp_path)]) as server:
         ca, own, other = papers["server"].ca, papers["client"], papers["stranger"]
         assert await connect(server.address, ca_cert=ca, client_cert=own.cert, client_key=own.key) == "fake"
         await shut_out(server.address, ca_cert=ca)
@@ -102,10 +102,10 @@ def test_half_a_pair_is_no_tls(tmp_path: Path, papers: dict[str, Papers]) -> Non
 async def test_a_certificate_that_cannot_be_read_ends_the_start(tmp_path: Path, papers: dict[str, Papers]) -> None:
     broken = config(tmp_path, papers).model_copy(update={"tls_key": tmp_path / "nothing.pem"})
     with pytest.raises(SystemExit, match="cannot be read"):
-        async with Server(broken, FakeEngine(tmp_path)):
+        async with Server(broken, [FakeEngine(tmp_path)]):
             pass
     garbage = tmp_path / "garbage.pem"
     garbage.write_text("no key")
     with pytest.raises(SystemExit, match="cannot listen"):
-        async with Server(config(tmp_path, papers).model_copy(update={"tls_key": garbage}), FakeEngine(tmp_path)):
+        async with Server(config(tmp_path, papers).model_copy(update={"tls_key": garbage}), [FakeEngine(tmp_path)]):
             pass

@@ -28,7 +28,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import Core
 from gradwire_server.doors.grpc.service import TrainingService
-from gradwire_server.engine_client.process import EngineDied
+from gradwire_server.engine_client.client import EngineDied
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal import database, journal
 
@@ -83,7 +83,7 @@ class SimulatedServer:
             address="127.0.0.1:0", state_dir=world.disk.state_dir, models={"tiny": "/models/tiny"},
             checkpoint_every_steps=3, grace=1,
         )  # fmt: skip
-        self.core = Core(config, self.engine)
+        self.core = Core(config, [self.engine])
         self.service = TrainingService(self.core)
 
     def die(self) -> None:

@@ -65,10 +65,10 @@ class GrpcDoor:
         await self._set_parked(self._core.scheduler.num_parked)
         self.address = f"{config.address.rpartition(':')[0]}:{port}"
 
-    def engine_changed(self, ready: bool) -> None:
+    def engine_changed(self) -> None:
         """Report to health checks whether an engine is ready."""
         if self._grpc is not None:
-            self._report(self._set_ready(ready))
+            self._report(self._set_ready(self._core.engines.is_ready))
 
     def parked_changed(self, count: int) -> None:
         """Report to health checks whether a run is parked."""

@@ -33,6 +33,7 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_server.config import EngineSettings
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.failures import to_error
+from gradwire_server.engine.machine import Share
 from gradwire_server.engine.operations.decisions import GROUP_TOKENS
 from gradwire_server.engine.operations.request import Columns, Request
 from gradwire_server.engine.operations.samples_in_progress import SamplesInProgress
@@ -66,10 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the front shuts us down in order
     link = EngineLink(socket.socket(fileno=options.fd))
     # Also where nobody says how many: once torch has been told, MKL no longer takes fewer as it likes.
-    torch.set_num_threads(settings.threads or torch.get_num_threads())
+    torch.set_num_threads(settings.threads or max(torch.get_num_threads() // options.engines, 1))
     try:
         tracing = Tracing.to(settings.traces, "gradwire-engine") if settings.traces else Tracing()
-        engine = _start(settings, options.marks, tracing)
+        engine = _start(settings, options.marks, tracing, Share(options.number, options.engines))
         context = engine.context
         hello = engine_pb2.EngineReply(hello=engine.hello())
     except Exception as error:  # whatever stops the start is for the front to report
@@ -103,11 +104,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _start(settings: EngineSettings, marks: int | None, tracing: Tracing) -> Engine:
+def _start(settings: EngineSettings, marks: int | None, tracing: Tracing, share: Share) -> Engine:
     load_builtin_losses()
     load_plugin_losses()
     check_settings(settings)
-    return Engine(settings, Agreement(None if marks is None else CrashMarks(marks)), tracing)
+    return Engine(settings, Agreement(None if marks is None else CrashMarks(marks)), tracing, share)
 
 
 def _read_ahead(link: EngineLink, requests: queue.Queue[Request], residency: Residency, read_back: ReadBack) -> None:
@@ -144,6 +145,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m gradwire_server.engine.process", description="Started by gradwire serve."
     )
     parser.add_argument("--fd", type=int, required=True, help="the socket to the front")
+    parser.add_argument("--number", type=int, default=0, help="its number among the server's engines")
+    parser.add_argument("--engines", type=int, default=1, help="how many there are, which share the machine")
     parser.add_argument("--marks", type=int, help="the memory in which requests are marked as begun")
     parser.add_argument(
         "--settings", type=EngineSettings.model_validate_json, required=True, metavar="JSON", help="as EngineSettings"

@@ -78,6 +78,7 @@ class ComputedWith:
     def _digest_of_files(self, folder: Path) -> str:
         """Digest of a model's files; a file is read again only if its size, times or inode changed."""
         known = self._known()
+        before = len(known)
         state = hashlib.blake2b(digest_size=16)
         for file in sorted({file for pattern in BASE_FILES for file in folder.glob(pattern)}):
             stat = file.stat()
@@ -86,7 +87,8 @@ class ComputedWith:
                 known[key] = StoredFile.of(file).blake2b
             state.update(f"{file.name} {known[key]}\n".encode())
         try:
-            replace_text(self._hashes, json.dumps(known, indent=1))
+            if len(known) > before:
+                replace_text(self._hashes, json.dumps(known, indent=1))
         except OSError as error:  # read again at the next start
             log.warning("the digests of the base model's files were not kept: %s", error)
         return state.hexdigest()

@@ -14,7 +14,7 @@ from gradwire_proto.v1 import engine_pb2, training_pb2
 from gradwire_server.config import EngineSettings
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.failures import is_fatal, to_error
-from gradwire_server.engine.machine import machine_memory, total_memory
+from gradwire_server.engine.machine import Share
 from gradwire_server.engine.model.loading.pool import Dtype, ModelPool
 from gradwire_server.engine.model.tokenizers import find_tokenizer
 from gradwire_server.engine.operations.context import EngineContext
@@ -42,7 +42,7 @@ from gradwire_server.observability.tracing import Tracing
 logger = logging.getLogger(__name__)
 
 SPILLED = "spilled"
-"""Folder in the state folder of the runs that are neither on the device nor in host memory."""
+"""Folder in the state folder of the runs that are neither on the device nor in host memory; one for each engine."""
 GIB = 1 << 30
 _DTYPES: Mapping[str | None, Dtype | None] = {
     None: None,
@@ -62,6 +62,7 @@ class Engine:
     Args:
         settings: Models, devices and memory; :meth:`hello` reads and reports the facts of ``settings.models``.
         agreement: What the processes of the engine agree on; by default it is the only one.
+        share: Its share of the machine; by default it has no other engine beside it.
         tracing: Destination of the operations' spans; by default they are dropped.
 
     Attributes:
@@ -69,9 +70,13 @@ class Engine:
     """
 
     def __init__(
-        self, settings: EngineSettings, agreement: Agreement | None = None, tracing: Tracing | None = None
+        self,
+        settings: EngineSettings,
+        agreement: Agreement | None = None,
+        tracing: Tracing | None = None,
+        share: Share | None = None,
     ) -> None:
-        agreement = agreement or Agreement()
+        agreement, share = agreement or Agreement(), share or Share()
         device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
         usable = {**settings.allow_models, **settings.models}
         pool = ModelPool(usable, device, _DTYPES[settings.dtype], compiled=settings.compile, quantize=settings.quantize)
@@ -88,13 +93,14 @@ class Engine:
                 pool.device,
                 settings.microbatch_tokens,
                 None if activations is None else int(activations * GIB),
+                share.steady_memory(),
                 agreement=agreement,
             ),
             tracing=tracing or Tracing(),
             residency=Residency(
-                settings.state_dir / SPILLED,
-                total_memory(pool.device) // 2 if settings.run_memory is None else settings.run_memory,
-                machine_memory() // 4 if settings.run_host_memory is None else settings.run_host_memory,
+                settings.state_dir / SPILLED / str(share.number),
+                share.device_memory(pool.device) // 2 if settings.run_memory is None else settings.run_memory,
+                share.host_memory() // 4 if settings.run_host_memory is None else settings.run_host_memory,
                 lambda run: any(each is not None and sampler.uses(each) for each in (run.policy, run.ema)),
             ),
             tokenizer_files={name: file for name, path in usable.items() if (file := find_tokenizer(path))},

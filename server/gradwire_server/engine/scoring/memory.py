@@ -33,7 +33,7 @@ from torch import Tensor
 
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.generators import preserved_rng
-from gradwire_server.engine.machine import machine_memory
+from gradwire_server.engine.machine import Share
 from gradwire_server.engine.model.layers.activations import ALL, Activations
 from gradwire_server.engine.model.placement import storage_address, storage_addresses
 from gradwire_server.engine.model.policy import Policy
@@ -108,8 +108,7 @@ class Memory:
     ) -> None:
         self._device, self._agreement = device, agreement or Agreement()
         self._microbatch_tokens, self._activation_bytes = microbatch_tokens, activation_bytes
-        # Rounded down to a power of two, so that a few bytes more or less for the kernel change no plan.
-        self._machine_bytes = machine_bytes or 1 << (machine_memory().bit_length() - 1)
+        self._machine_bytes = machine_bytes or Share().steady_memory()
         self._budgets: WeakKeyDictionary[Policy, Budget] = WeakKeyDictionary()
         self._token_bytes: dict[bytes, TokenBytes] = {}
         self._image_bytes: dict[bytes, float] = {}

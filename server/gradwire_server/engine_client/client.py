@@ -1,0 +1,92 @@
+"""What the scheduler needs of an engine, wherever that runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.engine_link.frames import Buffer
+from gradwire_server.engine_link.vitals import Vitals
+
+EngineAnswer = tuple[engine_pb2.EngineReply, Buffer]
+
+
+class EngineDied(Exception):
+    """The engine ended before it answered. `suspect`: it was carrying out this request, among others perhaps."""
+
+    def __init__(self, suspect: bool) -> None:
+        super().__init__("the engine died")
+        self.suspect = suspect
+
+
+@dataclass(eq=False)
+class Holder:
+    """One process of an engine, which holds runs until it ends; its successor holds none of them.
+
+    Attributes:
+        alive: Whether it has not ended.
+    """
+
+    alive: bool = True
+
+
+class EngineClient(Protocol):
+    """An engine that executes one ordered stream of requests."""
+
+    @property
+    def number(self) -> int:
+        """Its number among the engines of the server, from 0."""
+
+    @property
+    def models(self) -> Collection[str]:
+        """Names of the models that it may hold."""
+
+    @property
+    def holder(self) -> Holder:
+        """The engine's present process; one that is not alive while there is none."""
+
+    @property
+    def fails_to_start(self) -> bool:
+        """Whether there is no process because the newest attempt to start one failed."""
+
+    @property
+    def hello(self) -> engine_pb2.EngineHello:
+        """What the newest process said when it had started."""
+
+    @property
+    def vitals(self) -> Vitals:
+        """Its heartbeats."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a process that gives signs of life."""
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Call this whenever :attr:`holder` or :attr:`is_ready` may have changed."""
+
+    def request(
+        self,
+        request: engine_pb2.EngineRequest,
+        payload: Sequence[Buffer] = (),
+        on_frame: Callable[[pb.SampleFrame], None] | None = None,
+    ) -> asyncio.Future[EngineAnswer]:
+        """Sends a request, in the order of the calls; ``on_frame`` takes the new tokens of a sample that streams.
+
+        Raises (through the future):
+            EngineDied: it may or may not have been carried out.
+            ServiceError: the engine refused it.
+        """
+
+    async def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
+        """Takes a request back: its answer is ``not_started``. False when it was begun already."""
+
+    def interrupt(self, answer: asyncio.Future[EngineAnswer]) -> bool:
+        """Ask the engine to stop a request between two micro-batches or tokens; False if it cannot be asked.
+
+        The answer says whether it was stopped: its result is then cancelled.
+        """

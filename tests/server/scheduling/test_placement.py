@@ -1,0 +1,103 @@
+"""Which engine a run is placed on."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.access.keys import Quota
+from gradwire_server.access.quotas import Usage
+from gradwire_server.config import Limits, ServerConfig
+from gradwire_server.engine_client.pool import EnginePool, own_engines, visible_gpus
+from gradwire_server.journal.run_row import new_record
+from gradwire_server.scheduling.operation import QueuedOperation
+from gradwire_server.scheduling.placement import LEAST_BYTES, Placement
+from gradwire_server.scheduling.run_queue import RunQueue
+from support.fake_engine import FakeEngine
+
+LIMITS = Limits()
+USAGE = Usage("ada", LIMITS, lambda owner: Quota())
+
+
+def placement(folder: Path, count: int) -> tuple[list[FakeEngine], Placement]:
+    engines = [FakeEngine(folder, number) for number in range(count)]
+    return engines, Placement(EnginePool(engines))
+
+
+def a_run(parameters: int = 0, model: str = "tiny") -> RunQueue:
+    record = new_record("ada", pb.RunConfig(base_model=model), "", b"")
+    record.num_trainable_parameters = parameters
+    return RunQueue(record, LIMITS, USAGE)
+
+
+async def test_4096_runs_are_spread_evenly_over_four_engines(tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    _, placed = placement(tmp_path, 4)
+    for _ in range(4096):
+        placed.place(a_run(rng.choice((0, 10**5, 10**6, 10**7))))
+    share = sum(there.nbytes for there in placed.engines) / 4
+    assert all(abs(there.nbytes - share) <= 0.2 * share for there in placed.engines)
+    assert sum(len(there.sizes) for there in placed.engines) == 4096
+    assert all(there.nbytes == sum(there.sizes.values()) for there in placed.engines)
+
+
+async def test_the_less_busy_engine_gets_a_run_while_its_share_of_memory_allows(tmp_path: Path) -> None:
+    _, placed = placement(tmp_path, 2)
+    for _ in range(40):
+        placed.place(a_run())
+    placed.engines[0].fair_queue.enter("ada", 1)
+    runs = [placed.place(a_run()).engine.number for _ in range(20)]
+    assert runs[:8] == [1] * 8, "engine 0 has something to do"
+    assert 0 in runs, "and engine 1 no more than a fifth above its share"
+    assert placed.engines[1].nbytes <= 1.2 * (60 * LEAST_BYTES / 2)
+
+
+async def test_a_run_stays_until_its_engine_dies_and_then_goes_where_one_lives(tmp_path: Path) -> None:
+    engines, placed = placement(tmp_path, 2)
+    run = a_run()
+    there = placed.place(run)
+    run.held_by(there.engine.holder)
+    other = placed.engines[1 - there.engine.number]
+    placed.engines[there.engine.number].fair_queue.enter("ada", 1)
+    assert placed.place(run) is there
+    engines[there.engine.number].end()
+    assert placed.place(run) is other and placed.place(run) is other
+    assert not there.sizes and list(other.sizes) == [run.record.run_id]
+
+
+async def test_a_run_whose_operation_may_have_killed_an_engine_waits_for_that_one(tmp_path: Path) -> None:
+    engines, placed = placement(tmp_path, 2)
+    run = a_run()
+    there = placed.place(run)
+    header = pb.OperationHeader(run_id=run.record.run_id, seq=1)
+    suspect = QueuedOperation(header, b"", (), 0.0, EnginePool([]).changed, from_journal=True, deaths=1)  # type: ignore[arg-type]
+    run.load(suspect)
+    engines[there.engine.number].end()
+    assert placed.place(run) is there, "it would kill the other engine, too"
+    engines[there.engine.number].fails_to_start = True
+    assert placed.place(run) is not there
+
+
+async def test_a_run_goes_to_an_engine_that_serves_its_model(tmp_path: Path) -> None:
+    engines, placed = placement(tmp_path, 3)
+    engines[2].hello.models.add(name="large")
+    assert {placed.place(a_run(model="large")).engine.number for _ in range(9)} == {2}
+    assert {placed.place(a_run(model="tiny")).engine.number for _ in range(9)} == {0, 1}
+    assert placed.place(a_run(model="gone")) in placed.engines, "an engine says what is wrong with it"
+
+
+def test_engines_share_the_visible_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def devices(**settings: object) -> list[str]:
+        config = ServerConfig.model_validate({"state_dir": tmp_path, "models": {"tiny": "x"}, **settings})
+        return [engine._settings.device for engine in own_engines(config)]
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    assert visible_gpus() == 2
+    assert devices(engines="auto") == ["cuda:0", "cuda:1"] and devices(engines=3) == ["cuda:0", "cuda:1", "cuda:0"]
+    assert devices() == [""] and devices(engines=2, device="cpu") == ["cpu", "cpu"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert devices(engines="auto") == [""]

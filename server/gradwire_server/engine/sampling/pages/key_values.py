@@ -18,6 +18,14 @@ from gradwire_losses.batch import sent
 from torch import Tensor
 
 from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.sampling.pages.model_cache import (
+    FIELDS,
+    cache_field,
+    has_keys,
+    is_recurrent,
+    joined,
+    selected,
+)
 
 IntArray = npt.NDArray[np.int64]
 Prompt = Sequence[int]
@@ -75,12 +83,17 @@ class PaddedRoom:
 
 
 class Together:
-    """Rows of one policy that begin at the same time, padded on the left, in the cache that the model itself makes."""
+    """Rows of one policy that begin at the same time, padded on the left, in the cache that the model itself makes.
+
+    Prompts of models with recurrent states go through the model without padding, those of one length together.
+    """
 
     joins = False
 
     def __init__(self) -> None:
         self._mask = torch.zeros(0, 0, dtype=torch.int64)
+        self._masked = False
+        self._field = FIELDS[0]
         self._cache: Any = None
 
     def room(self) -> Room:
@@ -92,43 +105,63 @@ class Together:
     def prefill(self, policies: Sequence[Policy], prompts: Sequence[Prompt], spread: IntArray) -> Tensor:
         policy = policies[0]
         policy.activate()
-        width = max(map(len, prompts))
+        lengths = np.array([len(prompt) for prompt in prompts])
+        width = int(lengths.max())
         ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-        mask = torch.zeros(len(prompts), width, dtype=torch.int64)
         for place, prompt in enumerate(prompts):
             ids[place, width - len(prompt) :] = torch.as_tensor(prompt)
-            mask[place, width - len(prompt) :] = 1
-        ids, self._mask = sent(ids, policy.device), sent(mask, policy.device)
-        output = policy.split_model.trunk(
-            input_ids=ids,
-            attention_mask=self._mask,
-            position_ids=(self._mask.cumsum(dim=1) - 1).clamp(min=0),
-            use_cache=True,
-        )
-        state: Tensor = output.last_hidden_state[:, -1]
-        self._cache = output.past_key_values
-        if len(spread) > len(prompts):
-            self.keep(spread)
-            state = state[sent(torch.from_numpy(spread), state.device)]
-        return state
+        self._mask = sent((torch.arange(width) >= width - torch.from_numpy(lengths)[:, None]).long(), policy.device)
+        alike = [np.flatnonzero(lengths == length) for length in np.unique(lengths)[::-1]]
+        self._masked = False
+
+        def of_length(rows: IntArray) -> tuple[Tensor, Any]:
+            return self._forward(policy, ids[rows, -lengths[rows[0]] :], self._mask[rows, -lengths[rows[0]] :])
+
+        found = [of_length(alike[0])]
+        if len(alike) > 1 and not is_recurrent(found[0][1]):
+            self._masked = True
+            alike, found = [np.arange(len(prompts))], [self._forward(policy, ids, self._mask)]
+        else:
+            found += map(of_length, alike[1:])
+            self._masked = len(alike) > 1 and has_keys(found[0][1])
+        self._cache = joined([cache for _, cache in found])
+        order = np.argsort(np.concatenate(alike))[spread]
+        if len(order) > 1:
+            self._cache = selected(self._cache, torch.from_numpy(order))
+        self._mask = self._mask[sent(torch.from_numpy(spread), self._mask.device)]
+        together = torch.cat([state for state, _ in found])
+        return together.index_select(0, sent(torch.from_numpy(order), together.device))
 
     def decode(self, policies: Sequence[Policy], tokens: IntArray, positions: IntArray) -> Tensor:
         policy = policies[0]
         policy.activate()
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
-        output = policy.split_model.trunk(
-            input_ids=sent(torch.from_numpy(tokens)[:, None], policy.device),
-            attention_mask=self._mask,
-            position_ids=sent(torch.from_numpy(positions)[:, None], policy.device),
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        state: Tensor = output.last_hidden_state[:, -1]
+        ids = torch.from_numpy(tokens)[:, None]
+        state, self._cache = self._forward(policy, ids, self._mask, torch.from_numpy(positions)[:, None])
         return state
+
+    def _forward(
+        self, policy: Policy, ids: Tensor, mask: Tensor, positions: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """Last states of rows, ``[R, H]``, and their cache, given the one of earlier tokens if there are positions."""
+        cache = {} if positions is None else {self._field: self._cache}
+        output = policy.split_model.trunk(
+            input_ids=sent(ids, policy.device),
+            attention_mask=mask if self._masked else None,
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0) if positions is None else sent(positions, policy.device),
+            use_cache=True,
+            **cache,
+        )
+        field = cache_field(output)
+        if field is None:
+            raise NotImplementedError(f"{policy.facts.architecture} keeps no cache")
+        self._field = field
+        state: Tensor = output.last_hidden_state[:, -1]
+        return state, output[field]
 
     def keep(self, rows: IntArray) -> None:
         kept = torch.from_numpy(rows)  # on the CPU, because the cache may be spread over devices
-        self._cache.batch_select_indices(kept)
+        self._cache = selected(self._cache, kept)
         self._mask = self._mask[sent(kept, self._mask.device)]
 
     def end(self) -> None:

@@ -25,6 +25,7 @@ from gradwire_server.engine.sampling.image_prompt import ImagePrompt
 from gradwire_server.engine.sampling.jobs import LocalJob
 from gradwire_server.engine.sampling.pages.key_values import KeyValues, Together
 from gradwire_server.engine.sampling.pages.pages import Pages, fits_pages
+from gradwire_server.engine.sampling.pages.recomputed import Recomputed, keeps_cache
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from gradwire_server.engine.sampling.several_policies import can_share
 
@@ -79,6 +80,7 @@ class LocalSampler:
         self._serials: WeakKeyDictionary[Policy, int] = WeakKeyDictionary()
         self._serial = itertools.count()
         self._fits: WeakKeyDictionary[SplitModel, bool] = WeakKeyDictionary()
+        self._keeps: WeakKeyDictionary[SplitModel, bool] = WeakKeyDictionary()
 
     def begin(
         self,
@@ -146,10 +148,15 @@ class LocalSampler:
             self._fits[policy.split_model] = policy.compute(lambda: fits_pages(policy, self._agreement))
         return self._fits[policy.split_model]
 
+    def _keeps_cache(self, policy: Policy) -> bool:
+        if policy.split_model not in self._keeps:
+            self._keeps[policy.split_model] = policy.compute(lambda: keeps_cache(policy))
+        return self._keeps[policy.split_model]
+
     def _values(self, policy: Policy, key: _Key) -> Callable[[], KeyValues]:
         """What makes the keys and values of a batch: at first those that were kept of the same weights."""
         if not self._fits_pages(policy):
-            return Together
+            return Together if self._keeps_cache(policy) else Recomputed
         if key.alone is not None:
             return Pages
         owner = self._owners[key]

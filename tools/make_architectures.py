@@ -1,0 +1,305 @@
+"""Write the table of ``docs/architectures.md``: which architectures train and sample with the numbers of transformers.
+
+    python tools/make_architectures.py [--check] [NAME ...]
+
+Each row is a tiny random model, made from a configuration. The reference is transformers alone, one row at a time,
+without padding, cache or dropout. In float64: log-probabilities and gradients of rows of different lengths, of all
+weights and of LoRA with random factors; log-probabilities in training mode again, and of each row alone. In bfloat16:
+log-probabilities within a small multiple of what rounding costs transformers itself. In float32: samples, four of each
+prompt, that end at different times, against a forward of their tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from architecture_configs import CONFIGURATIONS, SIZES
+from gradwire_losses.layouts import read_batch
+from gradwire_losses.registry import get_loss, load_builtin_losses
+from gradwire_proto.codec import Column
+from gradwire_proto.v1.training_pb2 import LoraSettings, RunConfig
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.loading.pool import ModelPool
+from gradwire_server.engine.model.policy import LoraPolicy, Policy
+from gradwire_server.engine.sampling.samplers.local import LocalSampler
+from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
+from gradwire_server.engine.scoring.planner import Budget
+from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.engine.training.forward_backward import Training, forward_backward
+from peft import get_peft_model
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+PAGE = Path(__file__).parents[1] / "docs/architectures.md"
+BEGIN, END = "<!-- table: begin (make architectures) -->", "<!-- table: end -->"
+LENGTHS = (12, 40, 2, 5, 16, 17, 7)
+"""Tokens of the rows, around the boundaries that the configurations name: 6, 8 and 16."""
+PROMPTS = (5, 14, 2, 21)
+EXACT, SAMPLED = 1e-5, 3e-5
+"""Largest difference of log-probabilities and (relative to the largest) gradients in float64; of samples in float32."""
+ROUNDING = 4.0
+"""Largest difference in bfloat16, as a multiple of that of transformers; one of 0.05 nats is never too large."""
+STOPS = (3, 11, 19, 27, 35, 43)
+
+
+@dataclass
+class Found:
+    """What was found of one configuration.
+
+    Attributes:
+        refusal: The sentence by which it is refused.
+        wrong: What differs, or failed without a sentence.
+        figures: Largest difference of each check.
+        limits: Notes on the form that it computes in.
+    """
+
+    refusal: str = ""
+    wrong: list[str] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+    limits: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        return "wrong" if self.wrong else "refused" if self.refusal else "exact"
+
+
+def rows_of(lengths: Iterable[int], seed: int) -> list[list[int]]:
+    """Rows of random tokens without the special ones."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(4, SIZES["vocab_size"], length).tolist() for length in lengths]
+
+
+def save_model(name: str, folder: Path) -> None:
+    """Save a random model of a configuration, whose parameters that begin at 0 or 1 are moved away from there."""
+    kind, settings = CONFIGURATIONS[name]
+    sizes = {key: value for key, value in (dict(SIZES) | dict(settings)).items() if value is not None}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), dtype=torch.float32)
+        for parameter in model.parameters():
+            parameter.data += 0.02 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+
+
+def plain(folder: Path, dtype: torch.dtype) -> Any:
+    """The model in transformers alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    if dtype == torch.float64 and getattr(model.config, "_experts_implementation", None) == "grouped_mm":
+        model.set_experts_implementation("eager")
+    return model
+
+
+def logprobs_of(model: Any, row: Sequence[int]) -> Tensor:
+    """``[T]`` log-probabilities of a row's tokens but the first, alone."""
+    ids = torch.tensor([row])
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+
+
+def reference(model: Any, rows: Sequence[Sequence[int]]) -> Tensor:
+    """``[T]`` log-probabilities of all rows, shortest first as some models never forget a long one; sets grad."""
+    parts: dict[int, Tensor] = {}
+    tokens = sum(len(row) - 1 for row in rows)
+    for number in sorted(range(len(rows)), key=lambda number: len(rows[number])):
+        found = logprobs_of(model, rows[number])
+        (-found.sum() / tokens).backward()
+        parts[number] = found.detach()
+    return torch.cat([parts[number] for number in range(len(rows))])
+
+
+def trained(run: EngineRun, rows: Sequence[Sequence[int]], tokens: int = 1 << 20) -> Tensor:
+    """``[T]`` log-probabilities of a training call."""
+    loss, facts = get_loss("causal_lm"), run.policy.facts
+    columns = {"input_ids": Column.from_rows([np.array(row, np.int32) for row in rows])}
+    batch = read_batch(loss, columns, vocab_size=facts.vocab_size, context_length=facts.context_length)
+    training = Training(
+        run.policy, batch, loss, loss.config(), run.accumulator, outputs=["logprobs"], budget=Budget(tokens)
+    )
+    with run.rng():
+        found = forward_backward(training).outputs["logprobs"]
+    return found.detach().double()
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    """Largest difference; infinite if anything is not a number."""
+    largest = (found.double() - expected.double()).abs().max().item()
+    return largest if largest == largest else float("inf")
+
+
+def gradients_apart(run: EngineRun, expected: dict[str, Tensor]) -> float:
+    """Largest difference of the gradients, relative to the largest entry."""
+    sums, factor = run.accumulator.normalised()
+    scale = max(each.abs().max().item() for each in expected.values())
+    return max(apart(sums.get(key, torch.zeros_like(each)) * factor, each) for key, each in expected.items()) / scale
+
+
+def check_training(folder: Path, found: Found, lora: bool) -> None:
+    """Log-probabilities and gradients in float64."""
+    kind = "LoRA" if lora else "full"
+    rows = rows_of(LENGTHS, 1)
+    config = RunConfig(base_model="m", lora=LoraSettings(rank=2)) if lora else RunConfig(base_model="m")
+    run = EngineRun(ModelPool({"m": str(folder)}, "cpu", torch.float64), "run-a", config)
+    model = plain(folder, torch.float64)
+    if lora:
+        expected, gradients = lora_reference(run, model, rows)
+    else:
+        expected = reference(model, rows)
+        gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    computed = trained(run, rows)
+    found.figures[f"{kind} log-probabilities"] = apart(computed, expected)
+    found.figures[f"{kind} gradients"] = gradients_apart(run, gradients)
+    run.accumulator.clear()
+    found.figures[f"{kind} log-probabilities again"] = apart(trained(run, rows), expected)
+    run.accumulator.clear()
+    found.figures[f"{kind} in micro-batches"] = apart(trained(run, rows, 48), expected)
+    found.figures[f"{kind} gradients in micro-batches"] = gradients_apart(run, gradients)
+    if not lora:
+        alone = [trained(run, [row]) for row in rows]
+        found.figures["rows alone"] = apart(torch.cat(alone), expected)
+        found.limits.append(run.policy.split_model.packing.name.lower())
+
+
+def lora_reference(run: EngineRun, model: Any, rows: Sequence[Sequence[int]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities and gradients with random factors, merged into the weights where these are of linear layers."""
+    policy = run.policy
+    assert isinstance(policy, LoraPolicy)
+    generator = torch.Generator().manual_seed(2)
+    factors = {
+        name: torch.randn(each.shape, generator=generator, dtype=each.dtype) * 0.1
+        for name, each in policy.state_tensors().items()
+    }
+    policy.load_state_tensors(factors)
+    scale = policy.peft_config.lora_alpha / policy.peft_config.r
+    modules = dict(model.named_modules())
+    places = {name: name.removesuffix(".lora_A.weight") for name in factors if name.endswith(".lora_A.weight")}
+    if not all(type(modules.get(place)) in (nn.Linear, Conv1D) for place in places.values()):
+        return peft_reference(policy, model, factors, rows)
+    for name, place in places.items():
+        added = scale * factors[name.replace("lora_A", "lora_B")] @ factors[name]
+        weight = modules[place].weight
+        weight.data += added.T if type(modules[place]) is Conv1D else added
+    expected = reference(model, rows)
+    gradients = {}
+    for name, place in places.items():
+        weight, other = modules[place].weight, name.replace("lora_A", "lora_B")
+        if weight.grad is None:
+            continue
+        of_weight = weight.grad.T if type(modules[place]) is Conv1D else weight.grad
+        gradients[name] = scale * factors[other].T @ of_weight
+        gradients[other] = scale * of_weight @ factors[name].T
+    return expected, gradients
+
+
+def peft_reference(
+    policy: LoraPolicy, model: Any, factors: dict[str, Tensor], rows: Sequence[Sequence[int]]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same by peft."""
+    wrapped: Any = get_peft_model(model, policy.peft_config, autocast_adapter_dtype=False).eval()
+    own = {
+        name.removeprefix("base_model.model.").replace(".default", ""): each
+        for name, each in wrapped.named_parameters()
+        if "lora_" in name
+    }
+    for name, each in own.items():
+        each.data = factors[name].clone()
+    expected = reference(wrapped, rows)
+    return expected, {name: each.grad for name, each in own.items() if each.grad is not None}
+
+
+def check_rounding(folder: Path, found: Found) -> None:
+    """Log-probabilities in bfloat16, of all weights and of LoRA that changes nothing yet."""
+    rows = rows_of(LENGTHS, 1)
+    with torch.no_grad():
+        true = torch.cat([logprobs_of(plain(folder, torch.float32), row) for row in rows])
+        rounded = torch.cat([logprobs_of(plain(folder, torch.bfloat16), row) for row in rows])
+    usual = apart(rounded, true)
+    for kind in ("full", "LoRA"):
+        config = RunConfig(base_model="m", lora=LoraSettings(rank=2)) if kind == "LoRA" else RunConfig(base_model="m")
+        run = EngineRun(ModelPool({"m": str(folder)}, "cpu", torch.bfloat16), "run-a", config)
+        found.figures[f"{kind} bfloat16"] = apart(trained(run, rows), true) / max(usual, 0.05 / ROUNDING)
+
+
+def check_sampling(folder: Path, found: Found) -> None:
+    """Samples in float32 against a forward of their tokens."""
+    policy = Policy(ModelPool({"m": str(folder)}, "cpu", torch.float32).get("m"))
+    prompts = rows_of(PROMPTS, 3)
+    params = SamplingParams(max_tokens=24, seed=5, n=4, stop_token_ids=STOPS, ignore_eos=True)
+    sampler = LocalSampler()
+    job = sampler.begin(policy, prompts, params)
+    while not job.done:
+        sampler.step()
+    model, worst, lengths = plain(folder, torch.float32), 0.0, set()
+    for prompt, samples in zip(prompts, job.samples().by_prompt(), strict=True):
+        for sample in samples:
+            lengths.add(len(sample.token_ids))
+            with torch.no_grad():
+                expected = logprobs_of(model, [*prompt, *sample.token_ids])[len(prompt) - 1 :]
+            worst = max(worst, apart(torch.tensor(sample.logprobs), expected))
+    if len(lengths) < 3:
+        found.wrong.append("sampling: the samples end together")
+    found.figures["sampling"] = worst
+    if not sampler._fits_pages(policy):
+        found.limits.append("own cache")
+
+
+def limit_of(check: str) -> float:
+    return SAMPLED if check == "sampling" else ROUNDING if check.endswith("bfloat16") else EXACT
+
+
+def check(name: str) -> Found:
+    """Check one configuration."""
+    found = Found()
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(name, Path(folder))
+        checks: dict[str, Callable[[Path, Found], None]] = {
+            "full": lambda path, found: check_training(path, found, False),
+            "LoRA": lambda path, found: check_training(path, found, True),
+            "bfloat16": check_rounding,
+            "sampling": check_sampling,
+        }
+        for what, run in checks.items():
+            try:
+                run(Path(folder), found)
+            except OperationError as error:
+                found.refusal = found.refusal or f"{what}: {error}"
+                if what != "full":
+                    continue
+                break
+            except Exception as error:  # a failure without a sentence is what this looks for
+                found.wrong.append(f"{what}: {type(error).__name__}: {str(error).partition(chr(10))[0][:160]}")
+    found.wrong += [f"{what} {figure:.1e}" for what, figure in found.figures.items() if not figure <= limit_of(what)]
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.CRITICAL)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    load_builtin_losses()
+    names = [argument for argument in arguments if not argument.startswith("--")] or list(CONFIGURATIONS)
+    counts: dict[str, int] = {}
+    for name in names:
+        found = check(name)
+        counts[found.verdict] = counts.get(found.verdict, 0) + 1
+        worst = max((value for key, value in found.figures.items() if "bfloat" not in key), default=0)
+        print(f"{name}: {found.verdict} {worst:.1e} {found.limits} {found.refusal} {found.wrong}", flush=True)
+    print(counts)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -60,6 +60,8 @@ from gradwire.errors import (
     StorageFullError,
     UnauthenticatedError,
     UnknownCheckpointError,
+    UnknownFileError,
+    UnknownJobError,
     UnknownLossError,
     UnknownModelError,
     UnknownOperationError,
@@ -70,6 +72,7 @@ from gradwire.errors import (
 )
 from gradwire.futures import Future, gather
 from gradwire.history import History
+from gradwire.jobs import FileInfo, Files, Job, JobCheckpoint, JobEnd, JobEvent, Jobs
 from gradwire.rendering import Rendered
 from gradwire.results import (
     Checkpoint,
@@ -98,6 +101,8 @@ __all__ = [
     "DeadlineExceededError",
     "EngineInfo",
     "EngineUnavailableError",
+    "FileInfo",
+    "Files",
     "Future",
     "GradwireError",
     "History",
@@ -105,6 +110,11 @@ __all__ = [
     "InvalidArgumentError",
     "InvalidBatchError",
     "InvalidRequestError",
+    "Job",
+    "JobCheckpoint",
+    "JobEnd",
+    "JobEvent",
+    "Jobs",
     "LimitExceededError",
     "LossField",
     "LossInfo",
@@ -149,6 +159,8 @@ __all__ = [
     "TrainingClient",
     "UnauthenticatedError",
     "UnknownCheckpointError",
+    "UnknownFileError",
+    "UnknownJobError",
     "UnknownLossError",
     "UnknownModelError",
     "UnknownOperationError",

@@ -60,8 +60,8 @@ def connect(
     """Connect to a server, or start one: ``service = await connect(...)`` or ``async with connect(...) as service``.
 
     Args:
-        address: ``HOST:PORT``, or ``https://HOST:PORT`` for TLS. None starts an embedded server on this machine that
-            serves ``models`` and stops when the service is closed.
+        address: ``HOST:PORT``, ``https://HOST:PORT`` for TLS, or ``unix:PATH`` of a socket. None starts an embedded
+            server on this machine that serves ``models`` and stops when the service is closed.
         api_key: Defaults to the environment variable ``GRADWIRE_API_KEY``; for an embedded server, to a random
             key.
         models: Embedded server only: names or paths of models, as for ``gradwire serve --model``.
@@ -83,7 +83,9 @@ def connect(
 
 
 def _has_port(address: str) -> bool:
-    """Whether an address is ``HOST:PORT``; one with a scheme may leave the port out."""
+    """Whether an address is ``HOST:PORT``; one with a scheme may leave the port out, and ``unix:PATH`` has none."""
+    if address.startswith("unix:"):
+        return True
     host, _, port = address.rpartition(":")
     return bool(host) and ("/" in port or (port.isdigit() and int(port) <= MAX_PORT))
 

@@ -118,6 +118,14 @@ class UnknownOperationError(NotFoundError):
     """The run has no operation of this number."""
 
 
+class UnknownJobError(NotFoundError):
+    """No job has this id."""
+
+
+class UnknownFileError(NotFoundError):
+    """No file has this id."""
+
+
 class AlreadyExistsError(InvalidRequestError):
     """The name is already in use."""
 
@@ -295,6 +303,8 @@ EXCEPTIONS: Mapping[pb.ErrorCode.ValueType, type[GradwireError]] = {
     pb.ERROR_CODE_SHUTTING_DOWN: ShuttingDownError,
     pb.ERROR_CODE_RUN_PARKED: RunParkedError,
     pb.ERROR_CODE_DEADLINE_EXCEEDED: DeadlineExceededError,
+    pb.ERROR_CODE_UNKNOWN_JOB: UnknownJobError,
+    pb.ERROR_CODE_UNKNOWN_FILE: UnknownFileError,
 }
 
 # A gRPC status without details comes from a proxy, from grpc itself, or from another kind of server.

@@ -14,6 +14,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire.descriptions import LossInfo, ModelInfo, RunInfo, ServerInfo, TokenizerInfo
 from gradwire.embedded import EmbeddedServer
 from gradwire.errors import InvalidArgumentError, ServiceClosedError, UnsupportedError, type_of
+from gradwire.jobs import Files, Jobs
 from gradwire.losses import LossCatalogue, model_path
 from gradwire.rendering import Conversation, Rendered, TrainOn, is_one, requests, row_of
 from gradwire.results import Checkpoint
@@ -44,6 +45,18 @@ class ServiceClient:
         self._loop = asyncio.get_running_loop()
         self._losses = LossCatalogue()
         self._links: list[RunLink] = []
+        self._files = Files(transport)
+        self._jobs = Jobs(transport, self._files)
+
+    @property
+    def jobs(self) -> Jobs:
+        """Trainings that the server runs by itself."""
+        return self._jobs
+
+    @property
+    def files(self) -> Files:
+        """The files that jobs train on."""
+        return self._files
 
     @property
     def address(self) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from gradwire import connection, service, training
+from gradwire import connection, jobs, service, training
 from gradwire.connection import PathLike
 from gradwire.errors import ServiceClosedError
 from gradwire.operations import Operations
@@ -114,6 +114,38 @@ class TrainingClient(Operations):
     push_to_hub = _blocking(training.TrainingClient.push_to_hub)
 
 
+class Files:
+    """The files of your key on a server: a blocking :class:`gradwire.Files`."""
+
+    def __init__(self, client: jobs.Files, loop_thread: LoopThread) -> None:
+        self._client, self._loop_thread = client, loop_thread
+
+    upload = _blocking(jobs.Files.upload)
+    get = _blocking(jobs.Files.get)
+    list = _blocking(jobs.Files.list)
+    delete = _blocking(jobs.Files.delete)
+    download = _blocking(jobs.Files.download)
+
+
+class Jobs:
+    """The jobs of your key on a server: a blocking :class:`gradwire.Jobs`."""
+
+    def __init__(self, client: jobs.Jobs, loop_thread: LoopThread) -> None:
+        self._client, self._loop_thread = client, loop_thread
+
+    submit = _blocking(jobs.Jobs.submit)
+    get = _blocking(jobs.Jobs.get)
+    list = _blocking(jobs.Jobs.list)
+    cancel = _blocking(jobs.Jobs.cancel)
+    pause = _blocking(jobs.Jobs.pause)
+    resume = _blocking(jobs.Jobs.resume)
+    delete = _blocking(jobs.Jobs.delete)
+    wait = _blocking(jobs.Jobs.wait)
+    events = _blocking(jobs.Jobs.events)
+    log = _blocking(jobs.Jobs.log)
+    report = _blocking(jobs.Jobs.report)
+
+
 class ServiceClient:
     """A connection to a server: a blocking :class:`gradwire.ServiceClient`."""
 
@@ -130,6 +162,16 @@ class ServiceClient:
     def api_key(self) -> str:
         """The key that this connection sends, for other connections to an embedded server; empty if there is none."""
         return self._client.api_key
+
+    @property
+    def jobs(self) -> Jobs:
+        """Trainings that the server runs by itself."""
+        return Jobs(self._client.jobs, self._loop_thread)
+
+    @property
+    def files(self) -> Files:
+        """The files that jobs train on."""
+        return Files(self._client.files, self._loop_thread)
 
     server_info = _blocking(service.ServiceClient.server_info)
     list_models = _blocking(service.ServiceClient.list_models)

@@ -63,6 +63,9 @@ class Limits(BaseModel):
     max_checkpoints: int = Field(default=1000, ge=1, description="checkpoints that a run keeps")
     max_checkpoint_bytes: int = Field(default=1 << 40, ge=1, description="what the checkpoints of a run hold together")
     max_upload_bytes: int = Field(default=256 << 30, ge=1, description="the files of one upload")
+    max_file_bytes: int = Field(default=8 << 30, ge=1, description="one file of training data")
+    max_files: int = Field(default=10_000, ge=0, description="files that the server keeps")
+    max_jobs: int = Field(default=10_000, ge=0, description="jobs that the server keeps, ended ones included")
     max_history_points: int = Field(default=100_000, ge=16, description="operations in a run's record, then thinned")
     max_incoming_bytes: int = Field(default=4 << 30, ge=1, description="payloads of one key that are not on disk yet")
     key_runs: int = Field(default=1000, ge=0, description="runs of one key")
@@ -70,6 +73,9 @@ class Limits(BaseModel):
         default=50, ge=1, le=100, description="part of the engine's memory for one key's runs, where there are several"
     )
     key_upload_bytes: int = Field(default=1 << 40, ge=0, description="uploads of one key, unfinished ones included")
+    key_file_bytes: int = Field(default=64 << 30, ge=0, description="files of one key")
+    key_jobs: int = Field(default=100, ge=0, description="jobs of one key that have not ended")
+    key_running_jobs: int = Field(default=1000, ge=1, description="jobs of one key that run at a time; others wait")
     key_queued_operations: int = Field(default=65_536, ge=1, description="operations of one key without a result")
     key_queued_bytes: int = Field(default=32 << 30, ge=1, description="payloads of a key's operations without a result")
     key_waiting_calls: int = Field(default=4096, ge=1, description="calls of one key that wait for their turn")
@@ -236,6 +242,12 @@ class ServerConfig(EngineSettings):
         subject=DURABILITY,
         ge=0,
         allow_inf_nan=False,
+    )
+    job_workers: int = setting(
+        1, "Jobs that run at a time, each in a process of its own; 0: jobs wait.", subject=COMPUTE, ge=0
+    )
+    job_scripts: bool = setting(
+        False, "Administrators may run Python scripts as jobs, with the rights of this server.", subject=NETWORK
     )
     keep_results_hours: float = setting(168.0, "Hours that a result waits to be fetched.", subject=DURABILITY, gt=0)
     mirror: Path | None = setting(

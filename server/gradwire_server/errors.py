@@ -50,6 +50,16 @@ def unknown_upload(upload_id: str) -> ServiceError:
     return ServiceError(pb.ERROR_CODE_UNKNOWN_CHECKPOINT, f"there is no upload {upload_id[:100]!r}", field="upload")
 
 
+def unknown_job(job_id: str) -> ServiceError:
+    """UNKNOWN_JOB, also for a job of another key."""
+    return ServiceError(pb.ERROR_CODE_UNKNOWN_JOB, f"there is no job {job_id[:100]!r}", field="job_id")
+
+
+def unknown_file(file_id: str, field: str = "file_id") -> ServiceError:
+    """UNKNOWN_FILE, also for a file of another key."""
+    return ServiceError(pb.ERROR_CODE_UNKNOWN_FILE, f"there is no file {file_id[:100]!r}", field=field)
+
+
 def shutting_down() -> ServiceError:
     """SHUTTING_DOWN."""
     return ServiceError(pb.ERROR_CODE_SHUTTING_DOWN, "the server is shutting down; connect again once it is back")

@@ -63,6 +63,7 @@ class Server(Startable):
         if self.http is not None:
             await self.http.open()
         await self.door.open()
+        self.core.job_workers.start(self.door.local_address)
 
     async def stop(self) -> None:
         """Accept nothing more, finish the operations being executed, close the streams, the engine and the journal.
@@ -73,6 +74,7 @@ class Server(Startable):
             self.http.announce_end()
         if self.door.is_open:
             await self.door.announce_end()
+            await self.core.job_workers.stop()
             await self.core.drain()
             await self.door.close()
         if self.http is not None:

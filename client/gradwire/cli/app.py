@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gradwire import __version__
-from gradwire.cli import runs, uploads
+from gradwire.cli import jobs, runs, uploads
 from gradwire.cli.doctor import doctor
 from gradwire.cli.plugins import Commands
 from gradwire.cli.render import render
@@ -40,6 +40,7 @@ def _options(
 app.command()(status)
 app.command()(top)
 app.add_typer(runs.app, name="runs")
+app.add_typer(jobs.app, name="jobs")
 app.command()(render)
 app.add_typer(uploads.app, name="uploads")
 app.command()(doctor)

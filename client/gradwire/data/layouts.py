@@ -111,15 +111,21 @@ def conversation(row: Row, mapping: Mapped) -> Conversation:
 def preference(row: Row, mapping: Mapped) -> Preference:
     """Read a preference pair: ``chosen`` and ``rejected``, with a ``prompt`` or with the messages they share.
 
+    ``preferred_output`` and ``non_preferred_output``, with the messages in ``input``, are the same in OpenAI's words.
+
     Raises:
         Unfit: The row is none, or both answers are the same.
     """
-    chosen = _pick(row, mapping, "chosen", ("chosen", "chosen_response", "response_chosen"))
-    rejected = _pick(row, mapping, "rejected", ("rejected", "rejected_response", "response_rejected"))
+    chosen = _pick(row, mapping, "chosen", ("chosen", "chosen_response", "response_chosen", "preferred_output"))
+    rejected = _pick(
+        row, mapping, "rejected", ("rejected", "rejected_response", "response_rejected", "non_preferred_output")
+    )
     if chosen is None or rejected is None:
         absent = [name for name, value in (("chosen", chosen), ("rejected", rejected)) if value is None]
         raise _missing(row, " and ".join(absent), *absent)
     prompt = _pick(row, mapping, "prompt", (*PROMPTS, *CONVERSATIONS))
+    if isinstance(prompt, Mapping) and "messages" in prompt:
+        prompt = prompt["messages"]
     better, worse = _turn(chosen, "assistant", "chosen"), _turn(rejected, "assistant", "rejected")
     asked = [*_system(row, mapping), *(_turn(prompt, "user", "prompt") if prompt is not None else ())]
     shared = 0

@@ -7,11 +7,11 @@ import asyncio
 import importlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradwire.errors import GradwireError
-from gradwire.recipes.settings import Settings, SettingsError, example, load
+from gradwire.recipes.settings import Settings, SettingsError, built, example, load
 
 RECIPES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "ppo": "PPO", "grpo": "GRPO", "distill": "Distill"}
 """Name -> the class of its settings, in the module of the name."""
@@ -55,6 +55,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     finally:
         logging.getLogger("gradwire").removeHandler(warnings)
     print(estimate if given.dry_run else f"{settings.folder}/report.html")
+
+
+def settings_of(recipe: str, given: Mapping[str, Any]) -> Settings:
+    """Build a recipe's settings.
+
+    Raises:
+        SettingsError: There is no such recipe, or a setting is unknown or out of range.
+    """
+    return built(settings_kind(recipe), given)
+
+
+def settings_kind(recipe: str) -> type[Settings]:
+    """Return the class of a recipe's settings.
+
+    Raises:
+        SettingsError: There is no such recipe.
+    """
+    if recipe not in RECIPES:
+        raise SettingsError(f"there is no recipe {recipe!r}; there are {', '.join(RECIPES)}")
+    return _recipe(recipe)[0]
+
+
+async def train(recipe: str, settings: Settings) -> None:
+    """Run a recipe."""
+    await _recipe(recipe)[1].train(settings)
 
 
 def _recipe(name: str) -> tuple[type[Settings], Any]:

@@ -36,8 +36,7 @@ class Distill(Settings):
 
 async def train(settings: Distill, *, dry_run: bool = False) -> Estimate | None:
     """Run the training, or only estimate it."""
-    rows = rows_of(data.conversations, settings)
-    kept, held_out = rows.split(settings.held_out, settings.seed)
+    kept, held_out = rows_of(data.conversations, settings)
     batches = kept.batches(settings.batch_size, seed=settings.seed)
     kwargs = {"beta": settings.beta, "reference_model": settings.teacher, **settings.loss}
     async with open_training(settings, dry_run=dry_run) as training:
@@ -68,7 +67,7 @@ async def train(settings: Distill, *, dry_run: bool = False) -> Estimate | None:
         if dry_run:
             own = settings.own_answers
             return await training.estimate(batches, (own, on_own), (1 - own, on_given), held_out=len(held_out))
-        async for step, batch in training.steps(batches, evaluate):
+        async for step, batch in training.steps(batches, evaluate if held_out else None):
             own_answers = random.Random(f"{settings.seed} {step}").random() < settings.own_answers
             await training.update(step, await (on_own(batch, step) if own_answers else on_given(batch)))
     return None

@@ -12,6 +12,7 @@ from typing import Any, cast
 import gradwire
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.observing import OBSERVER, Observer
 from gradwire.recipes.report import write_report
 from gradwire.recipes.rows import rows_of
 from gradwire.recipes.settings import Settings, SettingsError, setting
@@ -62,8 +63,7 @@ async def train_with(
     dry_run: bool = False,
 ) -> Estimate | None:
     """Train a run with an algorithm, from the state in its folder."""
-    rows = rows_of(data.prompts, settings)
-    kept, held_out = rows.split(settings.held_out, settings.seed)
+    kept, held_out = rows_of(data.prompts, settings)
     tasks, problems = [_task(each) for each in kept], [_task(each) for each in held_out[: settings.eval_problems]]
     per_epoch = -(-len(tasks) // settings.batch_size)
     total = settings.max_steps or per_epoch * settings.epochs
@@ -72,8 +72,8 @@ async def train_with(
         batch_size=settings.batch_size, group_size=group_size, learning_rate=settings.learning_rate,
         warmup_iterations=settings.warmup, weight_decay=settings.weight_decay, loss_kwargs=settings.loss,
         max_tokens=settings.answer_tokens, temperature=settings.temperature, context_tokens=settings.max_tokens,
-        seed=settings.seed, eval_every=0 if dry_run else settings.eval_every,
-        save_every=0 if dry_run else settings.save_every, checkpoint_dir=None if dry_run else folder,
+        seed=settings.seed, eval_every=0 if dry_run or not problems else settings.eval_every,
+        save_every=0 if dry_run else settings.save_every or per_epoch, checkpoint_dir=None if dry_run else folder,
     )  # fmt: skip
     known = {} if dry_run else open_folder(folder / "run.json", settings)
     warn_of_warmup(settings, total)
@@ -82,7 +82,7 @@ async def train_with(
             run = service.get_training_client(known["run_id"])
         else:
             run = await service.create_run(
-                model.name, lora=settings.lora_rank or None, head=head, seed=settings.seed, kind="rl"
+                model.name, lora=settings.lora_rank or None, head=head, seed=settings.seed, kind="rl", name=folder.name
             )
             if not dry_run:
                 save_state(folder / "run.json", {"run_id": run.run_id}, settings)
@@ -94,6 +94,7 @@ async def train_with(
                     return await _estimate(settings, training, model, len(tasks), total)
                 finally:
                     await service.delete_run(run.run_id)
+            (OBSERVER.get() or Observer()).began(run.run_id, total)
             done = await training.resume()
             if known:
                 print(f"{folder}: going on at iteration {done}", flush=True)
@@ -113,7 +114,7 @@ async def _estimate(
     before, began = (await training.run.info()).num_tokens, time.monotonic()
     await training.train(1, progress_bar=False)
     seconds, info = (time.monotonic() - began) * total, await training.run.info()
-    if settings.eval_every:
+    if settings.eval_every and training.eval_tasks:
         began = time.monotonic()
         await training.evaluate()
         seconds += (time.monotonic() - began) * (total // settings.eval_every)

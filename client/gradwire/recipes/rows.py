@@ -11,8 +11,8 @@ from gradwire.recipes.settings import Settings, SettingsError
 T = TypeVar("T")
 
 
-def rows_of(load: Callable[..., Dataset[T]], settings: Settings) -> Dataset[T]:
-    """Load the rows of a training.
+def rows_of(load: Callable[..., Dataset[T]], settings: Settings) -> tuple[Dataset[T], Dataset[T]]:
+    """Load the rows of a training, and those to evaluate on: of ``validation``, or else held out.
 
     Args:
         load: One of :func:`gradwire.data.conversations`, ``preferences`` and ``prompts``.
@@ -21,9 +21,16 @@ def rows_of(load: Callable[..., Dataset[T]], settings: Settings) -> Dataset[T]:
         DataError: A row does not fit.
         SettingsError: The columns were not recognised; says how ``mapping`` names them.
     """
+    rows = _loaded(load, settings.data, settings)
+    if settings.validation:
+        return rows, _loaded(load, settings.validation, settings)
+    return rows.split(settings.held_out, settings.seed) if settings.held_out else (rows, Dataset[T]([]))
+
+
+def _loaded(load: Callable[..., Dataset[T]], source: str, settings: Settings) -> Dataset[T]:
     try:
         return load(
-            settings.data, mapping=settings.mapping, split=settings.split, limit=settings.limit or None,
+            source, mapping=settings.mapping, split=settings.split, limit=settings.limit or None,
             on_error=settings.on_error,
         )  # fmt: skip
     except DataError as error:

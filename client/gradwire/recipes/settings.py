@@ -31,8 +31,9 @@ LEAST = {
         "max_steps",
         "eval_every",
         "eval_problems",
+        "save_every",
     ),
-    1: ("batch_size", "epochs", "max_tokens", "save_every", "answer_tokens", "group_size", "answers"),
+    1: ("batch_size", "epochs", "max_tokens", "answer_tokens", "group_size", "answers"),
 }
 """Smallest value of a number -> the settings."""
 LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -61,7 +62,8 @@ class Settings:
     mapping: dict[str, str] = setting({}, "field -> column, where the columns are not recognised")
     limit: int = setting(0, "rows to use at most; 0: all")
     on_error: OnError = setting("raise", "raise, or skip: what to do with a row that does not fit")
-    held_out: float = setting(0.02, "share of the rows to evaluate on; they share no prompt with the others")
+    validation: str = setting("", "a file of rows to evaluate on, in place of held_out")
+    held_out: float = setting(0.02, "share of the rows to evaluate on, which share no prompt with the others; 0: none")
     seed: int = setting(0, "of the adapter, the order of the rows and sampling")
     lora_rank: int = setting(16, "rank of the adapter; 0 trains all weights")
     learning_rate: float = setting(1e-4, "at its peak")
@@ -74,7 +76,7 @@ class Settings:
     max_steps: int = setting(0, "steps at most; 0: as the epochs have")
     max_tokens: int = setting(2048, "longest row; a longer one is cut at its end, with a warning")
     eval_every: int = setting(50, "steps between evaluations; the last step is always evaluated; 0: never")
-    save_every: int = setting(50, "steps between checkpoints; the last step is always saved")
+    save_every: int = setting(50, "steps between checkpoints; the last step is always saved; 0: those of an epoch")
     loggers: list[str] = setting([], "of tensorboard, wandb, trackio, mlflow; metrics.jsonl is always written")
     loss: dict[str, Any] = setting({}, "arguments of the loss: see docs/losses.md")
 
@@ -102,8 +104,8 @@ class Settings:
         for each in self.loggers:
             if each not in LOGGERS:
                 raise SettingsError(f"loggers has {each!r}; there are {', '.join(LOGGERS)}")
-        if not 0 < self.held_out < 1:
-            raise SettingsError(f"held_out is {self.held_out}; it must lie between 0 and 1")
+        if not 0 <= self.held_out < 1:
+            raise SettingsError(f"held_out is {self.held_out}; it must be at least 0 and less than 1")
 
 
 def load(kind: type[S], path: Path | str, overrides: Sequence[str] = ()) -> S:
@@ -139,7 +141,7 @@ def load(kind: type[S], path: Path | str, overrides: Sequence[str] = ()) -> S:
     for override in overrides:
         _override(given, override)
         places[override.partition("=")[0].partition(".")[0]] = f"--set {override}"
-    return _built(kind, given, places)
+    return built(kind, given, places)
 
 
 def _override(given: dict[str, Any], override: str) -> None:
@@ -160,7 +162,15 @@ def _override(given: dict[str, Any], override: str) -> None:
         raise SettingsError(f"--set {override}: {value!r} is not a YAML value") from None
 
 
-def _built(kind: type[S], given: Mapping[str, Any], places: Mapping[str, str]) -> S:
+def built(kind: type[S], given: Mapping[str, Any], places: Mapping[str, str] = types.MappingProxyType({})) -> S:
+    """Build settings from values by name, those that are left out with their defaults.
+
+    Args:
+        places: Name -> where its value is written, for errors.
+
+    Raises:
+        SettingsError: A name is unknown, or a value does not fit.
+    """
     hints = typing.get_type_hints(kind)
     values = {}
     for name, value in given.items():
@@ -168,8 +178,8 @@ def _built(kind: type[S], given: Mapping[str, Any], places: Mapping[str, str]) -
         if name not in hints:
             near = difflib.get_close_matches(str(name), hints, n=1)
             meant = f"; did you mean {near[0]}?" if near else f"; it takes {', '.join(hints)}"
-            raise SettingsError(f"{place}: there is no setting {name!r}{meant}")
-        values[name] = _value(hints[name], value, f"{place}: {name}")
+            raise SettingsError(f"{place}: there is no setting {name!r}{meant}".removeprefix(": "))
+        values[name] = _value(hints[name], value, f"{place}: {name}".removeprefix(": "))
     settings = kind(**values)
     try:
         settings.check()

@@ -30,8 +30,7 @@ class SFT(Settings):
 
 async def train(settings: SFT, *, dry_run: bool = False) -> Estimate | None:
     """Run the training, or only estimate it."""
-    rows = rows_of(data.conversations, settings)
-    kept, held_out = rows.split(settings.held_out, settings.seed)
+    kept, held_out = rows_of(data.conversations, settings)
     batches = kept.batches(settings.batch_size, seed=settings.seed)
     async with open_training(settings, dry_run=dry_run) as training:
         tokens = Tokens(training.service, training.model, settings.max_tokens)
@@ -46,6 +45,6 @@ async def train(settings: SFT, *, dry_run: bool = False) -> Estimate | None:
 
         if dry_run:
             return await training.estimate(batches, (1.0, loss), held_out=len(held_out))
-        async for step, batch in training.steps(batches, evaluate):
+        async for step, batch in training.steps(batches, evaluate if held_out else None):
             await training.update(step, await loss(batch))
     return None

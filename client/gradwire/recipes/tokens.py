@@ -37,13 +37,16 @@ class Tokens:
         """Encode conversations into rows with ``input_ids`` and ``loss_mask``."""
         if not await self._chats():
             return [self._short(row) for row in await self._plain([each.messages for each in conversations], train_on)]
+        chosen: Any = train_on
+        if train_on == "assistant" and any("weight" in message for each in conversations for message in each.messages):
+            chosen = _weighted
         if not any(each.tools for each in conversations):
             messages = [each.messages for each in conversations]
-            found = await self._service.render(messages, train_on=train_on, model=self._model.name)
+            found = await self._service.render(messages, train_on=chosen, model=self._model.name)
         else:
             found = [
                 await self._service.render(
-                    each.messages, tools=each.tools or None, train_on=train_on, model=self._model.name
+                    each.messages, tools=each.tools or None, train_on=chosen, model=self._model.name
                 )
                 for each in conversations
             ]
@@ -121,6 +124,11 @@ class Tokens:
         if message not in self._warned:
             self._warned.add(message)
             logger.warning(message, *args)
+
+
+def _weighted(message: Any) -> bool:
+    """Whether a message is the assistant's and not one that its row gives no weight."""
+    return bool(message["role"] == "assistant" and message.get("weight", 1) != 0)
 
 
 def _answers(messages: Sequence[Any]) -> int:

@@ -18,6 +18,7 @@ import gradwire
 from gradwire import schedules
 from gradwire.data import Batches
 from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.observing import OBSERVER, Observer, TrainingStopped
 from gradwire.recipes.report import write_report
 from gradwire.recipes.settings import Settings, SettingsError
 from gradwire.rl.loggers import JsonlLogger, MetricLogger, MlflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
@@ -73,6 +74,9 @@ class Training:
         settings = self.settings
         self.total = settings.max_steps or batches.per_epoch * settings.epochs
         warn_of_warmup(settings, self.total)
+        observer = OBSERVER.get() or Observer()
+        observer.began(self.run.run_id, self.total)
+        save_every = settings.save_every or batches.per_epoch
         if self._position is not None:
             batches.position = self._position
         label = type(settings).__name__
@@ -84,9 +88,12 @@ class Training:
                 done = self.step == self.total
                 if evaluate is not None and settings.eval_every and (done or self.step % settings.eval_every == 0):
                     self._write({f"eval/{name}": value for name, value in (await evaluate()).items()})
-                if done or self.step % settings.save_every == 0:
+                stopping = observer.stop_wanted and not done
+                if done or stopping or self.step % save_every == 0:
                     await self._save(batches.position)
                 progress.update(self.step, self.last)
+                if stopping:
+                    raise TrainingStopped(f"stopped after step {self.step} of {self.total}")
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step."""
@@ -135,6 +142,7 @@ class Training:
         checkpoint = await self.run.save_checkpoint(f"step-{self.step}", overwrite=True)
         state = {"run_id": self.run.run_id, "checkpoint": checkpoint.path, "step": self.step}
         save_state(self.folder / "state.json", {**state, "position": dict(position)}, self.settings)
+        (OBSERVER.get() or Observer()).saved(self.step, checkpoint.path)
 
     async def estimate(
         self, batches: Batches[T], *losses: tuple[float, Callable[[list[T]], Awaitable[Any]]], held_out: int
@@ -187,6 +195,7 @@ async def open_training(settings: Settings, *, head: Any = None, dry_run: bool =
             await run.load_checkpoint(state["checkpoint"])
             JsonlLogger(folder / "metrics.jsonl").forget(state["step"] + 1)
             print(f"{folder}: going on at step {state['step']}", flush=True)
+            (OBSERVER.get() or Observer()).saved(state["step"], state["checkpoint"])
         else:
             (folder / "metrics.jsonl").unlink(missing_ok=True)
             run = await service.create_run(
@@ -258,7 +267,8 @@ def loggers_of(settings: Settings) -> list[MetricLogger]:
         "trackio": lambda: TrackioLogger(project="gradwire", name=name, config=asdict(settings)),
         "mlflow": lambda: MlflowLogger(run_name=name),
     }
-    return [made[each]() for each in settings.loggers]
+    observer = OBSERVER.get()
+    return [*(made[each]() for each in settings.loggers), *([observer] if observer else [])]
 
 
 def save_state(file: Path, content: Mapping[str, Any], settings: Settings) -> None:

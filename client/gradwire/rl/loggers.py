@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from gradwire.extras import require
 from gradwire.whole_files import whole_file
@@ -21,6 +21,13 @@ class MetricLogger(Protocol):
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class CheckpointLogger(Protocol):
+    """A logger that is told of checkpoints as well."""
+
+    def saved(self, iteration: int, path: str) -> None: ...
 
 
 class JsonlLogger:

@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import grpc
+from gradwire_proto.v1 import jobs_pb2
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_proto.v1.jobs_pb2_grpc import JobServiceStub
 from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
 
 if TYPE_CHECKING:  # the stub files have this class; the generated module has one class for sync and async
+    from gradwire_proto.v1.jobs_pb2_grpc import JobServiceAsyncStub
     from gradwire_proto.v1.training_pb2_grpc import TrainingServiceAsyncStub
 
 from gradwire import errors
@@ -159,6 +162,7 @@ class Transport:
             self._channel = grpc.aio.secure_channel(address, tls.credentials(), options)
         # The stub's constructor is generated once for both kinds of channel.
         self._stub: TrainingServiceAsyncStub = TrainingServiceStub(self._channel)
+        self._jobs: JobServiceAsyncStub = JobServiceStub(self._channel)
         self._closed = False
         self._warned: dict[str, float] = {}
         self._loop = running_loop()
@@ -196,10 +200,45 @@ class Transport:
         patience_s: float | None = None,
     ) -> R:
         """Make one call and repeat it while the server is away. Every unary method of the service may be repeated."""
+        return await self._repeated(lambda: method(self._stub), request, timeout_s, patience_s)
+
+    async def job_call(
+        self, method: Callable[[JobServiceAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Q, R]], request: Q
+    ) -> R:
+        """Make one call of the job service, likewise."""
+        return await self._repeated(lambda: method(self._jobs), request, 60.0, None)
+
+    async def upload_file(self, frames: Callable[[], AsyncIterator[jobs_pb2.UploadFileFrame]]) -> jobs_pb2.File:
+        """Send a file; from its first frame again while the server is away."""
+        self.check_loop()
+        backoff = self.backoff()
+        while True:
+            try:
+                return await self._jobs.UploadFile(frames(), metadata=self._metadata)
+            except grpc.aio.AioRpcError as error:
+                failure = errors.from_rpc(error, self.address)
+            if not isinstance(failure, errors.RETRYABLE):
+                raise failure
+            await backoff.pause(failure)
+            self.check_alive()
+
+    def read_file(self, file_id: str) -> AsyncGenerator[jobs_pb2.ReadFileFrame]:
+        """Yield a file's content."""
+        self.check_loop()
+        request = jobs_pb2.ReadFileRequest(file_id=file_id)
+        return _frames(self._jobs.ReadFile(request, metadata=self._metadata), self.address)
+
+    async def _repeated(
+        self,
+        method: Callable[[], grpc.aio.UnaryUnaryMultiCallable[Q, R]],
+        request: Q,
+        timeout_s: float | None,
+        patience_s: float | None,
+    ) -> R:
         backoff = self.backoff(patience_s)
         while True:
             try:
-                return await self._once(method(self._stub), request, timeout_s)
+                return await self._once(method(), request, timeout_s)
             except errors.RETRYABLE as error:
                 await backoff.pause(error)
                 self.check_alive()

@@ -130,6 +130,10 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     """the run cannot go on for now; its operations wait: see Run.parked"""
     ERROR_CODE_DEADLINE_EXCEEDED: _ErrorCode.ValueType  # 33
     """the operation had no result timeout_s after it was accepted"""
+    ERROR_CODE_UNKNOWN_JOB: _ErrorCode.ValueType  # 34
+    """does not exist or belongs to another key; not distinguished"""
+    ERROR_CODE_UNKNOWN_FILE: _ErrorCode.ValueType  # 35
+    """likewise"""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """============================================================ errors
@@ -192,6 +196,10 @@ ERROR_CODE_RUN_PARKED: ErrorCode.ValueType  # 32
 """the run cannot go on for now; its operations wait: see Run.parked"""
 ERROR_CODE_DEADLINE_EXCEEDED: ErrorCode.ValueType  # 33
 """the operation had no result timeout_s after it was accepted"""
+ERROR_CODE_UNKNOWN_JOB: ErrorCode.ValueType  # 34
+"""does not exist or belongs to another key; not distinguished"""
+ERROR_CODE_UNKNOWN_FILE: ErrorCode.ValueType  # 35
+"""likewise"""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 class _TrainOn:

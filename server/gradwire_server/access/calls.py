@@ -48,6 +48,7 @@ class CallKind(Enum):
         64,
         "`key_queued_operations`, `key_tokens_per_minute`, the bytes of what may be sampled; a turn at the engine",
     )
+    FILE = (2, "`max_file_bytes`, `key_file_bytes`; one chunk of the key is written at a time")
     PAGES = (4, "one page or chunk of the key is read at a time")
     RESULTS = (None, "one page of the key is read at a time")
     SUBMIT = (
@@ -93,8 +94,23 @@ RPCS: dict[str, CallKind] = {
     "ListCheckpoints": CallKind.READ,
     "DeleteCheckpoint": CallKind.WRITE,
     "Download": CallKind.PAGES,
+    "CreateJob": CallKind.WRITE,
+    "GetJob": CallKind.READ,
+    "ListJobs": CallKind.READ,
+    "CancelJob": CallKind.WRITE,
+    "PauseJob": CallKind.WRITE,
+    "ResumeJob": CallKind.WRITE,
+    "DeleteJob": CallKind.WRITE,
+    "ListJobEvents": CallKind.PAGES,
+    "ReadJobLog": CallKind.PAGES,
+    "ReportJob": CallKind.WRITE,
+    "UploadFile": CallKind.FILE,
+    "GetFile": CallKind.READ,
+    "ListFiles": CallKind.READ,
+    "DeleteFile": CallKind.WRITE,
+    "ReadFile": CallKind.PAGES,
 }
-"""The kind of each RPC of ``training.proto``."""
+"""The kind of each RPC of ``training.proto`` and ``jobs.proto``."""
 
 
 class Calls:

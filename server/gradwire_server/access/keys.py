@@ -56,10 +56,15 @@ class Quota:
     queued_bytes: int | None = None
     tokens_per_minute: int | None = None
     memory_percent: int | None = None
+    file_bytes: int | None = None
+    running_jobs: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in self.given.items():
-            least, most = 0 if name in ("runs", "upload_bytes") else 1, 100 if name == "memory_percent" else math.inf
+            least, most = (
+                0 if name in ("runs", "upload_bytes", "file_bytes") else 1,
+                100 if name == "memory_percent" else math.inf,
+            )
             if type(value) is not int or not least <= value <= most:
                 span = f"at least {least}" if most is math.inf else f"from {least} to {most}"
                 raise ValueError(f"the quota {name} is {value!r}; it must be a whole number, {span}")
@@ -211,6 +216,7 @@ class Keys:
         self._seen: tuple[int, int, int] | None = None
         self._refreshed = float("-inf")
         self._live: dict[str, Key] = {}
+        self._lent: dict[str, str] = {}
         self._quotas_alone: dict[str, Quota] = {}
         self._refresh()
 
@@ -238,9 +244,32 @@ class Keys:
         if self._own is not None and hmac.compare_digest(self._own.sha256, digest):
             return self._own
         found = [key for key in self._live.values() if hmac.compare_digest(key.sha256, digest)]
-        if not found:
+        if found:
+            return Caller(found[0].name, found[0].role, digest)
+        lent = [name for known, name in self._lent.items() if hmac.compare_digest(known, digest)]
+        owner = self._of(lent[0]) if lent else None
+        if owner is None:
             raise _unauthenticated()
-        return Caller(found[0].name, found[0].role, digest)
+        return owner
+
+    @contextmanager
+    def lent(self, name: str) -> Iterator[str]:
+        """Provide a secret that stands for the key of a name until the context ends, or the key is revoked.
+
+        It is for a process that this server starts to work for the key's owner; it is in no file.
+        """
+        secret = secrets.token_urlsafe(32)
+        digest = _digest(secret)
+        self._lent[digest] = name
+        try:
+            yield secret
+        finally:
+            del self._lent[digest]
+
+    def may_call(self, name: str) -> bool:
+        """Whether calls in this name are let in: it has a valid key, or calls need none."""
+        self._refresh()
+        return not self.required or self._of(name) is not None
 
     def check(self, caller: Caller) -> None:
         """Check that an accepted call may continue.

@@ -108,6 +108,18 @@ def check_uploads(size: int, more: int, quota: Quota, limits: Limits) -> None:
         raise _exceeded(what, "upload_bytes", most, "delete one with delete_upload, then send this one again")
 
 
+def check_files(size: int, more: int, quota: Quota, limits: Limits) -> None:
+    """Check that a key whose files have ``size`` bytes may add ``more``.
+
+    Raises:
+        ServiceError: LIMIT_EXCEEDED if it may not.
+    """
+    most = limits.key_file_bytes if quota.file_bytes is None else quota.file_bytes
+    if size + more > most:
+        what = f"has files of {size} bytes, and this one brings {more}"
+        raise _exceeded(what, "file_bytes", most, "delete one, then send this one again")
+
+
 def tokens_of(operation: pb.Operation, tensors: Sequence[pb.TensorSpec], *, sampled: bool = True) -> int:
     """Tokens that an operation sends through a model: those of its batch, plus those it may sample if ``sampled``."""
     given = sum(spec.shape[0] for spec in tensors if spec.name.endswith(IDS) and spec.shape)

@@ -35,6 +35,8 @@ def create(
     queued_bytes: Annotated[int | None, typer.Option(help="Quota: bytes of their payloads.")] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(help="Quota: tokens submitted or to be sampled.")] = None,
     memory_percent: Annotated[int | None, typer.Option(help="Quota: part of the engine's memory for its runs.")] = None,
+    file_bytes: Annotated[int | None, typer.Option(help="Quota: bytes of its files.")] = None,
+    running_jobs: Annotated[int | None, typer.Option(help="Quota: jobs that run at a time; others wait.")] = None,
 ) -> None:
     """Create a key and print it: it cannot be shown again."""
     role: Role = "admin" if admin else "user"
@@ -42,6 +44,7 @@ def create(
         quota = Quota(
             runs=runs, upload_bytes=upload_bytes, queued_operations=queued_operations,
             queued_bytes=queued_bytes, tokens_per_minute=tokens_per_minute, memory_percent=memory_percent,
+            file_bytes=file_bytes, running_jobs=running_jobs,
         )  # fmt: skip
         prefix = TINKER_PREFIX if tinker else PREFIX
         secret = KeyFile(state_dir.expanduser()).create(name, role, quota, replace=replace, prefix=prefix)

@@ -21,6 +21,9 @@ from gradwire_server.access.keys import Caller, Keys
 from gradwire_server.access.model_names import ModelNames
 from gradwire_server.config import CHUNK_BYTES, ServerConfig
 from gradwire_server.core.incoming import Incoming
+from gradwire_server.core.jobs.files import Files
+from gradwire_server.core.jobs.jobs import Jobs
+from gradwire_server.core.jobs.workers import JobWorkers
 from gradwire_server.core.runs import Runs
 from gradwire_server.core.sampling import Sampling
 from gradwire_server.core.session import Session
@@ -65,6 +68,8 @@ class Core(Startable):
         texts: Conversions between text and token ids.
         runs: Creation, listing and deletion of runs, and their checkpoints; available after :meth:`start`.
         uploads: Uploaded weights that runs can start from; available after :meth:`start`.
+        jobs, files: Trainings that the server runs by itself, and their data; available after :meth:`start`.
+        job_workers: The processes that run jobs; a door gives them its address.
         left: Number of operations without a result, by run id; set by :meth:`drain`.
     """
 
@@ -130,6 +135,11 @@ class Core(Startable):
             self.uploads,
             config.limits,
         )
+        self.files = Files(config, storage.files, self.keys.quota, lambda file_id: self.jobs.needs(file_id))
+        await self.files.load()
+        self.jobs = Jobs(config, storage.jobs, self.files, self.keys, self._models, lambda: self.job_workers.look())
+        self.job_workers = JobWorkers(self.jobs, self.keys, config.job_workers)
+        await self.jobs.load()
         self._sampling = Sampling(config, storage.records, storage.checkpoints, self._models, self.scheduler)
         await self.scheduler.start(loaded)
         self._running = True

@@ -11,6 +11,7 @@ from gradwire_server.config import ServerConfig
 from gradwire_server.durable_files import make_folder
 from gradwire_server.journal import state_folder
 from gradwire_server.journal.checkpoint_records import CheckpointRecords
+from gradwire_server.journal.job_records import FileRecords, JobRecords
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.mirror import reconcile
 from gradwire_server.journal.run_records import RunRecords
@@ -25,6 +26,7 @@ class Storage:
         journal: The journal.
         records: The rows of the runs.
         checkpoints: The rows and folders of their checkpoints.
+        jobs, files: The rows of jobs and of files.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -56,6 +58,7 @@ class Storage:
             )
             self.records = RunRecords(self.journal.store, config.state_dir, config.limits.max_runs)
             self.checkpoints = CheckpointRecords(self.records, self.journal.store, config.state_dir)
+            self.jobs, self.files = JobRecords(self.journal.store), FileRecords(self.journal.store)
             return await self.records.load()
         except StateFolderError as error:
             raise SystemExit(f"gradwire: {error}") from error

@@ -6,26 +6,29 @@ lists. Files that no longer change are linked, not copied, where the copy is on 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradwire_proto.v1 import jobs_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.checkpoint_files import DamagedCheckpoint, read_manifest, read_sealed, sealed
 from gradwire_server.durable_files import make_folder, sync, sync_tree
 from gradwire_server.journal.checkpoint_records import ORIGIN
 from gradwire_server.journal.run_files import RUN_FILE
-from gradwire_server.journal.schema import check_version, connect, newest_commit
+from gradwire_server.journal.schema import check_version, connect, newest_commit, version_of
 from gradwire_server.journal.segments import CorruptRecord, Segments
 from gradwire_server.journal.state_folder import DATABASE, RUNS, SEGMENTS, StateFolderError
 
 NOTE = "backup.json"
+FILES, JOBS = "files", "jobs"
 DOOR_DATABASES = ("tinker.db",)
 """What doors keep beside the runs."""
 EPOCHS = 1 << 20
@@ -119,6 +122,10 @@ def _copy(state_dir: Path, partial: Path, say: Callable[[str], object]) -> Copie
     """
     for folder in _saved_folders(state_dir / RUNS):
         _link_folder(folder, partial / folder.relative_to(state_dir))
+    for file in _contents(state_dir):
+        (partial / FILES).mkdir(exist_ok=True)
+        _link(file, partial / FILES)
+    _copy_jobs(state_dir / JOBS, partial / JOBS)
     source, target = state_dir / SEGMENTS, partial / SEGMENTS
     target.mkdir()
     numbers = Segments(source).numbers()
@@ -132,6 +139,9 @@ def _copy(state_dir: Path, partial: Path, say: Callable[[str], object]) -> Copie
         runs = [run_id for (run_id,) in database.execute("SELECT run_id FROM runs WHERE ready = 1")]
         listed = {f"{run_id}/{name}" for run_id, name in database.execute("SELECT run_id, name FROM checkpoints")}
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    for file in _contents(state_dir):
+        (partial / FILES).mkdir(exist_ok=True)
+        _link(file, partial / FILES)
     for number in Segments(source).numbers():
         if not (target / f"{number:08d}.segment").exists():
             _copy_up_to(source, target, number, commits)
@@ -186,6 +196,7 @@ def _check(copy: Path, say: Callable[[str], object] | None = None) -> Copied:
         if missing:
             raise _Changed("segment {:08d} has no record at {}".format(*min(missing)))
         rows = database.execute("SELECT run_id, checkpoint FROM checkpoints").fetchall()
+        rows_of_files = database.execute("SELECT file FROM files").fetchall() if version_of(database) >= 7 else []
         [(num_runs,)] = database.execute("SELECT count(*) FROM runs").fetchall()
         [(operations,)] = database.execute("SELECT count(*) FROM operations").fetchall()
     for run_id, raw in rows:
@@ -200,6 +211,16 @@ def _check(copy: Path, say: Callable[[str], object] | None = None) -> Copied:
             if say is None:
                 raise _Changed(f"checkpoint {run_id}/{name}: {error}") from error
             say(f"checkpoint {run_id}/{name} is damaged where it is, and so in the backup: {error}")
+    for (raw,) in rows_of_files:
+        stored_file = jobs_pb2.File.FromString(raw)
+        content = copy / FILES / stored_file.digest.hex()
+        if not content.exists():
+            raise _Changed(f"the content of {stored_file.file_id} is missing")
+        with content.open("rb") as stream:
+            if hashlib.file_digest(stream, "sha256").digest() != stored_file.digest:
+                if say is None:
+                    raise _Changed(f"the content of {stored_file.file_id} is damaged")
+                say(f"the file {stored_file.file_id} is damaged where it is, and so in the backup")
     size = sum(file.stat().st_size for file in copy.rglob("*") if file.is_file())
     return Copied(num_runs, len(rows), operations, size)
 
@@ -216,6 +237,24 @@ def _saved_folders(runs: Path) -> Iterator[Path]:
     """The folders of checkpoints and exports; unfinished ones begin with a dot."""
     for kind in ("checkpoints", "exports"):
         yield from (folder for folder in runs.glob(f"*/{kind}/*") if not folder.name.startswith("."))
+
+
+def _contents(state_dir: Path) -> list[Path]:
+    """The contents of files; unfinished ones begin with a dot."""
+    return [file for file in (state_dir / FILES).glob("*") if not file.name.startswith(".")]
+
+
+def _copy_jobs(jobs: Path, to: Path) -> None:
+    """Copy what a job's recipe goes on from: its position, which names a checkpoint, and what it has written.
+
+    This is before the database is copied, so that the checkpoint is in the copy. What is left out is made again.
+    """
+    for folder in jobs.glob("*"):
+        (to / folder.name).mkdir(parents=True, exist_ok=True)
+        for file in folder.glob("*"):
+            if file.suffix in (".json", ".jsonl", ".log", ".csv", ".html"):
+                with suppress(FileNotFoundError):
+                    shutil.copy2(file, to / folder.name)
 
 
 def _link_folder(folder: Path, to: Path) -> None:

@@ -3,7 +3,8 @@
 The segments have every operation that a recovery needs and every result that waits to be fetched; the runs' folders
 have their descriptions and checkpoints. The rebuilt database leads to the same runs in the same state. Results that had
 been fetched are gone, as they were before. What runs were computed with, and what was measured before the results that
-are found, is taken from the database that is replaced, as far as it can be read (:mod:`.salvage`).
+are found, is taken from the database that is replaced, as far as it can be read (:mod:`.salvage`). So are
+jobs and files.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gradwire_server.journal import history
 from gradwire_server.journal.checkpoint_records import NAME, ORIGIN, uses
 from gradwire_server.journal.entries import identity
 from gradwire_server.journal.run_files import read_description, write_description
-from gradwire_server.journal.salvage import Salvaged, salvage
+from gradwire_server.journal.salvage import Salvaged, salvage, salvage_jobs
 from gradwire_server.journal.schema import connect, migrate, row_digest
 from gradwire_server.journal.segments import CorruptRecord, Record, Segments
 from gradwire_server.journal.state_folder import DATABASE, RUNS, SEGMENTS, StateFolderError, locked
@@ -127,6 +128,9 @@ def repair(state_dir: Path, owner: str = "", say: Callable[[str], object] = bool
                 if description is not None:
                     kept = salvaged.get(description.run_id, Salvaged())
                     repaired.append(_enter(connection, folder, description, log, kept, say))
+            for table, rows in salvage_jobs(state_dir / DATABASE).items():
+                for row in rows:
+                    connection.execute(f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * len(row))})", row)
             connection.execute("UPDATE state SET commits = ?", (log.commits + 1,))
             connection.execute("COMMIT")
         _put_aside(state_dir / DATABASE, say)

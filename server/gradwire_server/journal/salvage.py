@@ -6,9 +6,11 @@ import json
 import shutil
 import sqlite3
 import tempfile
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.message import DecodeError
 from gradwire_proto.v1 import training_pb2 as pb
@@ -16,6 +18,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.journal.history import parse_waiting
 from gradwire_server.journal.schema import connect
 
+JOB_TABLES = ("jobs", "job_events", "files")
 Facts = tuple[int, float, str, str]
 """A row of what a run was computed with: from which operation on, since when, the facts as JSON, what changed."""
 
@@ -36,18 +39,35 @@ class Salvaged:
 def salvage(database: Path) -> dict[str, Salvaged]:
     """Read what can be read of a database, by run; it may be missing, damaged, or of an earlier version."""
     found: dict[str, Salvaged] = {}
-    if not database.exists():
-        return found
-    with tempfile.TemporaryDirectory(prefix="gradwire-repair-") as folder:  # opening a database changes its files
+    with _copied(database) as copy:
+        for read in (_read_facts, _read_points, _read_waiting_points):
+            # What was read up to an error is kept; what is missing is said of each run.
+            with suppress(sqlite3.DatabaseError), closing(connect(copy)) as connection:
+                read(connection, found)
+    return found
+
+
+def salvage_jobs(database: Path) -> dict[str, list[tuple[Any, ...]]]:
+    """Read the rows of jobs, their events and files that can be read, by table; only the database has them."""
+    found: dict[str, list[tuple[Any, ...]]] = {table: [] for table in JOB_TABLES}
+    with _copied(database) as copy:
+        for table in JOB_TABLES:
+            with suppress(sqlite3.DatabaseError), closing(connect(copy)) as connection:
+                if _has(connection, table):
+                    for row in connection.execute(f"SELECT * FROM {table}"):
+                        found[table].append(row)
+    return found
+
+
+@contextmanager
+def _copied(database: Path) -> Iterator[Path]:
+    """Provide a copy of a database to read, as opening one changes its files; an empty one if it is missing."""
+    with tempfile.TemporaryDirectory(prefix="gradwire-repair-") as folder:
         for suffix in ("", "-wal"):
             part = database.with_name(database.name + suffix)
             if part.exists():
                 shutil.copy(part, Path(folder) / part.name)
-        for read in (_read_facts, _read_points, _read_waiting_points):
-            # What was read up to an error is kept; what is missing is said of each run.
-            with suppress(sqlite3.DatabaseError), closing(connect(Path(folder) / database.name)) as connection:
-                read(connection, found)
-    return found
+        yield Path(folder) / database.name
 
 
 def _read_facts(connection: sqlite3.Connection, found: dict[str, Salvaged]) -> None:

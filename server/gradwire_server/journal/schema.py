@@ -188,7 +188,32 @@ _SIXTH = (
 )
 """Version 6: a short operation and its result change half of these pages."""
 
-MIGRATIONS = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH)
+_SEVENTH = (
+    """CREATE TABLE jobs (
+    job_id TEXT PRIMARY KEY,
+    owner TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    idempotency_key TEXT NOT NULL,
+    request BLOB NOT NULL,
+    job BLOB NOT NULL
+)""",
+    """CREATE TABLE job_events (
+    job_id TEXT NOT NULL,
+    number INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    event BLOB NOT NULL,
+    PRIMARY KEY (job_id, number)
+) WITHOUT ROWID""",
+    "CREATE UNIQUE INDEX job_events_by_step ON job_events (job_id, step) WHERE step > 0",
+    """CREATE TABLE files (
+    file_id TEXT PRIMARY KEY,
+    idempotency_key TEXT NOT NULL,
+    file BLOB NOT NULL
+)""",
+)
+"""Version 7: jobs with their events, and files."""
+
+MIGRATIONS = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH, _SEVENTH)
 VERSION = len(MIGRATIONS)
 
 

@@ -293,6 +293,7 @@ class Algorithm(ABC):
         state = replace(state, version=self.version)
         if self.config.folder is not None:
             state.save(self.config.folder / ("best.json" if best else "state.json"))
+        self._reporter.saved(self.state.iteration, checkpoint.path)
         return checkpoint
 
     async def resume(self, best: bool = False) -> int:
@@ -314,6 +315,7 @@ class Algorithm(ABC):
         self.curriculum.load(state.curriculum)
         self.version = state.version
         self._reporter.forget(state.iteration)
+        self._reporter.saved(state.iteration, state.checkpoint)
         await self._update_weights()
         return state.iteration
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.rl.algorithms.config import AlgorithmConfig
-from gradwire.rl.loggers import JsonlLogger, MetricLogger
+from gradwire.rl.loggers import CheckpointLogger, JsonlLogger, MetricLogger
 from gradwire.rl.recording import TrajectoryRecorder
 from gradwire.rl.types import Trajectory
 
@@ -61,6 +61,11 @@ class Reporter:
         self.history.append(metrics)
         for each in self.loggers:
             each.log(iteration, metrics)
+
+    def saved(self, iteration: int, path: str) -> None:
+        for each in self.loggers:
+            if isinstance(each, CheckpointLogger):
+                each.saved(iteration, path)
 
     async def record(self, iteration: int, trajectories: Sequence[Trajectory], codec: Any) -> None:
         if self.recorder is not None:

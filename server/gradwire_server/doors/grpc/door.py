@@ -1,20 +1,23 @@
-"""The gRPC door: the training service and the health service on one port."""
+"""The gRPC door: the services for training, jobs and health on one port."""
 
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
+from gradwire_proto.v1.jobs_pb2_grpc import add_JobServiceServicer_to_server
 from gradwire_proto.v1.training_pb2_grpc import add_TrainingServiceServicer_to_server
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from gradwire_server.config import Limits, ServerConfig
 from gradwire_server.core.core import Core
 from gradwire_server.doors.grpc.interceptors import Guard
+from gradwire_server.doors.grpc.jobs import JobService
 from gradwire_server.doors.grpc.service import TrainingService
 
 SERVICE = "gradwire.v1.TrainingService"
@@ -31,6 +34,7 @@ class GrpcDoor:
 
     Attributes:
         address: ``HOST:PORT`` where the door listens, once it is open.
+        local_address: Where processes of this user reach it, without TLS: a socket in a folder of its own.
     """
 
     def __init__(self, core: Core) -> None:
@@ -39,7 +43,8 @@ class GrpcDoor:
         self._service: TrainingService | None = None
         self._grpc: Any = None
         self._changing: set[asyncio.Future[None]] = set()
-        self.address = ""
+        self.address = self.local_address = ""
+        self._socket_folder: tempfile.TemporaryDirectory[str] | None = None
 
     async def open(self) -> None:
         """Listen on the configured address.
@@ -51,8 +56,12 @@ class GrpcDoor:
         self._service = TrainingService(self._core)
         self._grpc = grpc.aio.server(interceptors=[Guard(self._core)], options=grpc_options(config.limits))
         add_TrainingServiceServicer_to_server(self._service, self._grpc)
+        add_JobServiceServicer_to_server(JobService(self._core), self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        self._socket_folder = tempfile.TemporaryDirectory(prefix="gradwire-", ignore_cleanup_errors=True)
+        self.local_address = f"unix:{self._socket_folder.name}/door"
         try:
+            self._grpc.add_insecure_port(self.local_address)
             if config.tls_cert is None:
                 port = self._grpc.add_insecure_port(config.address)
             else:
@@ -95,6 +104,9 @@ class GrpcDoor:
         if door is not None and self._service is not None:
             self._service.stopping.set()
             await door.stop(STREAMS_GRACE_S)
+        folder, self._socket_folder = self._socket_folder, None
+        if folder is not None:
+            folder.cleanup()
 
     async def _set_ready(self, ready: bool) -> None:
         status = health_pb2.HealthCheckResponse

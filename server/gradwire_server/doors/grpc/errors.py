@@ -42,4 +42,6 @@ GRPC_STATUS: dict[Code, grpc.StatusCode] = {
     pb.ERROR_CODE_SHUTTING_DOWN: grpc.StatusCode.UNAVAILABLE,
     pb.ERROR_CODE_RUN_PARKED: grpc.StatusCode.FAILED_PRECONDITION,
     pb.ERROR_CODE_DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
+    pb.ERROR_CODE_UNKNOWN_JOB: grpc.StatusCode.NOT_FOUND,
+    pb.ERROR_CODE_UNKNOWN_FILE: grpc.StatusCode.NOT_FOUND,
 }

@@ -1,0 +1,441 @@
+"""Trainings that the server runs by itself: ``service.jobs``, and the files that they train on: ``service.files``."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gradwire_proto.v1 import jobs_pb2 as pb
+
+from gradwire.errors import InvalidArgumentError
+from gradwire.wire.transport import CHUNK_BYTES, Transport
+
+ENDED = ("succeeded", "failed", "cancelled")
+FILE_SETTINGS = ("data", "validation", "script")
+"""Settings of a recipe that name files."""
+SERVERS_OWN = ("address", "folder", "loggers")
+"""Settings of a recipe that are the server's to choose."""
+PAGE_SIZE = 500
+POLL_S = 0.5
+
+PathLike = os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class JobCheckpoint:
+    """A checkpoint of a job.
+
+    Attributes:
+        step: Steps taken before it.
+        path: ``"RUN_ID/NAME"``, for ``sampling_client``, ``fork_run`` and others.
+        created_at: Unix time in seconds.
+        metrics: The newest metrics at that step.
+    """
+
+    step: int
+    path: str
+    created_at: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class JobEvent:
+    """Something that happened in a job.
+
+    Attributes:
+        number: Grows within the job.
+        created_at: Unix time in seconds.
+        level: ``"info"``, ``"warn"`` or ``"error"``.
+        message: A sentence.
+        type: ``"message"`` or ``"metrics"``.
+        step: The step that metrics belong to; 0 for a message.
+        data: The metrics.
+    """
+
+    number: int
+    created_at: float
+    level: str
+    message: str
+    type: str
+    step: int
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as the server knows it. Times are Unix seconds, 0 for what has not happened.
+
+    Attributes:
+        job_id: The job's id.
+        recipe: Name of its recipe, or ``"script"``.
+        state: ``"queued"``, ``"running"``, ``"paused"``, ``"succeeded"``, ``"failed"`` or ``"cancelled"``.
+        settings: The recipe's settings as they were given.
+        name, metadata: Labels for people.
+        owner: Name of the key that created it; empty on a server without keys.
+        step, total_steps: Steps taken, and to take; 0 before that is known.
+        trained_tokens: Tokens of the batches that were trained on.
+        attempt: Number of workers that it had so far.
+        run_id: Its run; empty before there is one.
+        checkpoints: Its checkpoints, oldest first.
+        result_files: Ids of files with its metrics, once it has succeeded.
+        error: Why it failed; empty otherwise.
+        error_code: The kind of that, such as ``"invalid_training_file"``.
+    """
+
+    job_id: str
+    recipe: str
+    state: str
+    settings: Mapping[str, Any]
+    name: str
+    metadata: Mapping[str, str]
+    owner: str
+    created_at: float
+    started_at: float
+    finished_at: float
+    step: int
+    total_steps: int
+    trained_tokens: int
+    attempt: int
+    run_id: str
+    checkpoints: tuple[JobCheckpoint, ...] = ()
+    result_files: tuple[str, ...] = ()
+    error: str = ""
+    error_code: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has succeeded, failed or been cancelled."""
+        return self.state in ENDED
+
+    @staticmethod
+    def from_message(job: pb.Job) -> Job:
+        return Job(
+            job_id=job.job_id,
+            recipe=job.spec.recipe,
+            state=job.state,
+            settings=json.loads(job.spec.settings or "{}"),
+            name=job.spec.name,
+            metadata=dict(job.spec.metadata),
+            owner=job.owner,
+            created_at=job.created_at,
+            started_at=job.started_at,
+            finished_at=job.finished_at,
+            step=job.step,
+            total_steps=job.total_steps,
+            trained_tokens=job.trained_tokens,
+            attempt=job.attempt,
+            run_id=job.run_id,
+            checkpoints=tuple(
+                JobCheckpoint(each.step, each.path, each.created_at, json.loads(each.metrics or "{}"))
+                for each in job.checkpoints
+            ),
+            result_files=tuple(job.result_files),
+            error=job.error.message,
+            error_code=job.error.code,
+        )
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job ended, as its worker reports it.
+
+    Attributes:
+        state: ``"succeeded"`` or ``"failed"``.
+        result_files: Ids of files with its metrics.
+        error: Why it failed.
+        error_code: The kind of that.
+        param: The setting at fault.
+    """
+
+    state: str
+    result_files: tuple[str, ...] = ()
+    error: str = ""
+    error_code: str = ""
+    param: str = ""
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """A file of training data on the server.
+
+    Attributes:
+        file_id: The file's id.
+        filename: Name of the file that was uploaded.
+        purpose: ``"fine-tune"``, or ``"fine-tune-results"`` for what a job made.
+        size_bytes: Size of its content.
+        created_at: Unix time in seconds.
+        expires_at: Unix time at which it is deleted; 0: never.
+        num_lines: Rows of a data set.
+        num_problems: Rows that no recipe can use.
+        problems: The first of them, by line, with the reason; 20 at most.
+    """
+
+    file_id: str
+    filename: str
+    purpose: str
+    size_bytes: int
+    created_at: float
+    expires_at: float
+    num_lines: int
+    num_problems: int
+    problems: Mapping[int, str] = field(default_factory=dict)
+
+    @staticmethod
+    def from_message(file: pb.File) -> FileInfo:
+        return FileInfo(
+            file_id=file.file_id,
+            filename=file.filename,
+            purpose=file.purpose,
+            size_bytes=file.size_bytes,
+            created_at=file.created_at,
+            expires_at=file.expires_at,
+            num_lines=file.num_lines,
+            num_problems=file.num_problems,
+            problems={problem.line: problem.reason for problem in file.problems},
+        )
+
+
+class Files:
+    """The files of your key on a server: ``service.files``."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    async def upload(
+        self,
+        path: str | PathLike,
+        purpose: str = "fine-tune",
+        expires_after: float | None = None,
+        idempotency_key: str = "",
+    ) -> FileInfo:
+        """Upload a file; the server checks its lines, and says in ``problems`` which ones no recipe can use.
+
+        Args:
+            path: A ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file.
+            purpose: ``"fine-tune"`` for data; ``"fine-tune-results"`` and ``"script"`` are not checked.
+            expires_after: Seconds after which the server deletes it; None: never.
+            idempotency_key: The same key again returns the file that it made.
+
+        Raises:
+            InvalidArgumentError: There is no such file.
+            LimitExceededError: It is larger than the server or the key's quota allows.
+        """
+        source = Path(path)
+        if not await asyncio.to_thread(source.is_file):
+            raise InvalidArgumentError(f"there is no file {str(source)!r}", field="path")
+        described = pb.File(filename=source.name, purpose=purpose)
+        if expires_after is not None:
+            described.expires_at = time.time() + expires_after
+        first = pb.UploadFileFrame(file=described, idempotency_key=idempotency_key or secrets.token_hex(16))
+
+        async def frames() -> AsyncIterator[pb.UploadFileFrame]:
+            yield first
+            with await asyncio.to_thread(source.open, "rb") as stream:
+                while chunk := await asyncio.to_thread(stream.read, CHUNK_BYTES):
+                    yield pb.UploadFileFrame(chunk=chunk)
+
+        return FileInfo.from_message(await self._transport.upload_file(frames))
+
+    async def get(self, file_id: str) -> FileInfo:
+        """Fetch what the server says of a file."""
+        answer = await self._transport.job_call(lambda stub: stub.GetFile, pb.GetFileRequest(file_id=file_id))
+        return FileInfo.from_message(answer)
+
+    async def list(self) -> Sequence[FileInfo]:
+        """List the files of your key, newest first."""
+        request = pb.ListFilesRequest()
+        answer = await self._transport.job_call(lambda stub: stub.ListFiles, request)
+        return [FileInfo.from_message(file) for file in answer.files]
+
+    async def delete(self, file_id: str) -> None:
+        """Delete a file; one that a job needs is refused."""
+        await self._transport.job_call(lambda stub: stub.DeleteFile, pb.DeleteFileRequest(file_id=file_id))
+
+    async def download(self, file_id: str, path: str | PathLike) -> Path:
+        """Write a file's content to ``path``."""
+        target = Path(path)
+        with await asyncio.to_thread(target.open, "wb") as stream:
+            async for frame in self._transport.read_file(file_id):
+                await asyncio.to_thread(stream.write, frame.chunk)
+        return target
+
+
+class Jobs:
+    """The jobs of your key on a server: ``service.jobs``."""
+
+    def __init__(self, transport: Transport, files: Files) -> None:
+        self._transport, self._files = transport, files
+
+    async def submit(
+        self,
+        recipe: str,
+        settings: Mapping[str, Any] | Any,
+        name: str = "",
+        metadata: Mapping[str, str] | None = None,
+        idempotency_key: str = "",
+    ) -> Job:
+        """Queue a training that the server runs by itself; it is on the server's disk when this returns.
+
+        Args:
+            recipe: A recipe of ``gradwire train``; ``"script"`` for administrators of a server that allows it.
+            settings: Its settings, as a mapping or as the recipe's own class. ``data`` and ``validation`` are paths
+                of local files, which are uploaded, or ids of files on the server. ``model`` is one of the server's;
+                ``address``, ``folder`` and ``loggers`` are the server's to choose.
+            name: A label for people.
+            metadata: Key-value labels for people.
+            idempotency_key: The same key again returns the job that it made.
+
+        Raises:
+            SettingsError: A setting is unknown or out of range.
+            InvalidArgumentError: A file is missing, or some lines of it cannot be used.
+        """
+        from gradwire.recipes.command import settings_of
+
+        given = dataclasses.asdict(settings) if dataclasses.is_dataclass(settings) else dict(settings)  # type: ignore[arg-type]
+        if dataclasses.is_dataclass(settings):
+            given = {key: value for key, value in given.items() if key not in SERVERS_OWN}
+        if recipe != "script":
+            settings_of(recipe, given)
+        for key in FILE_SETTINGS:
+            if (value := given.get(key)) and not str(value).startswith("file-"):
+                given[key] = await self._uploaded(str(value), "script" if key == "script" else "fine-tune")
+        spec = pb.JobSpec(recipe=recipe, settings=json.dumps(given), name=name, metadata=metadata)
+        request = pb.CreateJobRequest(spec=spec, idempotency_key=idempotency_key or secrets.token_hex(16))
+        return Job.from_message(await self._transport.job_call(lambda stub: stub.CreateJob, request))
+
+    async def get(self, job_id: str) -> Job:
+        """Fetch a job."""
+        answer = await self._transport.job_call(lambda stub: stub.GetJob, pb.GetJobRequest(job_id=job_id))
+        return Job.from_message(answer)
+
+    async def list(self, metadata: Mapping[str, str] | None = None) -> Sequence[Job]:
+        """List the jobs of your key, newest first; only those that have all of ``metadata``."""
+        found: list[Job] = []
+        more = True
+        while more:
+            after = found[-1].job_id if found else ""
+            request = pb.ListJobsRequest(page_size=PAGE_SIZE, after=after, metadata=metadata)
+            answer = await self._transport.job_call(lambda stub: stub.ListJobs, request)
+            found += map(Job.from_message, answer.jobs)
+            more = answer.has_more
+        return found
+
+    async def cancel(self, job_id: str) -> Job:
+        """End a job; its run and its checkpoints stay."""
+        request = pb.CancelJobRequest(job_id=job_id)
+        return Job.from_message(await self._transport.job_call(lambda stub: stub.CancelJob, request))
+
+    async def pause(self, job_id: str) -> Job:
+        """Stop a job until :meth:`resume`; its worker saves a checkpoint first where it can."""
+        request = pb.PauseJobRequest(job_id=job_id)
+        return Job.from_message(await self._transport.job_call(lambda stub: stub.PauseJob, request))
+
+    async def resume(self, job_id: str) -> Job:
+        """Queue a paused job again; it goes on where it was."""
+        request = pb.ResumeJobRequest(job_id=job_id)
+        return Job.from_message(await self._transport.job_call(lambda stub: stub.ResumeJob, request))
+
+    async def delete(self, job_id: str) -> None:
+        """Delete a job that has ended, with its events and its log; its run stays."""
+        await self._transport.job_call(lambda stub: stub.DeleteJob, pb.DeleteJobRequest(job_id=job_id))
+
+    async def wait(self, job_id: str, timeout: float | None = None) -> Job:
+        """Wait until a job has ended.
+
+        Args:
+            timeout: Seconds; None waits for as long as it takes.
+
+        Raises:
+            TimeoutError: The time is over; the job goes on.
+        """
+        async with asyncio.timeout(timeout):
+            while not (job := await self.get(job_id)).has_ended:  # noqa: ASYNC110  nothing here learns of it
+                await asyncio.sleep(POLL_S)
+            return job
+
+    async def events(self, job_id: str, after: int = 0) -> Sequence[JobEvent]:
+        """List what has happened in a job, oldest first; behind the event with the number ``after``."""
+        found: list[JobEvent] = []
+        more = True
+        while more:
+            number = found[-1].number if found else after
+            request = pb.ListJobEventsRequest(job_id=job_id, after=number, page_size=PAGE_SIZE, oldest_first=True)
+            answer = await self._transport.job_call(lambda stub: stub.ListJobEvents, request)
+            found += [
+                JobEvent(
+                    each.number, each.created_at, each.level, each.message, each.type, each.step,
+                    json.loads(each.data or "{}"),
+                )
+                for each in answer.events
+            ]  # fmt: skip
+            more = answer.has_more
+        return found
+
+    async def log(self, job_id: str, offset: int = 0) -> str:
+        """Read what a job's workers have printed, from an offset in bytes."""
+        content = b""
+        while True:
+            request = pb.ReadJobLogRequest(job_id=job_id, offset=offset + len(content))
+            answer = await self._transport.job_call(lambda stub: stub.ReadJobLog, request)
+            content += answer.chunk
+            if not answer.chunk or offset + len(content) >= answer.size_bytes:
+                return content.decode(errors="replace")
+
+    async def report(
+        self,
+        job_id: str,
+        attempt: int,
+        events: Sequence[JobEvent] = (),
+        checkpoints: Sequence[JobCheckpoint] = (),
+        run_id: str = "",
+        total_steps: int = 0,
+        resolved: Mapping[str, Any] | None = None,
+        end: JobEnd | None = None,
+    ) -> Job:
+        """Report, as a job's worker, what happened; it is on the server's disk when this returns.
+
+        Args:
+            attempt: The worker's number.
+            events: Their own numbers are ignored; metrics of a step that was reported before replace these.
+            checkpoints: Those that are known already are ignored.
+            resolved: The settings as the recipe uses them.
+            end: How the job ended; it has if this is given.
+
+        Raises:
+            StaleEpochError: The job is not running, or has another worker.
+        """
+        request = pb.ReportJobRequest(job_id=job_id, attempt=attempt, run_id=run_id, total_steps=total_steps)
+        for event in events:
+            request.events.add(
+                created_at=event.created_at, level=event.level, message=event.message, type=event.type,
+                step=event.step, data=json.dumps(dict(event.data)),
+            )  # fmt: skip
+        for each in checkpoints:
+            metrics = json.dumps(dict(each.metrics))
+            request.checkpoints.add(step=each.step, path=each.path, created_at=each.created_at, metrics=metrics)
+        if resolved is not None:
+            request.resolved = json.dumps(dict(resolved))
+        if end is not None:
+            request.state = end.state
+            request.result_files.extend(end.result_files)
+            if end.state == "failed":
+                request.error.CopyFrom(pb.JobError(code=end.error_code, message=end.error, param=end.param))
+        return Job.from_message(await self._transport.job_call(lambda stub: stub.ReportJob, request))
+
+    async def _uploaded(self, path: str, purpose: str) -> str:
+        file = await self._files.upload(path, purpose)
+        if file.num_problems:
+            lines = "; ".join(f"line {line}: {reason}" for line, reason in list(file.problems.items())[:3])
+            await self._files.delete(file.file_id)
+            raise InvalidArgumentError(
+                f"{path}: {file.num_problems} of {file.num_lines} rows cannot be used: {lines}", field="data"
+            )
+        return file.file_id

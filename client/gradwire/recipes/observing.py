@@ -1,0 +1,36 @@
+"""What a program that runs a recipe is told about it, and how it stops one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+
+
+class TrainingStopped(Exception):
+    """The observer wanted the training to stop; it saved a checkpoint first, and goes on when it is run again."""
+
+
+class Observer:
+    """Follows a training; set it with ``OBSERVER.set(...)`` before the recipe is run.
+
+    Attributes:
+        stop_wanted: Whether the training should save a checkpoint and raise :class:`TrainingStopped`.
+    """
+
+    stop_wanted = False
+
+    def began(self, run_id: str, total: int) -> None:
+        """The training has its run; it will have this many steps, those of earlier attempts included."""
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """A step has these metrics. Steps after the last checkpoint come again if the training was interrupted."""
+
+    def saved(self, iteration: int, path: str) -> None:
+        """A checkpoint of the state after this many steps is on the server; the same one may come again."""
+
+    def close(self) -> None:
+        """The training logs nothing more."""
+
+
+OBSERVER: ContextVar[Observer | None] = ContextVar("gradwire_observer", default=None)
+"""The observer of the recipes that this context runs."""

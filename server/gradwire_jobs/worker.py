@@ -1,0 +1,208 @@
+"""Run one job: its recipe in its folder, from where the last worker of it was.
+
+The process that started this one holds the other end of stdin: when it dies, stdin ends, and so does this process at
+once. SIGTERM asks for a checkpoint and then the end. Both leave the job to the next worker, as a kill does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import gradwire
+from gradwire import JobEnd, errors
+from gradwire.data import DataError
+from gradwire.recipes import command
+from gradwire.recipes.observing import OBSERVER, TrainingStopped
+from gradwire.recipes.settings import SettingsError
+
+from gradwire_jobs.reporting import JobReporter
+from gradwire_jobs.results import write_results
+
+log = logging.getLogger("gradwire.jobs")
+
+LOST = 75
+"""Exit code of a worker that lost the server; the next one goes on."""
+STOP_S = 10.0
+"""Seconds after SIGTERM in which a step ends and a checkpoint is saved, before the training is interrupted."""
+REINFORCEMENT = ("ppo", "grpo")
+AT_FAULT = (SettingsError, gradwire.InvalidRequestError, gradwire.OperationError, ValueError, OSError, ImportError)
+"""Errors that are told as a sentence; a traceback of any other is in the log as well."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the server tells its worker.
+
+    Attributes:
+        address: Where the server is.
+        key: Secret with the rights of the job's owner.
+        job_id, attempt: What is to run.
+        folder: The job's folder, in which the last worker left off.
+    """
+
+    address: str
+    key: str
+    job_id: str
+    attempt: int
+    folder: str
+
+
+def main() -> None:
+    """Run the job that the first line of stdin names; end with 0 once its end is reported."""
+    task = Task(**json.loads(sys.stdin.readline()))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    lock = os.open(Path(task.folder) / "worker.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # the worker before this one may still be ending
+    try:
+        raise SystemExit(asyncio.run(_run(task)))
+    except errors.RETRYABLE as error:
+        log.warning("the server is away: %s", error)
+        raise SystemExit(LOST) from None
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(LOST)
+
+
+async def _run(task: Task) -> int:
+    async with gradwire.connect(task.address, api_key=task.key) as service:
+        job = await service.jobs.get(task.job_id)
+        first = 0 if job.recipe in REINFORCEMENT else 1
+        reporter = JobReporter(service.jobs, task.job_id, task.attempt, first)
+        OBSERVER.set(reporter)
+        working = asyncio.create_task(_work(task, job, service, reporter))
+        sending = asyncio.create_task(reporter.send_on())
+        _on_stop(lambda: _stop(reporter, working))
+        try:
+            await asyncio.wait([working, sending], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():  # the job is no longer this worker's, or the server is away
+                working.cancel()
+                await asyncio.gather(working, return_exceptions=True)
+                await sending
+            end = JobEnd("succeeded", tuple(await working))
+        except (TrainingStopped, asyncio.CancelledError):
+            await reporter.send()
+            return LOST
+        except errors.RETRYABLE:
+            raise
+        except (gradwire.StaleEpochError, gradwire.AccessError) as error:
+            log.warning("the job is no longer this worker's: %s", error)
+            return LOST
+        except Exception as error:  # told to the job's owner, who has to do something about it
+            log.error("the job failed: %s", error, exc_info=not isinstance(error, AT_FAULT))
+            end = _failed(error)
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+        await reporter.send(end)
+    return 0
+
+
+async def _work(task: Task, job: gradwire.Job, service: gradwire.ServiceClient, reporter: JobReporter) -> list[str]:
+    """Run the recipe; return the ids of the result files."""
+    folder = Path(task.folder)
+    given = dict(job.settings)
+    for name in ("data", "validation", "script"):
+        if given.get(name):
+            given[name] = str(await _fetched(service, str(given[name]), folder / "files"))
+    os.environ["GRADWIRE_API_KEY"] = task.key  # of the recipe's own connection
+    if job.recipe == "script":
+        os.environ["GRADWIRE_ADDRESS"] = task.address
+        await asyncio.to_thread(_run_script, Path(given["script"]), folder, job.settings)
+        return []
+    settings = command.settings_of(job.recipe, given | {"address": task.address, "folder": str(folder)})
+    resolved = {name: value for name, value in asdict(settings).items() if name not in ("address", "folder")}
+    reporter.resolved(resolved | {name: job.settings[name] for name in ("data", "validation") if name in job.settings})
+    if task.attempt > 1:
+        await _delete_orphans(service, folder)
+        _tell_again(folder, reporter)
+    await command.train(job.recipe, settings)
+    await reporter.send()
+    events = await service.jobs.events(task.job_id)
+    file = await asyncio.to_thread(write_results, events, folder / "results.csv")
+    uploaded = await service.files.upload(file, "fine-tune-results", idempotency_key=f"{task.job_id}/results.csv")
+    return [uploaded.file_id]
+
+
+async def _fetched(service: gradwire.ServiceClient, file_id: str, folder: Path) -> Path:
+    """Download a file of the job's once."""
+    await asyncio.to_thread(folder.mkdir, exist_ok=True)
+    described = await service.files.get(file_id)
+    target = folder / f"{file_id}{Path(described.filename).suffix}"
+    if not await asyncio.to_thread(target.exists):
+        partial = await service.files.download(file_id, folder / f"{file_id}.part")
+        partial.rename(target)
+    return target
+
+
+async def _delete_orphans(service: gradwire.ServiceClient, folder: Path) -> None:
+    """Delete runs of earlier workers that were killed before they wrote down which run is theirs."""
+    known = {json.loads(file.read_text())["run_id"] for name in ("state.json", "run.json")
+             if (file := folder / name).exists() and "run_id" in json.loads(file.read_text())}  # fmt: skip
+    for run in await service.list_runs():
+        if run.name == folder.name and run.run_id not in known:
+            await service.delete_run(run.run_id)
+
+
+def _tell_again(folder: Path, reporter: JobReporter) -> None:
+    """Tell the metrics that the last worker wrote down and may not have reported."""
+    file = folder / "metrics.jsonl"
+    if not file.exists():
+        return
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            metrics = json.loads(line)
+        except ValueError:  # cut off by a kill
+            return
+        step = metrics.pop("iteration")
+        metrics.pop("time", None)
+        reporter.log(step, {name: value for name, value in metrics.items() if isinstance(value, int | float)})
+
+
+def _run_script(script: Path, folder: Path, settings: Any) -> None:
+    os.chdir(folder)
+    sys.argv = [str(script), *map(str, settings.get("arguments", ()))]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _on_stop(stop: Callable[[], None]) -> None:
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stop)
+
+
+def _stop(reporter: JobReporter, working: asyncio.Task[list[str]]) -> None:
+    reporter.stop_wanted = True
+    asyncio.get_running_loop().call_later(STOP_S, working.cancel)
+
+
+def _failed(error: Exception) -> JobEnd:
+    """What the job's owner is told of an error."""
+    if isinstance(error, DataError):
+        message = _without_path(str(error.where))
+        return JobEnd("failed", error=message, error_code="invalid_training_file", param="training_file")
+    if isinstance(error, SettingsError):
+        return JobEnd("failed", error=str(error), error_code="invalid_settings")
+    param = error.field if isinstance(error, gradwire.GradwireError) else ""
+    message = (str(error) or type(error).__name__)[:1000]
+    return JobEnd("failed", error=message, error_code="training_failed", param=param)
+
+
+def _without_path(text: str) -> str:
+    """Leave out the folder of this machine in which a file is."""
+    place, separator, rest = text.partition("/files/")
+    return rest if separator and place.startswith("/") else text

@@ -1,0 +1,297 @@
+"""Files of training data: stored once by digest, checked when they arrive, owned, counted, and expiring when asked.
+
+Every upload is a file of its own with an id of its own; files of equal content share one copy on disk. A row refers to
+content that is on disk; content without a row is deleted at the next start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+import secrets
+import sys
+import time
+from collections.abc import AsyncGenerator, AsyncIterable, Callable
+from pathlib import Path
+from typing import IO, TypeVar
+
+from gradwire_proto.v1 import jobs_pb2 as jobs
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.access.keys import Caller, Quota
+from gradwire_server.access.quotas import check_files
+from gradwire_server.config import CHUNK_BYTES, ServerConfig
+from gradwire_server.durable_files import make_folder, sync
+from gradwire_server.errors import ServiceError, check_length, limit_exceeded, unknown_file
+from gradwire_server.journal.job_records import FileRecords
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DATA = "fine-tune"
+PURPOSES = (DATA, "fine-tune-results", "script")
+CHECK_S = 600.0
+MAX_PAGE = 10_000
+MAX_FILENAME_CHARS = 255
+
+
+class Files:
+    """The files of a state folder.
+
+    Args:
+        quota_of: Returns the present quota of a key.
+        in_use: Returns the id of a job that still needs a file; "" if none does.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        records: FileRecords,
+        quota_of: Callable[[str], Quota],
+        in_use: Callable[[str], str],
+    ) -> None:
+        self._folder, self._limits = config.state_dir / "files", config.limits
+        self._records, self._quota_of, self._in_use = records, quota_of, in_use
+        self._known: dict[str, jobs.File] = {}
+        self._by_key: dict[tuple[str, str], str] = {}
+        self._storing = asyncio.Lock()
+
+    async def load(self) -> None:
+        """Read the rows, and delete content that belongs to none."""
+        for file, key in await self._records.load():
+            self._add(file, key)
+        await asyncio.to_thread(self._sweep)
+        await self._expire()
+
+    async def create(
+        self, caller: Caller, described: jobs.File, chunks: AsyncIterable[bytes], idempotency_key: str = ""
+    ) -> jobs.File:
+        """Store a file and check its lines; it is on disk when this returns.
+
+        Raises:
+            ServiceError: INVALID_ARGUMENT, LIMIT_EXCEEDED, STORAGE_FULL.
+        """
+        self._check(described, idempotency_key)
+        await self._expire()
+        if (known := self._made(caller, idempotency_key)) is not None:
+            async for _ in chunks:  # the client is still sending
+                pass
+            return known
+        file = jobs.File(
+            file_id=new_id("file-"), owner=caller.name, filename=described.filename, purpose=described.purpose,
+            created_at=time.time(), expires_at=described.expires_at,
+        )  # fmt: skip
+        partial = self._folder / f".{file.file_id}"
+        try:
+            await self._receive(caller, file, partial, chunks)
+            if file.purpose == DATA:
+                await _check_lines(partial, file)
+            async with self._storing:
+                if (known := self._made(caller, idempotency_key)) is not None:
+                    return known
+                self._check_room(caller, file.size_bytes)
+                await asyncio.to_thread(_keep, partial, self._content(file))
+                await self._records.insert(file, idempotency_key)
+                self._add(file, idempotency_key)
+        finally:
+            await asyncio.to_thread(partial.unlink, missing_ok=True)
+        return file
+
+    def get(self, caller: Caller, file_id: str, field: str = "file_id") -> jobs.File:
+        """Return a file.
+
+        Raises:
+            ServiceError: UNKNOWN_FILE, also for one of another key.
+        """
+        file = self._known.get(file_id)
+        if file is None or _expired(file) or (caller.name != file.owner and caller.role != "admin"):
+            raise unknown_file(file_id, field)
+        return file
+
+    def page(
+        self, caller: Caller, limit: int, after: str = "", purpose: str = "", *, oldest_first: bool = False
+    ) -> tuple[list[jobs.File], bool]:
+        """List files behind the file ``after``, newest first unless asked otherwise, and whether there are more."""
+        mine = [
+            file
+            for file in self._known.values()
+            if file.owner == caller.name and not _expired(file) and purpose in ("", file.purpose)
+        ]
+        if not oldest_first:
+            mine.reverse()
+        return page_of(mine, [file.file_id for file in mine], limit or MAX_PAGE, after, "after")
+
+    async def delete(self, caller: Caller, file_id: str) -> None:
+        """Delete a file.
+
+        Raises:
+            ServiceError: UNKNOWN_FILE; UNSUPPORTED while a job needs it.
+        """
+        file = self.get(caller, file_id)
+        if job_id := self._in_use(file_id):
+            message = f"the job {job_id} trains on {file_id}: cancel it, or wait for its end"
+            raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, message, field="file_id")
+        async with self._storing:
+            await self._drop([file])
+
+    async def content(self, caller: Caller, file_id: str) -> AsyncGenerator[bytes]:
+        """Yield a file's content in chunks.
+
+        Raises:
+            ServiceError: UNKNOWN_FILE.
+        """
+        file = self.get(caller, file_id)
+        stream = await asyncio.to_thread(self._content(file).open, "rb")
+        try:
+            while chunk := await asyncio.to_thread(stream.read, CHUNK_BYTES):
+                yield chunk
+        finally:
+            stream.close()
+
+    # ---- internals ----
+
+    def _check(self, described: jobs.File, key: str) -> None:
+        if described.purpose not in PURPOSES:
+            message = f"purpose is {described.purpose[:50]!r}; it must be one of {', '.join(PURPOSES)}"
+            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="purpose")
+        name = described.filename
+        if not name or len(name) > MAX_FILENAME_CHARS:
+            message = f"a file has a name of 1 to {MAX_FILENAME_CHARS} characters"
+            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="file")
+        if described.expires_at and not described.expires_at > time.time():
+            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "expires_at is in the past", field="expires_after")
+        check_length(key, "max_name_chars", self._limits.max_name_chars, "idempotency_key")
+
+    def _check_room(self, caller: Caller, more: int) -> None:
+        if len(self._known) >= self._limits.max_files:
+            raise limit_exceeded(
+                f"the server has {len(self._known)} files", "max_files", self._limits.max_files, "file"
+            )
+        size = sum(file.size_bytes for file in self._known.values() if file.owner == caller.name)
+        check_files(size, more, self._quota_of(caller.name), self._limits)
+
+    async def _receive(self, caller: Caller, file: jobs.File, to: Path, chunks: AsyncIterable[bytes]) -> None:
+        await asyncio.to_thread(make_folder, self._folder, 0o700)
+        digest, size, most = hashlib.sha256(), 0, self._limits.max_file_bytes
+        stream = await asyncio.to_thread(to.open, "wb")
+        try:
+            async for chunk in chunks:
+                size += len(chunk)
+                if size > most:
+                    raise limit_exceeded(f"the file has more than {most} bytes", "max_file_bytes", most, "file")
+                self._check_room(caller, size)
+                digest.update(chunk)
+                await asyncio.to_thread(stream.write, chunk)
+            await asyncio.to_thread(_flush, stream)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            message = "the server's disk is full: the file was not stored"
+            raise ServiceError(pb.ERROR_CODE_STORAGE_FULL, message) from error
+        finally:
+            stream.close()
+        if not size:
+            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "the file is empty", field="file")
+        file.size_bytes, file.digest = size, digest.digest()
+
+    def _content(self, file: jobs.File) -> Path:
+        return self._folder / file.digest.hex()
+
+    def _add(self, file: jobs.File, key: str) -> None:
+        self._known[file.file_id] = file
+        if key:
+            self._by_key[file.owner, key] = file.file_id
+
+    def _made(self, caller: Caller, key: str) -> jobs.File | None:
+        return self._known.get(self._by_key.get((caller.name, key), "")) if key else None
+
+    async def _expire(self) -> None:
+        """Delete the files whose time is over and which no job needs."""
+        if any(map(_expired, self._known.values())):
+            async with self._storing:
+                over = filter(_expired, self._known.values())
+                await self._drop([file for file in over if not self._in_use(file.file_id)])
+
+    async def _drop(self, files: list[jobs.File]) -> None:
+        await self._records.delete([file.file_id for file in files])
+        for file in files:
+            self._known.pop(file.file_id, None)
+        self._by_key = {key: file_id for key, file_id in self._by_key.items() if file_id in self._known}
+        used = {file.digest for file in self._known.values()}
+        for file in files:
+            if file.digest not in used:
+                await asyncio.to_thread(self._content(file).unlink, missing_ok=True)
+
+    def _sweep(self) -> None:
+        used = {file.digest.hex() for file in self._known.values()}
+        for path in self._folder.glob("*") if self._folder.exists() else ():
+            if path.name not in used:
+                path.unlink()
+
+
+def page_of(items: list[T], ids: list[str], limit: int, after: str, field: str) -> tuple[list[T], bool]:
+    """Return at most ``limit`` items behind the one with the id ``after``, and whether there are more.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT for an id that is not in the list.
+    """
+    start = 0
+    if after:
+        if after not in ids:
+            message = f"after is {after[:100]!r}, which is not in this list"
+            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)
+        start = ids.index(after) + 1
+    return items[start : start + limit], len(items) > start + limit
+
+
+async def _check_lines(path: Path, file: jobs.File) -> None:
+    """Fill in what a process of bounded memory says of a file's lines."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "gradwire_jobs.check", str(path), file.filename,
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(CHECK_S):
+            report, _ = await process.communicate()
+        found = json.loads(report)
+        file.num_lines, file.num_problems = found["lines"], found["num_problems"]
+        for line, reason in found["problems"]:
+            file.problems.add(line=line, reason=reason)
+    except (ValueError, KeyError, TypeError, TimeoutError):
+        log.warning("the file %s could not be checked: exit code %s", file.file_id, process.returncode)
+        file.num_problems = 1
+        file.problems.add(line=0, reason="the file could not be read within the server's limits of time and memory")
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+def _flush(stream: IO[bytes]) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def _keep(partial: Path, content: Path) -> None:
+    """Give received content its name; it is on disk then."""
+    if not content.exists():
+        partial.rename(content)
+    sync(content.parent)
+
+
+def _expired(file: jobs.File) -> bool:
+    return 0 < file.expires_at <= time.time()
+
+
+def new_id(prefix: str) -> str:
+    """A random id."""
+    return prefix + base64.b32encode(secrets.token_bytes(15)).decode().lower()

@@ -1,0 +1,129 @@
+"""The processes that run jobs: started when a job waits, one a job, and none while there is no job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import IO
+
+from gradwire_proto.v1 import jobs_pb2 as jobs
+
+from gradwire_server.access.keys import Keys
+from gradwire_server.core.jobs.jobs import ENDED, PAUSED, Jobs
+from gradwire_server.durable_files import make_folder
+
+log = logging.getLogger(__name__)
+
+MODULE = "gradwire_jobs"
+BACKOFF_S = 0.5
+MAX_BACKOFF_S = 30.0
+STOP_S = 20.0
+"""Seconds that a worker may take to save a checkpoint when it is told to stop."""
+
+
+class JobWorkers:
+    """Starts and stops the workers.
+
+    Args:
+        most: Workers at a time.
+    """
+
+    def __init__(self, jobs: Jobs, keys: Keys, most: int) -> None:
+        self._jobs, self._keys, self._most = jobs, keys, most
+        self._address = ""
+        self._stops: dict[str, asyncio.Event] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
+
+    def start(self, address: str) -> None:
+        """Start the workers of the jobs that wait.
+
+        Args:
+            address: Where workers reach this server.
+        """
+        self._address = address
+        self.look()
+
+    def look(self) -> None:
+        """Start what waits while there is room, and stop what should no longer run."""
+        if not self._address or self._stopping:
+            return
+        for job_id, stop in self._stops.items():
+            job = self._jobs.find(job_id)
+            if job is None or job.state in (PAUSED, *ENDED):
+                stop.set()
+        while len(self._stops) < self._most and (job := self._jobs.choose(self._stops)) is not None:
+            stop = self._stops[job.job_id] = asyncio.Event()
+            task = asyncio.create_task(self._run(job.job_id, stop))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def stop(self) -> None:
+        """Stop every worker; their jobs go on at the next start of the server."""
+        self._stopping = True
+        for stop in self._stops.values():
+            stop.set()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self, job_id: str, stop: asyncio.Event) -> None:
+        try:
+            job = await self._jobs.begin(job_id)
+            if job is None:
+                return
+            code = await self._attempt(job, stop)
+            if self._stopping:
+                return
+            await self._jobs.worker_ended(job_id, job.attempt, code)
+            if crashes := self._jobs.crashes(job_id):
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), min(BACKOFF_S * 2 ** (crashes - 1), MAX_BACKOFF_S))
+        except Exception:  # a task's exception is seen by nobody; the job is queued again at the next start
+            log.exception("the worker of %s could not be run", job_id)
+        finally:
+            del self._stops[job_id]
+            self.look()
+
+    async def _attempt(self, job: jobs.Job, stop: asyncio.Event) -> int:
+        """Run a worker until it ends or is told to; return its exit code."""
+        stream = await asyncio.to_thread(_open_log, self._jobs, job.job_id)
+        with self._keys.lent(job.owner) as key, stream:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", MODULE,
+                stdin=asyncio.subprocess.PIPE, stdout=stream, stderr=stream, start_new_session=True,
+                env={name: value for name, value in os.environ.items() if not name.startswith("GRADWIRE_")},
+            )  # fmt: skip
+            task = {
+                "address": self._address, "key": key, "job_id": job.job_id, "attempt": job.attempt,
+                "folder": str(self._jobs.folder(job.job_id)),
+            }  # fmt: skip
+            assert process.stdin is not None
+            with contextlib.suppress(ConnectionError):
+                process.stdin.write(json.dumps(task).encode() + b"\n")
+                await process.stdin.drain()
+            # The other end of its stdin stays open: when this process dies, the worker reads the end of it, and dies.
+            ending, told = asyncio.create_task(process.wait()), asyncio.create_task(stop.wait())
+            await asyncio.wait([ending, told], return_when=asyncio.FIRST_COMPLETED)
+            told.cancel()
+            if not ending.done():
+                _signal(process.terminate)
+                await asyncio.wait([ending], timeout=STOP_S)
+            if not ending.done():
+                _signal(process.kill)
+            code = await ending
+            process.stdin.close()
+            return code
+
+
+def _signal(send: Callable[[], None]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        send()
+
+
+def _open_log(known: Jobs, job_id: str) -> IO[bytes]:
+    make_folder(known.folder(job_id), 0o700)
+    return known.log_file(job_id).open("ab")

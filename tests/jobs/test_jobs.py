@@ -1,0 +1,188 @@
+"""Jobs on a real server with a tiny model: what they give, also when their processes are killed or stopped."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import gradwire
+import pytest
+from support.chats import chat_model
+from support.jobs import SETTINGS, curves, finished, kill, reached, workers, write_data
+from support.server import Server, free_port
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("jobs")
+    model = chat_model(folder / "marked", "marked")
+    flags = ("--address", f"127.0.0.1:{free_port()}", "--threads", "1", "--grace", "5")
+    running = Server(model, folder / "state", *flags, name="marked").start()
+    yield running
+    running.end()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+async def service(server: Server) -> AsyncIterator[gradwire.ServiceClient]:
+    async with gradwire.connect(server.address) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+async def undisturbed(server: Server, data: dict[str, Path]) -> dict[str, Any]:
+    """What each recipe gives when nothing disturbs it."""
+    found = {}
+    async with gradwire.connect(server.address) as service:
+        for recipe, name in (("sft", "talks"), ("dpo", "pairs")):
+            job = await service.jobs.submit(recipe, SETTINGS | {"data": str(data[name])})
+            found[recipe] = await finished(service, job.job_id)
+    return found
+
+
+async def test_a_job_tells_everything_and_leaves_results(
+    server: Server, service: gradwire.ServiceClient, data: dict[str, Path], undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    job = next(each for each in await service.jobs.list() if each.recipe == "sft")
+    assert (job.state, job.step, job.total_steps, job.attempt) == ("succeeded", 10, 10, 1)
+    assert job.trained_tokens == sum(metrics["train/tokens"] for metrics in undisturbed["sft"].values())
+    assert [each.step for each in job.checkpoints] == [3, 6, 9, 10]
+    assert sorted(undisturbed["sft"]) == list(range(1, 11)) and "eval/loss" in undisturbed["sft"][4]
+    assert undisturbed["sft"][10]["train/loss"] < undisturbed["sft"][1]["train/loss"]
+    events = await service.jobs.events(job.job_id)
+    assert [event.number for event in events] == list(range(1, len(events) + 1))
+    assert events[-1].message == "The job has successfully completed"
+    assert "SFT" in await service.jobs.log(job.job_id)
+    table = await service.files.download(job.result_files[0], tmp_path / "results.csv")
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert [int(row["step"]) for row in rows] == list(range(1, 11))
+    assert float(rows[9]["train_loss"]) == undisturbed["sft"][10]["train/loss"]
+    ids = [[5, 6, 7]]
+    sampled = await service.sampling_client(job.checkpoints[-1].path).sample(ids, max_tokens=2)
+    assert len(sampled.samples[0][0].token_ids) <= 2
+    assert workers(server.process.pid) == []
+
+
+@pytest.mark.parametrize("recipe", ["sft", "dpo"])
+async def test_kills_change_nothing(
+    server: Server, data: dict[str, Path], undisturbed: dict[str, Any], recipe: str
+) -> None:
+    settings = SETTINGS | {"data": str(data["talks" if recipe == "sft" else "pairs"])}
+    async with gradwire.connect(server.address) as service:
+        job = await service.jobs.submit(recipe, settings)
+        await reached(service, job.job_id, 2)
+        for pid in workers(server.process.pid):
+            kill(pid)
+        await reached(service, job.job_id, 5)
+        kill(server.engine_pid)
+        await reached(service, job.job_id, 7)
+        server.end(signal.SIGKILL)
+        server.start()
+        assert await finished(service, job.job_id) == undisturbed[recipe]
+        ended = await service.jobs.get(job.job_id)
+        assert ended.attempt == 3 and len({each.path for each in ended.checkpoints}) == len(ended.checkpoints) == 4
+        assert [run.run_id for run in await service.list_runs() if run.name == job.job_id] == [ended.run_id]
+        assert len(ended.result_files) == 1
+
+
+async def test_a_stopped_server_goes_on_with_its_jobs(
+    server: Server, data: dict[str, Path], undisturbed: dict[str, Any]
+) -> None:
+    async with gradwire.connect(server.address) as service:
+        job = await service.jobs.submit("sft", SETTINGS | {"data": str(data["talks"])})
+        await reached(service, job.job_id, 2)
+        assert server.end() == 0
+        server.start()
+        assert await finished(service, job.job_id) == undisturbed["sft"]
+
+
+async def test_pause_and_resume(
+    server: Server, service: gradwire.ServiceClient, data: dict[str, Path], undisturbed: dict[str, Any]
+) -> None:
+    job = await service.jobs.submit("sft", SETTINGS | {"data": str(data["talks"])})
+    await reached(service, job.job_id, 2)
+    assert (await service.jobs.pause(job.job_id)).state == "paused"
+    assert (await service.jobs.pause(job.job_id)).state == "paused"
+    assert (await service.jobs.resume(job.job_id)).state == "queued"
+    assert await finished(service, job.job_id) == undisturbed["sft"]
+    with pytest.raises(gradwire.UnsupportedError, match="is succeeded and cannot be paused"):
+        await service.jobs.pause(job.job_id)
+
+
+async def test_cancel_ends_the_worker_and_keeps_what_there_is(
+    server: Server, service: gradwire.ServiceClient, data: dict[str, Path]
+) -> None:
+    job = await service.jobs.submit("sft", SETTINGS | {"data": str(data["talks"]), "max_steps": 500})
+    await reached(service, job.job_id, 4)
+    cancelled = await service.jobs.cancel(job.job_id)
+    assert cancelled.state == "cancelled" and cancelled.checkpoints
+    with pytest.raises(gradwire.UnsupportedError, match="is cancelled and cannot be cancelled"):
+        await service.jobs.cancel(job.job_id)
+    with pytest.raises(gradwire.UnsupportedError, match="cannot be resumed"):
+        await service.jobs.resume(job.job_id)
+    other = await service.jobs.submit("sft", SETTINGS | {"data": str(data["talks"]), "max_steps": 1})
+    await finished(service, other.job_id)  # the only worker's place is free again
+    assert (await service.jobs.get(job.job_id)).step == cancelled.step
+    await service.jobs.delete(job.job_id)
+    with pytest.raises(gradwire.UnknownJobError):
+        await service.jobs.get(job.job_id)
+
+
+async def test_a_repeated_submission_is_one_job(service: gradwire.ServiceClient, data: dict[str, Path]) -> None:
+    file = await service.files.upload(data["talks"])
+    settings = SETTINGS | {"data": file.file_id, "max_steps": 1}
+    first = await service.jobs.submit("sft", settings, idempotency_key="once")
+    assert (await service.jobs.submit("sft", settings, idempotency_key="once")).job_id == first.job_id
+    with pytest.raises(gradwire.AlreadyExistsError, match=first.job_id):
+        await service.jobs.submit("sft", settings | {"max_steps": 2}, idempotency_key="once")
+    await finished(service, first.job_id)
+
+
+async def test_mistakes_are_told(service: gradwire.ServiceClient, data: dict[str, Path], tmp_path: Path) -> None:
+    good = SETTINGS | {"data": str(data["talks"])}
+    for wrong, sentence in [
+        ({"learning_rat": 1.0}, "did you mean learning_rate"),
+        ({"model": "other"}, "'other'"),
+        ({"data": "absent.jsonl"}, "there is no file 'absent.jsonl'"),
+        ({"data": "file-absent"}, "there is no file 'file-absent'"),
+        ({"folder": "/tmp"}, "folder is the server's to choose"),
+    ]:
+        with pytest.raises((ValueError, gradwire.GradwireError), match=sentence):
+            await service.jobs.submit("sft", good | wrong)
+    with pytest.raises(ValueError, match="there is no recipe 'sgd'"):
+        await service.jobs.submit("sgd", good)
+    with pytest.raises(gradwire.PermissionDeniedError, match="--job-scripts"):
+        await service.jobs.submit("script", {"script": str(data["talks"])})
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "1", "completion": "2"}\n{"speech": "1"}\nnot json\n')
+    with pytest.raises(gradwire.InvalidArgumentError, match=r"2 of 3 rows cannot be used: line 2: .*line 3: not valid"):
+        await service.jobs.submit("sft", good | {"data": str(bad)})
+    pairs = await service.files.upload(data["pairs"])
+    job = await service.jobs.submit("sft", good | {"data": pairs.file_id})  # readable, but not by this recipe
+    ended = await service.jobs.wait(job.job_id, timeout=120)
+    assert (ended.state, ended.error_code) == ("failed", "invalid_training_file")
+    assert ended.error.startswith(f"{pairs.file_id}.jsonl, line 1: no column is recognised as completion"), ended.error
+
+
+async def test_a_worker_that_dies_without_a_step_over_and_over_fails_its_job(
+    server: Server, service: gradwire.ServiceClient, data: dict[str, Path]
+) -> None:
+    job = await service.jobs.submit("sft", SETTINGS | {"data": str(data["talks"]), "max_steps": 400})
+    attempt = 0
+    while not (known := await service.jobs.get(job.job_id)).has_ended:
+        if known.attempt > attempt:
+            found = workers(server.process.pid)
+            attempt = known.attempt if found else attempt
+            for pid in found:
+                kill(pid)
+    assert known.state == "failed" and known.error_code == "worker_crashed" and known.attempt == 5
+    assert os.getpid()  # the test's own process lives: only workers were killed
+    assert curves(await service.jobs.events(job.job_id)) == {}

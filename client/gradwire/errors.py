@@ -11,6 +11,8 @@
     │   │   ├── UnknownModelError
     │   │   ├── UnknownRunError
     │   │   ├── UnknownCheckpointError
+    │   │   ├── UnknownFileError
+    │   │   ├── UnknownJobError
     │   │   └── UnknownOperationError
     │   ├── AlreadyExistsError
     │   ├── LimitExceededError

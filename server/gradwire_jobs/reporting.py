@@ -25,8 +25,9 @@ class JobReporter(Observer):
 
     def __init__(self, jobs: Jobs, job_id: str, attempt: int, first: int) -> None:
         self._jobs, self._job_id, self._attempt, self._first = jobs, job_id, attempt, first
-        self._waiting: dict[int, dict[str, float]] = {}
+        self._metrics: dict[int, dict[str, float]] = {}  # of steps to send, and of the newest, which may get more
         self._times: dict[int, float] = {}
+        self._waiting: set[int] = set()
         self._newest: dict[str, float] = {}
         self._checkpoints: list[JobCheckpoint] = []
         self._run_id, self._total = "", 0
@@ -45,7 +46,8 @@ class JobReporter(Observer):
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         step = iteration + 1 - self._first
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self._waiting.setdefault(step, {}).update(finite)
+        self._metrics.setdefault(step, {}).update(finite)
+        self._waiting.add(step)
         self._times.setdefault(step, time.time())
         self._newest |= finite
         self._changed.set()
@@ -79,13 +81,16 @@ class JobReporter(Observer):
                 )  # fmt: skip
                 del self._checkpoints[: len(checkpoints)]
                 for event in events:
-                    if self._waiting[event.step] == event.data:  # nothing was added meanwhile
-                        del self._waiting[event.step], self._times[event.step]
+                    if self._metrics[event.step] == event.data:  # nothing was added meanwhile
+                        self._waiting.discard(event.step)
+                for step in sorted(self._metrics)[:-1]:
+                    if step not in self._waiting:
+                        del self._metrics[step], self._times[step]
                 if last:
                     return
 
     def _event(self, step: int) -> JobEvent:
-        metrics = dict(self._waiting[step])
+        metrics = dict(self._metrics[step])
         return JobEvent(0, self._times[step], "info", _sentence(step, self._total, metrics), "metrics", step, metrics)
 
 

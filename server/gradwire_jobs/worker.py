@@ -25,6 +25,7 @@ from gradwire import JobEnd, errors
 from gradwire.data import DataError
 from gradwire.recipes import command
 from gradwire.recipes.observing import OBSERVER, TrainingStopped
+from gradwire.recipes.rows import ColumnsError
 from gradwire.recipes.settings import SettingsError
 
 from gradwire_jobs.reporting import JobReporter
@@ -192,8 +193,8 @@ def _stop(reporter: JobReporter, working: asyncio.Task[list[str]]) -> None:
 
 def _failed(error: Exception) -> JobEnd:
     """What the job's owner is told of an error."""
-    if isinstance(error, DataError):
-        message = _without_path(str(error.where))
+    if isinstance(error, DataError | ColumnsError):
+        message = _without_path(error.where if isinstance(error, DataError) else str(error))
         return JobEnd("failed", error=message, error_code="invalid_training_file", param="training_file")
     if isinstance(error, SettingsError):
         return JobEnd("failed", error=str(error), error_code="invalid_settings")

@@ -23,6 +23,7 @@ def write_data(folder: Path) -> dict[str, Path]:
     asked = [(f"{a} and {b}?", str(a + b)) for a in range(8) for b in range(8)]
     rows: dict[str, list[dict[str, Any]]] = {
         "talks": [{"question": question, "answer": answer} for question, answer in asked],
+        "sums": [{"question": question, "answer": "1"} for question, _ in asked],
         "pairs": [{"prompt": question, "chosen": f"four {x}", "rejected": f"two {x}"} for question, x in asked],
     }
     for name, lines in rows.items():
@@ -62,7 +63,7 @@ def curves(events: Any) -> dict[int, Mapping[str, float]]:
 async def reached(service: gradwire.ServiceClient, job_id: str, step: int) -> gradwire.Job:
     """Wait until a job has taken so many steps, or has ended."""
     async with asyncio.timeout(120):
-        while not ((job := await service.jobs.get(job_id)).step >= step or job.has_ended):
+        while not ((job := await service.jobs.get(job_id)).step >= step or job.has_ended):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         return job
 

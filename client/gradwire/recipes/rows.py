@@ -11,6 +11,10 @@ from gradwire.recipes.settings import Settings, SettingsError
 T = TypeVar("T")
 
 
+class ColumnsError(SettingsError):
+    """The columns of a data set were not recognised; the message says how ``mapping`` names them."""
+
+
 def rows_of(load: Callable[..., Dataset[T]], settings: Settings) -> tuple[Dataset[T], Dataset[T]]:
     """Load the rows of a training, and those to evaluate on: of ``validation``, or else held out.
 
@@ -19,7 +23,7 @@ def rows_of(load: Callable[..., Dataset[T]], settings: Settings) -> tuple[Datase
 
     Raises:
         DataError: A row does not fit.
-        SettingsError: The columns were not recognised; says how ``mapping`` names them.
+        ColumnsError: The columns were not recognised.
     """
     rows = _loaded(load, settings.data, settings)
     if settings.validation:
@@ -37,4 +41,4 @@ def _loaded(load: Callable[..., Dataset[T]], source: str, settings: Settings) ->
         if not error.unnamed:
             raise
         columns = ", ".join(f"{field}: COLUMN" for field in error.unnamed)
-        raise SettingsError(f"{error.where}: name its columns in the settings, mapping: {{{columns}}}") from None
+        raise ColumnsError(f"{error.where}: name its columns in the settings, mapping: {{{columns}}}") from None

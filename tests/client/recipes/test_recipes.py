@@ -199,7 +199,7 @@ BAD: list[tuple[str, list[str], str]] = [
     ("model: x\nlearning_rat: 1\n", [], "line 2: there is no setting 'learning_rat'; did you mean learning_rate?"),
     ("model: x\nbatch_size: many\n", [], "line 2: batch_size is 'many'; it must be a whole number"),
     ("model: x\nschedule: cosin\n", [], "line 2: schedule is 'cosin'; it must be one of constant, linear, cosine, wsd"),
-    ("model: x\nheld_out: 2\n", [], "line 2: held_out is 2.0; it must lie between 0 and 1"),
+    ("model: x\nheld_out: 2\n", [], "line 2: held_out is 2.0; it must be at least 0 and less than 1"),
     ("model: x\nmodel: y\n", [], "line 2: model is set a second time"),
     ("model: x\nlimit: -1\n", [], "line 2: limit is -1; it must be at least 0"),
     ("model: x\nseed: -1\n", [], "line 2: seed is -1; it must be at least 0"),

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+from gradwire_proto.v1 import jobs_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.calls import RPCS, CallKind, Calls
 from gradwire_server.access.turns import Turns
@@ -18,7 +19,10 @@ from support.scripted import until
 
 
 def test_every_rpc_has_a_bound() -> None:
-    assert list(RPCS) == rpcs(), "a new RPC: say in gradwire_server.access.calls what bounds it, in the service's order"
+    jobs = [method.name for method in jobs_pb2.DESCRIPTOR.services_by_name["JobService"].methods]
+    assert list(RPCS) == rpcs() + jobs, (
+        "a new RPC: say in gradwire_server.access.calls what bounds it, in the service's order"
+    )
 
 
 async def settled() -> None:

@@ -39,7 +39,7 @@ OFF = {"enable_thinking": False}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("chats")
-    return {form: chat_model(folder / form, form) for form in FORMS}
+    return {form: chat_model(folder / form, form, padded=50 if form == "qwen" else 0) for form in FORMS}
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +239,20 @@ async def test_conversations_with_a_run_are_rendered(
             "tiny has no chat template: conversations are written as lines of `role: content`. An instruct model's own "
             "tokenizer has one; for a base model, give RolloutManager(template=...)"
         ]
+
+
+async def test_ids_beyond_the_tokenizer_are_kept(address: str, tokenizers: dict[str, Any]) -> None:
+    """A sampler draws any id of a padded vocabulary, and the episode goes on."""
+    size = len(tokenizers["qwen"])
+    ids = [40, size + 10, 41]
+    async with gradwire.connect(address) as service:
+        answer = {"role": "assistant", "content": (await service.decode("qwen", [ids]))[0], "token_ids": ids}
+        for more in ([], [{"role": "user", "content": "again"}]):
+            row = await service.render([{"role": "user", "content": "hi"}, answer, *more], model="qwen")
+            (place,) = np.flatnonzero(np.asarray(row["input_ids"]) == size + 10)
+            assert np.asarray(row["loss_mask"])[place - 1 : place + 2].tolist() == [1, 1, 1]
+        with pytest.raises(InvalidArgumentError, match=f"from 0 to {size + 49}"):
+            await service.render([{**answer, "token_ids": [size + 50]}], model="qwen")
 
 
 def test_without_an_event_loop(address: str) -> None:

@@ -169,8 +169,11 @@ FORMS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 TEXTS = ("the answer to the question is four because two and two make four", "think of a number and add one\n\n" * 3)
 
 
-def chat_model(path: Path, form: str, **settings: Any) -> Path:
-    """A small Llama whose tokenizer has a template in the form of a family: byte-level BPE, or a character a token."""
+def chat_model(path: Path, form: str, *, padded: int = 0, **settings: Any) -> Path:
+    """A small Llama whose tokenizer has a template in the form of a family: byte-level BPE, or a character a token.
+
+    Its vocabulary has ``padded`` ids more than its tokenizer.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     template, end, specials = FORMS[form]
@@ -184,7 +187,7 @@ def chat_model(path: Path, form: str, **settings: Any) -> Path:
     tokenizer.chat_template = template
     tokenizer.save_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path)
-    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.resize_token_embeddings(len(tokenizer) + padded, mean_resizing=False)
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(path)
     return path

@@ -30,9 +30,12 @@ class Renderer:
 
     Args:
         model: Its name, for messages.
+        num_ids: Ids that the model has, which may be more than its tokenizer's: a sampler draws any of them.
     """
 
-    def __init__(self, model: str, tokenizer: Tokenizer, template: ChatTemplate, limits: Limits) -> None:
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, template: ChatTemplate, limits: Limits, num_ids: int = 0
+    ) -> None:
         self._model, self._tokenizer, self._template, self._limits = model, tokenizer, template, limits
         self._specials = {
             number: token.content
@@ -40,6 +43,7 @@ class Renderer:
             if token.special
         }  # fmt: skip
         self._vocabulary = tokenizer.get_vocab_size()
+        self._num_ids = max(self._vocabulary, num_ids)
         self._cache = _Cache()
 
     def info(self) -> pb.TokenizerInfo:
@@ -213,11 +217,11 @@ class Renderer:
                 )  # fmt: skip
             ids = message.get(chat.SAMPLED)
             if ids is not None and not (
-                isinstance(ids, list) and all(type(each) is int and 0 <= each < self._vocabulary for each in ids)
+                isinstance(ids, list) and all(type(each) is int and 0 <= each < self._num_ids for each in ids)
             ):
                 raise _invalid(
                     f"conversation {place}, message {index}: token_ids is a list of ids from 0 to"
-                    f" {self._vocabulary - 1}",
+                    f" {self._num_ids - 1}",
                     "messages", place,
                 )  # fmt: skip
         return cast("list[chat.Message]", messages)

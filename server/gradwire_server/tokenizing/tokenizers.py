@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -111,8 +112,19 @@ class Tokenizers:
             except (OSError, ValueError, KeyError, TypeError) as error:
                 message = f"the tokenizer's settings of {model!r} cannot be read: {type(error).__name__}"
                 raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, message, field="model") from error
-            self._renderers[model] = Renderer(model, tokenizer, template, self._limits)
+            num_ids = _num_ids(Path(self._files[model]).with_name("config.json"))
+            self._renderers[model] = Renderer(model, tokenizer, template, self._limits, num_ids)
         return self._renderers[model]
+
+
+def _num_ids(config: Path) -> int:
+    """Size of a model's vocabulary by its configuration; 0 if that does not say."""
+    try:
+        found = json.loads(config.read_bytes())
+        size = found.get("text_config", found).get("vocab_size", found.get("vocab_size", 0))
+        return size if isinstance(size, int) else 0
+    except (OSError, ValueError, AttributeError):
+        return 0
 
 
 def _pieces(items: Sequence[Sequence[T]]) -> Iterator[list[Sequence[T]]]:

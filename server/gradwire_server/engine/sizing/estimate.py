@@ -150,7 +150,7 @@ PARTS = {
     "moments": "AdamW's moments",
     "activations": "activations of one micro-batch",
     "images": "the vision part on the images of one micro-batch",
-    "logits": "logits of one micro-batch",
+    "logits": "logits kept for the backward; those computed again pass",
     "passing": "what a forward and backward need for a moment",
     "key_values": "keys and values of samples in progress",
     "libraries": "code that is loaded with the first model",

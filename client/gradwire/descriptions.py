@@ -58,6 +58,7 @@ class RunInfo:
         from_upload: Id of the upload that the run started from; empty if none.
         router_aux_loss_coef: Coefficient of the experts' load-balancing loss; None: as the model's configuration says.
         changes: What changed under the run and was accepted (``accept_changes``, ``--accept-changes``), oldest first.
+        engine: Number of the engine that the run is on.
     """
 
     run_id: str
@@ -86,6 +87,7 @@ class RunInfo:
     from_upload: str = ""
     router_aux_loss_coef: float | None = None
     changes: tuple[RunChange, ...] = ()
+    engine: int = 0
 
     @staticmethod
     def from_message(run: pb.Run) -> RunInfo:
@@ -126,6 +128,7 @@ class RunInfo:
             from_upload=config.from_upload,
             router_aux_loss_coef=config.router_aux_loss_coef if config.HasField("router_aux_loss_coef") else None,
             changes=tuple(RunChange(change.seq, change.time, change.note) for change in run.changes),
+            engine=run.engine,
         )
 
 
@@ -144,7 +147,7 @@ class RunsHeld:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """The engine, the server's process with the models.
+    """An engine, a process of the server with models.
 
     Attributes:
         restarts: Number of restarts since the server started.
@@ -159,6 +162,12 @@ class EngineInfo:
             ``"cache"`` (log-probabilities of references) and ``"activations"`` (all else, keys and values included).
         runs: The runs that it holds, by the place of their weights and moments: ``"device"``, ``"host"`` (memory beside
             the device's), ``"disk"``. A run that was not used since the start is in none.
+        number: Its number, from 0.
+        device: For example ``"cpu"`` or ``"cuda:0 (NVIDIA H200)"``.
+        ready: Whether its process gives signs of life.
+        placed_runs: Number of runs that are on it, or will be when they are used next.
+        drains: Whether it gets no more runs; see :meth:`gradwire.ServiceClient.drain_engine`.
+        models: Names of the models that it has loaded.
     """
 
     restarts: int = 0
@@ -171,6 +180,12 @@ class EngineInfo:
     start_s: float = 0.0
     memory_by_owner: Mapping[str, int] = field(default_factory=dict)
     runs: Mapping[str, RunsHeld] = field(default_factory=dict)
+    number: int = 0
+    device: str = ""
+    ready: bool = True
+    placed_runs: int = 0
+    drains: bool = False
+    models: tuple[str, ...] = ()
 
     @staticmethod
     def from_message(engine: pb.EngineStatus) -> EngineInfo:
@@ -185,6 +200,12 @@ class EngineInfo:
             start_s=engine.start_s,
             memory_by_owner=dict(engine.memory_by_owner),
             runs={place: RunsHeld(held.runs, held.bytes) for place, held in sorted(engine.runs.items())},
+            number=engine.number,
+            device=engine.device,
+            ready=engine.ready,
+            placed_runs=engine.placed_runs,
+            drains=engine.drains,
+            models=tuple(engine.models),
         )
 
 
@@ -195,11 +216,11 @@ class ServerInfo:
     Attributes:
         version: Version of the server's package.
         device: For example ``"cpu"`` or ``"cuda:0 (NVIDIA H200)"``.
-        engine_ready: Whether the engine process is up.
+        engine_ready: Whether an engine is up.
         uptime_s: Seconds since the server started.
         durability: ``"journal"`` (every operation is on disk before it is acknowledged) or ``"checkpoint"``.
         limits: Limits by name, for example ``max_payload_bytes``.
-        engine: State of the engine process.
+        engines: State of each engine, by number.
     """
 
     version: str
@@ -208,7 +229,7 @@ class ServerInfo:
     uptime_s: float
     durability: str
     limits: Mapping[str, int]
-    engine: EngineInfo = EngineInfo()
+    engines: tuple[EngineInfo, ...] = ()
 
     @staticmethod
     def from_message(info: pb.ServerInfo) -> ServerInfo:
@@ -219,7 +240,7 @@ class ServerInfo:
             uptime_s=info.uptime_s,
             durability=info.durability,
             limits=dict(info.limits),
-            engine=EngineInfo.from_message(info.engine),
+            engines=tuple(map(EngineInfo.from_message, info.engines)),
         )
 
 

@@ -274,6 +274,40 @@ class ServiceClient:
         """Delete a run with its checkpoints."""
         await self._transport.unary(lambda stub: stub.DeleteRun, pb.DeleteRunRequest(run_id=run_id))
 
+    async def move_run(self, run_id: str, engine: int | None = None) -> int:
+        """Move a run to another engine of the server; whoever trains it notices a pause.
+
+        Args:
+            engine: Number of the engine; None for the one that suits best.
+
+        Returns:
+            The number of the engine on which the run is now.
+
+        Raises:
+            PermissionDeniedError: The key is no admin's.
+            InvalidArgumentError: There is no such engine, or it does not serve the run's model.
+            UnsupportedError: The server has no other engine that could take the run.
+        """
+        request = pb.MoveRunRequest(run_id=run_id, engine=engine)
+        return (await self._transport.unary(lambda stub: stub.MoveRun, request)).engine
+
+    async def drain_engine(self, engine: int, undo: bool = False) -> int:
+        """Move every run of an engine to others, and give it no more, until the server starts again.
+
+        Args:
+            engine: Number of the engine.
+            undo: Let it take runs again instead.
+
+        Returns:
+            The number of runs that were moved.
+
+        Raises:
+            PermissionDeniedError: The key is no admin's.
+            UnsupportedError: A run of it can be on no other engine; nothing was changed.
+        """
+        request = pb.DrainEngineRequest(engine=engine, undo=undo)
+        return (await self._transport.unary(lambda stub: stub.DrainEngine, request)).num_moved
+
     def sampling_client(self, model: str | Checkpoint) -> SamplingClient:
         """Return a client that samples from a model of the server, or from a checkpoint."""
         return SamplingClient(self._transport, self._loop, model)

@@ -178,6 +178,8 @@ class ServiceClient:
     list_losses = _blocking(service.ServiceClient.list_losses)
     list_runs = _blocking(service.ServiceClient.list_runs)
     delete_run = _blocking(service.ServiceClient.delete_run)
+    move_run = _blocking(service.ServiceClient.move_run)
+    drain_engine = _blocking(service.ServiceClient.drain_engine)
     encode = _blocking(service.ServiceClient.encode)
     decode = _blocking(service.ServiceClient.decode)
     tokenizer_info = _blocking(service.ServiceClient.tokenizer_info)

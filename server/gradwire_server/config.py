@@ -10,12 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
 from gradwire_server.engine_link.vitals import STALE_S
 
 CHUNK_BYTES = 1 << 20
 """The most that one frame of a stream carries."""
+
+MAX_ENGINES = 64
 
 TRAINED_BYTES = 16
 """Memory that a trained parameter takes: float32 weight, gradient and two moments."""
@@ -210,7 +212,7 @@ class ServerConfig(EngineSettings):
         "HOST:PORT for clients of Tinker and OpenAI (gradwire[http]); a PORT alone is on loopback; off when absent.",
         subject=NETWORK,
     )
-    engines: PositiveInt | Literal["auto"] = setting(
+    engines: int | Literal["auto"] = setting(
         1, "Engines on this machine, each with the models and runs of its own; auto: one a GPU.", subject=COMPUTE
     )
     insecure_bind: bool = setting(False, "Listen beyond loopback without keys.", subject=NETWORK)
@@ -271,6 +273,14 @@ class ServerConfig(EngineSettings):
     metrics_runs: bool = setting(
         False, "Label the metrics of training with the run, for 100 runs at most.", subject=OBSERVABILITY
     )
+
+    @field_validator("engines", mode="before")
+    @classmethod
+    def _number_or_auto(cls, given: object) -> object:
+        text = str(given)
+        if text == "auto" or (text.isdigit() and 1 <= int(text) <= MAX_ENGINES):
+            return int(text) if text.isdigit() else text
+        raise ValueError(f"give a number of engines from 1 to {MAX_ENGINES}, or auto, not {text[:20]!r}")
 
     @field_validator("address")
     @classmethod

@@ -60,16 +60,16 @@ async def test_runs_move_and_the_engine_dies_and_every_bit_is_the_same(
         found = await results(client, lambda: os.kill(moving.engine_pid, signal.SIGKILL))
         assert found == expected
         info = await client.server_info()
-    held = info.engine.runs
+    held = info.engines[0].runs
     assert sum(each.runs for each in held.values()) <= len(SETTINGS) * 2
-    assert info.engine.restarts == 2
+    assert info.engines[0].restarts == 2
 
 
 async def after_heartbeat(
     service: gradwire.ServiceClient, reached: Callable[[Mapping[str, RunsHeld]], bool]
 ) -> gradwire.ServerInfo:
     """The server's information once a heartbeat of its engine says what is waited for."""
-    while not reached((info := await service.server_info()).engine.runs):  # noqa: ASYNC110  nobody announces it
+    while not reached((info := await service.server_info()).engines[0].runs):  # noqa: ASYNC110  nobody announces it
         await asyncio.sleep(0.2)
     return info
 
@@ -84,10 +84,10 @@ async def test_the_status_says_where_runs_are(moving: Server, tmp_path: Path) ->
             return sum(each.runs for each in held.values()) == 6 and held.get("disk", RunsHeld()).runs >= 4
 
         info = await after_heartbeat(client, all_placed)
-        assert info.engine.runs["disk"].nbytes > 0
-        assert list(info.engine.runs) == ["device", "disk", "host"]
-        assert len(list((tmp_path / "state" / "spilled").iterdir())) >= 4
+        assert info.engines[0].runs["disk"].nbytes > 0
+        assert list(info.engines[0].runs) == ["device", "disk", "host"]
+        assert len(list((tmp_path / "state" / "spilled" / "0").iterdir())) >= 4
         for run in runs:
             await client.delete_run(run.run_id)
         await after_heartbeat(client, lambda held: not any(each.runs for each in held.values()))
-    assert not list((tmp_path / "state" / "spilled").iterdir())
+    assert not list((tmp_path / "state" / "spilled" / "0").iterdir())

@@ -1,4 +1,4 @@
-"""``gradwire runs``: list, fork and delete the runs of a server, and let parked ones go on."""
+"""``gradwire runs``: list, fork, move and delete the runs of a server, and let parked ones go on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from gradwire.cli.listing import minute, print_listing
 from gradwire.cli.service import ADDRESS, Access, Address, ApiKey, CaCert, ClientCert, ClientKey, connected
 
-app = typer.Typer(help="List, fork and delete the runs of a server, and let parked ones go on.", no_args_is_help=True)
+app = typer.Typer(help="List, fork, move and delete the runs of a server.", no_args_is_help=True)
 
 
 @app.command("list")
@@ -89,3 +89,30 @@ def accept(
     with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
         service.get_training_client(run_id).accept_changes()
         print(f"{run_id} goes on with what has changed")
+
+
+@app.command()
+def move(
+    run_ids: Annotated[list[str] | None, typer.Argument(help="Ids of the runs.", metavar="[RUN_ID...]")] = None,
+    to: Annotated[int | None, typer.Option(help="Number of the engine; the one that suits best if absent.")] = None,
+    drain: Annotated[
+        int | None, typer.Option(help="Instead, move all runs of this engine to others, and give it no more.")
+    ] = None,
+    undo_drain: Annotated[int | None, typer.Option(help="Instead, let this engine take runs again.")] = None,
+    address: Address = ADDRESS,
+    api_key: ApiKey = "",
+    ca_cert: CaCert = None,
+    client_cert: ClientCert = None,
+    client_key: ClientKey = None,
+) -> None:
+    """Move runs from one engine of a server to another, for an admin's key; `gradwire status` shows the engines."""
+    if [bool(run_ids), drain is not None, undo_drain is not None].count(True) != 1:
+        raise typer.BadParameter("give ids of runs, or --drain ENGINE, or --undo-drain ENGINE")
+    with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
+        for run_id in run_ids or ():
+            print(f"{run_id} is on engine {service.move_run(run_id, to)}")
+        if drain is not None:
+            print(f"engine {drain} drains: {service.drain_engine(drain)} runs moved")
+        if undo_drain is not None:
+            service.drain_engine(undo_drain, undo=True)
+            print(f"engine {undo_drain} takes runs again")

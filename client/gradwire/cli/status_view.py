@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from rich.text import Text
 from gradwire import sync
 from gradwire.cli.listing import fits
 from gradwire.cli.text import duration, plain, precise, size
-from gradwire.descriptions import ModelInfo, RunInfo, ServerInfo
+from gradwire.descriptions import EngineInfo, ModelInfo, RunInfo, ServerInfo
 
 Interval = Annotated[float, typer.Option(min=0.1, help="Seconds between two looks, from which the rates are taken.")]
 
@@ -54,23 +55,14 @@ def draw(now: Snapshot, before: Snapshot | None = None, *, most: int = 0) -> Ren
         before: An earlier snapshot, for the rates.
         most: Maximum number of runs shown, or of their lines in a narrow terminal; 0 for all.
     """
-    info, engine = now.info, now.info.engine
+    info = now.info
     state = Text("ready", "green") if info.engine_ready else Text("not ready", "bold red")
     head = Text.assemble(
         f"gradwire {plain(info.version)} on {plain(info.device)}, engine ", state,
         f", up {duration(info.uptime_s)}, durability {plain(info.durability)}",
     )  # fmt: skip
-    parts = [f"busy {engine.busy:.0%}", f"memory {size(engine.memory_bytes)}"]
-    if engine.device_memory_total_bytes:
-        used, total = engine.device_memory_used_bytes, engine.device_memory_total_bytes
-        parts.append(f"device memory {size(used)} of {size(total)}")
-    if engine.device_utilization is not None:
-        parts.append(f"device {engine.device_utilization:.0%}")
-    places = [f"{each.runs} {plain(place)} {size(each.nbytes)}" for place, each in engine.runs.items() if each.runs]
-    parts += [f"runs held: {' + '.join(places)}"] if places else []
-    parts += [f"heartbeat {engine.heartbeat_age_s:.1f} s ago", f"{engine.restarts} restarts"]
     queued = sum(waiting(run) for run in now.runs.values())
-    parts += [f"{len(now.runs)} runs", f"{queued} operations queued"]
+    parts = [f"{len(now.runs)} runs", f"{queued} operations queued"]
     parked = [
         Text(f"run {plain(run.run_id)} is parked: {plain(run.parked)}", "bold red")
         for run in now.runs.values()
@@ -78,12 +70,31 @@ def draw(now: Snapshot, before: Snapshot | None = None, *, most: int = 0) -> Ren
     ]
     parts += [f"{len(parked)} parked"] if parked else []
     runs_s = sum(run.recovery_s for run in now.runs.values())
-    whole, engine_s = precise(engine.start_s + runs_s), precise(engine.start_s)
-    parts.append(f"recovery {whole} (engine {engine_s}, runs {precise(runs_s)})")
-    owners = [f"{plain(owner)} {size(count)}" for owner, count in engine.memory_by_owner.items() if count]
-    held = [Text("memory of " + ", ".join(owners))] if owners else []
+    engine_s = max((engine.start_s for engine in info.engines), default=0.0)
+    parts.append(f"recovery {precise(engine_s + runs_s)} (engine {precise(engine_s)}, runs {precise(runs_s)})")
+    engines = [Text(line) for engine in info.engines for line in _engine(engine, alone=len(info.engines) == 1)]
     runs = [_Runs(now, before, most)] if now.runs else []
-    return Group(head, Text(", ".join(parts)), *held, *parked, _models(now.models), *runs)
+    return Group(head, Text(", ".join(parts)), *engines, *parked, _models(now.models), *runs)
+
+
+def _engine(engine: EngineInfo, *, alone: bool) -> Iterator[str]:
+    """The lines about an engine, with its number and readiness if there are others."""
+    parts = []
+    if not alone:
+        state = ("draining" if engine.drains else "ready") if engine.ready else "not ready"
+        parts = [f"engine {engine.number} on {plain(engine.device)}: {state}", f"{engine.placed_runs} runs"]
+    parts += [f"busy {engine.busy:.0%}", f"memory {size(engine.memory_bytes)}"]
+    if engine.device_memory_total_bytes:
+        used, total = engine.device_memory_used_bytes, engine.device_memory_total_bytes
+        parts.append(f"device memory {size(used)} of {size(total)}")
+    if engine.device_utilization is not None:
+        parts.append(f"device {engine.device_utilization:.0%}")
+    places = [f"{each.runs} {plain(place)} {size(each.nbytes)}" for place, each in engine.runs.items() if each.runs]
+    parts += [f"runs held: {' + '.join(places)}"] if places else []
+    yield ", ".join([*parts, f"heartbeat {engine.heartbeat_age_s:.1f} s ago", f"{engine.restarts} restarts"])
+    owners = [f"{plain(owner)} {size(count)}" for owner, count in engine.memory_by_owner.items() if count]
+    if owners:
+        yield "memory of " + ", ".join(owners)
 
 
 def _models(models: list[ModelInfo]) -> Table:

@@ -392,7 +392,7 @@ class ServerInfo(_message.Message):
     UPTIME_S_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
-    ENGINE_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     protocol: _builtins.int
     """increased when older clients cannot use this server"""
@@ -407,7 +407,9 @@ class ServerInfo(_message.Message):
         """by name: max_payload_bytes, max_rows, max_row_tokens, ..."""
 
     @_builtins.property
-    def engine(self) -> Global___EngineStatus: ...
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]:
+        """by number"""
+
     def __init__(
         self,
         *,
@@ -418,11 +420,11 @@ class ServerInfo(_message.Message):
         uptime_s: _builtins.float = ...,
         durability: _builtins.str = ...,
         limits: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
-        engine: Global___EngineStatus | None = ...,
+        engines: _abc.Iterable[Global___EngineStatus] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "durability", b"durability", "engine", b"engine", "engine_ready", b"engine_ready", "limits", b"limits", "protocol", b"protocol", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "durability", b"durability", "engine_ready", b"engine_ready", "engines", b"engines", "limits", b"limits", "protocol", b"protocol", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -430,7 +432,7 @@ Global___ServerInfo: _TypeAlias = ServerInfo  # noqa: Y015
 
 @_typing.final
 class EngineStatus(_message.Message):
-    """The engine's state at its last heartbeat."""
+    """An engine's state at its last heartbeat."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -485,6 +487,12 @@ class EngineStatus(_message.Message):
     START_S_FIELD_NUMBER: _builtins.int
     MEMORY_BY_OWNER_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    PLACED_RUNS_FIELD_NUMBER: _builtins.int
+    DRAINS_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     restarts: _builtins.int
     """since the server started"""
     heartbeat_age_s: _builtins.float
@@ -500,6 +508,15 @@ class EngineStatus(_message.Message):
     """0 to 1; absent if unknown"""
     start_s: _builtins.float
     """how long it took to start and load its models"""
+    number: _builtins.int
+    device: _builtins.str
+    """as in ServerInfo"""
+    ready: _builtins.bool
+    """its process gives signs of life"""
+    placed_runs: _builtins.int
+    """the runs that are to be on it, also those that it does not hold yet"""
+    drains: _builtins.bool
+    """nothing more is placed on it: see DrainEngine"""
     @_builtins.property
     def memory_by_owner(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """bytes of tensors: "base", "references", "runs", "cache", "activations" """
@@ -507,6 +524,10 @@ class EngineStatus(_message.Message):
     @_builtins.property
     def runs(self) -> _containers.MessageMap[_builtins.str, Global___RunsHeld]:
         """the runs that it holds by place: "device", "host", "disk" """
+
+    @_builtins.property
+    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """the models that it has loaded"""
 
     def __init__(
         self,
@@ -521,10 +542,16 @@ class EngineStatus(_message.Message):
         start_s: _builtins.float = ...,
         memory_by_owner: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         runs: _abc.Mapping[_builtins.str, Global___RunsHeld] | None = ...,
+        number: _builtins.int = ...,
+        device: _builtins.str = ...,
+        ready: _builtins.bool = ...,
+        placed_runs: _builtins.int = ...,
+        drains: _builtins.bool = ...,
+        models: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization", "device_utilization", b"device_utilization"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization", "busy", b"busy", "device_memory_total_bytes", b"device_memory_total_bytes", "device_memory_used_bytes", b"device_memory_used_bytes", "device_utilization", b"device_utilization", "heartbeat_age_s", b"heartbeat_age_s", "memory_by_owner", b"memory_by_owner", "memory_bytes", b"memory_bytes", "restarts", b"restarts", "runs", b"runs", "start_s", b"start_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization", "busy", b"busy", "device", b"device", "device_memory_total_bytes", b"device_memory_total_bytes", "device_memory_used_bytes", b"device_memory_used_bytes", "device_utilization", b"device_utilization", "drains", b"drains", "heartbeat_age_s", b"heartbeat_age_s", "memory_by_owner", b"memory_by_owner", "memory_bytes", b"memory_bytes", "models", b"models", "number", b"number", "placed_runs", b"placed_runs", "ready", b"ready", "restarts", b"restarts", "runs", b"runs", "start_s", b"start_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_utilization: _TypeAlias = _typing.Literal["device_utilization"]  # noqa: Y015
     _WhichOneofArgType__device_utilization: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization"]  # noqa: Y015
@@ -1306,6 +1333,7 @@ class Run(_message.Message):
     PARKED_FIELD_NUMBER: _builtins.int
     RECOVERY_S_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     epoch: _builtins.int
     """epoch of the current writer; 0 before the first OpenRun"""
@@ -1334,6 +1362,8 @@ class Run(_message.Message):
     """Seconds that bringing the run back into a new engine would take now: loading the newest checkpoint, and replaying
     the operations behind it, both as measured. With durability "checkpoint" nothing is replayed: the work is lost.
     """
+    engine: _builtins.int
+    """number of the engine that it is placed on"""
     @_builtins.property
     def config(self) -> Global___RunConfig: ...
     @_builtins.property
@@ -1372,10 +1402,11 @@ class Run(_message.Message):
         parked: Global___Error | None = ...,
         recovery_s: _builtins.float = ...,
         changes: _abc.Iterable[Global___RunChange] | None = ...,
+        engine: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "parked", b"parked"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_seq", b"accepted_seq", "applied_seq", b"applied_seq", "changes", b"changes", "config", b"config", "created_at", b"created_at", "epoch", b"epoch", "forked_from", b"forked_from", "latest_checkpoint", b"latest_checkpoint", "num_tokens", b"num_tokens", "num_trainable_parameters", b"num_trainable_parameters", "owner", b"owner", "parked", b"parked", "readers", b"readers", "recovery_s", b"recovery_s", "released_seq", b"released_seq", "rewound_to_seq", b"rewound_to_seq", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_seq", b"accepted_seq", "applied_seq", b"applied_seq", "changes", b"changes", "config", b"config", "created_at", b"created_at", "engine", b"engine", "epoch", b"epoch", "forked_from", b"forked_from", "latest_checkpoint", b"latest_checkpoint", "num_tokens", b"num_tokens", "num_trainable_parameters", b"num_trainable_parameters", "owner", b"owner", "parked", b"parked", "readers", b"readers", "recovery_s", b"recovery_s", "released_seq", b"released_seq", "rewound_to_seq", b"rewound_to_seq", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1429,6 +1460,72 @@ class GetRunRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetRunRequest: _TypeAlias = GetRunRequest  # noqa: Y015
+
+@_typing.final
+class MoveRunRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    engine: _builtins.int
+    """number of the engine; absent: the one that suits best"""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        engine: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_engine", b"_engine", "engine", b"engine"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engine", b"_engine", "engine", b"engine", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__engine: _TypeAlias = _typing.Literal["engine"]  # noqa: Y015
+    _WhichOneofArgType__engine: _TypeAlias = _typing.Literal["_engine", b"_engine"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__engine) -> _WhichOneofReturnType__engine | None: ...
+
+Global___MoveRunRequest: _TypeAlias = MoveRunRequest  # noqa: Y015
+
+@_typing.final
+class DrainEngineRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    UNDO_FIELD_NUMBER: _builtins.int
+    engine: _builtins.int
+    undo: _builtins.bool
+    def __init__(
+        self,
+        *,
+        engine: _builtins.int = ...,
+        undo: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "undo", b"undo"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainEngineRequest: _TypeAlias = DrainEngineRequest  # noqa: Y015
+
+@_typing.final
+class DrainEngineResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_MOVED_FIELD_NUMBER: _builtins.int
+    num_moved: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_moved: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_moved", b"num_moved"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainEngineResponse: _TypeAlias = DrainEngineResponse  # noqa: Y015
 
 @_typing.final
 class ListRunsRequest(_message.Message):

@@ -164,6 +164,16 @@ class TrainingServiceStub(object):
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.AcceptChangesRequest.SerializeToString,
                 response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.Run.FromString,
                 _registered_method=True)
+        self.MoveRun = channel.unary_unary(
+                '/gradwire.v1.TrainingService/MoveRun',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.MoveRunRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.Run.FromString,
+                _registered_method=True)
+        self.DrainEngine = channel.unary_unary(
+                '/gradwire.v1.TrainingService/DrainEngine',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.DrainEngineRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.DrainEngineResponse.FromString,
+                _registered_method=True)
         self.Sample = channel.unary_stream(
                 '/gradwire.v1.TrainingService/Sample',
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.SampleRequest.SerializeToString,
@@ -377,6 +387,21 @@ class TrainingServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MoveRun(self, request, context):
+        """---- Engines: for admin keys, and for everybody on a server without keys ----
+        Moves a run to another engine, where its next operation restores it. Its operations and its bits stay as they are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainEngine(self, request, context):
+        """Moves every run to other engines and places nothing more on this one, until the server starts again or `undo`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Sample(self, request, context):
         """---- Sampling outside a run's queue: from a model, a checkpoint, or a run's current weights ----
         """
@@ -543,6 +568,16 @@ def add_TrainingServiceServicer_to_server(servicer, server):
                     servicer.AcceptChanges,
                     request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.AcceptChangesRequest.FromString,
                     response_serializer=gradwire__proto_dot_v1_dot_training__pb2.Run.SerializeToString,
+            ),
+            'MoveRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveRun,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.MoveRunRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.Run.SerializeToString,
+            ),
+            'DrainEngine': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainEngine,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.DrainEngineRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.DrainEngineResponse.SerializeToString,
             ),
             'Sample': grpc.unary_stream_rpc_method_handler(
                     servicer.Sample,
@@ -1272,6 +1307,60 @@ class TrainingService(object):
             '/gradwire.v1.TrainingService/AcceptChanges',
             gradwire__proto_dot_v1_dot_training__pb2.AcceptChangesRequest.SerializeToString,
             gradwire__proto_dot_v1_dot_training__pb2.Run.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/MoveRun',
+            gradwire__proto_dot_v1_dot_training__pb2.MoveRunRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.Run.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainEngine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/DrainEngine',
+            gradwire__proto_dot_v1_dot_training__pb2.DrainEngineRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.DrainEngineResponse.FromString,
             options,
             channel_credentials,
             insecure,

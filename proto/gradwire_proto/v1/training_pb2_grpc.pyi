@@ -113,6 +113,12 @@ class TrainingServiceStub:
     """Lets a run go on that is parked because what it is computed with has changed: its base model's files, the dtype,
     versions, a loss. Noted in Run.changes. Needs no epoch: the run's writer stays.
     """
+    MoveRun: _grpc.UnaryUnaryMultiCallable[_training_pb2.MoveRunRequest, _training_pb2.Run]
+    """---- Engines: for admin keys, and for everybody on a server without keys ----
+    Moves a run to another engine, where its next operation restores it. Its operations and its bits stay as they are.
+    """
+    DrainEngine: _grpc.UnaryUnaryMultiCallable[_training_pb2.DrainEngineRequest, _training_pb2.DrainEngineResponse]
+    """Moves every run to other engines and places nothing more on this one, until the server starts again or `undo`."""
     Sample: _grpc.UnaryStreamMultiCallable[_training_pb2.SampleRequest, _training_pb2.ResultFrame]
     """---- Sampling outside a run's queue: from a model, a checkpoint, or a run's current weights ----"""
     StreamSample: _grpc.UnaryStreamMultiCallable[_training_pb2.SampleRequest, _training_pb2.SampleFrame]
@@ -186,6 +192,12 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     """Lets a run go on that is parked because what it is computed with has changed: its base model's files, the dtype,
     versions, a loss. Noted in Run.changes. Needs no epoch: the run's writer stays.
     """
+    MoveRun: _aio.UnaryUnaryMultiCallable[_training_pb2.MoveRunRequest, _training_pb2.Run]  # type: ignore[assignment]
+    """---- Engines: for admin keys, and for everybody on a server without keys ----
+    Moves a run to another engine, where its next operation restores it. Its operations and its bits stay as they are.
+    """
+    DrainEngine: _aio.UnaryUnaryMultiCallable[_training_pb2.DrainEngineRequest, _training_pb2.DrainEngineResponse]  # type: ignore[assignment]
+    """Moves every run to other engines and places nothing more on this one, until the server starts again or `undo`."""
     Sample: _aio.UnaryStreamMultiCallable[_training_pb2.SampleRequest, _training_pb2.ResultFrame]  # type: ignore[assignment]
     """---- Sampling outside a run's queue: from a model, a checkpoint, or a run's current weights ----"""
     StreamSample: _aio.UnaryStreamMultiCallable[_training_pb2.SampleRequest, _training_pb2.SampleFrame]  # type: ignore[assignment]
@@ -412,6 +424,24 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         """Lets a run go on that is parked because what it is computed with has changed: its base model's files, the dtype,
         versions, a loss. Noted in Run.changes. Needs no epoch: the run's writer stays.
         """
+
+    @_abc_1.abstractmethod
+    def MoveRun(
+        self,
+        request: _training_pb2.MoveRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_training_pb2.Run, _abc.Awaitable[_training_pb2.Run]]:
+        """---- Engines: for admin keys, and for everybody on a server without keys ----
+        Moves a run to another engine, where its next operation restores it. Its operations and its bits stay as they are.
+        """
+
+    @_abc_1.abstractmethod
+    def DrainEngine(
+        self,
+        request: _training_pb2.DrainEngineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_training_pb2.DrainEngineResponse, _abc.Awaitable[_training_pb2.DrainEngineResponse]]:
+        """Moves every run to other engines and places nothing more on this one, until the server starts again or `undo`."""
 
     @_abc_1.abstractmethod
     def Sample(

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.calls import Calls
-from gradwire_server.access.keys import Caller, Keys
+from gradwire_server.access.keys import ANYONE, Caller, Keys
 from gradwire_server.access.model_names import ModelNames
 from gradwire_server.config import CHUNK_BYTES, ServerConfig
 from gradwire_server.core.incoming import Incoming
@@ -176,7 +176,7 @@ class Core(Startable):
             uptime_s=time.monotonic() - self._began,
             durability=self.config.durability,
             limits=self.config.limits.model_dump() | {"max_chunk_bytes": CHUNK_BYTES},
-            engine=self.engines.engines[0].vitals.to_proto(),
+            engines=self.scheduler.engines(),
         )
 
     def models(self) -> Sequence[pb.ModelInfo]:
@@ -349,6 +349,30 @@ class Core(Startable):
         self.scheduler.accept_changes(record, caller.name)
         return self.runs.described(record)
 
+    # ---- engines ----
+
+    async def move_run(self, caller: Caller, run_id: str, engine: int | None = None) -> pb.Run:
+        """Move a run to another engine, by number, or to the one that suits best.
+
+        Raises:
+            ServiceError: PERMISSION_DENIED for a key that is no admin's; UNKNOWN_RUN; INVALID_ARGUMENT or UNSUPPORTED
+                if the run cannot be there.
+        """
+        _check_admin(caller)
+        record = self._writable(caller, run_id)
+        await self.scheduler.move(record, engine)
+        return self.runs.described(record)
+
+    async def drain_engine(self, caller: Caller, engine: int, *, undo: bool = False) -> int:
+        """Place nothing more on an engine and move its runs to others, or let it take runs again; see
+        :meth:`.Scheduler.drain_engine`.
+
+        Raises:
+            ServiceError: PERMISSION_DENIED for a key that is no admin's; INVALID_ARGUMENT, UNSUPPORTED.
+        """
+        _check_admin(caller)
+        return await self.scheduler.drain_engine(engine, undo=undo)
+
     # ---- sampling outside a run ----
 
     async def sample(self, caller: Caller, request: pb.SampleRequest) -> StoredResult:
@@ -374,3 +398,14 @@ class Core(Startable):
                 self._tracing = Tracing.to(self.config.traces, "gradwire-front")
         except RuntimeError as error:
             raise SystemExit(f"gradwire: {error}") from error
+
+
+def _check_admin(caller: Caller) -> None:
+    """Check that a caller may decide about everybody's runs: an admin, or anybody on a server without keys.
+
+    Raises:
+        ServiceError: PERMISSION_DENIED.
+    """
+    if caller.role != "admin" and caller != ANYONE:
+        message = "only an admin's key decides on which engine runs are: `gradwire keys create NAME --admin`"
+        raise ServiceError(pb.ERROR_CODE_PERMISSION_DENIED, message)

@@ -213,6 +213,7 @@ class Runs:
         if reason is not None:
             run.parked.CopyFrom(reason)
         run.recovery_s = self._scheduler.recovery_s(record.run_id)
+        run.engine = self._scheduler.placement.of(record.run_id).engine.number
         return run
 
     async def _once(self, record: RunRecord, origin: Path | None = None) -> pb.Run:

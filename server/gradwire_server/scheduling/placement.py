@@ -14,6 +14,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from gradwire_proto.v1 import training_pb2 as pb
+
 from gradwire_server.config import TRAINED_BYTES
 from gradwire_server.engine_client.client import EngineClient
 from gradwire_server.engine_client.pool import EnginePool
@@ -70,6 +72,15 @@ class EngineQueue:
     def remove(self, run_id: str) -> None:
         """Place a run here no longer."""
         self.nbytes -= self.sizes.pop(run_id)
+
+    def to_proto(self) -> pb.EngineStatus:
+        """The engine's status as clients see it."""
+        engine = self.engine
+        status = engine.vitals.to_proto()
+        status.number, status.device, status.ready = engine.number, engine.hello.device, engine.is_ready
+        status.placed_runs, status.drains = len(self.sizes), self.drains
+        status.models.extend(model.name for model in engine.hello.models)
+        return status
 
     @property
     def is_up(self) -> bool:

@@ -332,6 +332,10 @@ class Scheduler:
         self._journal.facts.consent(record.run_id, by)
         self.dispatcher.parking.release(queue)
 
+    def engines(self) -> list[pb.EngineStatus]:
+        """The engines as clients see them, by number."""
+        return [there.to_proto() for there in self.placement.engines]
+
     def usage(self, owner: str) -> Usage:
         """The resources that a key's runs hold at this moment."""
         return self._usages.setdefault(owner, Usage(owner, self._limits, self._quota_of))

@@ -77,12 +77,20 @@ def test_the_engine_and_its_device() -> None:
         restarts=2, heartbeat_age_s=0.4, busy=0.5, memory_bytes=3 << 30, device_memory_used_bytes=20 << 30,
         device_memory_total_bytes=80 << 30, device_utilization=0.93,
     )  # fmt: skip
-    page = shown(snapshot(0.0, engine=engine))
+    page = shown(snapshot(0.0, engines=[engine]))
     for words in ("busy 50%", "memory 3 GiB", "20 GiB of 80 GiB", "device 93%", "heartbeat 0.4 s ago", "2 restarts"):
         assert words in page
     away = snapshot(0.0)
     away = dataclasses.replace(away, info=dataclasses.replace(away.info, engine_ready=False))
     assert "engine not ready" in shown(away) and "device memory" not in shown(away)
+
+
+def test_several_engines_have_a_line_each() -> None:
+    engines = [pb.EngineStatus(device="cuda:0", ready=True, placed_runs=3), pb.EngineStatus(number=1, device="cuda:1")]
+    page = shown(snapshot(0.0, engines=engines))
+    assert "engine 0 on cuda:0: ready, 3 runs" in page and "engine 1 on cuda:1: not ready, 0 runs" in page
+    engines[0].drains = True
+    assert "engine 0 on cuda:0: draining" in shown(snapshot(0.0, engines=engines))
 
 
 def test_names_cannot_speak_to_the_terminal() -> None:

@@ -133,6 +133,14 @@ class TrainingService(TrainingServiceServicer):
     async def AcceptChanges(self, request: pb.AcceptChangesRequest, context: Any) -> pb.Run:
         return self._core.accept_changes(CALLER.get(), request.run_id)
 
+    async def MoveRun(self, request: pb.MoveRunRequest, context: Any) -> pb.Run:
+        engine = request.engine if request.HasField("engine") else None
+        return await self._core.move_run(CALLER.get(), request.run_id, engine)
+
+    async def DrainEngine(self, request: pb.DrainEngineRequest, context: Any) -> pb.DrainEngineResponse:
+        count = await self._core.drain_engine(CALLER.get(), request.engine, undo=request.undo)
+        return pb.DrainEngineResponse(num_moved=count)
+
     async def DiscardPending(self, request: pb.DiscardPendingRequest, context: Any) -> pb.DiscardPendingResponse:
         count = await self._core.discard_pending(CALLER.get(), request.run_id, request.epoch)
         return pb.DiscardPendingResponse(num_discarded=count)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +18,8 @@ MIN_FEEDBACK = 10
 """Minimum number of ratings for :meth:`gradwire.rlhf.RLHFTrainer.train`."""
 
 
-@dataclass(frozen=True)
-class Feedback:
-    """One rating.
+class Feedback(NamedTuple):
+    """One rating; a named tuple, which torch's ``DataLoader`` batches without a function of its own.
 
     Attributes:
         prompt: The prompt.
@@ -76,7 +74,8 @@ class FeedbackDataset(Sequence[Feedback]):
     """Ratings with normalised scores.
 
     A reward model learns ``(score - mean) / std``: so its head, which starts near 0, starts at the mean rating, and the
-    best learning rate does not depend on the scale that raters use.
+    best learning rate does not depend on the scale that raters use. Torch's ``DataLoader`` takes it as a data set,
+    though the client itself does not import torch.
 
     Args:
         feedbacks: See :meth:`Feedback.of`.

@@ -151,7 +151,7 @@ class RLHFTrainer:
                 rule="another than base_model's",
             )
         inputs = fingerprint(
-            asdict(self.config), asdict(self.reward_config), [asdict(item) for item in dataset], str(given)
+            asdict(self.config), asdict(self.reward_config), [item._asdict() for item in dataset], str(given)
         )
         state = TrainingState(output / OWN_FOLDER / STATE_FILE, inputs)
         if state.resumed and (output / RESULTS_FILE).exists():

@@ -119,3 +119,12 @@ def test_prompts_that_are_no_texts_are_refused() -> None:
     for prompts in ([], [""], [{"question": "a"}]):
         with pytest.raises(InvalidArgumentError):
             PPODataset(prompts)
+
+
+def test_torch_s_loader_batches_ratings_and_prompts() -> None:
+    loading = pytest.importorskip("torch.utils.data")
+    data = FeedbackDataset([Feedback(f"question {n}", "yes", n / 4) for n in range(4)])
+    batches = list(loading.DataLoader(data, batch_size=3))
+    assert [batch.score.tolist() for batch in batches] == [[0.0, 0.25, 0.5], [0.75]]
+    assert list(batches[1].prompt) == ["question 3"]
+    assert list(loading.DataLoader(PPODataset(data), batch_size=4)) == [[f"question {n}" for n in range(4)]]

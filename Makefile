@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTO_BIN := .venv-proto/bin
 PROTO_OUT ?= proto
 
-.PHONY: setup openai demo feedback-demo notebook test test-slow test-vllm test-faults parity bench rivals lint docs proto site
+.PHONY: setup openai demo feedback-demo notebook test test-slow test-vllm test-faults parity bench rivals architectures lint docs proto site
 
 setup: .venv/.installed
 
@@ -98,6 +98,11 @@ test-faults: setup
 # The table of benchmarks/README.md, 15 minutes on an idle machine; `make bench ARGS=--write-docs` writes it there.
 bench: setup .venv-parity/.installed .venv-sb3/.installed .venv-tinker/.installed
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# Which architectures train and sample with the numbers of transformers, from tiny configurations; 10 minutes.
+# `make architectures ARGS=Falcon` checks one.
+architectures: setup
+	$(BIN)/python tools/make_architectures.py $(ARGS)
 
 # Against TuFT, SkyRL and a bare peft loop by turns, 8 minutes on an idle machine; `ARGS=--write-docs` writes the table
 # into benchmarks/README.md. Each server and its SDK are in an environment of their own.

@@ -1,4 +1,4 @@
-"""Tiny configurations of the architectures in ``docs/architectures.md``: their sizes, and what else each needs.
+"""Tiny configurations of the architectures that ``make architectures`` checks: their sizes, and what else each needs.
 
 A configuration exercises what its family does: windows of 6 tokens, chunks of 8, and original lengths of 16, which some
 of the rows that it is tried with exceed.

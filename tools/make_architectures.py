@@ -1,6 +1,6 @@
-"""Write the table of ``docs/architectures.md``: which architectures train and sample with the numbers of transformers.
+"""Print which architectures train and sample with the numbers of transformers: ``make architectures``.
 
-    python tools/make_architectures.py [--check] [NAME ...]
+    python tools/make_architectures.py [NAME ...]
 
 Each row is a tiny random model, made from a configuration. The reference is transformers alone, one row at a time,
 without padding, cache or dropout. In float64: log-probabilities and gradients of rows of different lengths, of all
@@ -41,8 +41,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-PAGE = Path(__file__).parents[1] / "docs/architectures.md"
-BEGIN, END = "<!-- table: begin (make architectures) -->", "<!-- table: end -->"
 LENGTHS = (12, 40, 2, 5, 16, 17, 7)
 """Tokens of the rows, around the boundaries that the configurations name: 6, 8 and 16."""
 PROMPTS = (5, 14, 2, 21)
@@ -93,8 +91,15 @@ def save_model(name: str, folder: Path) -> None:
 
 
 def plain(folder: Path, dtype: torch.dtype) -> Any:
-    """The model in transformers alone."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    """The model in transformers alone; with the long factors of LongRoPE for all lengths, as rows are served."""
+    config = AutoConfig.from_pretrained(folder)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        if "long_mscale" in rope:  # Phi-MoE changes nothing but the scale
+            rope["short_mscale"] = rope["long_mscale"]
+        else:
+            rope["short_factor"] = rope["long_factor"]
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype).eval()
     if dtype == torch.float64 and getattr(model.config, "_experts_implementation", None) == "grouped_mm":
         model.set_experts_implementation("eager")
     return model

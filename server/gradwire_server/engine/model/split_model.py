@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.attention.packed import LAYOUT
 from gradwire_server.engine.model.attention.paged import PagedDecode, PagedPrefill
-from gradwire_server.engine.model.layers.dropout import DropoutPlaces
+from gradwire_server.engine.model.layers.dropout import DropoutPlaces, jittered
 from gradwire_server.engine.model.layers.embedding import add_rows_in_place
 from gradwire_server.engine.model.layers.feed_forward import FeedForward
+from gradwire_server.engine.model.layers.rotary import fix_rotary_factors
 from gradwire_server.engine.model.layers.routers import Routers
 from gradwire_server.engine.model.packing import Layout, Packing, Padded
 from gradwire_server.engine.model.placement import Placement
@@ -170,6 +171,8 @@ class SplitModel:
         self._checkpointing = False
         self._dropout: float | None = None
         self._dropout_places = DropoutPlaces(model)
+        self._jittered = jittered(model)
+        fix_rotary_factors(model, facts.context_length)
         model.eval()
         self._feed_forward = FeedForward(model)
         add_rows_in_place(self._embeddings, placement)
@@ -301,6 +304,8 @@ class SplitModel:
             self._dropout = rate
         if training != self._training:
             self.model.train(training)
+            for module in self._jittered:
+                module.training = False
             self._training = training
         if checkpointing != self._checkpointing:
             _set_checkpointing(self.model, checkpointing)
@@ -324,6 +329,8 @@ def _set_checkpointing(model: PreTrainedModel, enabled: bool) -> None:
 @torch.no_grad()
 def check_split(split_model: SplitModel) -> None:
     """Check that trunk and output head reproduce the model's logits, alone and beside a longer sequence.
+
+    Also checks that nothing is drawn in training mode without dropout.
 
     Raises:
         OperationError: UNSUPPORTED.
@@ -349,3 +356,21 @@ def check_split(split_model: SplitModel) -> None:
                 f"model {facts.name!r} ({facts.architecture}) is not supported: its logits differ by {error:.3g} from "
                 "those of its output head on its causal hidden states",
             )
+    _check_training_mode(split_model, ids)
+
+
+def _check_training_mode(split_model: SplitModel, ids: Tensor) -> None:
+    split_model.activate(training=True)
+    try:
+        first, second = (
+            split_model.compute(lambda: split_model.trunk(input_ids=ids, use_cache=False).last_hidden_state)
+            for _ in range(2)
+        )
+    finally:
+        split_model.activate()
+    if not torch.equal(first, second):
+        raise OperationError(
+            training_pb2.ERROR_CODE_UNSUPPORTED,
+            f"model {split_model.facts.name!r} ({split_model.facts.architecture}) is not supported: it draws random"
+            " numbers in training mode also without dropout, so that a loss would compare two different policies",
+        )

@@ -148,6 +148,12 @@ def _frozen_product(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     return None, None
 
 
+def _shaped(output: Tensor, x: Tensor) -> Tensor:
+    """``[N, O]`` in the shape of the tokens ``x``; no view to autograd, so that a model may change it in place."""
+    shaped: Tensor = torch.ops.aten._unsafe_view(output, [*x.shape[:-1], output.shape[-1]])
+    return shaped
+
+
 class _LoraLinear(torch.autograd.Function):
     """``x W^T + bias``, or a given result in its place, plus the products of the adapters; ``W`` is frozen."""
 
@@ -170,7 +176,7 @@ class _LoraLinear(torch.autograd.Function):
         saved = products.add(output, tokens, pairs)
         ctx.save_for_backward(x, weight, *saved, *pairs)
         ctx.products, ctx.count = products, len(saved)
-        return output.view(*x.shape[:-1], -1)
+        return _shaped(output, x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -201,7 +207,7 @@ class _OneAdapter(torch.autograd.Function):
         output.addmm_(inner, b.T, alpha=scale)
         ctx.save_for_backward(x, weight, inner, a, b)
         ctx.scale = scale
-        return output.view(*x.shape[:-1], -1)
+        return _shaped(output, x)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:

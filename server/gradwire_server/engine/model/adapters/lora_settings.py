@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 ALL_LINEAR, OUTPUT_HEAD, VISION = "all-linear", "lm_head", "vision"
 """Names of target modules with a meaning of their own; see :func:`lora_config`."""
+MAMBA = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"})
+"""Models on whose ``out_proj`` peft refuses an adapter, because their kernels read its weight."""
 ROUTER_PARAMETER = "gate.weight"
 """The router's weight in peft's targets of a mixture of experts."""
 
@@ -68,11 +70,27 @@ def lora_config(model: PreTrainedModel, settings: training_pb2.LoraSettings) -> 
         task_type="CAUSAL_LM",
     )
     if every:
+        config.exclude_modules = _left_out(model)
         experts = _resolve_experts(config, model)
         if named:  # peft knows "all-linear" only alone
             found = config.target_modules if experts else _linear_layers(model)
             config.target_modules = sorted({*cast(Iterable[str], found), *named})
     return config
+
+
+def _left_out(model: PreTrainedModel) -> list[str] | None:
+    """Names of linear layers that "all-linear" leaves out, because models read their weights or their tuples.
+
+    They are projections of state-space layers, and routers that return more than a product.
+    """
+    names = {"dt_proj"} | ({"out_proj"} if model.config.model_type in MAMBA else set())
+    found = [name for name, module in model.named_modules() if _is_router(module) or name.rpartition(".")[2] in names]
+    return found or None
+
+
+def _is_router(layer: nn.Module) -> bool:
+    own = type(getattr(layer, "base_layer", layer))
+    return issubclass(own, nn.Linear) and "Router" in own.__name__
 
 
 def _named(model: PreTrainedModel, given: Sequence[str]) -> list[str]:
@@ -96,6 +114,7 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
         name
         for name, module in named.items()
         if name != head
+        and not _is_router(module)
         and isinstance(getattr(module, "base_layer", module), (nn.Linear, Conv1D))
         and not any(name.startswith(layer + ".") for layer in wrapped)
     ]

@@ -47,6 +47,14 @@ def _rates(owner: object) -> Iterator[_Place]:
             yield holder, name, value
 
 
+def jittered(model: nn.Module) -> list[nn.Module]:
+    """Modules that draw in training mode whatever the dropout is: routers with noise on their inputs or choices.
+
+    They stay in evaluation mode, so that a policy scores tokens alike twice.
+    """
+    return [module for module in model.modules() if any("jitter" in name for name in vars(module))]
+
+
 def seed_generators(seed: str, row: int) -> None:
     """Seed torch's generators for the masks of one row, independently of earlier and neighbouring rows.
 

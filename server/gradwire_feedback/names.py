@@ -34,11 +34,3 @@ def version_folder(models_dir: Path, agent_id: str, version: str) -> Path:
     if not folder.resolve().is_relative_to(models_dir.resolve()):
         raise ValueError(f"{folder} leads out of the models' folder")
     return folder
-
-
-def version_order(version: str) -> tuple[int, int]:
-    """Sort key of an agent's versions by age: amount of feedback, then number of the policy on that feedback."""
-    if version == BASE:
-        return (0, 0)
-    count, _, repeat = version.removeprefix("v").partition(".")
-    return int(count), int(repeat or 0)

@@ -291,7 +291,7 @@ def test_traffic_is_split_sticky_and_compared(trained: FeedbackService, api: htt
     assert api.put("/bot/deployment", json={"v15": 0.5, "v99": 0.5}).status_code == 404
     assert api.put("/bot/deployment", json={"v15": 0.5, "v25": 0.5}).status_code == 200
     versions = {}
-    for user in range(40):
+    for user in range(60):
         answers = [ask(api, f"user-{user}") for _ in range(2 if user < 5 else 1)]
         assert len({answer["version"] for answer in answers}) == 1
         versions[user] = answers[0]["version"]
@@ -305,7 +305,7 @@ def test_traffic_is_split_sticky_and_compared(trained: FeedbackService, api: htt
     }
     (gap,) = found["differences"]
     assert gap["difference"] == 1.0 and gap["interval"][0] > 0 and gap["better"] == "v25"
-    assert found["settled"] and found["sampleRatio"]["ok"] and sum(found["sampleRatio"]["observed"].values()) == 40
+    assert found["settled"] and found["sampleRatio"]["ok"] and sum(found["sampleRatio"]["observed"].values()) == 60
     assert api.post("/bot/rollback").json()["weights"] == {"v15": 1.0}
     assert api.get("/bot/comparison").json()["settled"], "the result stays after the test"
     assert api.post("/bot/rollback").json()["weights"] == {"base": 1.0}

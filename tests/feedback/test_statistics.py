@@ -9,85 +9,111 @@ import krippendorff
 import numpy as np
 import pytest
 from gradwire_feedback.statistics.agreement import agreement
-from gradwire_feedback.statistics.confidence_sequences import confidence_sequence, difference_interval, interval
 from gradwire_feedback.statistics.distribution import distribution
 from gradwire_feedback.statistics.sample_ratio import sample_ratio_p_value
+from gradwire_feedback.statistics.user_effects import (
+    Interval,
+    Scores,
+    boundary,
+    difference_interval,
+    effective_users,
+    mean_interval,
+)
 from numpy.typing import NDArray
+from support.ab_tests import DIFFERENT, EQUAL, Scenario, looks, simulate
 
 
-def reference_sequence(scores: list[float], alpha: float) -> list[tuple[float, float]]:
-    """Theorem 2 of Waudby-Smith and Ramdas, a sum at a time."""
-    low, high, found = 0.0, 1.0, []
-    mean, variance = 0.5, 0.25
-    bets = weighted = spent = 0.0
-    for t, x in enumerate(scores, 1):
-        bet = min(math.sqrt(2 * math.log(2 / alpha) / (variance * t * math.log(1 + t))), 0.5)
-        psi = (-math.log(1 - bet) - bet) / 4
-        bets, weighted, spent = bets + bet, weighted + bet * x, spent + 4 * (x - mean) ** 2 * psi
-        radius = (math.log(2 / alpha) + spent) / bets
-        low, high = max(low, weighted / bets - radius), min(high, weighted / bets + radius)
-        found.append((low, high))
-        total = math.fsum(scores[:t])
-        mean = (0.5 + total) / (t + 1)
-        means = [(0.5 + math.fsum(scores[:i])) / (i + 1) for i in range(1, t + 1)]
-        variance = (0.25 + math.fsum((s - m) ** 2 for s, m in zip(scores[:t], means))) / (t + 1)
-    return found
+def reference_difference(scores: Scores, alpha: float) -> tuple[float, float, float]:
+    """Least squares with a dummy for each block, and the variance clustered by user, in plain loops."""
+    blocks, seen = [], dict[int, int]()
+    for deployment in scores.deployments.tolist():
+        blocks.append((deployment, seen.get(deployment, 0) // 100))
+        seen[deployment] = seen.get(deployment, 0) + 1
+    names = sorted(set(blocks))
+    dummies = np.array([[float(block == name) for name in names] for block in blocks])
+    treated = (scores.versions == 1).astype(float)
+    design = np.column_stack([treated, dummies])
+    beta, *_ = np.linalg.lstsq(design, scores.values, rcond=None)
+    residuals = scores.values - design @ beta
+    about = treated - dummies @ np.linalg.lstsq(dummies, treated, rcond=None)[0]
+    total = math.fsum(about**2)
+    variance = 0.0
+    for user in set(scores.users.tolist()):
+        own = scores.users == user
+        share = math.fsum(about[own] ** 2) / total
+        variance += (math.fsum(about[own] * residuals[own]) / (1 - share)) ** 2
+    rho = (2 * math.log(1 / alpha) + math.log(1 + 2 * math.log(1 / alpha))) / 10.0
+    bound = math.sqrt((variance * rho + 1) / rho * math.log((variance * rho + 1) / alpha**2))
+    return float(beta[0]), float(beta[0]) - bound / total, float(beta[0]) + bound / total
 
 
-@pytest.mark.parametrize("alpha", [0.05, 0.001])
-@pytest.mark.parametrize("kind", ["uniform", "all high", "halves", "one"])
-def test_the_sequence_is_the_papers(kind: str, alpha: float) -> None:
-    rng = np.random.default_rng(3)
-    scores = {
-        "uniform": rng.random(200),
-        "all high": np.ones(150),
-        "halves": rng.integers(0, 2, 200).astype(float),
-        "one": np.array([0.7]),
-    }[kind]
-    expected = reference_sequence(scores.tolist(), alpha)
-    assert np.allclose(confidence_sequence(scores, alpha), expected, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("scenario", [Scenario(300, 1), Scenario(60, 8, spread=0.2, drift=True, ramp=True)])
+def test_the_difference_is_least_squares_with_clusters(scenario: Scenario) -> None:
+    scores = scenario.draw(np.random.default_rng(3))
+    difference, span = difference_interval(scores, 0, 1, 0.05)
+    assert (difference, span.low, span.high) == pytest.approx(reference_difference(scores, 0.05), abs=1e-9)
 
 
-def test_it_narrows_on_the_mean_and_never_widens() -> None:
+def test_the_boundary_is_crossed_by_a_random_walk_as_often_as_it_says() -> None:
     rng = np.random.default_rng(0)
-    sequence = confidence_sequence(rng.beta(8, 4, 5000), 0.05)
-    assert np.all(np.diff(sequence[:, 0]) >= 0) and np.all(np.diff(sequence[:, 1]) <= 0)
-    assert sequence[-1, 0] < 8 / 12 < sequence[-1, 1] and sequence[-1, 1] - sequence[-1, 0] < 0.05
+    walks = np.abs(np.cumsum(rng.normal(size=(400, 3000)), axis=1))
+    bounds = np.array([boundary(float(n), 0.1) for n in range(1, 3001)])
+    crossed = float(np.mean(np.any(walks > bounds, axis=1)))
+    assert 0.03 < crossed <= 0.1
 
 
-def test_without_scores_nothing_is_known_and_other_scores_are_refused() -> None:
-    assert interval([]) == interval([], 0.5) and (interval([]).low, interval([]).high) == (0.0, 1.0)
-    with pytest.raises(ValueError, match=r"0\.\.1"):
-        confidence_sequence([0.5, 1.5])
-    with pytest.raises(ValueError, match=r"0\.\.1"):
-        confidence_sequence([math.nan])
+def test_a_look_is_the_comparison_of_the_answers_until_then() -> None:
+    pair = Scenario(120, 20, spread=0.2, drift=True, ramp=True, versions=3).draw(np.random.default_rng(1)).only(0, 2)
+    seen = 0
+    for end, difference, radius in looks(pair, 0, 2, 0.05):
+        if end % 97 == 0:
+            until = Scores(pair.values[:end], pair.users[:end], pair.versions[:end], pair.deployments[:end])
+            found, span = difference_interval(until, 0, 2, 0.05)
+            assert (found, span.low) == pytest.approx((difference, max(-1.0, difference - radius)), abs=1e-12)
+            seen += 1
+    assert seen > 5
 
 
-def looked_at_after_every_rating(first: NDArray[np.float64], second: NDArray[np.float64], alpha: float) -> bool:
-    """Whether the difference is ever told from 0, with a look after each rating of either side in turn."""
-    a, b = confidence_sequence(first, alpha / 2), confidence_sequence(second, alpha / 2)
-    lows, highs = b[:, 0] - a[:, 1], b[:, 1] - a[:, 0]
-    between = np.r_[b[1:, 0] - a[:-1, 1]], np.r_[b[1:, 1] - a[:-1, 0]]
-    return bool(np.any(lows > 0) or np.any(highs < 0) or np.any(between[0] > 0) or np.any(between[1] < 0))
+def test_too_few_users_settle_nothing() -> None:
+    users = np.repeat(np.arange(20), 50)
+    few = Scores((users % 2).astype(float), users, users % 2, np.zeros_like(users))
+    assert difference_interval(few, 0, 1, 0.05) == (1.0, Interval(-1.0, 1.0))
+    assert mean_interval(few, 0.05).high < 1.0 and mean_interval(few.only(0), 0.05) == Interval(0.0, 1.0)
+    nobody = few.only(7)
+    assert difference_interval(nobody, 0, 1, 0.05)[0] is None and mean_interval(nobody, 0.05) == Interval(0.0, 1.0)
 
 
-def test_two_thousand_tests_of_equal_versions_rarely_find_a_winner() -> None:
-    rng = np.random.default_rng(12)
-    draws = (
-        lambda n: rng.choice([0.0, 0.25, 0.5, 0.75, 1.0], n, p=[0.1, 0.1, 0.2, 0.3, 0.3]),
-        lambda n: rng.integers(0, 2, n).astype(float),
-        lambda n: rng.beta(2, 5, n),
-        lambda n: rng.random(n),
-    )
-    found = [looked_at_after_every_rating(draw(300), draw(300), 0.05) for draw in draws for _ in range(500)]
-    assert len(found) == 2000
-    assert np.mean(found) <= 0.05
+def test_one_busy_user_counts_as_one() -> None:
+    users = np.r_[np.zeros(10_000, np.int64), np.arange(1, 30)]
+    assert effective_users(users) < 1.01 and effective_users(np.arange(30)) == pytest.approx(30)
 
 
-def test_a_real_difference_is_found() -> None:
-    rng = np.random.default_rng(5)
-    gap = difference_interval(rng.beta(4, 6, 600), rng.beta(6, 4, 600))
-    assert 0 < gap.low < 0.2 < gap.high
+SHORT = (
+    Scenario(100, 6, spread=0.2, drift=True),
+    Scenario(100, 6, spread=0.2, ramp=True, drift=True),
+    Scenario(400, 1, binary=True),
+)
+
+
+@pytest.mark.parametrize("scenario", SHORT, ids=str)
+def test_equal_versions_rarely_have_a_winner_however_often_one_looks(scenario: Scenario) -> None:
+    assert simulate(scenario, 60).settled <= 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("scenario", EQUAL, ids=str)
+def test_a_thousand_tests_of_equal_versions_rarely_have_a_winner(scenario: Scenario) -> None:
+    found = simulate(scenario, 1000)
+    assert found.settled <= 0.05 and found.missed <= 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("scenario", DIFFERENT, ids=str)
+def test_a_real_difference_is_found(scenario: Scenario) -> None:
+    found = simulate(scenario, 200)
+    assert found.settled >= 0.8 and found.missed <= 0.05
 
 
 def exact_bayes_factor(counts: tuple[int, ...], shares: tuple[float, ...]) -> float:

@@ -116,7 +116,7 @@ def comparison_of(context: TheContext, agent_id: str) -> ComparisonOut:
         confidence=1 - ALPHA,
         versions=[
             VersionScores(
-                version=each.version, weight=each.weight, count=each.count, mean=each.mean,
+                version=each.version, weight=each.weight, count=each.count, users=each.users, mean=each.mean,
                 interval=(each.interval.low, each.interval.high),
             )
             for each in found.versions
@@ -129,7 +129,8 @@ def comparison_of(context: TheContext, agent_id: str) -> ComparisonOut:
             for each in found.differences
         ],
         sample_ratio=SampleRatio(
-            expected=observed.weights, observed=observed.units, p_value=found.sample_ratio_p, ok=found.sample_ratio_ok
+            expected=observed.weights, observed=observed.stages[-1].units,
+            p_value=found.sample_ratio_p, ok=found.sample_ratio_ok,
         ),
         settled=found.settled,
         verdict=found.verdict,

@@ -249,17 +249,18 @@ class GenerateOut(Body):
 
 
 class VersionScores(Body):
-    """A version's scores in the A/B test."""
+    """A version's scores in the A/B test, and the users behind them; an answer without a user counts as one."""
 
     version: str
     weight: float
     count: int
+    users: int
     mean: float | None
     interval: tuple[float, float]
 
 
 class Difference(Body):
-    """A version's mean score minus the baseline's."""
+    """A version's mean score minus the baseline's, among answers of the same time and deployment."""
 
     baseline: str
     version: str
@@ -270,7 +271,10 @@ class Difference(Body):
 
 
 class SampleRatio(Body):
-    """Whether the versions were drawn in proportion to their weights."""
+    """Whether the versions were drawn in proportion to their weights, in every deployment of the test.
+
+    The counts are those of the newest.
+    """
 
     expected: dict[str, float]
     observed: dict[str, int]

@@ -42,7 +42,7 @@ class Item(Table):
     """One or two answers to a prompt, waiting to be rated.
 
     ``ratings`` counts the raters who have finished, of ``raters`` wanted; it is reserved for ``reserved_by`` until
-    ``reserved_until``.
+    ``reserved_until``. ``deployment`` is the number of the deployment that chose the answer's version.
     """
 
     __tablename__ = "items"
@@ -54,6 +54,7 @@ class Item(Table):
     raters: Mapped[int] = mapped_column(default=1)
     ratings: Mapped[int] = mapped_column(default=0)
     user_id: Mapped[str | None]
+    deployment: Mapped[int | None]
     reserved_by: Mapped[str | None]
     reserved_until: Mapped[datetime | None]
     created_at: Mapped[datetime] = mapped_column(default=now)
@@ -123,14 +124,18 @@ class IdempotentRequest(Table):
 
 
 class Policy(Table):
-    """A trained version of an agent. ``checkpoint`` names it on the training server."""
+    """A trained version of an agent, the ``number``-th made. ``checkpoint`` names it on the training server."""
 
     __tablename__ = "policies"
-    __table_args__ = (sa.UniqueConstraint("agent_id", "version", name="uq_policies_version"),)
+    __table_args__ = (
+        sa.UniqueConstraint("agent_id", "version", name="uq_policies_version"),
+        sa.UniqueConstraint("agent_id", "number", name="uq_policies_number"),
+    )
 
     id: Mapped[str] = mapped_column(primary_key=True, default=new_id)
     agent_id: Mapped[str]
     version: Mapped[str]
+    number: Mapped[int]
     parent: Mapped[str]
     job_id: Mapped[str] = mapped_column(unique=True)
     model_path: Mapped[str]

@@ -127,7 +127,7 @@ class _Policies:
             for each in found.versions:
                 mean = "no scores yet" if each.mean is None else f"mean {each.mean:.3f}"
                 ui.label(
-                    f"{each.version}: {mean} from {each.count} rated answers, "
+                    f"{each.version}: {mean} from {each.count} rated answers of {each.users} users, "
                     f"{found.confidence:.0%} interval {each.interval[0]:.3f} to {each.interval[1]:.3f}"
                 )
             for gap in found.differences:

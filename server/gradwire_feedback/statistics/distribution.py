@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradwire_feedback.statistics.confidence_sequences import Interval
+from gradwire_feedback.statistics.user_effects import Interval
 
 MINIMUM_FEEDBACK = 10
 ENOUGH_FEEDBACK = 50

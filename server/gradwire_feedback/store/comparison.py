@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-import numpy as np
-
-from gradwire_feedback.statistics.confidence_sequences import Interval, difference_interval, interval
 from gradwire_feedback.statistics.sample_ratio import sample_ratio_p_value
+from gradwire_feedback.statistics.user_effects import (
+    MIN_USERS,
+    Interval,
+    difference_interval,
+    effective_users,
+    mean_interval,
+)
 from gradwire_feedback.store.deployments import Observed
 
 ALPHA = 0.05
@@ -17,11 +22,19 @@ SAMPLE_RATIO_ALPHA = 0.001
 
 @dataclass(frozen=True)
 class VersionResult:
-    """Scores of one version."""
+    """Scores of one version.
+
+    Attributes:
+        count: Number of rated answers.
+        users: Number of users whose answers were rated, plus rated answers without a user.
+        effective_users: The same, where users with many of the answers count less.
+    """
 
     version: str
     weight: float
     count: int
+    users: int
+    effective_users: float
     mean: float | None
     interval: Interval
 
@@ -68,9 +81,14 @@ class Comparison:
                 "Do not trust these scores: the versions were not drawn in proportion to their weights "
                 f"(p = {self.sample_ratio_p:.2g}). Look for requests that are lost or repeated."
             )
+        users = {each.version: each.effective_users for each in self.versions}
         parts = []
         for each in self.differences:
-            if each.better is None:
+            few = [name for name in (each.baseline, each.version) if users[name] < MIN_USERS]
+            if few:
+                have = " and ".join(f"{name} has {math.floor(users[name])}" for name in few)
+                parts.append(f"{each.version} against {each.baseline}: too few users yet ({MIN_USERS} wanted, {have}).")
+            elif each.better is None:
                 parts.append(f"{each.version} against {each.baseline} is not settled: collect more ratings.")
             else:
                 worse = each.baseline if each.better == each.version else each.version
@@ -80,18 +98,20 @@ class Comparison:
 
 def compare(observed: Observed) -> Comparison:
     """Compare the oldest version with each other one."""
-    names = list(observed.scores)
+    names = list(observed.weights)
     versions = []
-    for name in names:
-        scores = observed.scores[name]
-        mean = float(np.mean(scores)) if scores else None
-        versions.append(VersionResult(name, observed.weights[name], len(scores), mean, interval(scores, ALPHA)))
-    baseline, alpha = versions[0], ALPHA / (len(versions) - 1)
+    for number, name in enumerate(names):
+        own = observed.scores.only(number)
+        mean = float(own.values.mean()) if len(own) else None
+        users, effective = len(set(own.users.tolist())), effective_users(own.users)
+        span = mean_interval(own, ALPHA)
+        versions.append(VersionResult(name, observed.weights[name], len(own), users, effective, mean, span))
     differences = []
-    for other in versions[1:]:
-        span = difference_interval(observed.scores[baseline.version], observed.scores[other.version], alpha)
-        both = baseline.mean is not None and other.mean is not None
-        difference = other.mean - baseline.mean if both else None  # type: ignore[operator]  # both are numbers
-        differences.append(DifferenceResult(baseline.version, other.version, difference, span))
-    p_value = sample_ratio_p_value([observed.units[name] for name in names], [observed.weights[n] for n in names])
-    return Comparison(tuple(versions), tuple(differences), p_value)
+    for number, name in enumerate(names[1:], 1):
+        found, span = difference_interval(observed.scores, 0, number, ALPHA / (len(names) - 1))
+        differences.append(DifferenceResult(names[0], name, found, span))
+    p_values = [
+        sample_ratio_p_value([stage.units[name] for name in names], [stage.weights[name] for name in names])
+        for stage in observed.stages
+    ]
+    return Comparison(tuple(versions), tuple(differences), min(1.0, len(p_values) * min(p_values)))

@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+import numpy as np
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from gradwire_feedback.database.tables import Answer, Deployment, Feedback, Item, Policy
-from gradwire_feedback.names import BASE, version_order
+from gradwire_feedback.names import BASE
 from gradwire_feedback.settings import LIMITS
+from gradwire_feedback.statistics.user_effects import Scores
 from gradwire_feedback.store.problems import ConflictError, NotFoundError, UnprocessableError
 
 SUM_TOLERANCE = 1e-6
@@ -21,8 +23,7 @@ SUM_TOLERANCE = 1e-6
 
 def policies_of(session: Session, agent_id: str) -> Sequence[Policy]:
     """Return the agent's versions, oldest first."""
-    rows = session.scalars(sa.select(Policy).where(Policy.agent_id == agent_id)).all()
-    return sorted(rows, key=lambda policy: (policy.created_at, version_order(policy.version)))
+    return session.scalars(sa.select(Policy).where(Policy.agent_id == agent_id).order_by(Policy.number)).all()
 
 
 def policy_of(session: Session, agent_id: str, version: str) -> Policy:
@@ -38,10 +39,16 @@ def policy_of(session: Session, agent_id: str, version: str) -> Policy:
     return found
 
 
+def newest_deployment(session: Session, agent_id: str) -> Deployment | None:
+    """Return the deployment in effect; None if nothing was deployed."""
+    query = sa.select(Deployment).where(Deployment.agent_id == agent_id).order_by(Deployment.number.desc()).limit(1)
+    return session.scalar(query)
+
+
 def deployment_of(session: Session, agent_id: str) -> dict[str, float]:
     """Return the weights in effect; only the base model if nothing was deployed."""
-    found = _history(session, agent_id)
-    return dict(found[-1].weights) if found else {BASE: 1.0}
+    found = newest_deployment(session, agent_id)
+    return dict(found.weights) if found is not None else {BASE: 1.0}
 
 
 def deploy(session: Session, agent_id: str, weights: Mapping[str, float]) -> dict[str, float]:
@@ -69,17 +76,16 @@ def deploy(session: Session, agent_id: str, weights: Mapping[str, float]) -> dic
 
 
 def roll_back(session: Session, agent_id: str) -> dict[str, float]:
-    """Deploy only the version before the newest deployed one; before the first it is the base model.
+    """Deploy only the version made before the newest deployed one; before the first it is the base model.
 
     Raises:
         ConflictError: Only the base model is deployed.
     """
-    current = deployment_of(session, agent_id)
-    newest = max(current, key=version_order)
-    if newest == BASE:
+    made = [BASE, *(policy.version for policy in policies_of(session, agent_id))]
+    newest = max(made.index(version) for version in deployment_of(session, agent_id))
+    if newest == 0:
         raise ConflictError(f"there is no earlier version: {agent_id} answers with the base model")
-    older = [p.version for p in policies_of(session, agent_id) if version_order(p.version) < version_order(newest)]
-    return deploy(session, agent_id, {max(older, key=version_order) if older else BASE: 1.0})
+    return deploy(session, agent_id, {made[newest - 1]: 1.0})
 
 
 def draw_version(weights: Mapping[str, float], agent_id: str, unit: str) -> str:
@@ -98,24 +104,37 @@ def draw_version(weights: Mapping[str, float], agent_id: str, unit: str) -> str:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A deployment of the versions under test.
+
+    Attributes:
+        weights: Their weights.
+        units: By version, the number of distinct users, plus requests without a user, while it was in effect.
+    """
+
+    weights: dict[str, float]
+    units: dict[str, int]
+
+
+@dataclass(frozen=True)
 class Observed:
-    """Data of a deployment of several versions.
+    """Data of an A/B test: consecutive deployments of the same versions.
 
     Attributes:
         since: When these versions were first deployed together.
-        weights: Weights of their newest deployment.
-        scores: By version, the first score of each rated answer, in order of arrival.
-        units: By version, the number of distinct users, plus requests without a user, under these weights.
+        weights: Weights of their newest deployment, oldest version first; the others number versions so.
+        scores: The first score of each rated answer.
+        stages: Their deployments, oldest first.
     """
 
     since: datetime
     weights: dict[str, float]
-    scores: dict[str, list[float]]
-    units: dict[str, int]
+    scores: Scores
+    stages: tuple[Stage, ...]
 
 
 def observe(session: Session, agent_id: str) -> Observed | None:
-    """Return the data of the newest A/B deployment; None if two versions were never deployed together."""
+    """Return the data of the newest A/B test; None if two versions were never deployed together."""
     history = _history(session, agent_id)
     last = next((i for i in range(len(history) - 1, -1, -1) if len(history[i].weights) > 1), None)
     if last is None:
@@ -123,32 +142,45 @@ def observe(session: Session, agent_id: str) -> Observed | None:
     first = last
     while first > 0 and set(history[first - 1].weights) == set(history[last].weights):
         first -= 1
-    since, versions = history[first].created_at, sorted(history[last].weights, key=version_order)
-    until = history[last + 1].created_at if last + 1 < len(history) else None
-    scores: dict[str, list[float]] = {version: [] for version in versions}
-    seen = set()
-    answered = [Answer.agent_id == agent_id, Item.created_at >= since, Answer.version.in_(versions)]
-    answered += [Item.created_at < until] if until is not None else []
+    tested = history[first : last + 1]
+    ages = {BASE: 0} | {policy.version: policy.number for policy in policies_of(session, agent_id)}
+    versions = sorted(tested[-1].weights, key=ages.__getitem__)
+    answered = [
+        Answer.agent_id == agent_id,
+        Item.deployment.in_([deployment.number for deployment in tested]),
+        Answer.version.in_(versions),
+    ]
+    unit = sa.func.coalesce(Item.user_id, Item.id).label("unit")
     rows = session.execute(
-        sa.select(Answer.id, Answer.version, Feedback.score)
+        sa.select(Answer.id, Answer.version, Item.deployment, unit, Feedback.score)
         .join(Feedback, Feedback.answer_id == Answer.id)
         .join(Item, Item.id == Answer.item_id)
         .where(*answered)
-        .order_by(Feedback.created_at, Feedback.id)
+        .order_by(Item.created_at, Item.id, Answer.position, Feedback.created_at, Feedback.id)
     )
-    for answer, version, score in rows:
-        if answer not in seen and version is not None:
-            seen.add(answer)
-            scores[version].append(score)
+    kept = list({row.id: row for row in reversed(rows.all())}.values())[::-1]  # the first score of each answer
+    users = {user: number for number, user in enumerate(dict.fromkeys(row.unit for row in kept))}
+    scores = Scores(
+        np.array([row.score for row in kept], np.float64),
+        np.array([users[row.unit] for row in kept], np.int64),
+        np.array([versions.index(row.version) for row in kept], np.int64),
+        np.array([row.deployment for row in kept], np.int64),
+    )
     drawn = session.execute(
-        sa.select(Answer.version, sa.func.count(sa.distinct(sa.func.coalesce(Item.user_id, Item.id))))
+        sa.select(Item.deployment, Answer.version, sa.func.count(sa.distinct(unit)))
         .join(Item, Item.id == Answer.item_id)
-        .where(*answered, Item.created_at >= history[last].created_at)
-        .group_by(Answer.version)
+        .where(*answered)
+        .group_by(Item.deployment, Answer.version)
     )
-    counts: dict[str | None, int] = dict(drawn.tuples().all())
-    units = {version: counts.get(version, 0) for version in versions}
-    return Observed(since, dict(history[last].weights), scores, units)
+    counts = {(deployment, version): count for deployment, version, count in drawn}
+    stages = tuple(
+        Stage(
+            {version: deployment.weights[version] for version in versions},
+            {version: counts.get((deployment.number, version), 0) for version in versions},
+        )
+        for deployment in tested
+    )
+    return Observed(tested[0].created_at, stages[-1].weights, scores, stages)
 
 
 def _history(session: Session, agent_id: str) -> Sequence[Deployment]:

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from gradwire_feedback.database.tables import Job, Policy, now
-from gradwire_feedback.names import BASE, version_order
+from gradwire_feedback.names import BASE
 from gradwire_feedback.store.problems import ConflictError, NotFoundError
 
 ACTIVE = ("queued", "running")
@@ -85,10 +85,14 @@ def finish(session: Session, job_id: str, status: str, error: str | None = None)
 
 def newest_version(session: Session, agent_id: str) -> str:
     """Return the version that training continues from by default; ``base`` before the first."""
-    policies = session.scalars(sa.select(Policy).where(Policy.agent_id == agent_id)).all()
-    if not policies:
-        return BASE
-    return max(policies, key=lambda policy: (policy.created_at, version_order(policy.version))).version
+    query = sa.select(Policy.version).where(Policy.agent_id == agent_id).order_by(Policy.number.desc()).limit(1)
+    return session.scalar(query) or BASE
+
+
+def next_number(session: Session, agent_id: str) -> int:
+    """Return the number of the agent's next version."""
+    newest = session.scalar(sa.select(sa.func.max(Policy.number)).where(Policy.agent_id == agent_id))
+    return (newest or 0) + 1
 
 
 def policy_of_job(session: Session, job_id: str) -> Policy:

@@ -32,7 +32,13 @@ class NewAnswer:
 
 
 def add_item(
-    session: Session, agent_id: str, prompt: str, answers: Sequence[NewAnswer], raters: int, user_id: str | None = None
+    session: Session,
+    agent_id: str,
+    prompt: str,
+    answers: Sequence[NewAnswer],
+    raters: int,
+    user_id: str | None = None,
+    deployment: int | None = None,
 ) -> Item:
     """Add one answer, or two side by side, to the queue of the rating page.
 
@@ -46,7 +52,7 @@ def add_item(
     ).first()
     if taken is not None or len({answer.run_id for answer in answers}) < len(answers):
         raise ConflictError(f"runId {(taken or answers[0].run_id)!r} already names an answer of {agent_id}")
-    item = Item(agent_id=agent_id, prompt=prompt, raters=raters, user_id=user_id)
+    item = Item(agent_id=agent_id, prompt=prompt, raters=raters, user_id=user_id, deployment=deployment)
     item.answers = [
         Answer(
             agent_id=agent_id,

@@ -45,15 +45,17 @@ async def generate_answer(
     """
     run_id = new_id()
 
-    def choose() -> tuple[str, str]:
+    def choose() -> tuple[int | None, str, str]:
         with database.read() as session:
-            weights = deployments.deployment_of(session, agent_id)
-            version = deployments.draw_version(weights, agent_id, user_id or run_id)
+            found = deployments.newest_deployment(session, agent_id)
+            if found is None:
+                return None, BASE, settings.base_model
+            version = deployments.draw_version(found.weights, agent_id, user_id or run_id)
             if version == BASE:
-                return version, settings.base_model
-            return version, deployments.policy_of(session, agent_id, version).checkpoint
+                return found.number, version, settings.base_model
+            return found.number, version, deployments.policy_of(session, agent_id, version).checkpoint
 
-    version, model = await run_in_threadpool(choose)
+    deployment, version, model = await run_in_threadpool(choose)
     response = await server.complete(
         model, prompt, max_tokens=max_new_tokens, temperature=temperature, top_k=TOP_K, top_p=TOP_P, seed=seed
     )
@@ -61,7 +63,7 @@ async def generate_answer(
     def remember() -> None:
         with database.write() as session:
             answer = rating.NewAnswer(run_id, response, version)
-            rating.add_item(session, agent_id, prompt, [answer], settings.raters_per_item, user_id)
+            rating.add_item(session, agent_id, prompt, [answer], settings.raters_per_item, user_id, deployment)
 
     await run_in_threadpool(remember)
     return GeneratedAnswer(run_id, version, response)

@@ -231,6 +231,7 @@ class Jobs:
                     Policy(
                         agent_id=job.agent_id,
                         version=job.version,
+                        number=store.next_number(session, job.agent_id),
                         parent=plan.start_from,
                         job_id=job_id,
                         model_path=str(folder / "policy"),

@@ -89,6 +89,8 @@ RPCS: dict[str, CallKind] = {
     "Cancel": CallKind.WRITE,
     "DiscardPending": CallKind.WRITE,
     "AcceptChanges": CallKind.WRITE,
+    "MoveRun": CallKind.WRITE,
+    "DrainEngine": CallKind.WRITE,
     "Sample": CallKind.SAMPLE,
     "StreamSample": CallKind.SAMPLE,
     "ListCheckpoints": CallKind.READ,

@@ -33,6 +33,7 @@ from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.training.forward_backward import Training, forward_backward
+from gradwire_server.engine.training.loss_call import LossCall
 
 LENGTH, PROMPT, SAMPLES, CANDIDATES = 128, 32, 4, 8
 RESPONSE = LENGTH - PROMPT
@@ -177,9 +178,8 @@ def main(arguments: list[str] | None = None) -> None:
             reference = torch.full((batch.num_scored,), -9.0)
             teacher, config = Policy(run.policy.split_model), config_of(spec)
 
-            step = partial(
-                one_step, run, batch, spec, config, reference=lambda *_, r=reference: r, teacher=teacher, budget=budget
-            )
+            call = LossCall(spec, config, lambda *_, r=reference: r, teacher)
+            step = partial(one_step, run, batch, call, budget)
             seconds, held = measure(step, settings.repeats)
             base = (seconds, held) if spec.name == "causal_lm" else base
             time_columns = f"{1000 * seconds:.1f} | {seconds / base[0]:.2f}"
@@ -188,9 +188,9 @@ def main(arguments: list[str] | None = None) -> None:
             run.close()
 
 
-def one_step(run: EngineRun, batch: Batch, spec: LossSpec, config: LossConfig, **rest: Any) -> None:
+def one_step(run: EngineRun, batch: Batch, call: LossCall, budget: Budget) -> None:
     run.accumulator.clear()
-    forward_backward(Training(run.policy, batch, spec, config, run.accumulator, **rest))
+    forward_backward([Training(call.on(run.policy, batch), run.accumulator, budget=budget)])
 
 
 if __name__ == "__main__":

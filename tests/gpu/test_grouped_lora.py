@@ -11,7 +11,7 @@ from gradwire_proto.v1.training_pb2 import LoraSettings
 from gradwire_server.engine.model.adapters import layers as adapters
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import LoraPolicy
-from gradwire_server.engine.training.grouped_forward_backward import hidden_together
+from gradwire_server.engine.model.shared_forward import hidden_together
 from support.tiny import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

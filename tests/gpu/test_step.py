@@ -23,8 +23,8 @@ from gradwire_server.engine.operations.decisions import Decisions
 from gradwire_server.engine.scoring.memory import MOST, Memory
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.training.forward_backward import Training, forward_backward
 from support.tiny import tiny_model
+from support.training import train_on
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -49,10 +49,9 @@ def run_on(path: Path, device: str, dtype: Any = None, *, compiled: bool = False
 def evaluated(run: EngineRun, columns: dict[str, Column], loss_fn: str, budget: Budget = WHOLE, **kwargs: Any) -> Any:
     loss = get_loss(loss_fn)
     batch = read_batch(loss, columns, vocab_size=VOCAB, context_length=256)
-    training = Training(
+    return train_on(
         run.policy, batch, loss, loss.config(**kwargs), run.accumulator, outputs=["logprobs"], budget=budget
     )
-    return forward_backward(training)
 
 
 def rows(count: int, length: int) -> dict[str, Column]:

@@ -16,12 +16,13 @@ from gradwire_server.engine.model.placement import Placement, whole
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.training.forward_backward import Training, forward_backward
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from support.training import train_on
 
 VOCAB = 64
 STEP = OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, max_grad_norm=0.5)
@@ -92,18 +93,20 @@ def train(run: EngineRun, loss_name: str, budget: Budget, **kwargs: Any) -> tupl
     figures: list[float] = []
     for _ in range(2):
         for _ in range(2):
-            training = Training(
-                run.policy,
-                batch_of(loss_name),
-                loss,
-                config,
-                run.accumulator,
-                teacher=base,
-                reference=lambda batch, temperature: torch.full((batch.num_scored,), -4.0),
-                outputs=["values"] if run.policy.head is not None else [],
-                budget=budget,
+            figures.append(
+                train_on(
+                    run.policy,
+                    batch_of(loss_name),
+                    loss,
+                    config,
+                    run.accumulator,
+                    teacher=base,
+                    reference=lambda batch, temperature: torch.full((batch.num_scored,), -4.0),
+                    outputs=["values"] if run.policy.head is not None else [],
+                    budget=budget,
+                ).loss
+                or 0.0
             )
-            figures.append(forward_backward(training).loss or 0.0)
         gradients = {name: whole(each).clone() for name, each in run.accumulator.normalised()[0].items()}
         figures.append(run.optimizer.step(run.accumulator, STEP).grad_norm)
     return figures, gradients

@@ -14,8 +14,8 @@ from gradwire_proto.v1.training_pb2 import RunConfig
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.training.forward_backward import Training, forward_backward
 from support.engine import token_rows
+from support.training import train_on
 
 RATE = 0.1
 SIZES = {
@@ -88,11 +88,10 @@ def test_training_is_that_of_padded_pytorch_without_dropout(name: str, tmp_path:
     run = EngineRun(ModelPool({"m": str(tmp_path)}, "cpu"), "run-a", RunConfig(base_model="m"))
     loss, facts = get_loss("causal_lm"), run.policy.facts
     batch = read_batch(loss, token_rows(ROWS), vocab_size=facts.vocab_size, context_length=facts.context_length)
-    training = Training(
-        run.policy, batch, loss, loss.config(), run.accumulator, outputs=["logprobs"], budget=Budget(1 << 20)
-    )
     with run.rng():
-        found = forward_backward(training)
+        found = train_on(
+            run.policy, batch, loss, loss.config(), run.accumulator, outputs=["logprobs"], budget=Budget(1 << 20)
+        )
     apart = (found.outputs["logprobs"] - logprobs).abs().max().item()
     sums, factor = run.accumulator.normalised()
     scale = max(gradient.abs().max().item() for gradient in gradients.values())

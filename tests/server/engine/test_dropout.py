@@ -13,8 +13,8 @@ from gradwire_proto.v1.training_pb2 import LoraSettings, RunConfig
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.training.forward_backward import Training, forward_backward
 from gradwire_server.engine.training.loss_report import LossEvaluation
+from support.training import train_on
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, PretrainedConfig
 
 RATE = 0.1
@@ -73,11 +73,10 @@ def trained(
 
         loss = replace(loss, streams=lambda config, present: False)
     run.accumulator.clear()
-    training = Training(
-        run.policy, rows, loss, loss.config(), run.accumulator, budget=budget, dropout_seed=run.dropout_seed
-    )
     with run.rng():
-        found = forward_backward(training)
+        found = train_on(
+            run.policy, rows, loss, loss.config(), run.accumulator, budget=budget, dropout_seed=run.dropout_seed
+        )
     return found, {name: gradient.clone() for name, gradient in run.accumulator.state_tensors().items()}
 
 

@@ -18,9 +18,10 @@ from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.forward import score_batch
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.training.forward_backward import Training, forward_backward
-from gradwire_server.engine.training.forward_only import Reference, custom_backward, forward, kept_forward
+from gradwire_server.engine.training.forward_only import custom_backward, forward, kept_forward
+from gradwire_server.engine.training.loss_call import LossCall, Reference
 from gradwire_server.engine.training.loss_report import LossEvaluation
+from support.training import train_on
 
 load_builtin_losses()
 CORE = {
@@ -65,18 +66,16 @@ def evaluate(
 ) -> tuple[LossEvaluation, dict[str, torch.Tensor]]:
     """The evaluation and the gradient that a step would take, from an empty accumulation."""
     run.accumulator.clear()
-    result = forward_backward(
-        Training(
-            run.policy,
-            batch,
-            loss,
-            config_of(loss),
-            run.accumulator,
-            reference=base_reference(run),
-            teacher=Policy(run.policy.split_model),
-            budget=budget,
-            **kwargs,
-        )
+    result = train_on(
+        run.policy,
+        batch,
+        loss,
+        config_of(loss),
+        run.accumulator,
+        reference=base_reference(run),
+        teacher=Policy(run.policy.split_model),
+        budget=budget,
+        **kwargs,
     )
     return result, gradient(run)
 
@@ -146,17 +145,15 @@ def test_two_halves_and_a_step_are_the_whole_and_a_step(
     _, expected = evaluate(run, batch, loss, WHOLE)
     run.accumulator.clear()
     for rows in (torch.arange(3), torch.arange(3, 9)):
-        forward_backward(
-            Training(
-                run.policy,
-                batch.select(rows),
-                loss,
-                config_of(loss),
-                run.accumulator,
-                reference=base_reference(run),
-                teacher=Policy(run.policy.split_model),
-                budget=WHOLE,
-            )
+        train_on(
+            run.policy,
+            batch.select(rows),
+            loss,
+            config_of(loss),
+            run.accumulator,
+            reference=base_reference(run),
+            teacher=Policy(run.policy.split_model),
+            budget=WHOLE,
         )
     assert_same(gradient(run), expected)
 
@@ -185,7 +182,7 @@ def test_a_loss_in_two_units_averages_each_over_its_own_count(make_run: Any, bat
     assert_same(evaluate(run, batch, together, RECOMPUTE)[1], expected)
     run.accumulator.clear()
     for rows in (torch.arange(2), torch.arange(2, 7)):
-        forward_backward(Training(run.policy, batch.select(rows), loss, config_of(loss), run.accumulator, budget=SMALL))
+        train_on(run.policy, batch.select(rows), loss, config_of(loss), run.accumulator, budget=SMALL)
     assert_same(gradient(run), expected)
 
 
@@ -214,7 +211,7 @@ def test_kept_graphs_cost_one_forward_and_recomputation_two(make_run: Any, batch
     batch, run = batches.batch(loss, shortest=5), make_run(lora=lora, head="value")
     for budget, passes in ((SMALL, 1), (RECOMPUTE, 2)):
         with trunk_forwards(run) as counts:
-            result = forward_backward(Training(run.policy, batch, loss, loss.config(), run.accumulator, budget=budget))
+            result = train_on(run.policy, batch, loss, loss.config(), run.accumulator, budget=budget)
         assert len(counts) == passes * result.num_microbatches
         assert result.recomputed == (passes == 2)
 
@@ -268,7 +265,7 @@ def test_custom_dpo_has_the_gradient_of_the_built_in_one(make_run: Any, batches:
     run.accumulator.clear()
     with trunk_forwards(run) as counts:
         kept, scored = kept_forward(run.policy, batch, ["logprobs"], budget=budget)
-        logprobs = kept.by_name["logprobs"].requires_grad_()
+        logprobs = kept.by_name[0]["logprobs"].requires_grad_()
         ratios = torch.stack([part.sum() for part in (logprobs - reference).split(batch.row_lengths.tolist())])
         value = -torch.nn.functional.logsigmoid(0.1 * (ratios[0::2] - ratios[1::2])).mean()
         value.backward()
@@ -286,7 +283,7 @@ def test_custom_calls_average_by_weight(make_run: Any, batches: Any) -> None:
     run.accumulator.clear()
     for rows in (torch.arange(3), torch.arange(3, 8)):
         kept, scored = kept_forward(run.policy, batch.select(rows), ["logprobs"], budget=WHOLE)
-        mean = torch.full_like(kept.by_name["logprobs"], -1.0 / max(1, scored.num_loss_tokens))
+        mean = torch.full_like(kept.by_name[0]["logprobs"], -1.0 / max(1, scored.num_loss_tokens))
         if scored.num_loss_tokens:
             custom_backward(kept, {"logprobs": mean}, scored.num_loss_tokens, run.accumulator)
     assert_same(gradient(run), expected)
@@ -395,10 +392,7 @@ def test_forward_gives_the_loss_and_no_gradient(make_run: Any, batches: Any, nam
     found = forward(
         run.policy,
         batch,
-        loss,
-        config_of(loss),
-        reference=base_reference(run),
-        teacher=Policy(run.policy.split_model),
+        LossCall(loss, config_of(loss), base_reference(run), Policy(run.policy.split_model)),
         budget=SMALL,
     )
     assert found.metrics == pytest.approx(expected.metrics, abs=1e-5, rel=1e-4, nan_ok=True)
@@ -410,9 +404,7 @@ def test_a_batch_with_nothing_scored_contributes_nothing(make_run: Any, batches:
     batch, run = batches.batch(loss), make_run()
     _, expected = evaluate(run, batch, loss, WHOLE)
     with trunk_forwards(run) as counts:
-        result = forward_backward(
-            Training(run.policy, rows_of([1, 1]), loss, config_of(loss), run.accumulator, budget=WHOLE)
-        )
+        result = train_on(run.policy, rows_of([1, 1]), loss, config_of(loss), run.accumulator, budget=WHOLE)
     assert (result.loss, result.num_loss_tokens, counts) == (0.0, 0, [])
     assert_same(gradient(run), expected)
 
@@ -451,7 +443,7 @@ def test_a_failing_call_names_the_row_and_leaves_gradients_as_they_were(
     batch.input_ids[starts] = torch.tensor([1, 2, 3, 4, 7, 5])
     bad = dataclasses.replace(poisoned(run, loss, where), streams=lambda config, present: streams)
     with pytest.raises(OperationError) as caught:
-        forward_backward(Training(run.policy, batch, bad, config_of(loss), run.accumulator, budget=budget))
+        train_on(run.policy, batch, bad, config_of(loss), run.accumulator, budget=budget)
     assert caught.value.code == training_pb2.ERROR_CODE_NON_FINITE
     assert caught.value.row == 4
     assert gradient(run).keys() == before.keys()
@@ -464,7 +456,7 @@ def test_non_finite_weights_are_blamed_before_anything_is_accumulated(make_run: 
     with torch.no_grad():
         run.policy.model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
     with pytest.raises(OperationError, match="logprobs in row") as caught:
-        forward_backward(Training(run.policy, rows_of([4, 4]), loss, config_of(loss), run.accumulator, budget=WHOLE))
+        train_on(run.policy, rows_of([4, 4]), loss, config_of(loss), run.accumulator, budget=WHOLE)
     assert (caught.value.code, caught.value.row) == (training_pb2.ERROR_CODE_NON_FINITE, 0)
     assert run.accumulator.empty
 
@@ -477,7 +469,7 @@ def test_an_overflowing_weight_gradient_is_not_merged(make_run: Any) -> None:
     run = make_run()
     loss = dataclasses.replace(get_loss("causal_lm"), function=function)
     with pytest.raises(OperationError, match="respect to the weights") as caught:
-        forward_backward(Training(run.policy, rows_of([9, 9]), loss, config_of(loss), run.accumulator, budget=WHOLE))
+        train_on(run.policy, rows_of([9, 9]), loss, config_of(loss), run.accumulator, budget=WHOLE)
     assert caught.value.code == training_pb2.ERROR_CODE_NON_FINITE
     assert run.accumulator.empty
 
@@ -492,9 +484,7 @@ def test_a_batch_error_of_a_loss_names_the_callers_row(make_run: Any) -> None:
     loss = dataclasses.replace(get_loss("causal_lm"), function=function)
     run = make_run()
     with pytest.raises(OperationError, match="bad luck") as caught:
-        forward_backward(
-            Training(run.policy, rows_of([9, 9, 9, 3]), loss, config_of(loss), run.accumulator, budget=SMALL)
-        )
+        train_on(run.policy, rows_of([9, 9, 9, 3]), loss, config_of(loss), run.accumulator, budget=SMALL)
     error = caught.value.to_proto()
     assert (error.code, error.field, error.row) == (training_pb2.ERROR_CODE_INVALID_BATCH, "input_ids", 3)
     assert run.accumulator.empty
@@ -503,12 +493,10 @@ def test_a_batch_error_of_a_loss_names_the_callers_row(make_run: Any) -> None:
 def test_a_missing_head_or_reference_is_refused(make_run: Any, batches: Any) -> None:
     plain, reward, dpo = make_run(), get_loss("reward_modeling"), get_loss("dpo")
     with pytest.raises(OperationError, match='head="reward"') as caught:
-        forward_backward(
-            Training(plain.policy, batches.batch(reward), reward, reward.config(), plain.accumulator, budget=WHOLE)
-        )
+        train_on(plain.policy, batches.batch(reward), reward, reward.config(), plain.accumulator, budget=WHOLE)
     assert caught.value.code == training_pb2.ERROR_CODE_UNSUPPORTED
     with pytest.raises(OperationError) as caught:
-        forward_backward(Training(plain.policy, batches.batch(dpo), dpo, dpo.config(), plain.accumulator, budget=WHOLE))
+        train_on(plain.policy, batches.batch(dpo), dpo, dpo.config(), plain.accumulator, budget=WHOLE)
     assert caught.value.field == "reference_model"
     with pytest.raises(OperationError, match="there is no score 'logits'"):
         forward(plain.policy, rows_of([3]), outputs=["logits"], budget=WHOLE)

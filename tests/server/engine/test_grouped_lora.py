@@ -14,8 +14,8 @@ from gradwire_server.engine.model.adapters.products import ByKernels, InBuckets,
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.packing import Packing
 from gradwire_server.engine.model.policy import LoraPolicy, Policy, lora_config
+from gradwire_server.engine.model.shared_forward import can_go_together, hidden_together
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.training.grouped_forward_backward import can_go_together, hidden_together
 from peft import PeftModel, set_peft_model_state_dict
 from torch import Tensor
 

@@ -19,10 +19,10 @@ from gradwire_server.engine.scoring.divergence import score_divergence
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.scoring.token_scores import score_tokens, token_logits
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.training.forward_backward import Training, forward_backward
 from peft import LoraConfig, get_peft_model
 from support.engine import LocalEngine, token_rows
 from support.plain_peft import with_adapter
+from support.training import train_on
 from transformers import AutoModelForCausalLM
 
 T, H, V, R = 13, 8, 21, 3
@@ -104,7 +104,7 @@ def test_training_has_pefts_gradients_in_float64(name: str, budget: Budget, tmp_
     run = moved(EngineRun(pool, "run-a", pb.RunConfig(base_model="tiny", lora=settings)))
     batch = read_batch(get_loss("causal_lm"), token_rows(ROWS), vocab_size=64, context_length=64)
     config = get_loss("causal_lm").config()
-    found = forward_backward(Training(run.policy, batch, get_loss("causal_lm"), config, run.accumulator, budget=budget))
+    found = train_on(run.policy, batch, get_loss("causal_lm"), config, run.accumulator, budget=budget)
     reference = peft_model(folder, run)
     expected = -plain_logprobs(reference).mean()
     assert found.loss == pytest.approx(expected.item(), rel=1e-6)  # losses are reported in float32

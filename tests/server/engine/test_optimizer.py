@@ -14,7 +14,7 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.training.accumulation import GradientAccumulator
-from gradwire_server.engine.training.forward_backward import Training, forward_backward
+from support.training import train_on
 
 
 def settings(**changes: Any) -> OptimStep:
@@ -24,10 +24,8 @@ def settings(**changes: Any) -> OptimStep:
 def accumulate(run: EngineRun, batches: Any) -> None:
     loss = get_loss("causal_lm")
     with run.rng():
-        forward_backward(
-            Training(
-                run.policy, batches.batch(loss), loss, get_loss("causal_lm").config(), run.accumulator, budget=Budget()
-            )
+        train_on(
+            run.policy, batches.batch(loss), loss, get_loss("causal_lm").config(), run.accumulator, budget=Budget()
         )
 
 
@@ -143,11 +141,7 @@ def test_resumption_mid_accumulation_is_bit_exact(make_run: Any, batches: Any, l
     def work(run: EngineRun, part: list[Any]) -> None:
         for batch in part:
             with run.rng():
-                forward_backward(
-                    Training(
-                        run.policy, batch, loss, get_loss("causal_lm").config(), run.accumulator, budget=Budget(30)
-                    )
-                )
+                train_on(run.policy, batch, loss, get_loss("causal_lm").config(), run.accumulator, budget=Budget(30))
 
     straight, resumed = make_run(lora=lora), make_run(lora=lora, seed=1)
     work(straight, data[:2])

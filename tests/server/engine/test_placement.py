@@ -20,7 +20,6 @@ from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.checkpoints import CheckpointStore
 from gradwire_server.engine.state.exports import export_run
 from gradwire_server.engine.state.snapshot import capture, restore
-from gradwire_server.engine.training.forward_backward import Training, forward_backward
 from gradwire_server.engine.training.forward_only import custom_backward, kept_forward
 from support.sampling import samples_of
 from support.sharding import (
@@ -35,6 +34,7 @@ from support.sharding import (
     save_model,
     train,
 )
+from support.training import train_on
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -98,11 +98,14 @@ def test_checkpoints_fit_whole_and_sharded_runs(model_path: Path, tmp_path: Path
     store = CheckpointStore(tmp_path)
     train(sharded, "causal_lm", ONE)
     sharded.move_ema(0.9)
-    forward_and_backward = Training(
-        sharded.policy, batch_of("causal_lm"), get_loss("causal_lm"), get_loss("causal_lm").config(),
-        sharded.accumulator, budget=ONE,
-    )  # fmt: skip
-    forward_backward(forward_and_backward)
+    train_on(
+        sharded.policy,
+        batch_of("causal_lm"),
+        get_loss("causal_lm"),
+        get_loss("causal_lm").config(),
+        sharded.accumulator,
+        budget=ONE,
+    )
     saved = {file: whole_tensors(tensors) for file, tensors in capture(sharded).items()}
     assert all(saved.values())
     for run, name in ((plain, "sharded"), (sharded, "whole")):
@@ -127,7 +130,7 @@ def test_scores_and_samples_of_a_sharded_model(model_path: Path) -> None:
     batch = batch_of("causal_lm")
     for each in (plain, sharded):
         kept, _ = kept_forward(each.policy, batch, ["logprobs", "entropy"], budget=MANY)
-        gradients = {name: scores.cos() for name, scores in kept.by_name.items()}
+        gradients = {name: scores.cos() for name, scores in kept.by_name[0].items()}
         custom_backward(kept, gradients, 2.0, each.accumulator)
     expected, found = (each.accumulator.normalised()[0] for each in (plain, sharded))
     assert_same(found, expected)

@@ -16,7 +16,7 @@ from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import LoraPolicy, Policy
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.training.forward_backward import Training, forward_backward
+from support.training import train_on
 from transformers import AutoModelForCausalLM
 
 STEP = OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, max_grad_norm=1.0)
@@ -27,15 +27,13 @@ def train(run: EngineRun, batch: Batch, steps: int = 1) -> list[float]:
     losses = []
     for _ in range(steps):
         with run.rng():
-            result = forward_backward(
-                Training(
-                    run.policy,
-                    batch,
-                    get_loss("causal_lm"),
-                    get_loss("causal_lm").config(),
-                    run.accumulator,
-                    budget=Budget(),
-                )
+            result = train_on(
+                run.policy,
+                batch,
+                get_loss("causal_lm"),
+                get_loss("causal_lm").config(),
+                run.accumulator,
+                budget=Budget(),
             )
             run.optimizer.step(run.accumulator, STEP)
         assert result.loss is not None
@@ -178,15 +176,13 @@ def test_gradient_checkpointing_changes_no_gradient(make_run: Any, batches: Any,
     gradients = []
     for checkpointing in (False, True):
         run = make_run(lora=lora, gradient_checkpointing=checkpointing)
-        forward_backward(
-            Training(
-                run.policy,
-                batch,
-                get_loss("causal_lm"),
-                get_loss("causal_lm").config(),
-                run.accumulator,
-                budget=Budget(),
-            )
+        train_on(
+            run.policy,
+            batch,
+            get_loss("causal_lm"),
+            get_loss("causal_lm").config(),
+            run.accumulator,
+            budget=Budget(),
         )
         gradients.append(run.accumulator.normalised()[0])
     plain, recomputed = gradients
@@ -208,15 +204,13 @@ def test_bfloat16_weights_have_masters_that_keep_small_updates(
     before = master.clone()
     batch = batches.batch(get_loss("causal_lm"))
     for _ in range(3):
-        forward_backward(
-            Training(
-                run.policy,
-                batch,
-                get_loss("causal_lm"),
-                get_loss("causal_lm").config(),
-                run.accumulator,
-                budget=Budget(20),
-            )
+        train_on(
+            run.policy,
+            batch,
+            get_loss("causal_lm"),
+            get_loss("causal_lm").config(),
+            run.accumulator,
+            budget=Budget(20),
         )
         assert all(g.dtype == torch.float32 for g in run.accumulator.normalised()[0].values())
         run.optimizer.step(run.accumulator, OptimStep(learning_rate=1e-6, beta1=0.9, beta2=0.99, eps=1e-8))

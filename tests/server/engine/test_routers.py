@@ -20,10 +20,10 @@ from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.policy_from_config import make_policy
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.training.accumulation import GradientAccumulator
-from gradwire_server.engine.training.forward_backward import Training, forward_backward
 from gradwire_server.engine.training.forward_only import custom_backward, kept_forward
 from gradwire_server.engine.training.loss_report import LossEvaluation
 from support.engine import LocalEngine, token_rows
+from support.training import train_on
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -94,7 +94,7 @@ def batch_of(rows: list[list[int]]) -> Batch:
 def trained(policy: Policy, budget: Budget, rows: list[list[int]] = ROWS) -> tuple[dict[str, Tensor], LossEvaluation]:
     """The gradient of a causal_lm over rows, and its report."""
     loss, accumulator = get_loss("causal_lm"), GradientAccumulator()
-    found = forward_backward(Training(policy, batch_of(rows), loss, loss.config(), accumulator, budget=budget))
+    found = train_on(policy, batch_of(rows), loss, loss.config(), accumulator, budget=budget)
     sums, factor = accumulator.normalised()
     return {name: gradient * factor for name, gradient in sums.items()}, found
 
@@ -248,7 +248,7 @@ def test_a_loss_of_the_client_is_balanced_too(tmp_path: Path) -> None:
     expected, evaluated = trained(policy, SPLIT)
     accumulator = GradientAccumulator()
     kept, _ = kept_forward(policy, batch_of(ROWS), ["logprobs"], budget=SPLIT)
-    count = kept.batch.num_scored
+    count = kept.readings[0].batch.num_scored
     metrics = custom_backward(kept, {"logprobs": torch.full((count,), -1.0 / count)}, 7.0, accumulator)
     assert metrics == pytest.approx({name: evaluated.metrics[name] for name in metrics}, rel=1e-6) and len(metrics) == 4
     sums, factor = accumulator.normalised()

@@ -14,8 +14,9 @@ from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.forward import score_batch
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.scoring.score_types import Teacher
-from gradwire_server.engine.training.forward_backward import Training, forward_backward
 from gradwire_server.engine.training.forward_only import forward, kept_forward
+from gradwire_server.engine.training.loss_call import LossCall
+from support.training import train_on
 
 WHOLE = Budget(microbatch_tokens=10**6, activation_bytes=1 << 40)
 SMALL = Budget(microbatch_tokens=9, activation_bytes=0, logits_elements=3 * 64)
@@ -73,9 +74,7 @@ def test_a_student_that_learns_by_gkd_comes_closer_to_its_teacher(make_run: Any)
     teacher, losses = Policy(run.policy.split_model), []
     for _ in range(8):
         config = loss.config(reference_model="base", beta=0.5)
-        found = forward_backward(
-            Training(run.policy, batch, loss, config, run.accumulator, teacher=teacher, budget=SMALL)
-        )
+        found = train_on(run.policy, batch, loss, config, run.accumulator, teacher=teacher, budget=SMALL)
         losses.append(found.metrics["divergence"])
         gradients, factor = run.accumulator.normalised()
         with torch.no_grad():
@@ -93,7 +92,8 @@ def test_a_teacher_of_another_vocabulary_is_refused(make_run: Any) -> None:
         facts = type("Facts", (), {"vocab_size": 99, "name": "other"})
 
     with pytest.raises(OperationError, match="99") as caught:
-        forward(run.policy, two_rows(), loss, loss.config(reference_model="other"), teacher=Other(), budget=WHOLE)  # type: ignore[arg-type]
+        call = LossCall(loss, loss.config(reference_model="other"), teacher=Other())  # type: ignore[arg-type]
+        forward(run.policy, two_rows(), call, budget=WHOLE)
     assert (caught.value.code, caught.value.field) == (training_pb2.ERROR_CODE_INVALID_ARGUMENT, "reference_model")
 
 
@@ -134,7 +134,7 @@ def test_a_custom_loss_gets_the_candidates_of_its_batch(make_run: Any) -> None:
     kept, _ = kept_forward(run.policy, named, ["candidate_logprobs"], budget=SMALL)
     hidden = hidden_at(run.policy, batch, [0, 1, 2, 4, 5])
     expected = torch.log_softmax(hidden @ run.policy.compute(run.policy.output_head).weight.T, -1).gather(1, ids)
-    torch.testing.assert_close(kept.by_name["candidate_logprobs"], expected.detach(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(kept.by_name[0]["candidate_logprobs"], expected.detach(), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("budget", [WHOLE, SMALL])
@@ -143,16 +143,14 @@ def test_activating_the_teacher_between_forward_and_backward_changes_no_gradient
     loss, gradients = get_loss("gkd"), []
     for checkpointing in (False, True):
         run = moved(make_run(lora=4, run_id=f"run-{checkpointing}", gradient_checkpointing=checkpointing))
-        forward_backward(
-            Training(
-                run.policy,
-                two_rows(),
-                loss,
-                loss.config(reference_model="base"),
-                run.accumulator,
-                teacher=Policy(run.policy.split_model),
-                budget=budget,
-            )
+        train_on(
+            run.policy,
+            two_rows(),
+            loss,
+            loss.config(reference_model="base"),
+            run.accumulator,
+            teacher=Policy(run.policy.split_model),
+            budget=budget,
         )
         found, factor = run.accumulator.normalised()
         gradients.append({name: value * factor for name, value in found.items()})

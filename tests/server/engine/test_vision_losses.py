@@ -132,9 +132,9 @@ def training_of(engine: LocalEngine, run_id: str, images: list[np.ndarray], budg
 
 def saved_bytes(training: Training, micro: MicroBatch) -> int:
     """Bytes that autograd saves of the trunk and the vision part for a micro-batch."""
-    batch, meter = micro.batch, ActivationMeter(training.policy)
+    batch, meter = micro.batch, ActivationMeter(training.loss.policy)
     with meter:
-        training.policy.hidden(
+        training.loss.policy.hidden(
             batch.input_ids, batch.lengths, training=True, activations=micro.activations, images=batch.images
         )
     return meter.bytes

@@ -33,7 +33,7 @@ from gradwire_server.engine.state.references import Reference as FrozenReference
 from gradwire_server.engine.training import forward_backward as training_pass
 from gradwire_server.engine.training import forward_only as evaluate
 from gradwire_server.engine.training.forward_backward import Training
-from gradwire_server.engine.training.loss_call import Reference, needs_added_head
+from gradwire_server.engine.training.loss_call import LossCall, Reference
 from gradwire_server.engine.training.loss_report import LossEvaluation
 
 
@@ -44,7 +44,13 @@ def forward_backward(
     if call.accumulate:
         return hold(run, call, columns)
     training = prepare(context, run, call, columns)
-    return trained(run, call, training, lambda: training_pass.forward_backward(training))
+
+    def evaluation() -> LossEvaluation:
+        (found,) = training_pass.forward_backward([training])
+        assert found is not None  # alone, an error is raised
+        return found
+
+    return trained(run, call, training, evaluation)
 
 
 def prepare(context: EngineContext, run: EngineRun, call: training_pb2.LossCall, columns: Columns) -> Training:
@@ -59,20 +65,11 @@ def prepare(context: EngineContext, run: EngineRun, call: training_pb2.LossCall,
     if call.model:
         raise invalid("forward_backward trains the run's own weights; model is for forward", "model")
     batch = read_whole(run, call, columns)
-    if needs_added_head(loss, config, batch, run.policy):
+    asked = LossCall(loss, config, _reference(context, run, config), _teacher(context, run, config))
+    if asked.needs_added_head(run.policy, batch):
         run.add_value_head()
-    return Training(
-        run.policy,
-        batch,
-        loss,
-        config,
-        run.accumulator,
-        reference=_reference(context, run, config),
-        teacher=_teacher(context, run, config),
-        outputs=call.outputs,
-        budget=context.budget,
-        dropout_seed=run.dropout_seed,
-    )
+    on_batch = asked.on(run.policy, batch, call.outputs)
+    return Training(on_batch, run.accumulator, budget=context.budget, dropout_seed=run.dropout_seed)
 
 
 def trained(
@@ -86,21 +83,21 @@ def trained(
     Raises:
         OperationError: The evaluation's error, except NON_FINITE if the call has ``skip_nonfinite``.
     """
+    loss = training.loss.call.loss
     first = run.step == 0 and run.accumulator.empty
-    again = any(count and name == training.loss.name for (name, _), count in run.accumulator.counts.items())
+    again = any(count and name == loss.name for (name, _), count in run.accumulator.counts.items())
     try:
         found = evaluation()
     except OperationError as error:
         if error.code != training_pb2.ERROR_CODE_NON_FINITE or not call.skip_nonfinite:
             raise
         run.accumulator.parts.clear()
-        return _left_out(run, training.loss, training.batch, error)
+        return _left_out(run, loss, training.loss.batch, error)
     run.accumulator.parts.clear()
-    loss = training.loss
     hints = run.advisor.hints(loss.name, loss.hints, found.metrics, run.step)
     if first and (said := balance_hint(run.policy.model, run.config, run.policy.router_aux_loss_coef)):
         hints = [*hints, said]
-    if again and not loss.streams(read_loss(call)[1], frozenset(training.batch.fields)):
+    if again and not loss.streams(training.loss.call.config, frozenset(training.loss.batch.fields)):
         hints = [*hints, _not_one_batch(loss)]
     return evaluated(replace(found, warnings=[*found.warnings, *hints]) if hints else found)
 
@@ -129,15 +126,15 @@ def _left_out(run: EngineRun, loss: LossSpec, batch: Batch, error: OperationErro
 def forward(context: EngineContext, run: EngineRun, seq: int, call: training_pb2.LossCall, columns: Columns) -> Outcome:
     """Compute scores, and a loss if one is named, without gradients."""
     policy = context.references.resolve(call.model, run, field="model").policy if call.model else run.policy
-    loss, config = read_loss(call) if call.loss_fn else (None, None)
+    asked = None
+    if call.loss_fn:
+        loss, config = read_loss(call)
+        asked = LossCall(loss, config, _reference(context, run, config), _teacher(context, run, config))
     refuse_part(call)
     found = evaluate.forward(
         policy,
-        read(loss or PLAIN, columns, policy, call.maybe_padded),
-        loss,
-        config,
-        reference=_reference(context, run, config),
-        teacher=_teacher(context, run, config),
+        read(asked.loss if asked else PLAIN, columns, policy, call.maybe_padded),
+        asked,
         outputs=call.outputs,
         temperature=_temperature(call.temperature),
         budget=context.budget,
@@ -175,10 +172,11 @@ def backward(
             "run's next operation",
             "forward_seq",
         )
+    batch = kept.readings[0].batch
     gradients: dict[str, Tensor] = {}
     for name, column in columns.items():
         score = name.removeprefix("grad_")
-        lengths = kept.batch.row_lengths.numpy()
+        lengths = batch.row_lengths.numpy()
         if column.levels and not np.array_equal(column.levels[-1], lengths):
             raise invalid(f"{name} has other row lengths than the scores of forward {call.forward_seq}", name)
         gradients[score] = torch.from_numpy(column.values.astype(np.float32))
@@ -186,9 +184,9 @@ def backward(
     result = training_pb2.LossResult(
         loss=call.loss,
         metrics={"loss": call.loss} | metrics,
-        num_sequences=kept.batch.num_sequences,
-        num_tokens=len(kept.batch.input_ids),
-        num_loss_tokens=kept.batch.num_scored,
+        num_sequences=batch.num_sequences,
+        num_tokens=len(batch.input_ids),
+        num_loss_tokens=batch.num_scored,
         num_microbatches=kept.num_microbatches,
         recomputed=kept.recomputed,
         activations=kept.activations,
@@ -218,14 +216,14 @@ def evaluated(found: LossEvaluation) -> Outcome:
     return Outcome(training_pb2.OperationResult(loss=result), columns)
 
 
-def _reference(context: EngineContext, run: EngineRun, config: LossConfig | None) -> Reference | None:
+def _reference(context: EngineContext, run: EngineRun, config: LossConfig) -> Reference | None:
     if not isinstance(config, ReferenceConfig) or config.reference_model is None:
         return None
     reference = _resolved(context, run, config)
     return lambda batch, temperature: context.references.logprobs(reference, batch, temperature, context.budget)
 
 
-def _teacher(context: EngineContext, run: EngineRun, config: LossConfig | None) -> Policy | None:
+def _teacher(context: EngineContext, run: EngineRun, config: LossConfig) -> Policy | None:
     if not isinstance(config, DivergenceConfig) or config.reference_model is None:
         return None
     return _resolved(context, run, config).policy

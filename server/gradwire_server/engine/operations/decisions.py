@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.machine import free_memory
 from gradwire_server.engine.model.policy import LoraPolicy
+from gradwire_server.engine.model.shared_forward import can_go_together
 from gradwire_server.engine.operations import limits
 from gradwire_server.engine.operations.request import Columns, Request
 from gradwire_server.engine.scoring.memory import Memory, may_recompute
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.training.grouped_forward_backward import can_go_together
 from gradwire_server.operation_kinds import kind_of, training_call
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Execution of waiting operations of several runs at once, where that is faster.
 
 Small ``forward_backward`` and ``train_step`` operations of LoRA runs on one base model share a forward and a backward
-of the trunk (:mod:`gradwire_server.engine.training.grouped_forward_backward`), and the optimizer steps of LoRA runs
+of the trunk (:mod:`gradwire_server.engine.training.forward_backward`), and the optimizer steps of LoRA runs
 share an update (:mod:`gradwire_server.engine.training.grouped_steps`). Each run gets the result it gets alone, up to
 rounding. A failed operation is repeated alone, so its error is the one it has alone and the other runs are unaffected.
 """
@@ -29,13 +29,7 @@ from gradwire_server.engine.operations.table import carry_out
 from gradwire_server.engine.operations.train_steps import step_error, with_step
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.threads import suited_threads
-from gradwire_server.engine.training.forward_backward import Training
-from gradwire_server.engine.training.grouped_forward_backward import (
-    can_join,
-    fits,
-    forward_backward_together,
-)
+from gradwire_server.engine.training.forward_backward import Training, can_join, fits, forward_backward
 from gradwire_server.engine.training.loss_report import LossEvaluation
 from gradwire_server.engine.training.optimizer import check_settings
 from gradwire_server.operation_kinds import training_call
@@ -72,6 +66,10 @@ class _Member(_Begun):
     budget: Budget
     training: Training
     generators: dict[str, Tensor]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.training.loss.batch.input_ids)
 
 
 class GroupedRuns:
@@ -128,6 +126,7 @@ class GroupedRuns:
             execution.drop_added()
             run.load_rng_tensors(generators)
             return None
+        training.rng = run.rng
         return _Member(
             request=request,
             execution=execution,
@@ -153,17 +152,10 @@ class GroupedRuns:
         """Execute the members at once; yields None instead of an answer for each that must be executed alone."""
         start = time.perf_counter()
         trainings = [member.training for member in members]
-        tokens = sum(len(training.batch.input_ids) for training in trainings)
-        policy = trainings[0].policy
         found: Sequence[LossEvaluation | None] | None = None
         try:
-            with (
-                suited_threads(policy.device, tokens, policy.facts.num_parameters),
-                interruptible(lambda: self._check(members)),
-            ):
-                found = self._context.agreement.unless_out_of_memory(
-                    lambda: forward_backward_together(trainings, [member.run.rng for member in members])
-                )
+            with interruptible(lambda: self._check(members)):
+                found = self._context.agreement.unless_out_of_memory(lambda: forward_backward(trainings))
         except Exception as error:  # whatever the error, the members' operations are repeated alone
             if is_fatal(error):
                 raise
@@ -174,7 +166,7 @@ class GroupedRuns:
                 member.run.load_rng_tensors(member.generators)
                 yield member, None
                 continue
-            member.seconds += seconds * len(member.training.batch.input_ids) / tokens
+            member.seconds += seconds * member.tokens / sum(each.tokens for each in members)
             member.outcome = _evaluated(member, evaluation)
             member.outcome.result.loss.grouped_runs = len(members)
             limits.record(member.outcome.result.loss, member.run, member.budget)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TypeVar, cast
 
 import torch
 from gradwire_losses.batch import Batch, beside, sent
@@ -14,7 +14,8 @@ from torch import Tensor
 from gradwire_server.engine.interruption import between_micro_batches
 from gradwire_server.engine.model.layers.activations import Activations
 from gradwire_server.engine.model.layers.routers import ROUTER_SCORES
-from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.policy import LoraPolicy, Policy
+from gradwire_server.engine.model.shared_forward import hidden_together
 from gradwire_server.engine.scoring.divergence import score_divergence
 from gradwire_server.engine.scoring.planner import Budget, MicroBatch, split
 from gradwire_server.engine.scoring.score_types import (
@@ -54,18 +55,20 @@ def score_batch(
     """
     check_scores(policy, names, teacher)
     check_candidates(batch, names)
+    whole = Reading(policy, batch, names, temperature, teacher, budget)
     micros = split(batch, budget.microbatch_tokens, policy.packing(), image_cost=budget.image_cost)
 
     def compute(micro: MicroBatch) -> dict[str, Tensor]:
         with torch.no_grad():
-            return Reading(policy, micro.batch, names, temperature, teacher, budget).alone(training=False)
+            (scores,) = compute_scores([replace(whole, batch=micro.batch)], training=False)
+        return scores
 
     return assemble(policy, batch, micros, [compute(micro) for micro in micros], names)
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """The scores wanted of one micro-batch, and the positions of its hidden states that they are read at.
+    """The scores wanted of a batch, and the positions of its hidden states that they are read at.
 
     :data:`.routers.ROUTER_SCORES` among the names are sums over all of its tokens.
     """
@@ -91,41 +94,6 @@ class Reading:
     def positions(self) -> Tensor:
         """``[P]`` all positions."""
         return torch.cat(list(self.places.values()))
-
-    def alone(self, *, training: bool, activations: Activations = Activations.KEEP) -> dict[str, Tensor]:
-        """Compute the scores in one forward of the trunk, on the policy's device.
-
-        Args:
-            activations: What becomes of the activations in training mode.
-        """
-        routers: dict[str, Tensor] | None = {} if ROUTER_SCORES & set(self.names) else None
-        if not len(self.positions) and routers is None:
-            device = self.policy.device
-            return {
-                name: torch.zeros(score_shape(self.policy, self.batch, name), dtype=score_dtype(name), device=device)
-                for name in self.names
-            }
-        batch, sizes = self.batch, self.policy.facts.num_parameters
-        if self.teacher is not None:
-            sizes += self.teacher.policy.facts.num_parameters
-
-        def compute() -> dict[str, Tensor]:
-            teacher_states = self.teacher_states()
-            between_micro_batches()
-            hidden = self.policy.hidden(
-                batch.input_ids,
-                batch.lengths,
-                self.positions,
-                group_sizes=batch.group_sizes,
-                training=training,
-                activations=activations,
-                router_sums=routers,
-                images=batch.images,
-            )
-            return self.scores(hidden, teacher_states, training=training) | (routers or {})
-
-        with suited_threads(self.policy.device, len(batch.input_ids), sizes):
-            return self.with_weights(compute)
 
     def with_weights(self, computation: Callable[[], T]) -> T:
         """Run a computation that calls :meth:`scores`, with the weights of the policy and of the teacher at hand."""
@@ -221,6 +189,88 @@ class Reading:
                     last if name in SEQUENCE_SCORES else own if name in OWN_SCORES else read
                 )
         return {name: scores[name] for name in self.names if name not in ROUTER_SCORES}
+
+
+def compute_scores(
+    readings: Sequence[Reading], *, training: bool, activations: Activations = Activations.KEEP
+) -> list[dict[str, Tensor]]:
+    """Compute the scores of each reading from one forward of the trunk, on the policy's device.
+
+    Args:
+        readings: One, or several with positions and without images, of policies that satisfy
+            :func:`.shared_forward.can_go_together`, in training mode.
+        activations: What becomes of the activations in training mode.
+    """
+    first, device = readings[0], readings[0].policy.device
+    routers: dict[str, Tensor] | None = {} if ROUTER_SCORES & set(first.names) else None
+    if not len(first.positions) and routers is None:
+        shapes = {name: score_shape(first.policy, first.batch, name) for name in first.names}
+        return [{name: torch.zeros(shape, dtype=score_dtype(name), device=device) for name, shape in shapes.items()}]
+
+    def compute() -> list[dict[str, Tensor]]:
+        taught = [reading.teacher_states() for reading in readings]
+        between_micro_batches()
+        hidden = _hidden(readings, training, activations, routers)
+        shared = _shared_token_scores(readings, hidden)
+        return [
+            reading.scores(states, teacher_states, training=training, found=found) | (routers or {})
+            for reading, states, teacher_states, found in zip(readings, hidden, taught, shared, strict=True)
+        ]
+
+    for reading in readings:
+        compute = partial(reading.with_weights, compute)
+    with suited_threads(device, sum(len(each.batch.input_ids) for each in readings), max(map(_sizes, readings))):
+        return compute()
+
+
+def _sizes(reading: Reading) -> int:
+    """Number of parameters that a reading's tokens go through."""
+    teacher = reading.teacher
+    return reading.policy.facts.num_parameters + (teacher.policy.facts.num_parameters if teacher is not None else 0)
+
+
+def _hidden(
+    readings: Sequence[Reading], training: bool, activations: Activations, routers: dict[str, Tensor] | None
+) -> Sequence[Tensor]:
+    """Final hidden states at the positions of each reading, from one forward of the trunk."""
+    if len(readings) > 1:
+        policies = [cast(LoraPolicy, reading.policy) for reading in readings]
+        return hidden_together(policies, [each.batch for each in readings], [each.positions for each in readings])
+    (reading,) = readings
+    states = reading.policy.hidden(
+        reading.batch.input_ids,
+        reading.batch.lengths,
+        reading.positions,
+        group_sizes=reading.batch.group_sizes,
+        training=training,
+        activations=activations,
+        router_sums=routers,
+        images=reading.batch.images,
+    )
+    return [states]
+
+
+def _shared_token_scores(readings: Sequence[Reading], hidden: Sequence[Tensor]) -> list[TokenScores | None]:
+    """Token scores of the readings that want the same ones with the base's output head, by one product with it.
+
+    Returns:
+        For each reading its scores; None if it shares the product with no other.
+    """
+    alike: dict[object, list[int]] = {}
+    for number, reading in enumerate(readings):
+        wanted = frozenset(reading.names) & VOCABULARY_SCORES
+        if len(readings) > 1 and wanted and reading.policy.output_head().adapter is None:
+            alike.setdefault((wanted, reading.temperature, reading.ids.shape[1]), []).append(number)
+    found: list[TokenScores | None] = [None] * len(readings)
+    for numbers in alike.values():
+        if len(numbers) == 1:
+            continue
+        members = [readings[number] for number in numbers]
+        states = torch.cat([readings[number].read_states(hidden[number]) for number in numbers])
+        whole = members[0].token_scores(states, torch.cat([each.ids for each in members]), training=True)
+        for number, part in zip(numbers, whole.split([len(each.ids) for each in members]), strict=True):
+            found[number] = part
+    return found
 
 
 def assemble(

@@ -9,7 +9,7 @@ form.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from gradwire_server.engine.interruption import between_micro_batches
 from gradwire_server.engine.model.layers.activations import ALL, Activations
 from gradwire_server.engine.model.packing import Packing, shared_lengths
+from gradwire_server.engine.model.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,14 @@ def split(batch: Batch, microbatch_tokens: int, packing: Packing, *, image_cost:
     return [
         _microbatch(batch, torch.tensor(examples), tokens) for examples, tokens in zip(plans, computed, strict=True)
     ]
+
+
+def split_for_training(policy: Policy, batch: Batch, budget: Budget) -> list[MicroBatch]:
+    """Split a batch into micro-batches for training mode; one example each if the policy has dropout."""
+    most = 0 if policy.has_dropout else budget.microbatch_tokens
+    micros = split(batch, most, policy.packing(training=True), image_cost=budget.image_cost)
+    always = Activations.RECOMPUTE if policy.gradient_checkpointing else Activations.KEEP
+    return [replace(micro, activations=always | budget.activations(micro.computed_tokens)) for micro in micros]
 
 
 class _Images:

@@ -1,5 +1,9 @@
 """``forward_backward``: compute a loss and add its gradient to the run's accumulation.
 
+Alone or in company, there is one pass: the parts of a batch, and of each the scores, the loss, and its gradient's way
+back into the weights. Several LoRA runs on one base share the forward and the backward of the trunk; a run alone is a
+group of one, which may have several parts.
+
 The result always equals that of one loss call on the whole batch. A streaming loss is evaluated micro-batch by
 micro-batch, and each graph is used and freed at once. Any other loss is evaluated once, on the scores of the whole
 batch, and its gradient goes back through :class:`.differentiable_scores.DifferentiableScores`.
@@ -14,192 +18,150 @@ are transferred at once, including the checks for non-finite values. The row at 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 
-from gradwire_losses.batch import Batch, beside
-from gradwire_losses.registry import LossConfig, LossSpec
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.model.layers.routers import RouterSums
-from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.scoring.planner import Budget
-from gradwire_server.engine.scoring.score_types import check_candidates, check_scores
+from gradwire_server.engine.failures import is_fatal
+from gradwire_server.engine.model.packing import Packing
+from gradwire_server.engine.model.placement import total_norms
+from gradwire_server.engine.scoring.forward import Reading
+from gradwire_server.engine.scoring.parts import Part
+from gradwire_server.engine.scoring.planner import Budget, split_for_training
 from gradwire_server.engine.training.accumulation import GradientAccumulator, GradientCollector, Key
-from gradwire_server.engine.training.differentiable_scores import DifferentiableScores, counted, training_micros
-from gradwire_server.engine.training.loss_call import (
-    LossOnPart,
-    LossView,
-    Reference,
-    loss_on_part,
-    loss_teacher,
-    loss_temperature,
-    needed_scores,
-    part_of,
-    reference_logprobs,
-)
+from gradwire_server.engine.training.differentiable_scores import DifferentiableScores
+from gradwire_server.engine.training.loss_call import LossOnBatch
 from gradwire_server.engine.training.loss_report import LossEvaluation, LossSums, reported
 
 
 class Training:
-    """The state of one ``forward_backward``, from checking the call to its result.
-
-    The constructor checks the call and computes reference log-probabilities. Then call :meth:`evaluate` for each of
-    :meth:`parts`, and :meth:`end`.
+    """One run's part in a :func:`forward_backward`.
 
     Args:
+        loss: The loss on the run's batch.
         accumulator: Receives the gradient; an error leaves it unchanged.
-
-    Attributes:
-        policy: The policy to train.
-        batch: The whole batch.
-        loss: The loss.
-        names: Names of the scores to compute with the policy.
-        temperature: Divides the logits.
-        teacher: The policy to compare with, or None.
         budget: Memory limits.
         dropout_seed: Identifies the run and operation for dropout masks.
-        micros: The micro-batches that go through the model.
 
-    Raises:
-        OperationError: UNSUPPORTED, INVALID_ARGUMENT, INVALID_BATCH.
+    Attributes:
+        loss: The same.
+        reading: The scores wanted of the whole batch.
+        micros: The micro-batches that go through the model.
+        parts: What the loss is evaluated on: each micro-batch if it streams, else the whole batch.
+        dropout_seed: The same.
+        rng: Makes the context in which the loss draws random numbers; by default it draws from the generators as they
+            are.
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        batch: Batch,
-        loss: LossSpec,
-        config: LossConfig,
-        accumulator: GradientAccumulator,
-        *,
-        reference: Reference | None = None,
-        teacher: Policy | None = None,
-        outputs: Collection[str] = (),
-        budget: Budget,
-        dropout_seed: str = "",
+        self, loss: LossOnBatch, accumulator: GradientAccumulator, *, budget: Budget, dropout_seed: str = ""
     ) -> None:
-        needed = needed_scores(loss, config, batch, policy)
-        self.policy, self.batch, self.loss, self.budget = policy, batch, loss, budget
-        self.names = (needed - {"ref_logprobs"}) | set(outputs)
-        self.teacher = loss_teacher(loss, config, teacher, needed)
-        check_scores(policy, outputs, self.teacher)
-        check_scores(policy, self.names, self.teacher, field="loss_fn")
-        check_candidates(batch, self.names)
-        self.temperature = loss_temperature(config)
-        self.micros, self.dropout_seed = training_micros(policy, batch, budget), dropout_seed
-        self._config, self._accumulator, self._outputs = config, accumulator, outputs
-        self._used = needed - {"ref_logprobs"}
-        self._ref_logprobs = None
-        if "ref_logprobs" in needed:
-            self._ref_logprobs = reference_logprobs(loss, config, reference, batch, policy)
-        self._sums = LossSums(loss.name)
-        self._evaluated: list[LossOnPart] = []
-        self._output_scores: dict[str, Tensor] = {}
-        self._routers: RouterSums | None = None
+        self.loss, self.dropout_seed = loss, dropout_seed
+        self.reading = Reading(loss.policy, loss.batch, loss.names, loss.call.temperature, loss.teacher, budget)
+        self.micros = split_for_training(loss.policy, loss.batch, budget)
+        whole = [Part(loss.batch, self.micros)]
+        self.parts = [Part.of(loss.batch, micro) for micro in self.micros] if loss.streams else whole
+        self.rng: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._accumulator = accumulator
 
-    def parts(self) -> list[LossView]:
-        """Parts of the batch that the loss is evaluated on: each micro-batch if it streams, else the whole batch."""
-        streams = self.loss.streams(self._config, frozenset(self.batch.fields))
-        if streams and not self.policy.router_aux_loss_coef:
-            return [part_of(self.batch, micro) for micro in self.micros]
-        return [LossView(self.batch, self.micros)]
-
-    def evaluate(self, part: LossView, scores: Mapping[str, Tensor]) -> dict[Key, dict[str, Tensor]]:
-        """Evaluate the loss on a part and return the gradient of each key in each score.
-
-        Raises:
-            OperationError: INVALID_BATCH.
-        """
-        used = {name: scores[name] for name in self._used}
-        if self._ref_logprobs is not None:
-            index, whole = part.tokens, self._ref_logprobs
-            used["ref_logprobs"] = whole if index is None else whole[beside(index, whole)]
-        found = loss_on_part(self.loss, self._config, part, used, self.policy.device)
-        self._evaluated.append(found)
-        self._sums.add(found.output)
-        for name in self._outputs:
-            part.place(self.batch, name, scores[name], self._output_scores)
-        return found.gradients
-
-    def balance(self, routers: RouterSums | None) -> Tensor | None:
-        """Take note of what routers decided on the part evaluated last, and return the load-balancing loss's gradient.
-
-        Returns:
-            ``[E]`` its gradient in the routers' summed probabilities, with its coefficient and times the divisor of the
-            loss's first unit; None without such a loss.
-        """
-        if routers is None:
-            return None
-        self._routers = routers if self._routers is None else self._routers + routers
-        evaluated = self._evaluated[-1]
-        if not self.policy.router_aux_loss_coef or not evaluated.gradients:
-            return None
-        _, unit = next(iter(evaluated.gradients))
-        count = next(term.count for term in evaluated.output.terms.values() if term.unit == unit)
-        return routers.balance_gradient() * (self.policy.router_aux_loss_coef * count)
-
-    def end(
-        self,
-        collector: GradientCollector,
-        num_microbatches: int,
-        recomputed: bool = False,
-        *,
-        norm: Tensor | None = None,
-    ) -> LossEvaluation:
-        """Accumulate the gradient of all parts and report the loss.
+    def end(self, collector: GradientCollector, norm: Tensor, *, recomputed: bool) -> LossEvaluation:
+        """Report the loss, and accumulate the gradient of all parts.
 
         Args:
-            norm: The collector's, where it is known already.
+            collector: The gradient, whose norm is ``norm``.
+            recomputed: Whether any micro-batch was computed twice.
 
         Raises:
             OperationError: NON_FINITE, with the row at fault where one is found.
         """
-        sums = self._sums
-        if self._routers is not None:
-            sums.add_metrics(self._routers.metrics())
-        wanted = {name: self._output_scores[name] for name in self._outputs}
-        norm = collector.norm() if norm is None else norm
-        outputs = sums.settle([part.totals() for part in self._evaluated], norm, outputs=wanted)
+        loss, name = self.loss, self.loss.call.loss.name
+        sums = LossSums(name)
+        for part in loss.evaluated:
+            sums.add(part.output)
+        if loss.routers is not None:
+            sums.add_metrics(loss.routers.metrics())
+        wanted = {output: loss.output_scores[output] for output in loss.outputs}
+        outputs = sums.settle([part.totals for part in loss.evaluated], norm, outputs=wanted)
         if not sums.finite:
-            for part in self._evaluated:
+            for part in loss.evaluated:
                 part.check_finite()
         if not sums.finite and not collector.finite():
             raise OperationError(
                 training_pb2.ERROR_CODE_NON_FINITE,
-                f"the gradient of {self.loss.name} with respect to the weights is not finite, though loss and scores "
+                f"the gradient of {name} with respect to the weights is not finite, though loss and scores "
                 "are; nothing was accumulated. A lower learning rate, or float32 weights, may help",
             )
+        activations = Counter(micro.activations.label for micro in self.micros)
+        found = reported(loss.batch, outputs, len(self.micros), sums, recomputed=recomputed, activations=activations)
         self._accumulator.merge(collector.by_key, sums.counts, norm=norm)
-        return reported(
-            self.batch, outputs, num_microbatches, sums, recomputed=recomputed, activations=counted(self.micros)
-        )
+        return found
 
 
-def forward_backward(training: Training) -> LossEvaluation:
-    """Compute a loss and add its gradient to the accumulator, which an error leaves unchanged.
+def forward_backward(trainings: Sequence[Training]) -> list[LossEvaluation | None]:
+    """Compute losses and add their gradients to the accumulators.
+
+    Args:
+        trainings: One training, or several that satisfy :func:`can_join`, of policies that satisfy
+            :func:`.shared_forward.can_go_together`.
+
+    Returns:
+        For each its evaluation, or None if it failed in company: nothing of it is accumulated, and repeating it alone
+        gives its error.
 
     Raises:
-        OperationError: INVALID_BATCH, or NON_FINITE with the row at fault.
+        OperationError: Of a training alone: INVALID_BATCH, or NON_FINITE with the row at fault.
+        Exception: Any error in the shared computation; nothing is accumulated then.
     """
-    recomputed, num_microbatches = False, 0
-    with GradientCollector(training.policy.trainable_parameters()) as collector:
-        for part in training.parts():
-            kept = DifferentiableScores(
-                training.policy,
-                part.batch,
-                training.names,
-                temperature=training.temperature,
-                teacher=training.teacher,
-                budget=training.budget,
-                micros=part.micros,
-                keep_single=True,
-                dropout_seed=training.dropout_seed,
-                rows=part.examples,
-            )
-            gradients = training.evaluate(part, kept.by_name)
-            kept.backward(collector, gradients, training.balance(kept.routers))
-            recomputed |= kept.recomputed
-            num_microbatches += kept.num_microbatches
-    return training.end(collector, num_microbatches, recomputed)
+    first, alone, recomputed = trainings[0], len(trainings) == 1, False
+    failed: set[Training] = set()
+    with ExitStack() as stack:
+        collectors = [
+            stack.enter_context(GradientCollector(training.loss.policy.trainable_parameters()))
+            for training in trainings
+        ]
+        for parts in zip(*(training.parts for training in trainings), strict=True):
+            readings = [
+                replace(training.reading, batch=part.batch) for training, part in zip(trainings, parts, strict=True)
+            ]
+            scores = DifferentiableScores(readings, parts, keep_single=True, dropout_seed=first.dropout_seed)
+            gradients: list[Mapping[Key, Mapping[str, Tensor]]] = []
+            for training, part, own in zip(trainings, parts, scores.by_name, strict=True):
+                try:
+                    with training.rng():
+                        gradients.append(training.loss.evaluate(part, own, scores.routers))
+                except Exception as error:  # whatever a loss raises, the other runs go on
+                    if alone or is_fatal(error):
+                        raise
+                    failed.add(training)
+                    gradients.append({})
+            scores.backward(collectors, gradients)
+            recomputed |= scores.recomputed
+    found: list[LossEvaluation | None] = []
+    norms = total_norms([collector.gradients for collector in collectors])
+    for training, collector, norm in zip(trainings, collectors, norms, strict=True):
+        try:
+            found.append(None if training in failed else training.end(collector, norm, recomputed=recomputed))
+        except Exception as error:  # as above
+            if alone or is_fatal(error):
+                raise
+            found.append(None)
+    return found
+
+
+def can_join(training: Training) -> bool:
+    """Whether a training is one micro-batch with scored tokens; batches with images are computed alone."""
+    return len(training.micros) == 1 and training.loss.batch.images is None and len(training.reading.positions) > 0
+
+
+def fits(trainings: Sequence[Training], most_tokens: int) -> bool:
+    """Whether trainings that satisfy :func:`can_join` compute at most ``most_tokens`` together."""
+    micros = [training.micros[0] for training in trainings]
+    if trainings[0].loss.policy.packing(training=True) is not Packing.PADDED:
+        return sum(micro.computed_tokens for micro in micros) <= most_tokens
+    width = max(int(micro.batch.lengths.max()) for micro in micros)
+    return sum(micro.batch.num_sequences for micro in micros) * width <= most_tokens

@@ -10,26 +10,19 @@ import torch
 from gradwire_losses import host
 from gradwire_losses.batch import Batch, sent
 from gradwire_losses.outputs import settled
-from gradwire_losses.registry import LossConfig, LossSpec
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.layers.routers import PROBABILITIES
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.scoring.forward import score_batch
-from gradwire_server.engine.scoring.planner import Budget, split
-from gradwire_server.engine.scoring.score_types import check_scores
+from gradwire_server.engine.scoring.forward import Reading, score_batch
+from gradwire_server.engine.scoring.parts import Part
+from gradwire_server.engine.scoring.planner import Budget, split, split_for_training
+from gradwire_server.engine.scoring.score_types import check_candidates, check_scores
 from gradwire_server.engine.training.accumulation import GradientAccumulator, GradientCollector, Key
 from gradwire_server.engine.training.differentiable_scores import DifferentiableScores
-from gradwire_server.engine.training.loss_call import (
-    Reference,
-    call_loss,
-    check_finite,
-    loss_teacher,
-    loss_temperature,
-    needed_scores,
-    reference_logprobs,
-)
+from gradwire_server.engine.training.loss_call import LossCall, check_finite
 from gradwire_server.engine.training.loss_report import LossEvaluation, LossSums, reported
 
 CUSTOM: Key = ("custom", "weight")
@@ -38,11 +31,8 @@ CUSTOM: Key = ("custom", "weight")
 def forward(
     policy: Policy,
     batch: Batch,
-    loss: LossSpec | None = None,
-    config: LossConfig | None = None,
+    call: LossCall | None = None,
     *,
-    reference: Reference | None = None,
-    teacher: Policy | None = None,
     outputs: Collection[str] = (),
     temperature: float = 1.0,
     budget: Budget,
@@ -50,31 +40,24 @@ def forward(
     """Compute scores, and a loss if given, without gradients or dropout.
 
     Args:
-        reference: Computes reference log-probabilities; required if the loss needs ``ref_logprobs``.
-        teacher: The same reference's policy; required if the loss needs ``divergence``.
+        call: The loss with its arguments.
         outputs: Names of the scores to return.
         temperature: Divides the logits if there is no loss; a loss has its own argument for it.
 
     Raises:
         OperationError: UNSUPPORTED, INVALID_ARGUMENT, INVALID_BATCH.
     """
-    names, compared = set(outputs), None
-    if loss is not None and config is not None:
-        needed = needed_scores(loss, config, batch, policy)
-        names |= needed - {"ref_logprobs"}
-        temperature = loss_temperature(config)
-        compared = loss_teacher(loss, config, teacher, needed)
-    check_scores(policy, outputs, compared)
-    scores = score_batch(policy, batch, names, temperature=temperature, teacher=compared, budget=budget)
-    sums = LossSums(loss.name if loss else "")
-    if loss is not None and config is not None:
-        if "ref_logprobs" in needed:
-            scores["ref_logprobs"] = reference_logprobs(loss, config, reference, batch, policy)
-        with torch.no_grad():
-            sums.add(call_loss(loss, batch.to(policy.device), {name: scores[name] for name in needed}, config))
+    names, teacher = frozenset(outputs), None
+    on_batch = call.on(policy, batch, outputs) if call is not None else None
+    sums = LossSums(call.loss.name if call is not None else "")
+    if on_batch is not None:
+        names, teacher, temperature = on_batch.names, on_batch.teacher, on_batch.call.temperature
+    scores = score_batch(policy, batch, names, temperature=temperature, teacher=teacher, budget=budget)
+    if on_batch is not None:
+        sums.add(on_batch.value(scores))
     copies = sums.settle(outputs={name: scores[name] for name in outputs})
     num_microbatches = len(split(batch, budget.microbatch_tokens, policy.packing(), image_cost=budget.image_cost))
-    return reported(batch, copies, num_microbatches, sums if loss else None)
+    return reported(batch, copies, num_microbatches, sums if call is not None else None)
 
 
 def kept_forward(
@@ -87,8 +70,13 @@ def kept_forward(
     dropout_seed: str = "",
 ) -> tuple[DifferentiableScores, LossEvaluation]:
     """Compute scores for a loss on the client and keep their graph for :func:`custom_backward`."""
-    kept = DifferentiableScores(policy, batch, names, temperature=temperature, budget=budget, dropout_seed=dropout_seed)
-    copies = host.fetched([kept.by_name[name] for name in names])
+    check_scores(policy, names, field="scores")
+    check_candidates(batch, names)
+    reading = Reading(policy, batch, names, temperature, None, budget)
+    whole = Part(batch, split_for_training(policy, batch, budget))
+    kept = DifferentiableScores([reading], [whole], dropout_seed=dropout_seed)
+    (scores,) = kept.by_name
+    copies = host.fetched([scores[name] for name in names])
     evaluation = reported(batch, dict(zip(names, copies, strict=True)), kept.num_microbatches, None)
     return kept, replace(evaluation, recomputed=kept.recomputed, activations=kept.activations)
 
@@ -117,25 +105,23 @@ def custom_backward(
             field="weight",
             rule="weight > 0",
         )
+    (reading,), (scores,) = kept.readings, kept.by_name
+    policy, batch = reading.policy, reading.batch
     for name, gradient in gradients.items():
-        if name not in kept.by_name or gradient.shape != kept.by_name[name].shape:
-            there = f"{tuple(kept.by_name[name].shape)}" if name in kept.by_name else "not among the scores asked for"
+        if name not in scores or gradient.shape != scores[name].shape:
+            there = f"{tuple(scores[name].shape)}" if name in scores else "not among the scores asked for"
             raise OperationError(
                 training_pb2.ERROR_CODE_INVALID_ARGUMENT,
                 f"a gradient of shape {tuple(gradient.shape)} came for {name}, which is {there}",
                 field=f"grad_{name}",
                 rule="shaped as the scores were",
             )
-    check_finite(
-        kept.batch, gradients, torch.arange(kept.batch.num_examples), "the gradient that the client computed for"
-    )
-    with GradientCollector(kept.policy.trainable_parameters()) as collector:
-        device = kept.policy.device
-        moved = {name: sent(gradient, device) for name, gradient in gradients.items()}
-        of_routers = None
-        if kept.routers is not None and kept.policy.router_aux_loss_coef:
-            of_routers = kept.routers.balance_gradient() * kept.policy.router_aux_loss_coef
-        kept.backward(collector, {CUSTOM: moved}, of_routers)
+    check_finite(batch, gradients, torch.arange(batch.num_examples), "the gradient that the client computed for")
+    with GradientCollector(policy.trainable_parameters()) as collector:
+        moved = {name: sent(gradient, policy.device) for name, gradient in gradients.items()}
+        if kept.routers is not None and policy.router_aux_loss_coef:
+            moved[PROBABILITIES] = kept.routers.balance_gradient() * policy.router_aux_loss_coef
+        kept.backward([collector], [{CUSTOM: moved}])
     if not collector.finite():
         raise OperationError(
             training_pb2.ERROR_CODE_NON_FINITE,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import torch
 from gradwire_losses.batch import Batch, BatchError, Scores, beside, segment_ids
@@ -17,129 +17,217 @@ from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.layers.routers import PROBABILITIES, RouterSums
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.scoring.planner import MicroBatch
-from gradwire_server.engine.scoring.score_types import HEAD_OF_SCORE, SEQUENCE_SCORES, Teacher, entries_of
+from gradwire_server.engine.scoring.parts import Part
+from gradwire_server.engine.scoring.score_types import (
+    HEAD_OF_SCORE,
+    SEQUENCE_SCORES,
+    Teacher,
+    check_candidates,
+    check_scores,
+)
 from gradwire_server.engine.training.accumulation import Key
 
 Reference = Callable[[Batch, float], Tensor]
 """``(batch, temperature) -> [T]`` log-probabilities of the scored tokens under the loss's reference."""
 
 
-@dataclass(frozen=True)
-class LossView:
-    """Some or all examples of a batch.
+@dataclass(frozen=True, eq=False)
+class LossCall:
+    """A loss with its arguments, and what it compares with.
 
     Attributes:
-        batch: The examples as a batch.
-        micros: Micro-batches that go through the model, with indices into ``batch``.
-        whole: The part as a micro-batch with indices into the whole batch; None if it is the whole batch.
+        loss: The loss.
+        config: Its arguments.
+        reference: Computes reference log-probabilities; required if the loss needs ``ref_logprobs``.
+        teacher: The same reference's policy; required if the loss needs ``divergence``.
     """
 
+    loss: LossSpec
+    config: LossConfig
+    reference: Reference | None = None
+    teacher: Policy | None = None
+
+    @property
+    def temperature(self) -> float:
+        """Divisor of the logits before the loss's log-probabilities: its argument ``temperature``, or 1."""
+        return self.config.temperature if isinstance(self.config, TemperatureConfig) else 1.0
+
+    def needed_scores(self, policy: Policy, batch: Batch) -> frozenset[str]:
+        """Scores that the loss requires, and its optional scores that the run can compute with its head.
+
+        Raises:
+            OperationError: INVALID_BATCH.
+        """
+        kind = policy.head.kind if policy.head else ""
+        optional = frozenset(name for name in self.loss.optional_scores if HEAD_OF_SCORE.get(name, kind) == kind)
+        try:
+            return optional | self.loss.scores(self.config, frozenset(batch.fields))
+        except BatchError as error:
+            raise OperationError.from_batch_error(error) from error
+
+    def needs_added_head(self, policy: Policy, batch: Batch) -> bool:
+        """Whether a run is to be given a value head for this batch.
+
+        So is a run without any head for a loss that can do without a critic, but not with this batch: ``enhanced_ppo``
+        on a batch with neither ``values`` nor ``advantages``.
+        """
+        return policy.head is None and "values" in self.loss.optional_scores & self.needed_scores(policy, batch)
+
+    def on(self, policy: Policy, batch: Batch, outputs: Collection[str] = ()) -> LossOnBatch:
+        """Check the call and compute reference log-probabilities.
+
+        Args:
+            outputs: Names of further scores to compute.
+
+        Raises:
+            OperationError: UNSUPPORTED, INVALID_ARGUMENT, INVALID_BATCH.
+        """
+        needed = self.needed_scores(policy, batch)
+        own, teacher = needed - {"ref_logprobs"}, self._teacher(needed)
+        check_scores(policy, outputs, teacher)
+        check_scores(policy, own, teacher, field="loss_fn")
+        check_candidates(batch, own | set(outputs))
+        ref_logprobs = self._ref_logprobs(policy, batch) if "ref_logprobs" in needed else None
+        return LossOnBatch(self, policy, batch, own, tuple(outputs), teacher, ref_logprobs)
+
+    def _ref_logprobs(self, policy: Policy, batch: Batch) -> Tensor:
+        """``[T]`` log-probabilities under the reference that the arguments name, on the policy's device."""
+        if self.reference is None or getattr(self.config, "reference_model", None) is None:
+            raise self._no_reference()
+        logprobs = self.reference(batch, self.temperature).detach()
+        return logprobs.to(policy.device, torch.float32, non_blocking=True)
+
+    def _teacher(self, needed: Collection[str]) -> Teacher | None:
+        """The policy and divergence to compare with if the loss needs ``divergence``; else None."""
+        if "divergence" not in needed:
+            return None
+        if not isinstance(self.config, DivergenceConfig):
+            raise TypeError(
+                f"{self.loss.name} needs divergence: its config has to be a DivergenceConfig, which says which one"
+            )
+        if self.teacher is None or self.config.reference_model is None:
+            raise self._no_reference()
+        return Teacher(self.teacher, self.config.beta)
+
+    def _no_reference(self) -> OperationError:
+        return OperationError(
+            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+            f'{self.loss.name} compares with a reference model and none is named: give reference_model, "base" say',
+            field="reference_model",
+            rule="required",
+        )
+
+
+@dataclass(eq=False)
+class LossOnBatch:
+    """A checked call of a loss on a batch, which is evaluated part by part; made by :meth:`LossCall.on`.
+
+    Attributes:
+        call: The loss with its arguments.
+        policy: The policy to train.
+        batch: The whole batch.
+        own_scores: Names of the loss's scores that are computed with the policy.
+        outputs: Names of further scores to compute.
+        teacher: The policy to compare with, or None.
+        ref_logprobs: ``[T]`` reference log-probabilities, on the policy's device; None if the loss needs none.
+        evaluated: What :meth:`evaluate` found, in its order.
+        output_scores: Scores by name: ``outputs`` of the parts evaluated so far, in the places of the whole batch.
+        routers: What routers of a mixture of experts decided on these parts; None for another model.
+    """
+
+    call: LossCall
+    policy: Policy
     batch: Batch
-    micros: list[MicroBatch]
-    whole: MicroBatch | None = None
+    own_scores: frozenset[str]
+    outputs: tuple[str, ...]
+    teacher: Teacher | None
+    ref_logprobs: Tensor | None
+    evaluated: list[LossOnPart] = field(default_factory=list)
+    output_scores: dict[str, Tensor] = field(default_factory=dict)
+    routers: RouterSums | None = None
 
     @property
-    def examples(self) -> Tensor | None:
-        """``[b]`` rows in the whole batch; None if this is the whole batch."""
-        return None if self.whole is None else self.whole.examples
+    def names(self) -> frozenset[str]:
+        """Names of the scores to compute with the policy."""
+        return self.own_scores | set(self.outputs)
 
     @property
-    def tokens(self) -> Tensor | None:
-        """``[t]`` scored tokens in the whole batch; None if this is the whole batch."""
-        return None if self.whole is None else self.whole.tokens
+    def streams(self) -> bool:
+        """Whether the loss of the batch is the sum of those of its micro-batches."""
+        loss, config = self.call.loss, self.call.config
+        return bool(loss.streams(config, frozenset(self.batch.fields))) and not self.policy.router_aux_loss_coef
 
-    @property
-    def rows(self) -> Tensor:
-        """``[b]`` rows in the whole batch."""
-        return torch.arange(self.batch.num_examples) if self.whole is None else self.whole.examples
+    def scores(self, part: Part, computed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The loss's scores of a part, of those that were computed with the policy."""
+        scores = {name: computed[name] for name in self.own_scores}
+        if self.ref_logprobs is not None:
+            index, whole = part.tokens, self.ref_logprobs
+            scores["ref_logprobs"] = whole if index is None else whole[beside(index, whole)]
+        return scores
 
-    def place(self, whole: Batch, name: str, values: Tensor, into: dict[str, Tensor]) -> None:
-        """Write this part's scores to their places among those of the whole batch."""
-        if self.whole is None:
-            into[name] = values
-        else:
-            if name not in into:
-                count = whole.num_sequences if name in SEQUENCE_SCORES else whole.num_scored
-                into[name] = values.new_zeros(count, *values.shape[1:])
-            into[name][beside(entries_of(self.whole, name), values)] = values
+    def value(self, computed: Mapping[str, Tensor]) -> LossOutput:
+        """Evaluate the loss on the whole batch, without gradients.
 
+        Raises:
+            OperationError: INVALID_BATCH.
+        """
+        scores = self.scores(Part(self.batch, []), computed)
+        with torch.no_grad():
+            return _call(self.call, self.batch.to(self.policy.device), scores)
 
-def part_of(batch: Batch, micro: MicroBatch) -> LossView:
-    """Make the view of one micro-batch of a batch, which may be the whole batch."""
-    if micro.batch is batch:
-        return LossView(batch, [micro])
-    examples, sequences, tokens = (torch.arange(len(each)) for each in (micro.examples, micro.sequences, micro.tokens))
-    own = replace(micro, examples=examples, sequences=sequences, tokens=tokens)
-    return LossView(micro.batch, [own], micro)
+    def evaluate(
+        self, part: Part, computed: Mapping[str, Tensor], routers: RouterSums | None = None
+    ) -> Mapping[Key, Mapping[str, Tensor]]:
+        """Evaluate the loss on a part, and compute the gradient of each of its units.
 
+        Args:
+            computed: Scores of the part, on the policy's device.
+            routers: What the routers of a mixture of experts decided on it.
 
-def needed_scores(loss: LossSpec, config: LossConfig, batch: Batch, policy: Policy) -> frozenset[str]:
-    """Scores that the loss requires, and its optional scores that the run can compute with its head."""
-    kind = policy.head.kind if policy.head else ""
-    optional = frozenset(name for name in loss.optional_scores if HEAD_OF_SCORE.get(name, kind) == kind)
-    try:
-        return optional | loss.scores(config, frozenset(batch.fields))
-    except BatchError as error:
-        raise OperationError.from_batch_error(error) from error
+        Returns:
+            Key -> gradient by score name. With the load-balancing loss, the first key has its gradient too, as that of
+            :data:`.routers.PROBABILITIES`: times its coefficient, and times the divisor of the key's unit.
 
-
-def needs_added_head(loss: LossSpec, config: LossConfig, batch: Batch, policy: Policy) -> bool:
-    """Whether a run is to be given a value head for this batch.
-
-    So is a run without any head for a loss that can do without a critic, but not with this batch: ``enhanced_ppo`` on a
-    batch with neither ``values`` nor ``advantages``.
-    """
-    return policy.head is None and "values" in loss.optional_scores & needed_scores(loss, config, batch, policy)
-
-
-def loss_temperature(config: LossConfig) -> float:
-    """Divisor of the logits before a loss's log-probabilities: its argument ``temperature``, or 1."""
-    return config.temperature if isinstance(config, TemperatureConfig) else 1.0
-
-
-def reference_logprobs(
-    loss: LossSpec, config: LossConfig, reference: Reference | None, batch: Batch, policy: Policy
-) -> Tensor:
-    """Log-probabilities ``[T]`` under the reference that the loss's arguments name, on the policy's device.
-
-    Raises:
-        OperationError: INVALID_ARGUMENT if they name none.
-    """
-    if reference is None or getattr(config, "reference_model", None) is None:
-        raise _no_reference(loss)
-    logprobs = reference(batch, loss_temperature(config)).detach()
-    return logprobs.to(policy.device, torch.float32, non_blocking=True)
-
-
-def loss_teacher(loss: LossSpec, config: LossConfig, teacher: Policy | None, needed: Collection[str]) -> Teacher | None:
-    """The policy and divergence to compare with if the loss needs ``divergence``; else None.
-
-    Raises:
-        OperationError: INVALID_ARGUMENT if the loss's arguments name no reference.
-    """
-    if "divergence" not in needed:
-        return None
-    if not isinstance(config, DivergenceConfig):
-        raise TypeError(f"{loss.name} needs divergence: its config has to be a DivergenceConfig, which says which one")
-    if teacher is None or config.reference_model is None:
-        raise _no_reference(loss)
-    return Teacher(teacher, config.beta)
+        Raises:
+            OperationError: INVALID_BATCH.
+        """
+        call, scores = self.call, self.scores(part, computed)
+        leaves = {
+            name: values.requires_grad_() if values.is_floating_point() and name != "ref_logprobs" else values
+            for name, values in ((name, values.detach()) for name, values in scores.items())
+        }
+        output = _call(call, part.batch.to(self.policy.device), leaves, part.examples)
+        trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        units: dict[str, list[Tensor]] = {}
+        for term in output.terms.values():
+            if term.sum.requires_grad:
+                units.setdefault(term.unit, []).append(term.sum)
+        by_key: dict[Key, dict[str, Tensor]] = {}
+        for unit, terms in units.items():
+            total = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
+            found = torch.autograd.grad(total, list(trained.values()), allow_unused=True, retain_graph=len(units) > 1)
+            by_key[call.loss.name, unit] = {
+                name: gradient for name, gradient in zip(trained, found, strict=True) if gradient is not None
+            }
+        floating = (*scores.values(), *(one for by_name in by_key.values() for one in by_name.values()))
+        totals = [values.sum() for values in floating if values.is_floating_point()]
+        self.evaluated.append(LossOnPart(call, part, scores, output, by_key, totals))
+        for name in self.outputs:
+            part.place(self.batch, name, computed[name], self.output_scores)
+        if routers is None:
+            return by_key
+        self.routers = routers if self.routers is None else self.routers + routers
+        if not self.policy.router_aux_loss_coef or not by_key:
+            return by_key
+        first = next(iter(by_key))
+        count = next(term.count for term in output.terms.values() if (call.loss.name, term.unit) == first)
+        balance = routers.balance_gradient() * (self.policy.router_aux_loss_coef * count)
+        return by_key | {first: by_key[first] | {PROBABILITIES: balance}}
 
 
-def _no_reference(loss: LossSpec) -> OperationError:
-    return OperationError(
-        training_pb2.ERROR_CODE_INVALID_ARGUMENT,
-        f'{loss.name} compares with a reference model and none is named: give reference_model, "base" say',
-        field="reference_model",
-        rule="required",
-    )
-
-
-def call_loss(
-    loss: LossSpec, batch: Batch, scores: Mapping[str, Tensor], config: LossConfig, rows: Tensor | None = None
-) -> LossOutput:
+def _call(call: LossCall, batch: Batch, scores: Mapping[str, Tensor], rows: Tensor | None = None) -> LossOutput:
     """Call the loss on a batch with its scores.
 
     Args:
@@ -149,28 +237,27 @@ def call_loss(
         OperationError: INVALID_BATCH.
     """
     try:
-        return loss.function(batch, Scores(scores), config)
+        return call.loss.function(batch, Scores(scores), call.config)
     except BatchError as error:
         if rows is not None and error.row is not None:
             error.row = int(rows[error.row])
         raise OperationError.from_batch_error(error) from error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LossOnPart:
-    """A loss's value on a part of the batch, and the gradient of each unit's sum in each score."""
+    """A loss's value on a part of the batch, and the gradient of each unit's sum in each score.
 
-    loss: LossSpec
-    config: LossConfig
-    part: LossView
+    Attributes:
+        totals: 0-d sums of all scores and gradients: not finite if any entry is not, or if a sum overflows.
+    """
+
+    call: LossCall
+    part: Part
     scores: Mapping[str, Tensor]
     output: LossOutput
-    gradients: dict[Key, dict[str, Tensor]]
-
-    def totals(self) -> list[Tensor]:
-        """0-d sums of all scores and gradients: not finite if any entry is not, or if a sum overflows."""
-        found = [*self.scores.values(), *(one for by_name in self.gradients.values() for one in by_name.values())]
-        return [values.sum() for values in found if values.is_floating_point()]
+    gradients: Mapping[Key, Mapping[str, Tensor]]
+    totals: list[Tensor]
 
     def check_finite(self) -> None:
         """Search for the row with a non-finite value.
@@ -181,40 +268,9 @@ class LossOnPart:
         part, rows = self.part, self.part.rows
         check_finite(part.batch, self.scores, rows, "the model gave non-finite")
         if not all(math.isfinite(term.sum.item()) for term in self.output.terms.values()):
-            raise _non_finite_loss(self.loss, self.config, part, self.scores)
+            raise _non_finite_loss(self.call, part, self.scores)
         for gradients in self.gradients.values():
-            check_finite(part.batch, gradients, rows, f"{self.loss.name} has a non-finite gradient for")
-
-
-def loss_on_part(
-    loss: LossSpec, config: LossConfig, part: LossView, scores: Mapping[str, Tensor], device: torch.device
-) -> LossOnPart:
-    """Call the loss on a part and compute the gradient of each of its units.
-
-    Args:
-        scores: Scores of the part, on ``device``; "ref_logprobs" gets no gradient.
-
-    Raises:
-        OperationError: INVALID_BATCH.
-    """
-    leaves = {
-        name: values.requires_grad_() if values.is_floating_point() and name != "ref_logprobs" else values
-        for name, values in ((name, values.detach()) for name, values in scores.items())
-    }
-    output = call_loss(loss, part.batch.to(device), leaves, config, part.examples)
-    trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    units: dict[str, list[Tensor]] = {}
-    for term in output.terms.values():
-        if term.sum.requires_grad:
-            units.setdefault(term.unit, []).append(term.sum)
-    by_key: dict[Key, dict[str, Tensor]] = {}
-    for unit, terms in units.items():
-        total = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
-        found = torch.autograd.grad(total, list(trained.values()), allow_unused=True, retain_graph=len(units) > 1)
-        by_key[loss.name, unit] = {
-            name: gradient for name, gradient in zip(trained, found, strict=True) if gradient is not None
-        }
-    return LossOnPart(loss, config, part, scores, output, by_key)
+            check_finite(part.batch, gradients, rows, f"{self.call.loss.name} has a non-finite gradient for")
 
 
 def check_finite(batch: Batch, values: Mapping[str, Tensor], rows: Tensor, what: str) -> None:
@@ -242,9 +298,7 @@ def check_finite(batch: Batch, values: Mapping[str, Tensor], rows: Tensor, what:
         )
 
 
-def _non_finite_loss(
-    loss: LossSpec, config: LossConfig, part: LossView, scores: Mapping[str, Tensor]
-) -> OperationError:
+def _non_finite_loss(call: LossCall, part: Part, scores: Mapping[str, Tensor]) -> OperationError:
     """Make an error that names the first row whose own loss is not finite, or no row if only the total is not."""
     row = None
     scores = {name: values.cpu() for name, values in scores.items()}
@@ -254,14 +308,14 @@ def _non_finite_loss(
         of_token = of_sequence.repeat_interleave(part.batch.row_lengths)
         own = {name: values[of_sequence if name in SEQUENCE_SCORES else of_token] for name, values in scores.items()}
         with torch.no_grad():
-            output = call_loss(loss, part.batch.select(torch.tensor([example])), own, config)
+            output = _call(call, part.batch.select(torch.tensor([example])), own)
         if not all(math.isfinite(term.sum.item()) for term in output.terms.values()):
             row = int(part.rows[example])
             break
     where = "" if row is None else f" in row {row}"
     return OperationError(
         training_pb2.ERROR_CODE_NON_FINITE,
-        f"the loss {loss.name} is not finite{where}; nothing was accumulated and the weights are untouched",
+        f"the loss {call.loss.name} is not finite{where}; nothing was accumulated and the weights are untouched",
         row=row,
         rule="finite",
     )

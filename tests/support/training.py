@@ -1,0 +1,34 @@
+"""One training pass over a batch, as the engine makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from gradwire_losses.batch import Batch
+from gradwire_losses.registry import LossConfig, LossSpec
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.scoring.planner import Budget
+from gradwire_server.engine.training.accumulation import GradientAccumulator
+from gradwire_server.engine.training.forward_backward import Training, forward_backward
+from gradwire_server.engine.training.loss_call import LossCall
+from gradwire_server.engine.training.loss_report import LossEvaluation
+
+
+def train_on(
+    policy: Policy,
+    batch: Batch,
+    loss: LossSpec,
+    config: LossConfig,
+    accumulator: GradientAccumulator,
+    *,
+    outputs: Collection[str] = (),
+    budget: Budget,
+    dropout_seed: str = "",
+    **compared: Any,
+) -> LossEvaluation:
+    """Compute a loss and add its gradient to the accumulator; ``compared`` is LossCall's reference and teacher."""
+    on_batch = LossCall(loss, config, **compared).on(policy, batch, outputs)
+    (found,) = forward_backward([Training(on_batch, accumulator, budget=budget, dropout_seed=dropout_seed)])
+    assert found is not None
+    return found

@@ -62,7 +62,7 @@ class Training:
         self, loss: LossOnBatch, accumulator: GradientAccumulator, *, budget: Budget, dropout_seed: str = ""
     ) -> None:
         self.loss, self.dropout_seed = loss, dropout_seed
-        self.reading = Reading(loss.policy, loss.batch, loss.names, loss.call.temperature, loss.teacher, budget)
+        self.reading = Reading(loss.policy, loss.batch, loss.names, loss.temperature, loss.teacher, budget)
         self.micros = split_for_training(loss.policy, loss.batch, budget)
         whole = [Part(loss.batch, self.micros)]
         self.parts = [Part.of(loss.batch, micro) for micro in self.micros] if loss.streams else whole

@@ -51,7 +51,7 @@ def forward(
     on_batch = call.on(policy, batch, outputs) if call is not None else None
     sums = LossSums(call.loss.name if call is not None else "")
     if on_batch is not None:
-        names, teacher, temperature = on_batch.names, on_batch.teacher, on_batch.call.temperature
+        names, teacher, temperature = on_batch.names, on_batch.teacher, on_batch.temperature
     scores = score_batch(policy, batch, names, temperature=temperature, teacher=teacher, budget=budget)
     if on_batch is not None:
         sums.add(on_batch.value(scores))

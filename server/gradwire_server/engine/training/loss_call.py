@@ -90,7 +90,18 @@ class LossCall:
         check_scores(policy, own, teacher, field="loss_fn")
         check_candidates(batch, own | set(outputs))
         ref_logprobs = self._ref_logprobs(policy, batch) if "ref_logprobs" in needed else None
-        return LossOnBatch(self, policy, batch, own, tuple(outputs), teacher, ref_logprobs)
+        return LossOnBatch(
+            call=self,
+            policy=policy,
+            batch=batch,
+            own_scores=own,
+            outputs=tuple(outputs),
+            names=own | set(outputs),
+            streams=self.loss.streams(self.config, frozenset(batch.fields)) and not policy.router_aux_loss_coef,
+            temperature=self.temperature,
+            teacher=teacher,
+            ref_logprobs=ref_logprobs,
+        )
 
     def _ref_logprobs(self, policy: Policy, batch: Batch) -> Tensor:
         """``[T]`` log-probabilities under the reference that the arguments name, on the policy's device."""
@@ -120,7 +131,7 @@ class LossCall:
         )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class LossOnBatch:
     """A checked call of a loss on a batch, which is evaluated part by part; made by :meth:`LossCall.on`.
 
@@ -130,6 +141,9 @@ class LossOnBatch:
         batch: The whole batch.
         own_scores: Names of the loss's scores that are computed with the policy.
         outputs: Names of further scores to compute.
+        names: All of these names.
+        streams: Whether the loss of the batch is the sum of those of its micro-batches.
+        temperature: Divides the logits.
         teacher: The policy to compare with, or None.
         ref_logprobs: ``[T]`` reference log-probabilities, on the policy's device; None if the loss needs none.
         evaluated: What :meth:`evaluate` found, in its order.
@@ -142,22 +156,14 @@ class LossOnBatch:
     batch: Batch
     own_scores: frozenset[str]
     outputs: tuple[str, ...]
+    names: frozenset[str]
+    streams: bool
+    temperature: float
     teacher: Teacher | None
     ref_logprobs: Tensor | None
     evaluated: list[LossOnPart] = field(default_factory=list)
     output_scores: dict[str, Tensor] = field(default_factory=dict)
     routers: RouterSums | None = None
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of the scores to compute with the policy."""
-        return self.own_scores | set(self.outputs)
-
-    @property
-    def streams(self) -> bool:
-        """Whether the loss of the batch is the sum of those of its micro-batches."""
-        loss, config = self.call.loss, self.call.config
-        return bool(loss.streams(config, frozenset(self.batch.fields))) and not self.policy.router_aux_loss_coef
 
     def scores(self, part: Part, computed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The loss's scores of a part, of those that were computed with the policy."""

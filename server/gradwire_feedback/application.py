@@ -7,7 +7,7 @@ from importlib.metadata import version
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import RedirectResponse
 from fastapi.routing import APIRoute
-from starlette.middleware.trustedhost import TrustedHostMiddleware
+from gradwire_http.browsers import BrowserGuard
 from starlette.routing import Match
 
 from gradwire_feedback import pages
@@ -17,7 +17,6 @@ from gradwire_feedback.settings import LIMITS
 
 ROUTERS = (feedback.router, training.router, policies.router)
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-LOOPBACK_NAMES = ["127.0.0.1", "localhost", "[::1]"]
 
 
 def create_application(context: Context) -> FastAPI:
@@ -30,9 +29,8 @@ def create_application(context: Context) -> FastAPI:
         separate_input_output_schemas=False,
     )
     app.state.context = context
-    # otherwise a foreign page could resolve its own name to this machine and read the answers
-    if context.settings.loopback:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK_NAMES)
+    names = (context.settings.host,) if context.settings.loopback else None
+    app.add_middleware(errors.ForeignPages, guard=BrowserGuard(names, pages=True))
     errors.install(app)
     for router in ROUTERS:
         app.include_router(router)

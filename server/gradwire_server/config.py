@@ -32,8 +32,13 @@ class Limits(BaseModel):
     max_http_body_bytes: int = Field(
         default=64 << 20, ge=1 << 16, description="the body of one HTTP request, decompressed"
     )
-    max_json_body_bytes: int = Field(
-        default=8 << 20, ge=1 << 16, description="one that is JSON; parsing it holds up all other requests"
+    max_json_body_bytes: int = Field(default=8 << 20, ge=1 << 16, description="one that is JSON")
+    max_json_values: int = Field(
+        default=132 << 10, ge=1024, description="values of it, such as token ids; they hold up all other requests"
+    )
+    max_json_containers: int = Field(default=16 << 10, ge=1024, description="lists, objects and keys of it")
+    max_message_fields: int = Field(
+        default=1 << 16, ge=1024, description="fields of one gRPC message; they hold up all other requests"
     )
     max_payload_bytes: int = Field(default=1 << 30, ge=1, description="the tensors of one operation")
     max_tensors: int = Field(default=64, ge=1, description="tensors of one operation")
@@ -223,7 +228,11 @@ class ServerConfig(EngineSettings):
     )
     limits: Limits = setting(Limits(), "NAME=VALUE of a limit (see `gradwire status`); repeat.", subject=NETWORK)
     tokenizer_memory_gib: float = setting(
-        2.0, "GiB that each tokenizing process may hold.", subject=COMPUTE, gt=0, allow_inf_nan=False
+        2.0,
+        "GiB that each process for texts or batches may hold.",
+        subject=COMPUTE,
+        gt=0,
+        allow_inf_nan=False,
     )
     durability: Literal["journal", "checkpoint"] = setting(
         "journal", "journal: replay after a crash. checkpoint: go back to the last one.", subject=DURABILITY

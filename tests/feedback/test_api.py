@@ -110,7 +110,7 @@ def test_a_body_that_is_too_large_is_refused(api: httpx.Client) -> None:
 
 
 def test_another_sites_name_for_this_machine_is_refused(api: httpx.Client) -> None:
-    assert api.get("/fields", headers={"host": "evil.example"}).status_code == 400
+    assert api.get("/fields", headers={"host": "evil.example"}).status_code == 421
     answer = api.options("/fields", headers={"origin": "https://evil.example", "access-control-request-method": "POST"})
     assert "access-control-allow-origin" not in answer.headers
 

@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from gradwire.rlhf import RewardModelConfig, TrainingConfig
+from gradwire_http.browsers import BrowserGuard
 from pydantic.alias_generators import to_camel
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -98,6 +99,25 @@ class BodyLimit:
         length = dict(scope.get("headers", ())).get(b"content-length", b"")
         too_large = length.isdigit() and int(length) > LIMITS.body_bytes
         await (problem(413, TOO_LARGE) if too_large else self.app)(scope, receive, send)
+
+
+class ForeignPages:
+    """Wrap an application to refuse what browsers send on behalf of other sites' pages."""
+
+    def __init__(self, app: ASGIApp, guard: BrowserGuard) -> None:
+        self.app, self.guard = app, guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
+        refused = None
+        if scope["type"] in ("http", "websocket"):
+            refused = self.guard.refusal(scope.get("method", "GET"), headers)
+        if refused is None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": refused[1]})
+        else:
+            await problem(*refused)(scope, receive, send)
 
 
 def install(app: FastAPI) -> None:

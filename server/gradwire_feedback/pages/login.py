@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gradwire_http.browsers import local_path
 from nicegui import app, ui
 
 from gradwire_feedback.context import Context
@@ -14,7 +15,7 @@ def register(context: Context) -> None:
     @ui.page("/login", title="Sign in")
     def login(next: str = "/docs") -> None:
         ui.add_css(STYLE)
-        target = next if next.startswith("/") and not next.startswith(("//", "/\\")) else "/docs"
+        target = local_path(next, "/docs")
 
         def enter() -> None:
             digest = digest_of(key.value.strip())

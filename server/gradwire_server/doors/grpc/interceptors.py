@@ -26,13 +26,15 @@ from gradwire_server.access.calls import RPCS, CallKind
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.doors.grpc.errors import GRPC_STATUS
-from gradwire_server.errors import ServiceError
+from gradwire_server.doors.wire_format import TooManyFieldsError, check_fields
+from gradwire_server.errors import ServiceError, limit_exceeded
 
 log = logging.getLogger(__name__)
 
 ERROR_METADATA = "gradwire-error-bin"
 MAX_MESSAGE_CHARS = 1000
 _OPEN = "/grpc.health.v1.Health/"
+_REQUESTS = {method.name: method.input_type for method in pb.DESCRIPTOR.services_by_name["TrainingService"].methods}
 
 CALLER: ContextVar[Caller] = ContextVar("gradwire_caller")
 """The caller of the current RPC."""
@@ -79,14 +81,24 @@ def _guarded(handler: Any, core: Core, caller: Caller, method: str) -> grpc.RpcM
     name = method.rpartition("/")[2]
     keys, calls, kind = core.keys, core.calls, RPCS[name]
     serialized = kind is CallKind.CONVERT
-    parse = bytes if serialized else handler.request_deserializer
+    message, limit = _REQUESTS[name], core.config.limits.max_message_fields
+
+    async def parse(body: bytes) -> Any:
+        if serialized:
+            return body
+        try:
+            await check_fields(body, message, limit)
+        except TooManyFieldsError:
+            raise limit_exceeded("a message with more fields", "max_message_fields", limit, "") from None
+        return handler.request_deserializer(body)
+
     unary = None if handler.request_streaming else handler.unary_stream or handler.unary_unary
 
     async def parsed(requests: AsyncIterable[bytes]) -> AsyncGenerator[Any]:
         async with _opened(requests) as messages:
             async for request in messages:
                 keys.check(caller)
-                yield parse(request)
+                yield await parse(request)
 
     @asynccontextmanager
     async def taken(requests: AsyncIterable[bytes]) -> AsyncIterator[Any]:
@@ -98,12 +110,14 @@ def _guarded(handler: Any, core: Core, caller: Caller, method: str) -> grpc.RpcM
                 return
             async with calls.body(caller.name, lambda: _first(requests)) as body:
                 keys.check(caller)
-                yield parse(body)
+                yield await parse(body)
 
     async def one(requests: AsyncIterable[bytes], context: Any) -> Any:
         try:
             async with taken(requests) as request:
-                return await (unary or handler.stream_unary)(request, context)
+                answer = await (unary or handler.stream_unary)(request, context)
+                keys.check(caller)
+                return answer
         except Exception as error:  # the outermost handler: callers see only errors that were written for them
             _refuse(context, error, method)
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterable
+from itertools import chain
 
 from gradwire_proto.v1 import training_pb2 as pb
 
@@ -111,7 +112,7 @@ class Submissions:
                 self._batched |= first.batched
                 self._patient |= first.patient
                 async with self._core.calls.slice(self._caller.name):
-                    for place, frame in enumerate((first, *first.more), 1):
+                    for place, frame in enumerate(chain((first,), first.more), 1):
                         incoming = self._take(frame, incoming)
                         if place % SLICE_FRAMES == 0:
                             await asyncio.sleep(0)

@@ -1,12 +1,14 @@
-"""Bodies of requests: read within a limit, and decompressed within the same limit."""
+"""Bodies of requests: read within a limit, decompressed within the same limit, and JSON counted before it is parsed."""
 
 from __future__ import annotations
 
 import asyncio
+import io
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import zstandard
+from gradwire_http.json_bounds import JsonBounds, UnboundedJsonError
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.config import Limits
@@ -15,8 +17,10 @@ from gradwire_server.errors import ServiceError, limit_exceeded
 READ_BYTES = 1 << 20
 ZSTD_STEP_BYTES = 512
 """Compressed bytes decoded at once: 4 of them can become 128 KiB."""
-IN_THREAD_BYTES = 64 << 10
-"""Compressed bodies above this size are decompressed in a thread, so that other requests go on."""
+IN_LOOP_BYTES = 256 << 10
+"""Bodies that are larger, compressed or not, are decompressed in a thread, so that other requests go on."""
+MAX_LEVELS = 64
+"""Lists and objects inside each other in JSON."""
 MAX_WINDOW_BYTES = 128 << 20
 """The largest window of a zstd frame: what a decoder may be made to allocate."""
 BEGINNING_BYTES = 256 << 10
@@ -82,9 +86,12 @@ async def decompressed(body: bytes, encoding: str, limit: BodyLimit) -> bytes:
         return body
     decode = _unzstd if encoding == "zstd" else _gunzip
     try:
-        if len(body) > IN_THREAD_BYTES:
-            return await asyncio.to_thread(decode, body, limit)
-        return decode(body, limit)
+        if len(body) <= IN_LOOP_BYTES < limit.bytes:
+            try:
+                return decode(body, replace(limit, bytes=IN_LOOP_BYTES))
+            except ServiceError:  # it becomes larger
+                return await asyncio.to_thread(decode, body, limit)
+        return await asyncio.to_thread(decode, body, limit)
     except ServiceError as error:
         raise OversizedBodyError(error, body[:BEGINNING_BYTES], encoding) from None
     except (zstandard.ZstdError, zlib.error, EOFError) as error:
@@ -92,32 +99,45 @@ async def decompressed(body: bytes, encoding: str, limit: BodyLimit) -> bytes:
         raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="Content-Encoding") from error
 
 
+async def check_json(body: bytes, limits: Limits) -> None:
+    """Check how many values JSON has before objects are made of them.
+
+    Raises:
+        ServiceError: LIMIT_EXCEEDED, INVALID_ARGUMENT.
+    """
+    bounds = JsonBounds(limits.max_json_values, limits.max_json_containers, MAX_LEVELS)
+    try:
+        await bounds.check(body)
+    except UnboundedJsonError as error:
+        if error.what in ("values", "containers"):
+            what = f"a body of JSON with more {error.what}"
+            raise limit_exceeded(what, f"max_json_{error.what}", error.limit, "body") from None
+        raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, f"the body cannot be read: {error}", field="body") from None
+
+
 def _unzstd(body: bytes, limit: BodyLimit) -> bytes:
     decoder = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompressobj()
-    view = memoryview(body)
-    parts, size = [], 0
+    view, whole = memoryview(body), io.BytesIO()
     for start in range(0, len(view), ZSTD_STEP_BYTES):
         if decoder.eof:
             break
-        parts.append(decoder.decompress(view[start : start + ZSTD_STEP_BYTES]))
-        size += len(parts[-1])
-        limit.check(size)
+        whole.write(decoder.decompress(view[start : start + ZSTD_STEP_BYTES]))
+        limit.check(whole.tell())
     if not decoder.eof:
         raise EOFError("it ends too early")
-    return b"".join(parts)
+    return whole.getvalue()
 
 
 def _gunzip(body: bytes, limit: BodyLimit) -> bytes:
     decoder = zlib.decompressobj(wbits=31)
-    parts, size, rest = [], 0, body
+    whole, rest = io.BytesIO(), body
     while rest and not decoder.eof:
-        parts.append(decoder.decompress(rest, READ_BYTES))
+        whole.write(decoder.decompress(rest, READ_BYTES))
         rest = decoder.unconsumed_tail
-        size += len(parts[-1])
-        limit.check(size)
+        limit.check(whole.tell())
     if not decoder.eof:
         raise EOFError("it ends too early")
-    return b"".join(parts)
+    return whole.getvalue()
 
 
 def _beginning(received: bytes, encoding: str) -> bytes:

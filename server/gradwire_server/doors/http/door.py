@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 from fastapi.responses import JSONResponse, PlainTextResponse
+from gradwire_http.browsers import BrowserGuard, body_refusal
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gradwire_server.config import ServerConfig
@@ -125,11 +126,19 @@ def _root(core: Core, protocols: Sequence[Protocol], stopping: asyncio.Event) ->
     """The application that gives each request to the protocol of its path."""
     guards = {protocol.prefix + "/": GuardedProtocol(core, protocol) for protocol in protocols}
     known = ", ".join(f"{protocol.prefix} ({protocol.name})" for protocol in protocols)
+    keyless = BrowserGuard(names=(core.config.http.rpartition(":")[0],))
+    keyed = BrowserGuard(names=None)
 
     async def root(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         path = scope["path"]
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        browsers = keyed if core.keys.required else keyless
+        if (refused := browsers.refusal(scope["method"], headers) or body_refusal(headers)) is not None:
+            status, message = refused
+            await _refusal(status, message)(scope, receive, send)
+            return
         for prefix, guard in guards.items():
             if path.startswith(prefix):
                 await guard({**scope, "root_path": scope.get("root_path", "") + prefix[:-1]}, receive, send)
@@ -138,11 +147,15 @@ def _root(core: Core, protocols: Sequence[Protocol], stopping: asyncio.Event) ->
             healthy = not stopping.is_set()
             await PlainTextResponse("ok" if healthy else "stopping", 200 if healthy else 503)(scope, receive, send)
             return
-        message = f"{path[:200]} is not served here; there are {known} and /healthz"
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": "unsupported"}
-        await JSONResponse({"detail": message, "error": error}, 404)(scope, receive, send)
+        await _refusal(404, f"{path[:200]} is not served here; there are {known} and /healthz")(scope, receive, send)
 
     return root
+
+
+def _refusal(status: int, message: str) -> JSONResponse:
+    """A refusal before it is known which protocol the caller speaks: it has the form of each."""
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": "unsupported"}
+    return JSONResponse({"detail": message, "error": error}, status)
 
 
 def _listener(address: str) -> socket.socket:

@@ -1,7 +1,8 @@
 """What stands before the routes of every protocol: keys, bounded bodies, unforeseen errors, metrics.
 
 A caller without a valid key, or with too many requests under way, is refused before the body is read. A body is
-received in its key's turn, and counts against the bytes that the key's calls may hold while the request is served.
+received in its key's turn, and counts against the bytes that the key's calls may hold while the request is served. The
+key is checked again with every part of the body and of the answer, so that a revoked one gets nothing more.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -21,11 +23,12 @@ from gradwire_server.doors.http.bodies import (
     ENCODINGS,
     BodyLimit,
     OversizedBodyError,
+    check_json,
     decompressed,
     unknown_encoding,
 )
 from gradwire_server.doors.http.errors import LOGGED, error_response, internal_error
-from gradwire_server.doors.http.protocol import DirectCall, Protocol
+from gradwire_server.doors.http.protocol import DirectCall, ErrorBody, Protocol
 from gradwire_server.errors import ServiceError
 
 DISCARD_BYTES, DISCARD_S = 1 << 30, 20.0
@@ -73,25 +76,30 @@ class GuardedProtocol:
                 await self._protocol.app(scope, receive, starting)
                 return
             scope["gradwire.caller"] = caller = self._core.keys.caller(headers.secret)
+            answered = _Answer(partial(self._core.keys.check, caller), self._protocol.error_body, scope, starting)
             limit = BodyLimit.of(self._core.config.limits, headers.content_type)
             calls = self._core.calls
             try:
                 async with (
                     calls.turn(caller.name, CallKind.HTTP),
-                    calls.body(caller.name, lambda: _body(headers, receive, limit)) as content,
+                    calls.body(caller.name, lambda: _body(headers, answered.checked(receive), limit)) as content,
                 ):
                     self._core.keys.check(caller)
+                    if "protobuf" not in headers.content_type:
+                        await check_json(content, self._core.config.limits)
                     answer = None
                     if direct is not None:
                         scope[_ROUTE] = path
                         answer = await direct(DirectCall(caller, content, headers.content_type, headers.traceparent))
                     if answer is None:
-                        await self._protocol.app(scope, _replayed(content, receive), starting)
+                        await self._protocol.app(
+                            scope, _replayed(content, answered.until_revoked(receive)), answered.send
+                        )
                     else:
-                        await answer(scope, receive, starting)
+                        await answer(scope, receive, answered.send)
             except OversizedBodyError as error:
                 answer = await self._oversized(posted, error, scope, headers)
-                await answer(scope, receive, starting)
+                await answer(scope, receive, answered.send)
         except ServiceError as error:
             await error_response(error.error, self._protocol.error_body)(scope, receive, send)
         except _Disconnected:
@@ -112,6 +120,70 @@ class GuardedProtocol:
             call = DirectCall(caller, oversized.beginning, headers.content_type, headers.traceparent)
             answer = await route(call, reason)
         return answer or error_response(reason, self._protocol.error_body, 413)
+
+
+class _Answer:
+    """The answer to a request, which ends when its key is revoked.
+
+    Args:
+        check: Raises a ServiceError if the key is not valid any more.
+    """
+
+    def __init__(self, check: Callable[[], None], body: ErrorBody, scope: Scope, send: Send) -> None:
+        self._check, self._body, self._scope, self._send = check, body, scope, send
+        self._revoked = asyncio.Event()
+        self._started = self._of_events = False
+
+    def checked(self, receive: Receive) -> Receive:
+        """A ``receive`` that raises once the key is revoked."""
+
+        async def checking() -> Message:
+            message = await receive()
+            self._check()
+            return message
+
+        return checking
+
+    def until_revoked(self, receive: Receive) -> Receive:
+        """A ``receive`` that says that the client has left once the key is revoked, which ends the work."""
+
+        async def receiving() -> Message:
+            received, revoked = asyncio.ensure_future(receive()), asyncio.ensure_future(self._revoked.wait())
+            try:
+                await asyncio.wait([received, revoked], return_when=asyncio.FIRST_COMPLETED)
+                return received.result() if received.done() else {"type": "http.disconnect"}
+            finally:
+                received.cancel()
+                revoked.cancel()
+
+        return receiving
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the answer, or, to a key that was revoked, the refusal, and nothing after it."""
+        if self._revoked.is_set():
+            return
+        try:
+            self._check()
+        except ServiceError as error:
+            self._revoked.set()
+            await self._refuse(error)
+            return
+        if message["type"] == "http.response.start":
+            self._started = True
+            self._of_events = dict(message["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
+        await self._send(message)
+
+    async def _refuse(self, error: ServiceError) -> None:
+        response = error_response(error.error, self._body)
+        if not self._started:
+            await response(self._scope, _nothing, self._send)
+            return
+        last = b"data: " + bytes(response.body) + b"\n\n" if self._of_events else b""
+        await self._send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}
 
 
 class _Disconnected(Exception):

@@ -12,18 +12,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
+from gradwire_http.models import BoundedModel
 from gradwire_proto.v1 import training_pb2 as pb
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from gradwire_server.errors import ServiceError
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this one take the most probable token, instead of dividing logits by almost nothing."""
 MAX_TOKENS = 2**31
+MAX_BIAS = 1_000_000
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(BoundedModel):
     """Options of a stream."""
 
     model_config = ConfigDict(extra="ignore")
@@ -31,7 +33,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class SamplingRequest(BaseModel):
+class SamplingRequest(BoundedModel):
     """What completions and chat completions share."""
 
     model_config = ConfigDict(extra="forbid")
@@ -44,7 +46,7 @@ class SamplingRequest(BaseModel):
     seed: int | None = None
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
@@ -120,7 +122,7 @@ class CompletionRequest(SamplingRequest):
     suffix: str | None = None
 
 
-class JsonSchemaFormat(BaseModel):
+class JsonSchemaFormat(BoundedModel):
     """A schema with its name."""
 
     model_config = ConfigDict(extra="ignore")
@@ -129,7 +131,7 @@ class JsonSchemaFormat(BaseModel):
     schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(BoundedModel):
     """The form of the answer."""
 
     model_config = ConfigDict(extra="ignore")
@@ -211,7 +213,9 @@ def _encodable(texts: list[str], field: str) -> list[str]:
     return texts
 
 
-def _bias(token: str, bias: float) -> pb.LogitBias:
+def _bias(token: str, bias: Any) -> pb.LogitBias:
     if not (token.isascii() and token.isdigit() and len(token) < 12):
         raise invalid(f"logit_bias names tokens by their ids, not {token[:50]!r}", "logit_bias")
+    if isinstance(bias, bool) or not isinstance(bias, int | float) or not abs(bias) <= MAX_BIAS:
+        raise invalid(f"logit_bias of {token} is no number from -{MAX_BIAS} to {MAX_BIAS}", "logit_bias")
     return pb.LogitBias(token_id=int(token), bias=bias)

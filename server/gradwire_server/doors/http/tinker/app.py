@@ -14,6 +14,7 @@ from gradwire_server.doors.http.direct import direct_routes
 from gradwire_server.doors.http.errors import application
 from gradwire_server.doors.http.protocol import Protocol
 from gradwire_server.doors.http.tinker import checkpoints, external_weights, futures, sampling, sessions, training
+from gradwire_server.doors.http.tinker.batch_process import BatchPool
 from gradwire_server.doors.http.tinker.collection import TinkerCollection
 from gradwire_server.doors.http.tinker.models import Models
 from gradwire_server.doors.http.tinker.oversized import oversized_batch
@@ -42,6 +43,7 @@ class Tinker:
     def __init__(self, core: Core, stopping: asyncio.Event) -> None:
         self.core, self.stopping = core, stopping
         self.store = TinkerStore(core.config.state_dir)
+        self.batches = BatchPool(core.config)
         self.saved = SavedWeights(core, self.store)
         self.models = Models(core, self.store, self.saved)
         self.samplers = Samplers(core, self.store)
@@ -55,6 +57,7 @@ class Tinker:
 
     async def stop(self) -> None:
         """End what is in progress, and close the store."""
+        await self.batches.close()
         await self.collection.stop()
         await self.samplers.stop()
         await self.models.stop()
@@ -66,7 +69,7 @@ def protocol(tinker: Tinker) -> Protocol:
     app = application("gradwire for Tinker's SDK", TinkerErrorAnswer, error_body)
     routers = [
         futures.routes(tinker.store, tinker.models, tinker.samplers, tinker.stopping),
-        training.routes(tinker.core, tinker.store, tinker.models, tinker.saved, tinker.samplers),
+        training.routes(tinker.core, tinker.store, tinker.models, tinker.saved, tinker.samplers, tinker.batches),
         sampling.routes(tinker.core, tinker.store, tinker.saved, tinker.samplers),
         checkpoints.routes(tinker.core, tinker.store, tinker.models, tinker.saved),
         external_weights.routes(tinker.core, tinker.store, tinker.models, tinker.saved),

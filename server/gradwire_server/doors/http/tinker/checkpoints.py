@@ -8,8 +8,9 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
+from gradwire_http.models import BoundedModel
 from gradwire_proto.v1 import training_pb2 as pb
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
@@ -27,13 +28,13 @@ Limit = Annotated[int, Query(ge=1, le=10_000)]
 Offset = Annotated[int, Query(ge=0)]
 
 
-class TtlRequest(BaseModel):
+class TtlRequest(BoundedModel):
     """When a checkpoint expires, from now."""
 
     ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL_S)
 
 
-class PathRequest(BaseModel):
+class PathRequest(BoundedModel):
     """A checkpoint's path."""
 
     tinker_path: str

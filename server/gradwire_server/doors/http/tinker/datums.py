@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from gradwire_proto import codec
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import tinker_pb2
 from gradwire_proto.v1 import training_pb2 as pb
@@ -45,6 +46,33 @@ class LossBatch:
     operation: pb.Operation
     columns: dict[str, Column]
     widths: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """A call of a loss as the core takes it.
+
+    Attributes:
+        header: Its operation, the description and the digest of its tensors.
+        payload: Their bytes, in parts.
+        widths: As of a :class:`LossBatch`.
+    """
+
+    header: pb.OperationHeader
+    payload: list[bytes]
+    widths: list[int] | None = None
+
+    @classmethod
+    def of(cls, batch: LossBatch) -> EncodedBatch:
+        """Encode a batch."""
+        specs, buffers = codec.encode(batch.columns)
+        header = pb.OperationHeader(
+            operation=batch.operation,
+            tensors=specs,
+            payload_bytes=sum(buffer.nbytes for buffer in buffers),
+            payload_digest=codec.digest(buffers),
+        )
+        return cls(header, [bytes(buffer) for buffer in buffers], batch.widths)
 
 
 def loss_operation(request: tinker_pb2.ForwardBackwardRequest) -> pb.Operation:

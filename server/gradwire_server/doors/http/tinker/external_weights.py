@@ -17,9 +17,10 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse
+from gradwire_http.models import BoundedModel
 from gradwire_proto.v1 import training_pb2 as pb
 from itsdangerous import BadSignature, URLSafeTimedSerializer
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
@@ -39,7 +40,7 @@ MAX_RECIPIENTS = 10
 AGE = ".age"
 
 
-class SaveExternalRequest(BaseModel):
+class SaveExternalRequest(BoundedModel):
     """Weights to export."""
 
     model_id: str

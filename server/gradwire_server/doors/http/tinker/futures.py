@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
+from gradwire_http.models import BoundedModel
 from gradwire_proto.v1 import training_pb2 as pb
-from pydantic import BaseModel
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.doors.http.protocol import CallerOf
@@ -31,7 +31,7 @@ PROTOBUF = "application/x-protobuf"
 T = TypeVar("T")
 
 
-class RetrieveRequest(BaseModel):
+class RetrieveRequest(BoundedModel):
     """A promise whose result is wanted."""
 
     request_id: str

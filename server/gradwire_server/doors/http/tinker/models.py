@@ -9,18 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from gradwire_proto import codec
-from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.calls import CallKind
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
-from gradwire_server.doors.http.bodies import IN_THREAD_BYTES
+from gradwire_server.doors.http.tinker.datums import EncodedBatch
 from gradwire_server.doors.http.tinker.names import request_id_of
 from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.store import ModelRecord, TinkerStore
@@ -33,6 +31,7 @@ log = logging.getLogger(__name__)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 UNEMBED = "lm_head"
+NO_PAYLOAD = codec.digest([])
 PASSING_ERRORS = (pb.ERROR_CODE_ENGINE_UNAVAILABLE, pb.ERROR_CODE_SHUTTING_DOWN, pb.ERROR_CODE_STORAGE_FULL)
 
 
@@ -167,7 +166,7 @@ class Models:
         seq: int,
         kind: str,
         operation: pb.Operation,
-        columns: Mapping[str, Column] | None = None,
+        batch: EncodedBatch | None = None,
         *,
         refusal: pb.Error | None = None,
         traceparent: str = "",
@@ -176,24 +175,21 @@ class Models:
 
         Args:
             kind: The kind of its result, for the promise's id.
+            batch: Its batch, if it has one.
             refusal: Why the operation fails; it uses up its number all the same.
 
         Raises:
             ServiceError: It was not accepted; its number stays free.
         """
         model = await self.created(caller, model_id)
-        specs, buffers = codec.encode(columns or {})
-        size = sum(buffer.nbytes for buffer in buffers)
-        digest, payload = await asyncio.to_thread(_copied, buffers) if size > IN_THREAD_BYTES else _copied(buffers)
-        header = pb.OperationHeader(
-            seq=seq,
-            operation=operation,
-            tensors=specs,
-            payload_bytes=size,
-            payload_digest=digest,
-            failure_seen=model.failure_seen,
-            traceparent=traceparent[:MAX_TRACEPARENT],
-            refusal=refusal,
+        header, payload = pb.OperationHeader(operation=operation, payload_digest=NO_PAYLOAD), list[bytes]()
+        if batch is not None:
+            header.CopyFrom(batch.header)
+            payload = batch.payload
+        header.MergeFrom(
+            pb.OperationHeader(
+                seq=seq, failure_seen=model.failure_seen, traceparent=traceparent[:MAX_TRACEPARENT], refusal=refusal
+            )
         )
         accepted = self._accept(caller, model, header, payload)
         if self._core.awaits_number(caller, model.run_id, seq):
@@ -295,11 +291,6 @@ class Models:
         model = self._store.models[model_id]
         if seq > model.failure_seen:
             await self._store.put(self._store.models, model.model_copy(update={"failure_seen": seq}))
-
-
-def _copied(buffers: Sequence[memoryview]) -> tuple[bytes, list[bytes]]:
-    """The digest of a payload, and its parts."""
-    return codec.digest(buffers), [bytes(buffer) for buffer in buffers]
 
 
 def writer_of(model: ModelRecord) -> str:

@@ -11,10 +11,11 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from gradwire_http.models import BoundedModel
 from gradwire_proto import codec
 from gradwire_proto.v1 import tinker_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.config import Limits
@@ -32,7 +33,7 @@ Ids = npt.NDArray[np.int64]
 Count = Annotated[int, Field(ge=0)]
 
 
-class Targets(BaseModel):
+class Targets(BoundedModel):
     """``[T - 1, K]`` ids to score, dense or as compressed sparse rows; -1 for none."""
 
     data: list[int]
@@ -95,7 +96,7 @@ class Targets(BaseModel):
         return tensor
 
 
-class WantedScores(BaseModel):
+class WantedScores(BoundedModel):
     """What a request wants to know beside its samples."""
 
     prompt_logprobs: bool | None = None

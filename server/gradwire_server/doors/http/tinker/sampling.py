@@ -6,9 +6,10 @@ import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter
+from gradwire_http.models import BoundedModel
 from gradwire_proto.v1 import tinker_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from pydantic import Base64Bytes, BaseModel, Field
+from pydantic import Base64Bytes, Field
 
 from gradwire_server.access.calls import CallKind
 from gradwire_server.core.core import Core
@@ -28,7 +29,7 @@ MAX_SAMPLE_NUMBER = 2**63
 StopId = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
 
 
-class CreateSamplerRequest(BaseModel):
+class CreateSamplerRequest(BoundedModel):
     """A new sampler of a base model or a checkpoint."""
 
     session_id: str
@@ -37,7 +38,7 @@ class CreateSamplerRequest(BaseModel):
     model_path: str | None = None
 
 
-class PromptChunk(BaseModel):
+class PromptChunk(BoundedModel):
     """A part of a prompt: text, or an image whose file is in base64."""
 
     type: str = "encoded_text"
@@ -46,7 +47,7 @@ class PromptChunk(BaseModel):
     expected_tokens: int | None = Field(default=None, lt=MAX_NUMBER)
 
 
-class PromptTokens(BaseModel):
+class PromptTokens(BoundedModel):
     """A prompt as token ids and images."""
 
     chunks: list[PromptChunk]
@@ -79,7 +80,7 @@ class PromptTokens(BaseModel):
         return found
 
 
-class SampleSettings(BaseModel):
+class SampleSettings(BoundedModel):
     """How tokens are drawn."""
 
     max_tokens: int | None = Field(default=None, ge=0, lt=MAX_NUMBER)

@@ -7,8 +7,9 @@ import uuid
 from typing import Any
 
 from fastapi import APIRouter
+from gradwire_http.models import BoundedModel
 from gradwire_proto.v1 import training_pb2 as pb
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.protocol import CallerOf
@@ -28,7 +29,7 @@ CLIENT_CONFIG = {
 DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
 
 
-class SessionRequest(BaseModel):
+class SessionRequest(BoundedModel):
     """A new session."""
 
     tags: list[str] = Field(default=[], max_length=MAX_TAGS)
@@ -36,7 +37,7 @@ class SessionRequest(BaseModel):
     sdk_version: str = ""
 
 
-class SessionIdRequest(BaseModel):
+class SessionIdRequest(BoundedModel):
     """A request about a session."""
 
     session_id: str

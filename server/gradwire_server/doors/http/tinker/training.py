@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from typing import Any
 
@@ -14,10 +13,10 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Caller
 from gradwire_server.config import Limits
 from gradwire_server.core.core import Core
-from gradwire_server.doors.http.bodies import IN_THREAD_BYTES
 from gradwire_server.doors.http.protocol import BodyOf, CallerOf, TraceparentOf
-from gradwire_server.doors.http.tinker.datums import LossBatch, loss_batch, loss_operation
-from gradwire_server.doors.http.tinker.models import Models
+from gradwire_server.doors.http.tinker.batch_process import BatchPool
+from gradwire_server.doors.http.tinker.datums import EncodedBatch, loss_batch, loss_operation
+from gradwire_server.doors.http.tinker.models import PASSING_ERRORS, Models
 from gradwire_server.doors.http.tinker.names import (
     TinkerPath,
     check_name,
@@ -47,13 +46,18 @@ from gradwire_server.doors.http.tinker.training_requests import (
     SaveForSamplerRequest,
     SaveWeightsRequest,
 )
-from gradwire_server.errors import ServiceError
+from gradwire_server.doors.wire_format import SMALL_BYTES, TooManyFieldsError, without
+from gradwire_server.errors import ServiceError, limit_exceeded
 from gradwire_server.journal.checkpoint_records import SNAPSHOT
 
 ALPHA = 32.0
+MAX_SETTINGS = 1024
+"""Fields of a large batch beside its data: the model, the loss and its settings."""
 
 
-def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights, samplers: Samplers) -> APIRouter:
+def routes(
+    core: Core, store: TinkerStore, models: Models, saved: SavedWeights, samplers: Samplers, batches: BatchPool
+) -> APIRouter:
     """The routes over the door's state."""
     router = APIRouter(route_class=operation_route(models))
 
@@ -141,28 +145,27 @@ def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights, 
     @router.post("/forward_backward")
     async def forward_backward(caller: CallerOf, body: BodyOf, trace: TraceparentOf) -> dict[str, str]:
         """Accumulate a loss's gradients, or compute the loss alone. What is wrong with the data fails the promise."""
-        try:
-            asked = tinker_pb2.ForwardBackwardRequest.FromString(body)
-        except DecodeError:
-            message = "the body is not the protobuf message that this route takes"
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message) from None
+        asked = await _asked(body, core.config.limits)
         if not 1 <= asked.seq_id < MAX_NUMBER:
             raise _invalid(f"seq_id is {asked.seq_id}; numbers begin at 1", "seq_id")
         model = await models.created(caller, asked.model_id)
+        base, batch, refusal = core.model_info(model.base_model), None, None
         try:
-            batch = await _batch(asked, core.model_info(model.base_model), core.config.limits, len(body))
+            if len(body) > SMALL_BYTES:
+                batch = await batches.encode(caller.name, base, body)
+            else:
+                batch = EncodedBatch.of(loss_batch(asked, base, core.config.limits))
         except ServiceError as error:
-            operation = loss_operation(asked)
-            promise = await models.submit(
-                caller, asked.model_id, asked.seq_id, "loss", operation, refusal=error.error, traceparent=trace
-            )
-            return _promise(promise, asked.model_id)
-        if batch.widths is not None:
+            if error.code in PASSING_ERRORS:
+                raise
+            refusal = error.error
+        if batch is not None and batch.widths is not None:
             request_id = request_id_of(asked.model_id, asked.seq_id, "loss")
             widths = WidthsRecord(owner=caller.name, request_id=request_id, widths=batch.widths)
             await store.put(store.widths, widths)
+        operation = loss_operation(asked) if batch is None else batch.header.operation
         promise = await models.submit(
-            caller, asked.model_id, asked.seq_id, "loss", batch.operation, batch.columns, traceparent=trace
+            caller, asked.model_id, asked.seq_id, "loss", operation, batch, refusal=refusal, traceparent=trace
         )
         return _promise(promise, asked.model_id)
 
@@ -250,11 +253,22 @@ def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights, 
     return router
 
 
-async def _batch(asked: tinker_pb2.ForwardBackwardRequest, model: pb.ModelInfo, limits: Limits, size: int) -> LossBatch:
-    """The batch of a request; a large one is converted in a thread, so that other requests go on."""
-    if size > IN_THREAD_BYTES:
-        return await asyncio.to_thread(loss_batch, asked, model, limits)
-    return loss_batch(asked, model, limits)
+async def _asked(body: bytes, limits: Limits) -> tinker_pb2.ForwardBackwardRequest:
+    """The request of a body; without its data if that is large.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT, LIMIT_EXCEEDED.
+    """
+    request = tinker_pb2.ForwardBackwardRequest
+    try:
+        if len(body) > SMALL_BYTES:
+            body = await without(body, request.DATA_FIELD_NUMBER, limits.max_rows, MAX_SETTINGS)
+        return request.FromString(body)
+    except TooManyFieldsError:
+        raise limit_exceeded("the batch has more data", "max_rows", limits.max_rows, "data") from None
+    except DecodeError:
+        message = "the body is not the protobuf message that this route takes"
+        raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message) from None
 
 
 def _promise(request_id: str, model_id: str) -> dict[str, str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from gradwire_http.models import BoundedModel
+from pydantic import Field
 
 from gradwire_server.doors.http.tinker.store import MAX_TTL_S, Metadata
 
@@ -12,7 +13,7 @@ MAX_NUMBER = 2**31
 """Numbers of models, samplers and operations are below this."""
 
 
-class LoraConfig(BaseModel):
+class LoraConfig(BoundedModel):
     """The adapter of a new model."""
 
     rank: int = Field(ge=1, le=65_536)
@@ -22,13 +23,13 @@ class LoraConfig(BaseModel):
     train_attn: bool = True
 
 
-class OptimizerConfig(BaseModel):
+class OptimizerConfig(BoundedModel):
     """The optimizer of a new model."""
 
     type: str = "adamw"
 
 
-class CreateModelRequest(BaseModel):
+class CreateModelRequest(BoundedModel):
     """A new model."""
 
     session_id: str
@@ -39,7 +40,7 @@ class CreateModelRequest(BaseModel):
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
-class LoadWeightsRequest(BaseModel):
+class LoadWeightsRequest(BoundedModel):
     """A checkpoint to load, into a new model of a session or into one that is there."""
 
     path: str
@@ -54,7 +55,7 @@ class LoadWeightsRequest(BaseModel):
     seq_id: int | None = Field(default=None, ge=1, lt=MAX_NUMBER)
 
 
-class AdamParams(BaseModel):
+class AdamParams(BoundedModel):
     """The settings of a step."""
 
     learning_rate: float = 1e-4
@@ -66,7 +67,7 @@ class AdamParams(BaseModel):
     type: str = "adamw"
 
 
-class OperationRequest(BaseModel):
+class OperationRequest(BoundedModel):
     """A request about a model, in order of its numbers."""
 
     model_id: str
@@ -99,7 +100,7 @@ class SaveForSamplerRequest(OperationRequest):
     user_metadata: Metadata | None = None
 
 
-class ModelIdRequest(BaseModel):
+class ModelIdRequest(BoundedModel):
     """A request about a model."""
 
     model_id: str

@@ -1,0 +1,274 @@
+"""Bodies that are dear to read, and keys that are revoked while their requests are under way, on a whole server."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+from gradwire_http.json_bounds import JsonBounds, UnboundedJsonError
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
+from gradwire_server.access.keys import KeyFile
+from support import costly_bodies, hostile
+from support.costly_bodies import Costly
+from support.keyed import Keyed
+from support.server import free_port
+from support.tinker import HttpServer, TinkerClient, datum, forward_backward, outputs
+from support.tiny import tiny_model
+
+MOST_CPU_S = 2.0
+"""Processor seconds of the front for one body: ten times what the dearest takes on a quiet machine."""
+GROWTH_BYTES = 200 << 20
+QUICK_S = 0.05
+"""A 99th percentile of another key's call that is always accepted; else three times that without the bodies."""
+
+
+class Served:
+    """The server, and a key for each user."""
+
+    def __init__(self, server: HttpServer, file: KeyFile) -> None:
+        self.server, self.file = server, file
+        self.secrets = {name: file.create(name) for name in ("hostile", "other")}
+
+    def http(self, name: str) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.server.url, headers={"X-API-Key": self.secrets[name]}, timeout=300)
+
+    @asynccontextmanager
+    async def grpc(self, name: str) -> AsyncIterator[tuple[grpc.aio.Channel, Any]]:
+        async with grpc.aio.insecure_channel(
+            self.server.address, options=[("grpc.max_send_message_length", -1)]
+        ) as channel:
+            yield channel, Keyed(TrainingServiceStub(channel), self.secrets[name])
+
+    def front(self, what: str) -> int:
+        """A size of the front's process in bytes: VmRSS, or VmHWM for the largest so far."""
+        status = Path(f"/proc/{self.server.process.pid}/status").read_text()
+        return int(status.split(f"{what}:")[1].split()[0]) << 10
+
+    def front_cpu_s(self) -> float:
+        fields = Path(f"/proc/{self.server.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("bodies")
+    model = tiny_model(folder / "model")
+    (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    (folder / "state").mkdir()
+    server = HttpServer(model, folder / "state", free_port(), "--threads", "1")
+    file = KeyFile(folder / "state")
+    found = Served(server, file)
+    server.start()
+    yield found
+    assert server.end() == 0
+
+
+async def _bodies(http: httpx.AsyncClient) -> list[Costly]:
+    """Every body of the generator, about a model of the caller's."""
+    tinker = await TinkerClient(http).begin()
+    model = await tinker.model()
+    sampler = {"session_id": tinker.session_id, "sampling_session_seq_id": 0, "base_model": "tiny"}
+    await tinker.post("create_sampling_session", sampler)
+    known = sampler | {
+        "model": "tiny", "prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1,
+        "model_id": model, "seq_id": 5, "model_seq_id": 0, "lora_config": {"rank": 2}, "path": "a", "optimizer": True,
+        "sampling_session_id": f"{tinker.session_id}:sample:0", "request_id": "x", "num_samples": 1,
+    }  # fmt: skip
+    found = [*costly_bodies.batch_bodies(model), *costly_bodies.messages()]
+    prompts = {"/v1": "a", "/api/v1": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}}
+    for prefix, prompt in prompts.items():
+        document = (await http.get(f"{prefix}/openapi.json")).json()
+        found += costly_bodies.json_bodies(prefix, document, known | {"prompt": prompt})
+    return found
+
+
+async def _send(body: Costly, http: httpx.AsyncClient, channel: grpc.aio.Channel, secret: str) -> str:
+    """What a body is answered with; every refusal explains itself."""
+    content = await asyncio.to_thread(body.content)
+    if body.route.startswith("/"):
+        answer = await http.post(body.route, content=content, headers=body.headers)
+        assert answer.status_code < 500, (body.name, answer.text[:500])
+        return f"{answer.status_code} {answer.text[:100]}"
+    call = channel.stream_stream(f"/gradwire.v1.TrainingService/{body.route}", bytes, bytes)(
+        metadata=(("authorization", f"Bearer {secret}"),)
+    )
+    try:
+        await call.write(content)
+        await call.done_writing()
+        return f"{len(await call.read() or b'')} bytes"
+    except grpc.aio.AioRpcError as error:
+        assert "made a mistake" not in (error.details() or ""), (body.name, error.details())
+        return str(error.details())[:100]
+    finally:
+        call.cancel()
+
+
+@pytest.mark.timeout(4000)
+@pytest.mark.parametrize("count", [40, pytest.param(100_000, marks=pytest.mark.slow)])
+async def test_no_body_costs_another_key_much(served: Served, count: int) -> None:
+    async with (
+        served.http("hostile") as http,
+        served.grpc("hostile") as (channel, _),
+        served.grpc("other") as (_, stub),
+    ):
+        drawn = costly_bodies.drawn(random.Random(3), await _bodies(http), count)
+
+        async def calls(times: list[float], ended: asyncio.Event) -> None:
+            while not ended.is_set():
+                began = time.perf_counter()
+                await stub.ListRuns(pb.ListRunsRequest())
+                times.append(time.perf_counter() - began)
+                await asyncio.sleep(0.005)
+
+        async def beside(work: Any) -> list[float]:
+            times, ended = list[float](), asyncio.Event()
+            calling = asyncio.create_task(calls(times, ended))
+            await work
+            ended.set()
+            await calling
+            return times
+
+        quiet, during = await beside(asyncio.sleep(1)), list[float]()
+        before = served.front("VmRSS")
+        costs: dict[str, float] = {}
+        for body in drawn:
+            began = served.front_cpu_s()
+            during += await beside(_send(body, http, channel, served.secrets["hostile"]))
+            costs[body.name] = served.front_cpu_s() - began
+    grown = served.front("VmHWM") - before
+    dearest = max(costs, key=lambda name: costs[name])
+    p99, p99_quiet = (statistics.quantiles(times, n=100)[-1] for times in (during, quiet))
+    print(
+        f"{len(drawn)} bodies: another key's p99 {p99 * 1e3:.0f} ms, {p99_quiet * 1e3:.0f} ms without; the front grew"
+    )
+    print(f"by {grown >> 20} MiB at most; the dearest took {costs[dearest]:.2f} s of processor: {dearest}")
+    assert grown < GROWTH_BYTES
+    assert costs[dearest] < MOST_CPU_S, dearest
+    assert count < 1000 or p99 < max(QUICK_S, 3 * p99_quiet)
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/completions", b'{"model":"tiny","prompt":[%s]}' % b",".join([b'{"a":0}'] * 800_000)),
+        ("/v1/chat/completions", b'{"model":"tiny","messages":[%s]}' % b",".join([b"0"] * 4_000_000)),
+        ("/v1/completions", b'{%s}' % b",".join(b'"x%d":0' % number for number in range(600_000))),
+        ("/api/v1/create_session", b'{"user_metadata":%s1%s}' % (b'{"a":' * 900, b"}" * 900)),
+    ],
+)  # fmt: skip
+async def test_what_was_found_is_refused_in_a_sentence(served: Served, route: str, body: bytes) -> None:
+    async with served.http("hostile") as http:
+        began = served.front_cpu_s()
+        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        answer = await http.post(route, content=await asyncio.to_thread(gzip.compress, body), headers=headers)
+        assert served.front_cpu_s() - began < MOST_CPU_S
+    assert (answer.status_code == 400 and "max_json" in answer.text) or "64 levels" in answer.text
+
+
+def _nested(rng: random.Random, depth: int) -> Any:
+    kind = rng.random()
+    if depth > 4 or kind < 0.4:
+        return rng.choice([1, 'a,"[{\\', "\\", '"', "x" * rng.randrange(200), None, "\u2222,[", True, "\\\\\\"])
+    if kind < 0.7:
+        return [_nested(rng, depth + 1) for _ in range(rng.randrange(6))]
+    start = rng.choice(["a,", "[:", "\\"])
+    return {f"{start}{key}": _nested(rng, depth + 1) for key in range(rng.randrange(6))}
+
+
+def _counts(value: Any) -> tuple[int, int]:
+    """Values and containers, as they are counted."""
+    if not isinstance(value, list | dict):
+        return 0, 0
+    inside = [_counts(each) for each in (value.values() if isinstance(value, dict) else value)]
+    keys = len(value) if isinstance(value, dict) else 0
+    return 1 + max(len(value) - 1, 0) + sum(v for v, _ in inside), 1 + keys + sum(c for _, c in inside)
+
+
+def test_values_are_counted_exactly_whatever_the_texts_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(1)
+    for _ in range(1500):
+        monkeypatch.setattr("gradwire_http.json_bounds.SLICE_BYTES", rng.choice([1, 2, 3, 7, 50, 1 << 16]))
+        value = [_nested(rng, 0) for _ in range(3)]
+        text = json.dumps(value, ensure_ascii=rng.random() < 0.5).encode()
+        values, containers = _counts(value)
+        for bounds in (JsonBounds(values, 1 << 30), JsonBounds(1 << 30, containers)):
+            assert list(bounds.counted(text)) is not None
+        for bounds in (JsonBounds(values - 1, 1 << 30), JsonBounds(1 << 30, containers - 1)):
+            with pytest.raises(UnboundedJsonError):
+                list(bounds.counted(text))
+
+
+async def test_a_large_batch_gives_what_its_parts_give(served: Served) -> None:
+    """Large batches are converted in a process of their own."""
+    rows = [datum(seed, 64) for seed in range(60)]
+    async with served.http("other") as http:
+        tinker = await TinkerClient(http).begin()
+        model = await tinker.model()
+        assert len(forward_backward(model, 1, rows)) > 1 << 16
+        whole = await tinker.done("forward_backward", forward_backward(model, 1, rows, forward=True))
+        parts = [
+            await tinker.done(
+                "forward_backward", forward_backward(model, 2 + place, rows[start : start + 6], forward=True)
+            )
+            for place, start in enumerate(range(0, 60, 6))
+        ]
+    assert b"".join(_logprobs(whole)) == b"".join(row for part in parts for row in _logprobs(part))
+
+
+def _logprobs(body: bytes) -> Sequence[bytes]:
+
+    return [row.tobytes() for row in outputs(body)[1]]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_stream_ends_with_its_key(served: Served, path: str) -> None:
+    served.secrets["streaming"] = served.file.create("streaming", replace=True)
+    prompt = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+    body = {"model": "tiny", "max_tokens": 200, "stream": True, "ignore_eos": True, "n": 64} | prompt
+    async with served.http("streaming") as http, http.stream("POST", path, json=body) as stream:
+        lines = aiter(stream.aiter_lines())
+        assert (await anext(lines)).startswith("data: {")
+        served.file.revoke("streaming")
+        rest = [line async for line in lines if line]
+    assert "valid API key" in rest[-1] and "[DONE]" not in rest[-1]
+
+
+async def test_a_poll_and_an_upload_end_with_their_key(served: Served) -> None:
+    served.secrets["polling"] = served.file.create("polling", replace=True)
+    async with served.http("polling") as http:
+        tinker = await TinkerClient(http).begin()
+        model = await tinker.model()
+        polled = asyncio.create_task(http.post("/api/v1/retrieve_future", json={"request_id": f"{model}:7:step"}))
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield b'{"session_id"'
+            await asyncio.sleep(0.1)  # the poll is under way
+            served.file.revoke("polling")
+            await asyncio.sleep(0.1)  # longer than a key is believed
+            yield b': "a"}'
+
+        headers = {"Content-Type": "application/json"}
+        answer = await http.post("/api/v1/session_heartbeat", content=slowly(), headers=headers)
+        assert answer.status_code == 401 and "valid API key" in answer.text
+        assert (await polled).status_code == 401
+
+
+def test_what_is_no_request_costs_nothing(served: Served) -> None:
+    host, _, port = served.server.url.removeprefix("http://").partition(":")
+    before = served.front("VmRSS")
+    for sent in hostile.raw_requests(host, "/v1/completions").values():
+        hostile.answer_to((host, int(port)), sent)
+    assert served.front("VmRSS") - before < GROWTH_BYTES

@@ -1,0 +1,163 @@
+"""Bodies that are cheap to send and dear to read: every field of every request, filled with what makes the most of it.
+
+The fields come from the OpenAPI documents and the protos, so that a new route is tried without being named here.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from gradwire_proto.v1 import tinker_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+
+JSON_BYTES, VALUES, CONTAINERS = 8 << 20, 135_000, 15_900
+PROTOBUF_BYTES = (64 << 20) - 4096
+MESSAGE_BYTES = (8 << 20) - 4096
+ENTRIES: dict[str, str] = {
+    "zeros": "0", "texts": '"a"', "ids": "17", "lists": "[]", "objects": "{}", "nulls": "null", "pairs": '{"a":0}',
+    "rows": "[5]", "messages": '{"role":"user","content":"a"}', "chunks": '{"type":"encoded_text","tokens":[5]}',
+}  # fmt: skip
+"""Entries of a list that fills a body."""
+
+
+@dataclass(frozen=True)
+class Costly:
+    """A request.
+
+    Attributes:
+        name: What it is, for messages.
+        route: Path of HTTP, or the RPC's name.
+        content: Makes the body as it is sent; of an RPC, the message.
+    """
+
+    name: str
+    route: str
+    content: Callable[[], bytes]
+    headers: Mapping[str, str]
+
+
+def json_bodies(prefix: str, document: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[Costly]:
+    """Bodies of JSON for every route of an OpenAPI document.
+
+    Args:
+        known: Valid values of fields by name, so that the wrong part is what costs.
+    """
+    for path, methods in document["paths"].items():
+        schema = methods.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json", {})
+        if "schema" not in schema:
+            continue
+        route = prefix + path.replace("{", "").replace("}", "")
+        fields = _resolved(schema["schema"], document).get("properties", {})
+        valid = {name: known[name] for name in fields if name in known}
+        for name in fields:
+            others = {key: value for key, value in valid.items() if key != name}
+            for kind, fill in _fillings():
+                yield _as_json(f"{route} {name}: {kind}", route, others, name, fill)
+        for count in (JSON_BYTES // 14, CONTAINERS):
+            yield _as_json(f"{route}: {count:,} unknown fields", route, valid, "", partial(_keys, count, "0"))
+
+
+def _fillings() -> Iterator[tuple[str, Callable[[], str]]]:
+    """Fillings of a field: as many entries as a body has room for, and just as many as are let through."""
+    for kind, entry in ENTRIES.items():
+        containers, values = sum(map(entry.count, "[{:")), entry.count(",") + 1
+        allowed = min(VALUES // (values + containers), CONTAINERS // max(containers, 1))
+        for count in (JSON_BYTES // (len(entry) + 2), allowed):
+            yield f"{count:,} {kind}", partial(_list, entry, count)
+    for count in (JSON_BYTES // 14, CONTAINERS):
+        yield f"{count:,} keys", lambda count=count: f"{{{_keys(count, '1')}}}"
+    yield "levels", lambda: "[" * 900 + "]" * 900
+    yield "digits", lambda: "9" * (JSON_BYTES - 4096)
+    yield "text", lambda: '"' + "a, " * (JSON_BYTES // 3 - 4096) + '"'
+    yield "long texts", partial(_list, json.dumps("word " * 50_000), 30)
+
+
+def _list(entry: str, count: int) -> str:
+    return f"[{','.join([entry] * count)}]"
+
+
+def _keys(count: int, value: str) -> str:
+    return ",".join(f'"u{number}":{value}' for number in range(count))
+
+
+def _as_json(name: str, route: str, valid: Mapping[str, Any], field: str, fill: Callable[[], str]) -> Costly:
+    def content() -> bytes:
+        parts = [f"{json.dumps(key)}:{json.dumps(value)}" for key, value in valid.items()]
+        parts.append(f"{json.dumps(field)}:{fill()}" if field else fill())
+        return gzip.compress(f"{{{','.join(parts)}}}".encode(), 1)
+
+    return Costly(name, route, content, {"Content-Type": "application/json", "Content-Encoding": "gzip"})
+
+
+def _resolved(schema: Mapping[str, Any], document: Mapping[str, Any]) -> Mapping[str, Any]:
+    while "$ref" in schema:
+        found: Any = document
+        for part in schema["$ref"].removeprefix("#/").split("/"):
+            found = found[part]
+        schema = found
+    return schema
+
+
+def batch_bodies(model_id: str) -> Iterator[Costly]:
+    """Bodies of ``forward_backward``, each a repeated field of empty entries, at every depth of the request."""
+    request = tinker_pb2.ForwardBackwardRequest
+    start = request(model_id=model_id, seq_id=1, loss_fn="cross_entropy").SerializeToString()
+    headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "gzip"}
+    for name, fill in _filled(request.DESCRIPTOR, PROTOBUF_BYTES):
+        content = lambda fill=fill: gzip.compress(start + fill(), 1)  # noqa: E731
+        yield Costly(f"batch {name}", "/api/v1/forward_backward", content, headers)
+
+
+def messages() -> Iterator[Costly]:
+    """Messages for every RPC, each a repeated field of empty entries, at every depth of the request."""
+    for method in pb.DESCRIPTOR.services_by_name["TrainingService"].methods:
+        for name, content in _filled(method.input_type, MESSAGE_BYTES):
+            yield Costly(f"{method.name} {name}", method.name, content, {})
+
+
+def _filled(descriptor: Descriptor, size: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    for path in _paths(descriptor, ()):
+        yield ".".join(field.name for field in path), partial(_repeated, path, size)
+
+
+def _repeated(path: tuple[FieldDescriptor, ...], size: int) -> bytes:
+    tag = _varint(path[-1].number << 3 | 2)
+    content = (tag + b"\0") * (size // (len(tag) + 1))
+    for field in reversed(path[:-1]):
+        content = _varint(field.number << 3 | 2) + _varint(len(content)) + content
+    return content
+
+
+def _paths(descriptor: Descriptor, before: tuple[FieldDescriptor, ...]) -> Iterator[tuple[FieldDescriptor, ...]]:
+    """Ways to the fields with a length in bytes; a message is entered once on each."""
+    for field in descriptor.fields:
+        if field.type in (FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
+            if field.is_repeated:
+                yield (*before, field)
+            inside = field.message_type
+            if inside is not None and len(before) < 3 and inside not in [each.containing_type for each in before]:
+                yield from _paths(inside, (*before, field))
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
+
+
+def drawn(rng: random.Random, bodies: list[Costly], count: int) -> list[Costly]:
+    """Some of them, of every route one at least."""
+    rng.shuffle(bodies)
+    first = {body.route: body for body in bodies}
+    rest = [body for body in bodies if first[body.route] is not body]
+    return [*first.values(), *rest[: max(0, count - len(first))]]

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,8 @@ async def _run(task: Task) -> int:
                 await sending
             end = JobEnd("succeeded", tuple(await working))
         except (TrainingStopped, asyncio.CancelledError):
-            await reporter.send()
+            with suppress(gradwire.StaleEpochError):  # paused or cancelled: what was saved is told by the next worker
+                await reporter.send()
             return LOST
         except errors.RETRYABLE:
             raise

@@ -20,6 +20,7 @@ from gradwire_proto.v1 import jobs_pb2 as jobs
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.jobs_pb2_grpc import JobServiceStub
 from gradwire_server.access.keys import KeyFile, Quota
+from gradwire_server.core.jobs import workers
 from gradwire_server.journal.backup import backup, restore
 from gradwire_server.journal.repair import repair
 from support.front import Door, Start, start
@@ -277,3 +278,26 @@ async def test_scripts_are_for_administrators(start: Start, tmp_path: Path) -> N
                 assert (await call).state == "queued"
             else:
                 assert name_of(await refused(call)) == "permission_denied"
+
+
+async def test_a_worker_that_cannot_be_started_is_tried_again_and_then_given_up(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = list[float]()
+
+    async def pass_by(_stop: asyncio.Event, seconds: float) -> None:
+        waited.append(seconds)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(workers, "_wait", pass_by)
+    monkeypatch.setattr(workers, "_open_log", full)
+    async with start(job_workers=1) as door:
+        stub = await stub_of(door)
+        job = await create(stub)
+        async with asyncio.timeout(60):
+            while (job := await stub.GetJob(jobs.GetJobRequest(job_id=job.job_id))).state != "failed":  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert (job.error.code, job.attempt) == ("worker_crashed", 5)
+        assert waited[:4] == [0.5, 1.0, 2.0, 4.0]

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import sqlite3
 import sys
 from collections.abc import Callable
 from typing import IO
@@ -16,12 +17,14 @@ from gradwire_proto.v1 import jobs_pb2 as jobs
 from gradwire_server.access.keys import Keys
 from gradwire_server.core.jobs.jobs import ENDED, PAUSED, Jobs
 from gradwire_server.durable_files import make_folder
+from gradwire_server.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
 MODULE = "gradwire_jobs"
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
+NOT_STARTED = -1
 STOP_S = 20.0
 """Seconds that a worker may take to save a checkpoint when it is told to stop."""
 
@@ -75,18 +78,32 @@ class JobWorkers:
             job = await self._jobs.begin(job_id)
             if job is None:
                 return
-            code = await self._attempt(job, stop)
+            try:
+                code = await self._attempt(job, stop)
+            except OSError as error:  # no room for a log, or no process
+                log.error("the worker of %s could not be started: %s", job_id, error)
+                code = NOT_STARTED
             if self._stopping:
                 return
-            await self._jobs.worker_ended(job_id, job.attempt, code)
+            while not await self._settled(job, code) and not self._stopping:
+                await _wait(stop, MAX_BACKOFF_S)
             if crashes := self._jobs.crashes(job_id):
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), min(BACKOFF_S * 2 ** (crashes - 1), MAX_BACKOFF_S))
-        except Exception:  # a task's exception is seen by nobody; the job is queued again at the next start
-            log.exception("the worker of %s could not be run", job_id)
+                await _wait(stop, min(BACKOFF_S * 2 ** (crashes - 1), MAX_BACKOFF_S))
+        except Exception:  # a task's exception is seen by nobody; the job still waits
+            log.exception("the job %s could not be begun; it waits for %.0f s", job_id, MAX_BACKOFF_S)
+            await _wait(stop, MAX_BACKOFF_S)
         finally:
             del self._stops[job_id]
             self.look()
+
+    async def _settled(self, job: jobs.Job, code: int) -> bool:
+        """Write down that a worker ended; False if the disk does not take it now."""
+        try:
+            await self._jobs.worker_ended(job.job_id, job.attempt, code)
+        except (ServiceError, OSError, sqlite3.Error) as error:
+            log.error("the end of the worker of %s could not be written down: %s", job.job_id, error)
+            return False
+        return True
 
     async def _attempt(self, job: jobs.Job, stop: asyncio.Event) -> int:
         """Run a worker until it ends or is told to; return its exit code."""
@@ -117,6 +134,12 @@ class JobWorkers:
             code = await ending
             process.stdin.close()
             return code
+
+
+async def _wait(stop: asyncio.Event, seconds: float) -> None:
+    """Wait so long, or until the worker is told to stop."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(stop.wait(), seconds)
 
 
 def _signal(send: Callable[[], None]) -> None:

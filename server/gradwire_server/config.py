@@ -166,6 +166,12 @@ class EngineSettings(BaseModel):
         "absent.",
         subject=COMPUTE,
     )
+    sampling_cache: ByteSize | None = setting(
+        None,
+        'Memory of the local sampler\'s keys and values, as "8 GiB"; samples beyond it wait. An eighth of the '
+        "device's when absent.",
+        subject=COMPUTE,
+    )
     threads: int | None = setting(None, "CPU threads of the engine.", subject=COMPUTE, ge=1)
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "warning", "info has a line an operation.", subject=OBSERVABILITY

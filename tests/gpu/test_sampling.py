@@ -9,7 +9,7 @@ import torch
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.sampling.pages.pages import fits_pages
+from gradwire_server.engine.sampling.pages.pages import paged_token_bytes
 from gradwire_server.engine.sampling.samplers.local import LocalSampler
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from support.tiny import tiny_model
@@ -27,7 +27,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logprobs_are_those_of_one_forward(path: Path, dtype: torch.dtype) -> None:
     policy = Policy(ModelPool({"small": str(path)}, "cuda", dtype).load("small"))
-    assert fits_pages(policy, Agreement())
+    assert paged_token_bytes(policy, Agreement())
     sampler = LocalSampler()
     params = [SamplingParams(max_tokens=tokens, seed=tokens, n=2, ignore_eos=True) for tokens in (30, 7, 12)]
     jobs = []

@@ -23,3 +23,10 @@ def samples_of(
     while not job.done:
         sampler.step()
     return job.samples()
+
+
+def token_bytes(policy: Policy) -> int:
+    """Bytes of a token's keys and values in float32, by the model's configuration."""
+    config = policy.model.config
+    head_size = config.hidden_size // config.num_attention_heads
+    return int(2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_size)

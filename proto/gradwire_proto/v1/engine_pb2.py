@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from gradwire_proto.v1 import training_pb2 as gradwire__proto_dot_v1_dot_training__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1egradwire_proto/v1/engine.proto\x12\x0bgradwire.v1\x1a gradwire_proto/v1/training.proto\"\xf3\x03\n\rEngineRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x32\n\ncreate_run\x18\x02 \x01(\x0b\x32\x1c.gradwire.v1.EngineCreateRunH\x00\x12.\n\x08\x64rop_run\x18\x03 \x01(\x0b\x32\x1a.gradwire.v1.EngineDropRunH\x00\x12\x31\n\toperation\x18\x04 \x01(\x0b\x32\x1c.gradwire.v1.EngineOperationH\x00\x12,\n\x06sample\x18\x05 \x01(\x0b\x32\x1a.gradwire.v1.SampleRequestH\x00\x12@\n\x11verify_checkpoint\x18\x06 \x01(\x0b\x32#.gradwire.v1.EngineVerifyCheckpointH\x00\x12/\n\x08shutdown\x18\x07 \x01(\x0b\x32\x1b.gradwire.v1.EngineShutdownH\x00\x12\x36\n\x0c\x63heck_upload\x18\x08 \x01(\x0b\x32\x1e.gradwire.v1.EngineCheckUploadH\x00\x12\x38\n\rimport_upload\x18\t \x01(\x0b\x32\x1f.gradwire.v1.EngineImportUploadH\x00\x12\x0f\n\x07streams\x18\n \x01(\x08\x12\x13\n\x0bsampled_run\x18\x0b \x01(\tB\x06\n\x04kind\"\xb2\x01\n\x0f\x45ngineCreateRun\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12&\n\x06\x63onfig\x18\x02 \x01(\x0b\x32\x16.gradwire.v1.RunConfig\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\x12\x14\n\x0cweights_only\x18\x04 \x01(\x08\x12\x12\n\nfresh_head\x18\x05 \x01(\x08\x12\x15\n\rshare_percent\x18\x06 \x01(\r\x12\x12\n\nheld_bytes\x18\x07 \x01(\x04\"\x1f\n\rEngineDropRun\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x82\x02\n\x0f\x45ngineOperation\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12)\n\toperation\x18\x03 \x01(\x0b\x32\x16.gradwire.v1.Operation\x12(\n\x07tensors\x18\x04 \x03(\x0b\x32\x17.gradwire.v1.TensorSpec\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\x12\x15\n\runless_failed\x18\x06 \x01(\x04\x12\x14\n\x0c\x64ropped_step\x18\x07 \x01(\x04\x12\x10\n\x08\x64\x65\x61\x64line\x18\x08 \x01(\x01\x12)\n\x06limits\x18\t \x01(\x0b\x32\x19.gradwire.v1.MemoryLimits\",\n\x16\x45ngineVerifyCheckpoint\x12\x12\n\ncheckpoint\x18\x01 \x01(\t\"\x10\n\x0e\x45ngineShutdown\"E\n\x11\x45ngineCheckUpload\x12\x30\n\x07request\x18\x01 \x01(\x0b\x32\x1f.gradwire.v1.BeginUploadRequest\"9\n\x12\x45ngineImportUpload\x12#\n\x06upload\x18\x01 \x01(\x0b\x32\x13.gradwire.v1.Upload\"\xb1\x03\n\x0b\x45ngineReply\x12\n\n\x02id\x18\x01 \x01(\x04\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.gradwire.v1.Error\x12)\n\x05hello\x18\x03 \x01(\x0b\x32\x18.gradwire.v1.EngineHelloH\x00\x12\x34\n\x0brun_created\x18\x04 \x01(\x0b\x32\x1d.gradwire.v1.EngineRunCreatedH\x00\x12.\n\x06result\x18\x05 \x01(\x0b\x32\x1c.gradwire.v1.OperationResultH\x00\x12#\n\x05\x65mpty\x18\x06 \x01(\x0b\x32\x12.gradwire.v1.EmptyH\x00\x12\x31\n\theartbeat\x18\x07 \x01(\x0b\x32\x1c.gradwire.v1.EngineHeartbeatH\x00\x12%\n\x06upload\x18\t \x01(\x0b\x32\x13.gradwire.v1.UploadH\x00\x12)\n\x0bnot_started\x18\x08 \x01(\x0b\x32\x12.gradwire.v1.EmptyH\x00\x12\x30\n\x0csample_frame\x18\n \x01(\x0b\x32\x18.gradwire.v1.SampleFrameH\x00\x42\x06\n\x04kind\"\xea\x01\n\x0b\x45ngineHello\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12&\n\x06models\x18\x02 \x03(\x0b\x32\x16.gradwire.v1.ModelInfo\x12%\n\x06losses\x18\x03 \x03(\x0b\x32\x15.gradwire.v1.LossInfo\x12\x45\n\x0ftokenizer_files\x18\x04 \x03(\x0b\x32,.gradwire.v1.EngineHello.TokenizerFilesEntry\x1a\x35\n\x13TokenizerFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xee\x01\n\x10\x45ngineRunCreated\x12 \n\x18num_trainable_parameters\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x0c\n\x04head\x18\x04 \x01(\t\x12\x12\n\nnum_labels\x18\x05 \x01(\r\x12\x46\n\rcomputed_with\x18\x06 \x03(\x0b\x32/.gradwire.v1.EngineRunCreated.ComputedWithEntry\x1a\x33\n\x11\x43omputedWithEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xdc\x04\n\x0f\x45ngineHeartbeat\x12\x0e\n\x06\x62usy_s\x18\x01 \x01(\x01\x12\x11\n\trequest_s\x18\x02 \x01(\x01\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12&\n\x06\x64\x65vice\x18\x04 \x01(\x0b\x32\x16.gradwire.v1.DeviceUse\x12\x38\n\x06\x63\x61\x63hes\x18\x05 \x03(\x0b\x32(.gradwire.v1.EngineHeartbeat.CachesEntry\x12\x38\n\x06owners\x18\x06 \x03(\x0b\x32(.gradwire.v1.EngineHeartbeat.OwnersEntry\x12\x34\n\x04runs\x18\x07 \x03(\x0b\x32&.gradwire.v1.EngineHeartbeat.RunsEntry\x12=\n\trun_moves\x18\x08 \x03(\x0b\x32*.gradwire.v1.EngineHeartbeat.RunMovesEntry\x1a\x44\n\x0b\x43\x61\x63hesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12$\n\x05value\x18\x02 \x01(\x0b\x32\x15.gradwire.v1.CacheUse:\x02\x38\x01\x1a-\n\x0bOwnersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x42\n\tRunsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12$\n\x05value\x18\x02 \x01(\x0b\x32\x15.gradwire.v1.RunsHeld:\x02\x38\x01\x1a\x46\n\rRunMovesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12$\n\x05value\x18\x02 \x01(\x0b\x32\x15.gradwire.v1.RunMoves:\x02\x38\x01\"\x8b\x01\n\tDeviceUse\x12\x17\n\x0f\x61llocated_bytes\x18\x01 \x01(\x04\x12\x12\n\npeak_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x18\n\x0butilization\x18\x05 \x01(\x01H\x00\x88\x01\x01\x42\x0e\n\x0c_utilization\"8\n\x08RunMoves\x12\x0c\n\x04runs\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"(\n\x08\x43\x61\x63heUse\x12\x0c\n\x04hits\x18\x01 \x01(\x04\x12\x0e\n\x06misses\x18\x02 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1egradwire_proto/v1/engine.proto\x12\x0bgradwire.v1\x1a gradwire_proto/v1/training.proto\"\x82\x04\n\rEngineRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x32\n\ncreate_run\x18\x02 \x01(\x0b\x32\x1c.gradwire.v1.EngineCreateRunH\x00\x12.\n\x08\x64rop_run\x18\x03 \x01(\x0b\x32\x1a.gradwire.v1.EngineDropRunH\x00\x12\x31\n\toperation\x18\x04 \x01(\x0b\x32\x1c.gradwire.v1.EngineOperationH\x00\x12,\n\x06sample\x18\x05 \x01(\x0b\x32\x1a.gradwire.v1.SampleRequestH\x00\x12@\n\x11verify_checkpoint\x18\x06 \x01(\x0b\x32#.gradwire.v1.EngineVerifyCheckpointH\x00\x12/\n\x08shutdown\x18\x07 \x01(\x0b\x32\x1b.gradwire.v1.EngineShutdownH\x00\x12\x36\n\x0c\x63heck_upload\x18\x08 \x01(\x0b\x32\x1e.gradwire.v1.EngineCheckUploadH\x00\x12\x38\n\rimport_upload\x18\t \x01(\x0b\x32\x1f.gradwire.v1.EngineImportUploadH\x00\x12\x0f\n\x07streams\x18\n \x01(\x08\x12\x13\n\x0bsampled_run\x18\x0b \x01(\t\x12\r\n\x05owner\x18\x0c \x01(\tB\x06\n\x04kind\"\xb2\x01\n\x0f\x45ngineCreateRun\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12&\n\x06\x63onfig\x18\x02 \x01(\x0b\x32\x16.gradwire.v1.RunConfig\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\x12\x14\n\x0cweights_only\x18\x04 \x01(\x08\x12\x12\n\nfresh_head\x18\x05 \x01(\x08\x12\x15\n\rshare_percent\x18\x06 \x01(\r\x12\x12\n\nheld_bytes\x18\x07 \x01(\x04\"\x1f\n\rEngineDropRun\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x82\x02\n\x0f\x45ngineOperation\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12)\n\toperation\x18\x03 \x01(\x0b\x32\x16.gradwire.v1.Operation\x12(\n\x07tensors\x18\x04 \x03(\x0b\x32\x17.gradwire.v1.TensorSpec\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\x12\x15\n\runless_failed\x18\x06 \x01(\x04\x12\x14\n\x0c\x64ropped_step\x18\x07 \x01(\x04\x12\x10\n\x08\x64\x65\x61\x64line\x18\x08 \x01(\x01\x12)\n\x06limits\x18\t \x01(\x0b\x32\x19.gradwire.v1.MemoryLimits\",\n\x16\x45ngineVerifyCheckpoint\x12\x12\n\ncheckpoint\x18\x01 \x01(\t\"\x10\n\x0e\x45ngineShutdown\"E\n\x11\x45ngineCheckUpload\x12\x30\n\x07request\x18\x01 \x01(\x0b\x32\x1f.gradwire.v1.BeginUploadRequest\"9\n\x12\x45ngineImportUpload\x12#\n\x06upload\x18\x01 \x01(\x0b\x32\x13.gradwire.v1.Upload\"\xb1\x03\n\x0b\x45ngineReply\x12\n\n\x02id\x18\x01 \x01(\x04\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.gradwire.v1.Error\x12)\n\x05hello\x18\x03 \x01(\x0b\x32\x18.gradwire.v1.EngineHelloH\x00\x12\x34\n\x0brun_created\x18\x04 \x01(\x0b\x32\x1d.gradwire.v1.EngineRunCreatedH\x00\x12.\n\x06result\x18\x05 \x01(\x0b\x32\x1c.gradwire.v1.OperationResultH\x00\x12#\n\x05\x65mpty\x18\x06 \x01(\x0b\x32\x12.gradwire.v1.EmptyH\x00\x12\x31\n\theartbeat\x18\x07 \x01(\x0b\x32\x1c.gradwire.v1.EngineHeartbeatH\x00\x12%\n\x06upload\x18\t \x01(\x0b\x32\x13.gradwire.v1.UploadH\x00\x12)\n\x0bnot_started\x18\x08 \x01(\x0b\x32\x12.gradwire.v1.EmptyH\x00\x12\x30\n\x0csample_frame\x18\n \x01(\x0b\x32\x18.gradwire.v1.SampleFrameH\x00\x42\x06\n\x04kind\"\xea\x01\n\x0b\x45ngineHello\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12&\n\x06models\x18\x02 \x03(\x0b\x32\x16.gradwire.v1.ModelInfo\x12%\n\x06losses\x18\x03 \x03(\x0b\x32\x15.gradwire.v1.LossInfo\x12\x45\n\x0ftokenizer_files\x18\x04 \x03(\x0b\x32,.gradwire.v1.EngineHello.TokenizerFilesEntry\x1a\x35\n\x13TokenizerFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xee\x01\n\x10\x45ngineRunCreated\x12 \n\x18num_trainable_parameters\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x0c\n\x04head\x18\x04 \x01(\t\x12\x12\n\nnum_labels\x18\x05 \x01(\r\x12\x46\n\rcomputed_with\x18\x06 \x03(\x0b\x32/.gradwire.v1.EngineRunCreated.ComputedWithEntry\x1a\x33\n\x11\x43omputedWithEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xdc\x04\n\x0f\x45ngineHeartbeat\x12\x0e\n\x06\x62usy_s\x18\x01 \x01(\x01\x12\x11\n\trequest_s\x18\x02 \x01(\x01\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12&\n\x06\x64\x65vice\x18\x04 \x01(\x0b\x32\x16.gradwire.v1.DeviceUse\x12\x38\n\x06\x63\x61\x63hes\x18\x05 \x03(\x0b\x32(.gradwire.v1.EngineHeartbeat.CachesEntry\x12\x38\n\x06owners\x18\x06 \x03(\x0b\x32(.gradwire.v1.EngineHeartbeat.OwnersEntry\x12\x34\n\x04runs\x18\x07 \x03(\x0b\x32&.gradwire.v1.EngineHeartbeat.RunsEntry\x12=\n\trun_moves\x18\x08 \x03(\x0b\x32*.gradwire.v1.EngineHeartbeat.RunMovesEntry\x1a\x44\n\x0b\x43\x61\x63hesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12$\n\x05value\x18\x02 \x01(\x0b\x32\x15.gradwire.v1.CacheUse:\x02\x38\x01\x1a-\n\x0bOwnersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x42\n\tRunsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12$\n\x05value\x18\x02 \x01(\x0b\x32\x15.gradwire.v1.RunsHeld:\x02\x38\x01\x1a\x46\n\rRunMovesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12$\n\x05value\x18\x02 \x01(\x0b\x32\x15.gradwire.v1.RunMoves:\x02\x38\x01\"\x8b\x01\n\tDeviceUse\x12\x17\n\x0f\x61llocated_bytes\x18\x01 \x01(\x04\x12\x12\n\npeak_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x18\n\x0butilization\x18\x05 \x01(\x01H\x00\x88\x01\x01\x42\x0e\n\x0c_utilization\"8\n\x08RunMoves\x12\x0c\n\x04runs\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"(\n\x08\x43\x61\x63heUse\x12\x0c\n\x04hits\x18\x01 \x01(\x04\x12\x0e\n\x06misses\x18\x02 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,45 +45,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENGINEHEARTBEAT_RUNMOVESENTRY']._loaded_options = None
   _globals['_ENGINEHEARTBEAT_RUNMOVESENTRY']._serialized_options = b'8\001'
   _globals['_ENGINEREQUEST']._serialized_start=82
-  _globals['_ENGINEREQUEST']._serialized_end=581
-  _globals['_ENGINECREATERUN']._serialized_start=584
-  _globals['_ENGINECREATERUN']._serialized_end=762
-  _globals['_ENGINEDROPRUN']._serialized_start=764
-  _globals['_ENGINEDROPRUN']._serialized_end=795
-  _globals['_ENGINEOPERATION']._serialized_start=798
-  _globals['_ENGINEOPERATION']._serialized_end=1056
-  _globals['_ENGINEVERIFYCHECKPOINT']._serialized_start=1058
-  _globals['_ENGINEVERIFYCHECKPOINT']._serialized_end=1102
-  _globals['_ENGINESHUTDOWN']._serialized_start=1104
-  _globals['_ENGINESHUTDOWN']._serialized_end=1120
-  _globals['_ENGINECHECKUPLOAD']._serialized_start=1122
-  _globals['_ENGINECHECKUPLOAD']._serialized_end=1191
-  _globals['_ENGINEIMPORTUPLOAD']._serialized_start=1193
-  _globals['_ENGINEIMPORTUPLOAD']._serialized_end=1250
-  _globals['_ENGINEREPLY']._serialized_start=1253
-  _globals['_ENGINEREPLY']._serialized_end=1686
-  _globals['_ENGINEHELLO']._serialized_start=1689
-  _globals['_ENGINEHELLO']._serialized_end=1923
-  _globals['_ENGINEHELLO_TOKENIZERFILESENTRY']._serialized_start=1870
-  _globals['_ENGINEHELLO_TOKENIZERFILESENTRY']._serialized_end=1923
-  _globals['_ENGINERUNCREATED']._serialized_start=1926
-  _globals['_ENGINERUNCREATED']._serialized_end=2164
-  _globals['_ENGINERUNCREATED_COMPUTEDWITHENTRY']._serialized_start=2113
-  _globals['_ENGINERUNCREATED_COMPUTEDWITHENTRY']._serialized_end=2164
-  _globals['_ENGINEHEARTBEAT']._serialized_start=2167
-  _globals['_ENGINEHEARTBEAT']._serialized_end=2771
-  _globals['_ENGINEHEARTBEAT_CACHESENTRY']._serialized_start=2516
-  _globals['_ENGINEHEARTBEAT_CACHESENTRY']._serialized_end=2584
-  _globals['_ENGINEHEARTBEAT_OWNERSENTRY']._serialized_start=2586
-  _globals['_ENGINEHEARTBEAT_OWNERSENTRY']._serialized_end=2631
-  _globals['_ENGINEHEARTBEAT_RUNSENTRY']._serialized_start=2633
-  _globals['_ENGINEHEARTBEAT_RUNSENTRY']._serialized_end=2699
-  _globals['_ENGINEHEARTBEAT_RUNMOVESENTRY']._serialized_start=2701
-  _globals['_ENGINEHEARTBEAT_RUNMOVESENTRY']._serialized_end=2771
-  _globals['_DEVICEUSE']._serialized_start=2774
-  _globals['_DEVICEUSE']._serialized_end=2913
-  _globals['_RUNMOVES']._serialized_start=2915
-  _globals['_RUNMOVES']._serialized_end=2971
-  _globals['_CACHEUSE']._serialized_start=2973
-  _globals['_CACHEUSE']._serialized_end=3013
+  _globals['_ENGINEREQUEST']._serialized_end=596
+  _globals['_ENGINECREATERUN']._serialized_start=599
+  _globals['_ENGINECREATERUN']._serialized_end=777
+  _globals['_ENGINEDROPRUN']._serialized_start=779
+  _globals['_ENGINEDROPRUN']._serialized_end=810
+  _globals['_ENGINEOPERATION']._serialized_start=813
+  _globals['_ENGINEOPERATION']._serialized_end=1071
+  _globals['_ENGINEVERIFYCHECKPOINT']._serialized_start=1073
+  _globals['_ENGINEVERIFYCHECKPOINT']._serialized_end=1117
+  _globals['_ENGINESHUTDOWN']._serialized_start=1119
+  _globals['_ENGINESHUTDOWN']._serialized_end=1135
+  _globals['_ENGINECHECKUPLOAD']._serialized_start=1137
+  _globals['_ENGINECHECKUPLOAD']._serialized_end=1206
+  _globals['_ENGINEIMPORTUPLOAD']._serialized_start=1208
+  _globals['_ENGINEIMPORTUPLOAD']._serialized_end=1265
+  _globals['_ENGINEREPLY']._serialized_start=1268
+  _globals['_ENGINEREPLY']._serialized_end=1701
+  _globals['_ENGINEHELLO']._serialized_start=1704
+  _globals['_ENGINEHELLO']._serialized_end=1938
+  _globals['_ENGINEHELLO_TOKENIZERFILESENTRY']._serialized_start=1885
+  _globals['_ENGINEHELLO_TOKENIZERFILESENTRY']._serialized_end=1938
+  _globals['_ENGINERUNCREATED']._serialized_start=1941
+  _globals['_ENGINERUNCREATED']._serialized_end=2179
+  _globals['_ENGINERUNCREATED_COMPUTEDWITHENTRY']._serialized_start=2128
+  _globals['_ENGINERUNCREATED_COMPUTEDWITHENTRY']._serialized_end=2179
+  _globals['_ENGINEHEARTBEAT']._serialized_start=2182
+  _globals['_ENGINEHEARTBEAT']._serialized_end=2786
+  _globals['_ENGINEHEARTBEAT_CACHESENTRY']._serialized_start=2531
+  _globals['_ENGINEHEARTBEAT_CACHESENTRY']._serialized_end=2599
+  _globals['_ENGINEHEARTBEAT_OWNERSENTRY']._serialized_start=2601
+  _globals['_ENGINEHEARTBEAT_OWNERSENTRY']._serialized_end=2646
+  _globals['_ENGINEHEARTBEAT_RUNSENTRY']._serialized_start=2648
+  _globals['_ENGINEHEARTBEAT_RUNSENTRY']._serialized_end=2714
+  _globals['_ENGINEHEARTBEAT_RUNMOVESENTRY']._serialized_start=2716
+  _globals['_ENGINEHEARTBEAT_RUNMOVESENTRY']._serialized_end=2786
+  _globals['_DEVICEUSE']._serialized_start=2789
+  _globals['_DEVICEUSE']._serialized_end=2928
+  _globals['_RUNMOVES']._serialized_start=2930
+  _globals['_RUNMOVES']._serialized_end=2986
+  _globals['_CACHEUSE']._serialized_start=2988
+  _globals['_CACHEUSE']._serialized_end=3028
 # @@protoc_insertion_point(module_scope)

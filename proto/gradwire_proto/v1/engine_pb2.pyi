@@ -44,11 +44,14 @@ class EngineRequest(_message.Message):
     IMPORT_UPLOAD_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
     SAMPLED_RUN_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     streams: _builtins.bool
     """of a sample: frames of its new tokens come before the result"""
     sampled_run: _builtins.str
     """of a sample: the run whose current weights it reads, instead of the model"""
+    owner: _builtins.str
+    """of a sample: the API key that asks; keys share the key-value cache"""
     @_builtins.property
     def create_run(self) -> Global___EngineCreateRun: ...
     @_builtins.property
@@ -79,10 +82,11 @@ class EngineRequest(_message.Message):
         import_upload: Global___EngineImportUpload | None = ...,
         streams: _builtins.bool = ...,
         sampled_run: _builtins.str = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "import_upload", b"import_upload", "kind", b"kind", "operation", b"operation", "sample", b"sample", "shutdown", b"shutdown", "verify_checkpoint", b"verify_checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "id", b"id", "import_upload", b"import_upload", "kind", b"kind", "operation", b"operation", "sample", b"sample", "sampled_run", b"sampled_run", "shutdown", b"shutdown", "streams", b"streams", "verify_checkpoint", b"verify_checkpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "id", b"id", "import_upload", b"import_upload", "kind", b"kind", "operation", b"operation", "owner", b"owner", "sample", b"sample", "sampled_run", b"sampled_run", "shutdown", b"shutdown", "streams", b"streams", "verify_checkpoint", b"verify_checkpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["create_run", "drop_run", "operation", "sample", "verify_checkpoint", "shutdown", "check_upload", "import_upload"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015

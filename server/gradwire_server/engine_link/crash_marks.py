@@ -3,11 +3,10 @@
 The page survives the engine, so after a crash the front can read which requests may have caused it. It also lets the
 front withdraw a request in time: in the stream, a withdrawal would arrive after the request itself.
 
-The page holds 192 little-endian uint64, 0 for a free slot: first the ids of the requests that the engine has started
-and whose answers the front has not read, then the ids of those that the front has withdrawn, then of those that the
-engine is to stop between two micro-batches or tokens. A request is started or
-withdrawn, never both: each side checks the other's part and writes its own under one file lock, which the system
-releases if its holder dies.
+The page holds three times ``SLOTS`` little-endian uint64, 0 for a free slot: first the ids of the requests that the
+engine has started and whose answers the front has not read, then the ids of those that the front has withdrawn, then of
+those that the engine is to stop between two micro-batches or tokens. A request is started or withdrawn, never both:
+each side checks the other's part and writes its own under one file lock, which the system releases if its holder dies.
 
 A mark costs both ends 5 microseconds of processor time; a message that a request begins would cost 80, and two
 switches between the processes (``benchmarks/shortcuts.py``). This module needs no torch, because the front imports it
@@ -23,9 +22,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-SLOTS = 64
+SLOTS = 256
 """Slots per part of the page; at most this many requests are in the engine at a time."""
 _SIZE = 3 * SLOTS * 8
+_NOTHING = bytes(SLOTS * 8)
 
 
 class CrashMarks:
@@ -79,7 +79,7 @@ class CrashMarks:
 
     def stops(self, request_id: int) -> bool:
         """Whether the front has asked to stop a request; called by the engine."""
-        return request_id in self._stopped
+        return self._page[-len(_NOTHING) :] != _NOTHING and request_id in self._stopped
 
     def answered(self, request_id: int) -> None:
         """Free the slot of a request; called by the front once it has read the answer."""

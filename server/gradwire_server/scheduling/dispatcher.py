@@ -25,6 +25,7 @@ from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling import abort_rule
 from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint
 from gradwire_server.scheduling.executor import Executor
+from gradwire_server.scheduling.fairness import Load
 from gradwire_server.scheduling.operation import QueuedOperation, retrieved
 from gradwire_server.scheduling.parking import CannotRestore, Parking
 from gradwire_server.scheduling.placement import EngineQueue, Placement, Visit
@@ -116,7 +117,7 @@ class Dispatcher:
         """Send an item whose turn has come to its engine."""
         if isinstance(item, Visit):
             if not item.given.done():
-                there.fair_queue.enter(item.owner, item.tokens)
+                there.fair_queue.enter(item.owner, item.load)
                 item.given.set_result(there)
             return
         head = item.head
@@ -127,13 +128,14 @@ class Dispatcher:
             self._dispatch()
             return
         item.send(head)
-        there.fair_queue.enter(item.record.owner, head.tokens, alone=head.deaths > 0)
-        task = asyncio.create_task(self._carry_out(item, head, there))
+        load = head.load
+        there.fair_queue.enter(item.record.owner, load)
+        task = asyncio.create_task(self._carry_out(item, head, there, load))
         self._carrying.add(task)
         task.add_done_callback(self._carrying.discard)
         self._offer(item)
 
-    async def _carry_out(self, queue: RunQueue, operation: QueuedOperation, there: EngineQueue) -> None:
+    async def _carry_out(self, queue: RunQueue, operation: QueuedOperation, there: EngineQueue, load: Load) -> None:
         record = queue.record
         operation.trace.phase("engine")
         try:
@@ -153,7 +155,7 @@ class Dispatcher:
             self.parking.park(queue, reason.error, again=reason.again)
         finally:
             queue.back(operation)
-            there.fair_queue.leave(record.owner, operation.tokens)
+            there.fair_queue.leave(record.owner, load)
         if (pause := operation.not_before - time.monotonic()) > 0:
             asyncio.get_running_loop().call_later(pause, self._send_again, queue, operation)
         self.wake(queue)
@@ -229,7 +231,7 @@ class Dispatcher:
 
     def leave(self, visit: Visit) -> None:
         """Free the place taken with :meth:`enter`."""
-        visit.given.result().fair_queue.leave(visit.owner, visit.tokens)
+        visit.given.result().fair_queue.leave(visit.owner, visit.load)
         self._dispatch()
 
     async def sample(
@@ -254,10 +256,11 @@ class Dispatcher:
         prompts = max(len(asked.prompt_ids), len(asked.call.prompts))
         given = sum(len(prompt.ids) for prompt in asked.prompt_ids)
         tokens = given + prompts * (asked.call.n or 1) * asked.call.max_tokens
-        request = engine_pb2.EngineRequest(sample=asked, streams=on_frame is not None)
+        request = engine_pb2.EngineRequest(sample=asked, streams=on_frame is not None, owner=usage.owner)
         if run is not None:
             request.sampled_run = run.record.run_id
-        reply, payload = await self._outside(request, usage, Visit(usage.owner, given, run, model), tokens, on_frame)
+        visit = Visit(usage.owner, Load(given, samples=not asked.call.prompt_logprobs), run, model)
+        reply, payload = await self._outside(request, usage, visit, tokens, on_frame)
         self._metrics.finished("", pb.Operation(sample=asked.call), reply.result)
         return reply, payload
 

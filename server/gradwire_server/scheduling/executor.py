@@ -228,6 +228,7 @@ class Executor:
 
     def _request(self, queue: RunQueue, operation: QueuedOperation) -> engine_pb2.EngineRequest:
         request = operation_request(operation.header, queue.dropped_step(operation.seq))
+        request.owner = queue.record.owner
         request.operation.traceparent = operation.trace.traceparent
         request.operation.deadline = operation.deadline
         before = next(iter(queue.sent), operation.seq)

@@ -16,6 +16,7 @@ from gradwire_server.journal.checkpoint_records import uses
 from gradwire_server.journal.segments import Buffer, Location
 from gradwire_server.observability.tracing import NO_TRACE, Trace
 from gradwire_server.operation_kinds import kind_of
+from gradwire_server.scheduling.fairness import Load
 from gradwire_server.scheduling.states import TRANSITIONS, IllegalTransitionError, OperationState
 
 
@@ -102,9 +103,15 @@ class QueuedOperation:
     def kind(self) -> str:
         return self.header.operation.WhichOneof("kind") or ""
 
+    @property
+    def load(self) -> Load:
+        """What it is for the engine; sampled tokens do not count, as they are made one at a time."""
+        call = self.header.operation.sample
+        samples = self.kind == "sample" and not call.prompt_logprobs
+        return Load(self._tokens, samples, alone=self.deaths > 0)
+
     @cached_property
-    def tokens(self) -> int:
-        """Tokens that it brings into the engine; sampled tokens do not count, as they are made one at a time."""
+    def _tokens(self) -> int:
         return tokens_of(self.header.operation, self.header.tensors, sampled=False)
 
     @property

@@ -19,7 +19,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import TRAINED_BYTES
 from gradwire_server.engine_client.client import EngineClient
 from gradwire_server.engine_client.pool import EnginePool
-from gradwire_server.scheduling.fairness import PIPE_TOKENS, FairQueue
+from gradwire_server.scheduling.fairness import UNKNOWN, FairQueue, Load
 from gradwire_server.scheduling.run_queue import RunQueue
 
 SLACK = 1.2
@@ -34,14 +34,14 @@ class Visit:
 
     Attributes:
         owner: The key that it counts for.
-        tokens: Tokens that it brings into the engine.
+        load: What it is for the engine; by default that of a request whose size is not known.
         run: The run whose engine it needs; None for any engine with its model.
         model: The model that it needs; "" for any.
         given: Resolves with the engine when it is its turn.
     """
 
     owner: str
-    tokens: int = PIPE_TOKENS
+    load: Load = UNKNOWN
     run: RunQueue | None = None
     model: str = ""
     given: asyncio.Future[EngineQueue] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -98,7 +98,7 @@ class Placement:
 
     def __init__(self, pool: EnginePool) -> None:
         self.pool = pool
-        self.engines = tuple(EngineQueue(engine, FairQueue(_wants_alone)) for engine in pool.engines)
+        self.engines = tuple(EngineQueue(engine, FairQueue(_load_of)) for engine in pool.engines)
         self._places: dict[str, EngineQueue] = {}
 
     def of(self, run_id: str) -> EngineQueue:
@@ -186,6 +186,7 @@ def choose(able: Sequence[EngineQueue], size: int) -> EngineQueue:
     return min(within, key=lambda there: (there.fair_queue.load, there.nbytes, there.engine.number))
 
 
-def _wants_alone(item: RunQueue | Visit) -> bool:
-    """Whether an operation is suspected of having killed an engine; it then runs alone, so that blame is certain."""
-    return isinstance(item, RunQueue) and (head := item.head) is not None and head.deaths > 0
+def _load_of(item: RunQueue | Visit) -> Load:
+    if isinstance(item, Visit):
+        return item.load
+    return item.head.load if item.head is not None else Load(0)

@@ -32,6 +32,7 @@ from gradwire_server.scheduling.admission import Admission
 from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint, in_use
 from gradwire_server.scheduling.dispatcher import Dispatcher
 from gradwire_server.scheduling.executor import Executor
+from gradwire_server.scheduling.fairness import SHARED_TOKENS, Load
 from gradwire_server.scheduling.moves import Moves
 from gradwire_server.scheduling.operation import PayloadMemory
 from gradwire_server.scheduling.placement import EngineQueue, Placement, Visit
@@ -228,7 +229,7 @@ class Scheduler:
         """Remove a deleted run from the engine when it is its owner's turn, which its deletion does not wait for."""
         record = queue.record
         with contextlib.suppress(ServiceError):  # the server stops, and the engine with it
-            async with self._turn(Visit(record.owner, tokens=0, run=queue)):
+            async with self._turn(Visit(record.owner, Load(SHARED_TOKENS), run=queue)):
                 await self._executor.drop(record.run_id)
         self.placement.forget(record.run_id)
 

@@ -103,7 +103,8 @@ KINDS: list[dict[str, Any]] = [
 
 
 def test_a_token_of_any_kinds_waits_once(engine: LocalEngine, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "fits_pages", lambda policy, agreement: True)  # it compares numbers, once for each model
+    # It compares numbers, once for each model.
+    monkeypatch.setattr(local, "paged_token_bytes", lambda policy, agreement: 1)
     engine.create(run_id, base_model="tiny", lora=4)
     policy, sampler = engine.context.runs[run_id].policy, local.LocalSampler()
     for number, settings in enumerate(KINDS):
@@ -120,7 +121,7 @@ def test_a_token_of_any_kinds_waits_once(engine: LocalEngine, run_id: str, monke
 
 def test_decoding_has_few_shapes(engine: LocalEngine, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph of kernels is captured once for each, and replayed as long as nothing but numbers changes."""
-    monkeypatch.setattr(local, "fits_pages", lambda policy, agreement: True)
+    monkeypatch.setattr(local, "paged_token_bytes", lambda policy, agreement: 1)
     engine.create(run_id, base_model="tiny")
     policy, sampler, shapes = engine.context.runs[run_id].policy, local.LocalSampler(), []
     attend = PagedDecode.attend

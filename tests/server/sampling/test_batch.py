@@ -12,15 +12,16 @@ import torch
 from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.attention.paged import PAGE
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import LoraPolicy, Policy
 from gradwire_server.engine.model.tokenizers import TextTokenizer
 from gradwire_server.engine.sampling.drawing.draw import Uniforms
 from gradwire_server.engine.sampling.jobs import LocalJob
-from gradwire_server.engine.sampling.pages.pages import Pages, fits_pages
+from gradwire_server.engine.sampling.pages.pages import Pages, paged_token_bytes
 from gradwire_server.engine.sampling.samplers.local import LocalSampler
 from gradwire_server.engine.sampling.samplers.sampler import Samples, SamplingParams
-from support.sampling import samples_of
+from support.sampling import samples_of, token_bytes
 
 MakePolicy = Callable[..., Policy]
 
@@ -63,13 +64,13 @@ def test_requests_of_different_kinds_join_one_batch(policy: Policy) -> None:
     check_alone(policy, run(LocalSampler(), policy))
 
 
-@pytest.mark.parametrize("cache_tokens", [1, 60, 150])
+@pytest.mark.parametrize("cache_tokens", [1, 64, 160])
 def test_those_without_room_wait(policy: Policy, cache_tokens: int) -> None:
-    check_alone(policy, run(LocalSampler(cache_tokens=cache_tokens), policy))
+    check_alone(policy, run(LocalSampler(cache_bytes=cache_tokens * token_bytes(policy)), policy))
 
 
 def test_a_small_request_does_not_wait_for_all_of_a_large_one(policy: Policy) -> None:
-    sampler = LocalSampler(cache_tokens=24)  # room for two rows
+    sampler = LocalSampler(cache_bytes=3 * PAGE * token_bytes(policy))  # room for two rows
     large = sampler.begin(policy, [[1, 40]], SamplingParams(max_tokens=6, seed=1, n=40, ignore_eos=True))
     sampler.step()
     small = sampler.begin(policy, [[1, 5]], SamplingParams(max_tokens=6, seed=2, n=2, ignore_eos=True))
@@ -85,13 +86,13 @@ def test_a_small_request_does_not_wait_for_all_of_a_large_one(policy: Policy) ->
 
 def test_models_with_windows_take_one_batch_after_another(make_policy: MakePolicy) -> None:
     policy = make_policy("mistral", sliding_window=6)
-    assert not fits_pages(policy, Agreement())
+    assert not paged_token_bytes(policy, Agreement())
     check_alone(policy, run(LocalSampler(), policy))
 
 
 def test_pages_are_for_models_that_attend_to_everything(make_policy: MakePolicy) -> None:
-    assert fits_pages(make_policy("qwen3"), Agreement())
-    assert not fits_pages(make_policy("gemma2", sliding_window=6, query_pre_attn_scalar=8), Agreement())
+    assert paged_token_bytes(make_policy("qwen3"), Agreement())
+    assert not paged_token_bytes(make_policy("gemma2", sliding_window=6, query_pre_attn_scalar=8), Agreement())
 
 
 def test_memory_that_runs_out_makes_batches_smaller(

@@ -59,7 +59,7 @@ def test_greedy_takes_the_most_probable_token(policy: Policy) -> None:
 def test_samples_do_not_depend_on_what_they_are_batched_with(policy: Policy) -> None:
     params = SamplingParams(max_tokens=15, seed=11, n=4)
     together = draw_samples(policy, PROMPTS, params)
-    one_by_one = draw_samples(policy, PROMPTS, params, sampler=LocalSampler(cache_tokens=1))
+    one_by_one = draw_samples(policy, PROMPTS, params, sampler=LocalSampler(cache_bytes=1))
     assert [[s.token_ids for s in of_prompt] for of_prompt in together] == [
         [s.token_ids for s in of_prompt] for of_prompt in one_by_one
     ]

@@ -20,7 +20,7 @@ from gradwire_server.engine.sampling.pages.page_table import PageTable, page_dig
 from gradwire_server.engine.sampling.pages.pages import Pages
 from gradwire_server.engine.sampling.samplers.local import LocalSampler
 from gradwire_server.engine.sampling.samplers.sampler import Samples, SamplingParams
-from support.sampling import samples_of
+from support.sampling import samples_of, token_bytes
 
 MakePolicy = Callable[..., Policy]
 FullLogprobs = Callable[..., torch.Tensor]
@@ -85,12 +85,10 @@ def test_a_group_takes_the_memory_of_one_prompt_and_its_answers(policy: Policy, 
         sampler.step()
         assert isinstance(pages, Pages)
         most = max(most, pages.nbytes)
-    config = policy.model.config
-    head_size = config.hidden_size // config.num_attention_heads
-    token_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_size
     own_pages = count * PAGE  # up to a page of each sample is not full
-    assert most <= 1.2 * token_bytes * (len(prompt) + count * answer) + token_bytes * own_pages
-    assert most <= 0.4 * token_bytes * count * (len(prompt) + answer)  # what a copy for each sample would take
+    of_token = token_bytes(policy)
+    assert most <= 1.2 * of_token * (len(prompt) + count * answer) + of_token * own_pages
+    assert most <= 0.4 * of_token * count * (len(prompt) + answer)  # what a copy for each sample would take
 
 
 def test_the_next_turn_of_a_conversation_computes_only_what_is_new(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +19,20 @@ from gradwire_server.access.keys import LOOK_AGAIN_S, KeyFile, Keys, Quota
 from gradwire_server.access.turns import SHARED_S
 from gradwire_server.cli.app import app
 from gradwire_server.config import ServerConfig
+from gradwire_server.engine_link.crash_marks import SLOTS
 from gradwire_server.errors import ServiceError
-from gradwire_server.scheduling.fairness import AHEAD, PIPE_TOKENS, SMALL_AHEAD, FairQueue
+from gradwire_server.scheduling import fairness
+from gradwire_server.scheduling.fairness import (
+    AHEAD,
+    KEY_SAMPLES_AHEAD,
+    LEAST_TOKENS,
+    PIPE_TOKENS,
+    SAMPLES_AHEAD,
+    SHARED_TOKENS,
+    SMALL_AHEAD,
+    FairQueue,
+    Load,
+)
 from gradwire_server.server import Server
 from support.fake_engine import FakeEngine
 from support.front import Client, Start
@@ -239,59 +253,100 @@ async def test_payloads_on_their_way_are_bounded(keyed: Any) -> None:
 
 
 def test_owners_take_turns_and_each_owners_runs_do() -> None:
-    fair_queue = FairQueue[str]()
+    fair_queue = FairQueue[str](lambda item: Load(1))
     for owner, item in (("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1"), ("b", "b2")):
         fair_queue.put(owner, item)
     assert [fair_queue.pop() for _ in range(len(fair_queue))] == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 
-def given(fair_queue: FairQueue[str], tokens: int) -> list[str]:
+def given(fair_queue: FairQueue[str], load: Load) -> list[str]:
     """What goes to the engine before it has answered anything; the owner is the first letter."""
     sent = []
     while (item := fair_queue.pop()) is not None:
-        fair_queue.enter(item[0], tokens)
+        fair_queue.enter(item[0], load)
         sent.append(item)
     return sent
 
 
-def test_nothing_is_sent_ahead_while_keys_share_the_server() -> None:
-    now = 0.0
-    fair_queue = FairQueue[str](clock=lambda: now)
-    for item in ("a1", "a2", "b1", "b2"):
+def queue_of(items: Iterable[str], load: Load, clock: Callable[[], float] = time.monotonic) -> FairQueue[str]:
+    fair_queue = FairQueue[str](lambda item: load, clock)
+    for item in items:
         fair_queue.put(item[0], item)
-    assert given(fair_queue, 1) == ["a1", "b1"]
-    fair_queue.leave("a", 1)
-    assert given(fair_queue, 1) == ["a2"]
+    return fair_queue
+
+
+def test_no_large_request_is_sent_ahead_while_keys_share_the_server() -> None:
+    now = 0.0
+    large = Load(SHARED_TOKENS)
+    fair_queue = queue_of(["a1", "a2", "b1", "b2"], large, lambda: now)
+    assert given(fair_queue, large) == ["a1", "b1"]
+    fair_queue.leave("a", large)
+    assert given(fair_queue, large) == ["a2"]
     now = SHARED_S + 1
     fair_queue.put("b", "b3")
-    assert given(fair_queue, 1) == ["b2", "b3"]
+    assert given(fair_queue, large) == ["b2", "b3"]
+
+
+def test_few_small_requests_are_sent_ahead_while_keys_share_the_server() -> None:
+    small = Load(1)
+    fair_queue = queue_of([*(f"a{number}" for number in range(40)), "b1"], small)
+    sent = given(fair_queue, small)
+    assert sent[:2] == ["a0", "b1"] and len(sent) == 1 + SHARED_TOKENS // LEAST_TOKENS
+    large = Load(SHARED_TOKENS)
+    assert given(queue_of(["b1"], large), large) == ["b1"]  # however large, one goes
+
+
+def test_samples_run_beside_each_other_and_leave_room_for_newcomers() -> None:
+    samples = Load(1000, samples=True)
+    fair_queue = queue_of((f"a{number}" for number in range(300)), samples)
+    assert len(given(fair_queue, samples)) == SAMPLES_AHEAD
+    fair_queue.put("b", "b1")
+    fair_queue.put("b", "b2")
+    assert given(fair_queue, samples) == ["b1"]
+    for _ in range(SAMPLES_AHEAD - KEY_SAMPLES_AHEAD + 1):
+        assert given(fair_queue, samples) in ([], ["b2"])
+        fair_queue.leave("a", samples)
+    assert len(given(fair_queue, samples)) == 1  # one key's part while keys share the server
+    fair_queue = queue_of((f"{chr(300 + number)}" for number in range(2 * SLOTS)), samples)
+    assert len(given(fair_queue, samples)) < SLOTS - SMALL_AHEAD
+
+
+def test_samples_take_no_room_of_other_requests() -> None:
+    loads = {"a1": Load(1, samples=True), "a2": Load(PIPE_TOKENS), "b1": Load(PIPE_TOKENS)}
+    fair_queue = FairQueue[str](loads.__getitem__)
+    for item in loads:
+        fair_queue.put(item[0], item)
+    sent = []
+    while (item := fair_queue.pop()) is not None:
+        fair_queue.enter(item[0], loads[item])
+        sent.append(item)
+    assert sent == ["a1", "b1", "a2"]
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(PIPE_TOKENS, AHEAD), (PIPE_TOKENS // 8, 8), (1, SMALL_AHEAD)])
 def test_what_is_sent_ahead_is_bounded_by_its_tokens(tokens: int, count: int) -> None:
-    fair_queue = FairQueue[str]()
-    for number in range(40):
-        fair_queue.put("a", f"a{number}")
-    assert len(given(fair_queue, tokens)) == count
-    fair_queue.leave("a", tokens)
-    assert len(given(fair_queue, tokens)) == 1
+    load = Load(tokens)
+    fair_queue = queue_of((f"a{number}" for number in range(40)), load)
+    assert len(given(fair_queue, load)) == count
+    fair_queue.leave("a", load)
+    assert len(given(fair_queue, load)) == 1
 
 
 def test_a_suspect_goes_alone() -> None:
-    fair_queue = FairQueue[str](lambda item: item == "a2")
+    fair_queue = FairQueue[str](lambda item: Load(1, alone=item == "a2"))
     for item in ("a1", "a2", "a3"):
         fair_queue.put("a", item)
-    assert given(fair_queue, 1) == ["a1"]
-    fair_queue.leave("a", 1)
+    assert given(fair_queue, Load(1)) == ["a1"]
+    fair_queue.leave("a", Load(1))
     assert fair_queue.pop() == "a2"
-    fair_queue.enter("a", 1, alone=True)
-    assert given(fair_queue, 1) == []
-    fair_queue.leave("a", 1)
-    assert given(fair_queue, 1) == ["a3"]
+    fair_queue.enter("a", Load(1, alone=True))
+    assert given(fair_queue, Load(1)) == []
+    fair_queue.leave("a", Load(1, alone=True))
+    assert given(fair_queue, Load(1)) == ["a3"]
 
 
-async def test_a_flood_from_one_key_costs_another_one_operation_at_most(keyed: Any) -> None:
-    """Latency counted in operations of equal length: alone it is one, so twice its own is two."""
+async def test_a_flood_from_one_key_costs_another_few_operations_at_most(keyed: Any) -> None:
+    """Latency counted in operations of equal length, small ones."""
     async with keyed() as door:
         flood = [await (await door.client("ada")).begin() for _ in range(4)]
         bob: Client = await (await door.client("bob")).begin()
@@ -314,7 +369,7 @@ async def test_a_flood_from_one_key_costs_another_one_operation_at_most(keyed: A
             mine = engine.seen.index((bob.run_id, seq))
             between.append(mine - began)
         engine.gate.set()
-        assert max(between) <= 1, between
+        assert max(between) <= SHARED_TOKENS // LEAST_TOKENS, between
         assert len([seq for run_id, seq in engine.seen if run_id != bob.run_id]) >= len(between) - 1
         for run in flood:
             await run.results(10)
@@ -347,12 +402,13 @@ async def test_many_deleted_runs_cost_another_key_one_removal_at_most(
         assert executed.count("drop_run") == len(runs)
 
 
-async def test_who_waits_for_a_turn_is_told_that_the_server_stops(keyed: Any) -> None:
+async def test_who_waits_for_a_turn_is_told_that_the_server_stops(keyed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fairness, "SAMPLES_AHEAD", 6)
     async with keyed(grace=60) as door:
         bob = await door.client("bob")
         door.engine.gate.clear()
         asked = pb.SampleRequest(model="tiny")
-        sampling = [asyncio.ensure_future(outcome(bob.stub, "Sample", asked)) for _ in range(SMALL_AHEAD + 2)]
+        sampling = [asyncio.ensure_future(outcome(bob.stub, "Sample", asked)) for _ in range(6 + 2)]
         fair_queue = door.door.server.core.scheduler.placement.engines[0].fair_queue
         await until(lambda: len(fair_queue) == 2)
         create = pb.CreateRunRequest(config=pb.RunConfig(base_model="tiny"))
@@ -362,7 +418,7 @@ async def test_who_waits_for_a_turn_is_told_that_the_server_stops(keyed: Any) ->
         assert code_of(await creating) == "shutting_down"
         await until(lambda: sum(task.done() for task in sampling) == 2)
         door.engine.gate.set()
-        assert sorted(map(code_of, await asyncio.gather(*sampling))) == ["shutting_down"] * 2 + ["yes"] * SMALL_AHEAD
+        assert sorted(map(code_of, await asyncio.gather(*sampling))) == ["shutting_down"] * 2 + ["yes"] * 6
         await stopping
         assert door.door.server.core.storage.records.count == 0
 

@@ -66,7 +66,7 @@ class Started:
 
 
 def begin_in_run(
-    context: EngineContext, run: EngineRun, seq: int, call: training_pb2.SampleCall, columns: Columns
+    context: EngineContext, run: EngineRun, seq: int, call: training_pb2.SampleCall, columns: Columns, owner: str
 ) -> Started:
     """Begin a run's ``sample``, the operation ``seq``.
 
@@ -92,7 +92,7 @@ def begin_in_run(
     seed = call.seed if call.HasField("seed") else own_seed(run.config.seed, seq)
     images = images_of_rows(run.policy, columns) if IMAGES in columns or IMAGE_BYTES in columns else None
     alone = context.pool.device.type == "cpu" and not context.groups_runs
-    return _begin(context, run.policy, call, prompts, seed, alone=alone, images=images)
+    return _begin(context, run.policy, call, prompts, seed, owner=owner, alone=alone, images=images)
 
 
 def own_seed(run_seed: int, seq: int) -> int:
@@ -128,6 +128,7 @@ def begin_outside(context: EngineContext, request: engine_pb2.EngineRequest) -> 
         asked.call,
         prompts,
         asked.call.seed,
+        owner=request.owner,
         alone=False,
         stream=request.streams,
         candidates=candidates,
@@ -142,6 +143,7 @@ def _begin(
     call: training_pb2.SampleCall,
     prompts: Sequence[Sequence[int]] | None,
     seed: int,
+    owner: str,
     alone: bool,
     stream: bool = False,
     candidates: Sequence[Sequence[int]] = (),
@@ -180,7 +182,15 @@ def _begin(
     wanted = candidate_ids(prompts, candidates, policy.facts.vocab_size) if candidates else None
     if draws is not None and not (call.prompt_logprobs and 0 <= draws.temperature < math.inf):
         raise invalid("prompt_draws come with prompt_logprobs, at a temperature of 0 or more", "prompt_draws")
-    job = context.sampler.begin(policy, prompts, params, tokenizer, alone=alone, mixed=context.groups_runs)
+    job = context.sampler.begin(
+        policy,
+        prompts,
+        params,
+        tokenizer,
+        owner=owner,
+        alone=alone or call.deterministic,
+        mixed=context.groups_runs,
+    )
     num_prompt_tokens = sum(map(len, prompts))
     if not call.prompt_logprobs:
         return Started(job, num_prompt_tokens)

@@ -127,7 +127,9 @@ class SamplesInProgress:
         execution = sampling.execution = Execution(context, message.operation)
         call = message.operation.operation.sample
         with interruptible(lambda: context.agreement.check(message)):
-            sampling.started = begin_in_run(context, execution.run, message.operation.seq, call, request.columns)
+            sampling.started = begin_in_run(
+                context, execution.run, message.operation.seq, call, request.columns, message.owner
+            )
 
     def _answer(self, sampling: _Sampling) -> Answer:
         answer = sampling.answer

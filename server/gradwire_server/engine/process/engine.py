@@ -83,7 +83,9 @@ class Engine:
         store = CheckpointStore(settings.state_dir)
         activations, references = settings.activation_budget_gib, int(settings.reference_cache_gib * GIB)
         self._computed_with = ComputedWith(pool, settings.state_dir)
-        sampler: Sampler[Any] = make_sampler(settings.sampler, pool, agreement)
+        # A power of two, so that a few bytes for the kernel change no batch.
+        cache_bytes = settings.sampling_cache or 1 << (share.device_memory(pool.device).bit_length() - 4)
+        sampler: Sampler[Any] = make_sampler(settings.sampler, pool, agreement, cache_bytes)
         self.context = EngineContext(
             pool=pool,
             store=store,

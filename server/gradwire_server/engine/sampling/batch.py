@@ -1,60 +1,41 @@
 """Continuous batching of samples, of one policy or of several on one copy of a model.
 
-A prompt shared by several rows goes through the model once. Rows join and leave between two tokens. All that the host
-needs of a token is copied at once. A token is drawn by inverting the cumulative distribution at one uniform number.
-These numbers belong to the sample, so batching with other samples changes only float rounding.
+A prompt shared by several rows goes through the model once. Rows join and leave between two tokens, and take room for
+keys and values as their tokens come; :mod:`.admission` says who joins, and who leaves when there is no room left. A
+token is drawn by inverting the cumulative distribution at one uniform number. These numbers belong to the sample, so
+batching with other samples, or leaving and joining again, changes only float rounding.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from gradwire_losses import host
-from gradwire_losses.batch import sent
 from torch import Tensor
 
 from gradwire_server.engine.agreement import Agreement, Failure
+from gradwire_server.engine.model.attention.paged import PAGE
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.split_model import SplitModel
-from gradwire_server.engine.sampling.drawing.adjustments import logits_to_choose_by
-from gradwire_server.engine.sampling.drawing.draw import Uniforms, draw, top_tokens
+from gradwire_server.engine.sampling.admission import QUANTUM, Held, Waiting, WaitingRows
+from gradwire_server.engine.sampling.drawing.draw import Uniforms
+from gradwire_server.engine.sampling.drawing.kinds import Kinds
 from gradwire_server.engine.sampling.growing.growing_sample import GrowingSample
+from gradwire_server.engine.sampling.image_prompt import ImagePrompt
 from gradwire_server.engine.sampling.jobs import LocalJob
-from gradwire_server.engine.sampling.pages.key_values import IntArray, KeyValues
-from gradwire_server.engine.sampling.rows import DRAWS, BoolArray, Rows, widened
-from gradwire_server.engine.sampling.samplers.sampler import SamplingParams, TopTokens
+from gradwire_server.engine.sampling.pages.key_values import KeyValues, Room
+from gradwire_server.engine.sampling.rows import DRAWS, BoolArray, Left, Rows, begun, widened
+from gradwire_server.engine.sampling.samplers.sampler import TopTokens
 from gradwire_server.engine.sampling.several_policies import neighbours
-from gradwire_server.engine.scoring.token_scores import token_logits
 from gradwire_server.engine.threads import sampling_threads
 
 logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 1 << 14
 """Maximum prompt tokens in one forward, padding included; a longer prompt goes alone."""
-SPARE_KINDS = 32
-"""Drawing parameters that no row uses, kept for the requests to come."""
-_NOT_OF_DRAWING: dict[str, Any] = {"max_tokens": 0, "seed": 0, "n": 1, "stop": (), "stream": False}
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """Rows that are drawn together: their parameters, and ``[V]`` whether a token ends a sample.
-
-    ``policy`` is one whose output head they have.
-    """
-
-    key: tuple[SamplingParams, frozenset[int], str]
-    params: SamplingParams
-    policy: Policy
-    ends: BoolArray
 
 
 class Batch:
@@ -63,7 +44,7 @@ class Batch:
     Args:
         split_model: The copy of the model that they are computed with.
         values: Makes the keys and values of no rows.
-        cache_tokens: Maximum tokens of key-value cache, including room for tokens to come.
+        cache_tokens: Tokens of key-value cache that several rows may take; one row may have what it needs.
         rows: Maximum rows at a time.
         uniforms: Source of random numbers.
         agreement: Tells whether a step failed.
@@ -84,14 +65,15 @@ class Batch:
         self._split_model = split_model
         self._make_values = values
         self._cache_tokens, self._most = cache_tokens, rows
-        self._waiting: dict[LocalJob, deque[int]] = {}  # the job whose turn it is comes first
-        self._joining: list[tuple[LocalJob, int]] = []
-        self._kinds: dict[int, _Kind] = {}
+        self._waiting = WaitingRows()
+        self._left: dict[tuple[LocalJob, int], Left] = {}
+        self._joining: list[Waiting] = []
+        self._steps = self._formed = 0
+        self._kinds = Kinds(split_model.facts.vocab_size)
         self._jobs: list[LocalJob] = []
         self._uniforms, self._agreement = uniforms, agreement
         self.values = values()
         self._rows = self._begin([])
-        self._room = self.values.room()
 
     @property
     def jobs(self) -> Sequence[LocalJob]:
@@ -100,11 +82,12 @@ class Batch:
 
     def add(self, job: LocalJob) -> None:
         self._jobs.append(job)
-        self._waiting[job] = deque(job.order())
+        self._waiting.add(job, self._steps)
 
     def remove(self, job: LocalJob) -> None:
         self._jobs.remove(job)
-        self._waiting.pop(job, None)
+        self._waiting.remove(job)
+        self._left = {key: left for key, left in self._left.items() if key[0] is not job}
         self._keep(self._rows.job != job)
 
     def step(self) -> None:
@@ -116,13 +99,13 @@ class Batch:
         for job in [job for job in self._jobs if job.error is not None]:
             self.remove(job)
         self._jobs = [job for job in self._jobs if not job.done]
-        if len(self._kinds) > len(self._jobs) + SPARE_KINDS:
-            used = set(self._rows.kind.tolist())
-            self._kinds = {number: kind for number, kind in self._kinds.items() if number in used}
+        self._kinds.forget(self._rows, len(self._jobs))
 
     def _step(self) -> None:
+        self._steps += 1
+        self._make_room()
         self._joining = self._admit()
-        tokens = len(self._rows) + sum(len(job.prompt_of(row)) for job, row in self._joining)
+        tokens = len(self._rows) + sum(len(self._prompt(each)) for each in self._joining)
         with sampling_threads(self._split_model.device, tokens, self._split_model.facts.num_parameters):
             self._extend()
 
@@ -145,166 +128,163 @@ class Batch:
     def _give_up(self, failure: Failure) -> None:
         """Handle the failure of a step.
 
-        If memory ran out, all samples restart from their prompts with half as many rows at a time; the random numbers
-        are the same, and so are the samples, but for float rounding, which a streamed sample could show. Any other
-        error, or a single sample that does not fit, ends all jobs.
+        If memory ran out, the samples go on with half as many rows at a time. Any other error, or a single sample that
+        does not fit, ends all jobs.
         """
-        started = [*zip(self._rows.job, self._rows.row.tolist(), strict=True), *self._joining]
-        self._joining = []
-        self.values, self._rows = self._make_values(), self._begin([])
-        self._room = self.values.room()
-        if failure.out_of_memory and len(started) > 1:
-            self._most = len(started) // 2
-            logger.warning(
-                "out of memory with %d samples, going on with %d: %s", len(started), self._most, failure.error
-            )
-            for job, row in reversed(started):
-                self._waiting.setdefault(job, deque()).appendleft(row)
+        joining, self._joining = self._joining, []
+        count = len(self._rows) + len(joining)
+        if failure.out_of_memory and count > 1:
+            self._most = count // 2
+            logger.warning("out of memory with %d samples, going on with %d: %s", count, self._most, failure.error)
+            self._remember(range(len(self._rows)))
+            for waiting in joining:
+                self._waiting.put(waiting)
+            self._rows, self.values = self._begin([]), self._make_values()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             return
+        self._rows, self.values = self._begin([]), self._make_values()
         for job in self._jobs:
             job.error = failure.error
         self._waiting.clear()
+        self._left.clear()
 
-    # ---- joining ----
+    # ---- joining and leaving ----
 
-    def _admit(self) -> list[tuple[LocalJob, int]]:
-        """Choose the rows that join now: of each job in turn, as many as fit."""
+    def _make_room(self) -> None:
+        """Let rows leave for whose next tokens there is no room, or so that others may join."""
+        rows = self._rows
+        if len(rows) > 1 and (missing := self.values.more(rows.length) - self._cache_tokens) > 0:
+            self._leave(self._held().to_leave(missing))
+        if not self._waiting or not len(rows) or self.values.joins:
+            return
+        # Rows that must begin together do so again if a request waits that has no row among them.
+        due = self._steps - self._formed >= max(QUANTUM, int(rows.length.max()) // 2)
+        if due and self._waiting.jobs() - set(rows.job):
+            self._leave(range(len(self._rows)))
+
+    def _held(self) -> Held:
+        return Held(self._rows.waited.tolist(), self.values.held(), (self._steps - self._rows.since).tolist())
+
+    def _leave(self, rows: Sequence[int]) -> None:
+        """Let rows leave that go on later."""
+        self._remember(rows)
+        kept = np.ones(len(self._rows), np.bool_)
+        kept[list(rows)] = False
+        self._keep(kept)
+
+    def _remember(self, leaving: Sequence[int]) -> None:
+        rows = self._rows
+        for row in leaving:
+            count = rows.count[row]
+            tokens, logprobs = rows.tokens[row, :count].copy(), rows.logprobs[row, :count].copy()
+            self._left[rows.job[row], int(rows.row[row])] = Left(tokens, logprobs, rows.growing[row])
+            self._waiting.put(rows.waited[row])
+
+    def _admit(self) -> list[Waiting]:
+        """Choose the rows that join now."""
         if not self._waiting or (len(self._rows) and not self.values.joins):
             return []
-        admitted: list[tuple[LocalJob, int]] = []
+        admitted: list[Waiting] = []
+        held, room = self._held(), self._room()
         longest = 0
         prompts: set[tuple[Policy, tuple[int, ...]]] = set()
         while self._waiting:
-            job, rows = next(iter(self._waiting.items()))
-            row = rows[0]
-            prompt = job.prompt_of(row)
-            needs = _needs(job, row)
-            prompts.add((job.policy, prompt))
-            longest = max(longest, len(prompt))
-            count = len(self._rows) + len(admitted) + 1
-            if count > 1 and (count > self._most or self._room.with_row(*needs) > self._cache_tokens):
+            first = self._waiting.next(held.of)
+            prompt, shared = self._prompt(first), self._shared(first)
+            count = len(self._rows) + len(admitted)
+            if count >= self._most:
                 break
+            with_row = room.with_row(shared, len(prompt))
+            needs = with_row - room.tokens
+            # Another page for each row in progress, so that who joins does not have to leave at once.
+            missing = with_row + PAGE * count - self._cache_tokens
+            if count and missing > 0:
+                if admitted or not (giving := self._giving_way(held, first, needs, missing)):
+                    break
+                self._leave(giving)
+                held, room = self._held(), self._room()
+                continue
+            prompts.add((first.job.policy, prompt))
+            longest = max(longest, len(prompt))
             if admitted and len(prompts) * longest > PREFILL_TOKENS:
                 break
-            if not admitted and self.values.warm(job.policy, prompt):
+            if not admitted and self.values.warm(first.job.policy, prompt):
                 break
-            admitted.append((job, rows.popleft()))
-            del self._waiting[job]
-            if rows:
-                self._waiting[job] = rows
-            self._room.add(*needs)
+            self._waiting.pop(first)
+            admitted.append(first)
+            room.add(shared, len(prompt))
+            held.add(first.job.owner, needs)
         return admitted
+
+    def _giving_way(self, held: Held, first: Waiting, needs: int, missing: int) -> list[int]:
+        return held.to_give_way(first, needs, missing, self._cache_tokens, self._waiting.jobs(first.job.owner))
+
+    def _room(self) -> Room:
+        return self.values.room({self._shared(waited) for waited in self._rows.waited})
+
+    def _shared(self, waiting: Waiting) -> Hashable:
+        """Key of the prompt whose pages a row shares with others that begin with it."""
+        job, row = waiting.job, waiting.row
+        if (job, row) in self._left:
+            return job, row
+        return job, row // job.params.n, "prompt"
+
+    def _prompt(self, waiting: Waiting) -> tuple[int, ...]:
+        """What a row that joins has to compute: its prompt, and the tokens that it has already."""
+        prompt = waiting.job.prompt_of(waiting.row)
+        left = self._left.get((waiting.job, waiting.row))
+        if left is None:
+            return prompt
+        tokens = left.tokens.tolist()
+        return prompt.followed_by(tokens) if isinstance(prompt, ImagePrompt) else (*prompt, *tokens)
 
     def _prefill(self) -> Tensor:
         """Add the rows that join; returns their states, ``[R, H]``."""
-        self._joining = [self._joining[place] for place in neighbours([job.policy for job, _ in self._joining])]
-        new = self._begin(self._joining)
+        joining = self._joining = [self._joining[place] for place in neighbours([w.job.policy for w in self._joining])]
         numbers: dict[tuple[Policy, tuple[int, ...]], int] = {}
-        spread = [numbers.setdefault((job.policy, job.prompt_of(row)), len(numbers)) for job, row in self._joining]
+        spread = [numbers.setdefault((each.job.policy, self._prompt(each)), len(numbers)) for each in joining]
         policies, prompts = [policy for policy, _ in numbers], [prompt for _, prompt in numbers]
+        new = self._begin(joining)
+        if not len(self._rows):
+            self._formed = self._steps
         states = self.values.prefill(policies, prompts, np.array(spread))
+        for each in joining:
+            self._left.pop((each.job, each.row), None)
         if len(self._rows):
             room = max(self._rows.tokens.shape[1], new.tokens.shape[1])
             new = widened(self._rows, room).beside(widened(new, room))
         self._rows, self._joining = new, []
         return states
 
-    def _begin(self, newcomers: list[tuple[LocalJob, int]]) -> Rows:
-        jobs, rows = [job for job, _ in newcomers], [row for _, row in newcomers]
-        count = len(rows)
-        job_column, growing = np.empty(count, object), np.empty(count, object)
-        job_column[:] = jobs
-        growing[:] = [job.begin(row) for job, row in newcomers]
-        kinds = {id(job): self._kind(job) for job in jobs}
-        limits = np.array([job.limits[row] for job, row in newcomers], np.int64)
-        seeds = np.array([job.params.seed % 2**64 for job in jobs], np.uint64)
-        places = np.array([job.place_of(row) for job, row in newcomers], np.uint64)
-        uniform = np.zeros((count, DRAWS))
-        if count:
-            first = min(DRAWS, -(-int(limits.max()) // 4) * 4)
-            uniform[:, :first] = self._uniforms.numbers(seeds, places, 0, first)
-        return Rows(
-            job=job_column,
-            row=np.array(rows, np.int64),
-            kind=np.array([kinds[id(job)] for job in jobs], np.int64),
-            growing=growing,
-            length=np.array([len(job.prompt_of(row)) for job, row in newcomers], np.int64),
-            count=np.zeros(count, np.int64),
-            limit=limits,
-            last=np.zeros(count, np.int64),
-            seed=seeds,
-            place=places,
-            uniform=uniform,
-            tokens=np.zeros((count, DRAWS), np.int32),
-            logprobs=np.zeros((count, DRAWS), np.float32),
-        )
-
-    def _kind(self, job: LocalJob) -> int:
-        """Number of a job's drawing parameters, shared by jobs with equal ones."""
-        own_head = job.policy.output_head().adapter is not None
-        head = job.policy.adapter if own_head else None
-        key = (dataclasses.replace(job.params, **_NOT_OF_DRAWING), job.ends, head or "")
-        for number, kind in self._kinds.items():
-            if kind.key == key:
-                return number
-        ends = np.zeros(self._split_model.facts.vocab_size, np.bool_)
-        ends[[token for token in job.ends if 0 <= token < len(ends)]] = True
-        number = max(self._kinds, default=-1) + 1
-        self._kinds[number] = _Kind(key, job.params, job.policy, ends)
-        return number
+    def _begin(self, joining: Sequence[Waiting]) -> Rows:
+        return begun(joining, self._left, self._kinds.number, self._uniforms, self._steps)
 
     # ---- drawing ----
 
     def _draw(self, states: Tensor) -> None:
         """Draw the next token of every row, given their states, and remove rows that end."""
         rows = self._rows
-        drawing = np.arange(len(rows))
         count = rows.count
         if count.max() >= rows.tokens.shape[1]:
             rows = self._rows = widened(rows, 2 * rows.tokens.shape[1])
-        uniform = self._next_uniform(drawing)
-        tokens, by_token = np.empty(len(drawing), np.int64), np.empty(len(drawing), np.bool_)
-        tops: dict[int, TopTokens] = {}
-        drawn: list[tuple[_Kind, IntArray]] = []
-        found: list[Tensor] = []
-        for number in np.unique(rows.kind).tolist():
-            kind = self._kinds[number]
-            of_kind = np.flatnonzero(rows.kind == number)
-            part = states
-            if len(of_kind) < len(drawing):
-                part = states.index_select(0, sent(torch.from_numpy(of_kind), states.device))
-            logits = token_logits(part, kind.policy.output_head(), temperature=kind.params.temperature or 1.0)
-            choices = logits_to_choose_by(logits, kind.params, rows, of_kind)
-            drawn.append((kind, of_kind))
-            found += draw(logits, sent(torch.from_numpy(uniform[of_kind]), logits.device), kind.params, choices)
-            if kind.params.top_logprobs:
-                found += top_tokens(logits, kind.params.top_logprobs)
-        copies = iter(host.fetched(found))
-        for kind, of_kind in drawn:
-            tokens[of_kind] = next(copies).numpy()
-            by_token[of_kind] = kind.ends[tokens[of_kind]]
-            logprobs = next(copies).float().numpy()
-            rows.logprobs[of_kind, count[of_kind]] = logprobs
-            for row in of_kind[np.isnan(logprobs)].tolist():
-                rows.job[row].fail_non_finite(int(rows.row[row]))
-            if kind.params.top_logprobs:
-                ids, values = next(copies).int().numpy(), next(copies).float().numpy()
-                tops.update(zip(of_kind.tolist(), zip(ids, values, strict=True), strict=True))
-        rows.tokens[drawing, count] = tokens
-        rows.last[:] = tokens
+        drawn = self._kinds.draw(states, rows, self._next_uniform())
+        everyone = np.arange(len(rows))
+        rows.tokens[everyone, count], rows.logprobs[everyone, count] = drawn.tokens, drawn.logprobs
+        for row in np.flatnonzero(np.isnan(drawn.logprobs)).tolist():
+            rows.job[row].fail_non_finite(int(rows.row[row]))
+        rows.last[:] = drawn.tokens
         count += 1
-        self._end(by_token, count >= rows.limit, tops)
+        self._end(drawn.ends, count >= rows.limit, drawn.tops)
 
-    def _next_uniform(self, drawing: IntArray) -> npt.NDArray[np.float64]:
+    def _next_uniform(self) -> npt.NDArray[np.float64]:
         rows = self._rows
-        count = rows.count[drawing]
-        spent = drawing[(count > 0) & (count % DRAWS == 0)]
-        for start in np.unique(rows.count[spent]):
-            whose = spent[rows.count[spent] == start]
+        count = rows.count
+        (spent,) = np.nonzero((count > 0) & (count % DRAWS == 0))
+        for start in np.unique(count[spent]):
+            whose = spent[count[spent] == start]
             rows.uniform[whose] = self._uniforms.numbers(rows.seed[whose], rows.place[whose], int(start), DRAWS)
-        uniform: npt.NDArray[np.float64] = rows.uniform[drawing, count % DRAWS]
+        uniform: npt.NDArray[np.float64] = rows.uniform[np.arange(len(rows)), count % DRAWS]
         return uniform
 
     def _end(self, by_token: BoolArray, at_limit: BoolArray, tops: Mapping[int, TopTokens]) -> None:
@@ -333,21 +313,13 @@ class Batch:
         if kept.all():
             return
         order = np.flatnonzero(kept)
-        self._rows = rows = self._rows.select(order)
+        self._rows = self._rows.select(order)
         if len(order):
             self.values.keep(order)
         else:
             self.values.end()
-        self._room = self.values.room()
-        for job, row in zip(rows.job, rows.row.tolist(), strict=True):
-            self._room.add(*_needs(job, row))
 
 
 def _policies(rows: Rows) -> list[Policy]:
     """The policy of each row."""
     return [job.policy for job in rows.job]
-
-
-def _needs(job: LocalJob, row: int) -> tuple[Hashable, int, int]:
-    """What a row needs of the cache, as arguments of :class:`.key_values.Room`."""
-    return (id(job), row // job.params.n), len(job.prompt_of(row)), int(job.limits[row])

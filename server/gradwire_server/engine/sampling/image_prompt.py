@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from gradwire_losses.images import ImageTokens, Picture
@@ -24,6 +25,16 @@ class ImagePrompt(tuple[int, ...]):
         prompt.images = images
         prompt.shift = 0 if images.positions is None else int(images.positions.max()) + 1 - len(prompt)
         return prompt
+
+    def followed_by(self, ids: Sequence[int]) -> ImagePrompt:
+        """The prompt with these tokens of text behind it."""
+        images, count = self.images, len(ids)
+        places = torch.cat([images.places, torch.full((count,), -1)])
+        positions = images.positions
+        if positions is not None:
+            more = torch.arange(len(self), len(self) + count) + self.shift
+            positions = torch.cat([positions, more[:, None].expand(-1, 3)])
+        return ImagePrompt((*self, *ids), replace(images, places=places, positions=positions))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ImagePrompt) and super().__eq__(other) and self.images.key == other.images.key

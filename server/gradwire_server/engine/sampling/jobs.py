@@ -35,10 +35,11 @@ class LocalJob:
 
     Args:
         policy: The policy to sample from.
-        prompts, params, tokenizer: See :meth:`.sampler.Sampler.begin`.
+        prompts, params, tokenizer, owner: See :meth:`.sampler.Sampler.begin`.
 
     Attributes:
         policy: The policy to sample from.
+        owner: Name of the API key that asked for it.
         ends: Tokens that end a sample.
         limits: ``[R]`` maximum tokens of each sample.
         error: The error that ended the job, or None.
@@ -53,9 +54,10 @@ class LocalJob:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         tokenizer: TextTokenizer | None,
+        owner: str = "",
     ) -> None:
         _check(policy, prompts, params, tokenizer)
-        facts, self.policy = policy.facts, policy
+        facts, self.policy, self.owner = policy.facts, policy, owner
         self.prompts = [prompt if isinstance(prompt, tuple) else tuple(prompt) for prompt in prompts]
         self.params, self.tokenizer = params, tokenizer
         eos = frozenset(facts.eos_token_ids)

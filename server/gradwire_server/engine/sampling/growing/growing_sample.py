@@ -15,7 +15,7 @@ from gradwire_server.engine.sampling.samplers.sampler import TopTokens
 
 
 class Handed:
-    """What was handed out of a streamed sample, and what waits to be. A sample that restarts hands nothing out twice.
+    """What was handed out of a streamed sample, and what waits to be.
 
     Args:
         row: The sample's place in its request.
@@ -28,19 +28,11 @@ class Handed:
         self.waiting = False
         self._row = row
         self._delta = training_pb2.SampleDelta(row=row)
-        self._tokens = 0
         self._text = ""
 
-    def add(self, place: int, token: int, logprob: float, top: TopTokens | None, shown: str) -> None:
-        """Add a token.
-
-        Args:
-            place: Its place in the sample.
-            shown: The sample's text so far.
-        """
-        if place < self._tokens:
-            return
-        self._tokens, self.waiting = place + 1, True
+    def add(self, token: int, logprob: float, top: TopTokens | None, shown: str) -> None:
+        """Add a token; ``shown`` is the sample's text so far."""
+        self.waiting = True
         self._delta.token_ids.append(token)
         self._delta.logprobs.append(logprob)
         self._delta.texts.append("")
@@ -85,7 +77,6 @@ class GrowingSample:
         self._text = GrowingText(tokenizer.tokenizer, stops) if tokenizer is not None else None
         self._grammar, self._handed = grammar, handed
         self._top: list[TopTokens] = []
-        self._count = 0
 
     def allowed(self) -> npt.NDArray[np.bool_] | None:
         """``[V]`` which tokens may come next; None for all."""
@@ -105,8 +96,7 @@ class GrowingSample:
         if self._text is not None and not ends:
             self._text.add(token)
         if self._handed is not None:
-            self._handed.add(self._count, token, logprob, top, self._text.shown if self._text is not None else "")
-        self._count += 1
+            self._handed.add(token, logprob, top, self._text.shown if self._text is not None else "")
         return self._text.shown if self._text is not None and self._text.end is not None else None
 
     @property

@@ -8,7 +8,7 @@ While requests keep arriving, rows that join sample 1.4 times as many tokens a s
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,12 +32,16 @@ Prompt = Sequence[int]
 
 
 class Room(Protocol):
-    """Tokens of cache that rows will need."""
+    """Tokens of cache that are taken once further rows have joined."""
 
-    def with_row(self, prompt: Hashable, prompt_tokens: int, limit: int) -> int:
-        """Tokens of all rows and one more; rows with equal ``prompt`` have the same one."""
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
 
-    def add(self, prompt: Hashable, prompt_tokens: int, limit: int) -> None:
+    def with_row(self, prompt: Hashable, tokens: int) -> int:
+        """Tokens of all rows and one more with so many tokens; rows with equal ``prompt`` have the same one."""
+
+    def add(self, prompt: Hashable, tokens: int) -> None:
         """Add a row."""
 
 
@@ -47,8 +51,14 @@ class KeyValues(Protocol):
     joins: bool
     """Whether rows may be added while others are in progress."""
 
-    def room(self) -> Room:
-        """An empty count of the tokens that rows will need."""
+    def room(self, prompts: Iterable[Hashable]) -> Room:
+        """A count that begins with the rows in progress, which have these prompts."""
+
+    def more(self, positions: IntArray) -> int:
+        """Tokens of cache that are taken once every row has its next token, given ``[R]`` their positions."""
+
+    def held(self) -> Sequence[float]:
+        """``[R]`` tokens of cache that each row would give back."""
 
     def warm(self, policy: Policy, prompt: Prompt) -> bool:
         """Compute a part of a long prompt in advance; returns whether there is more of it to compute so."""
@@ -75,11 +85,15 @@ class PaddedRoom:
     def __init__(self) -> None:
         self._rows = self._width = 0
 
-    def with_row(self, prompt: Hashable, prompt_tokens: int, limit: int) -> int:
-        return (self._rows + 1) * max(self._width, prompt_tokens + limit)
+    @property
+    def tokens(self) -> int:
+        return self._rows * self._width
 
-    def add(self, prompt: Hashable, prompt_tokens: int, limit: int) -> None:
-        self._rows, self._width = self._rows + 1, max(self._width, prompt_tokens + limit)
+    def with_row(self, prompt: Hashable, tokens: int) -> int:
+        return (self._rows + 1) * max(self._width, tokens + 1)
+
+    def add(self, prompt: Hashable, tokens: int) -> None:
+        self._rows, self._width = self._rows + 1, max(self._width, tokens + 1)
 
 
 class Together:
@@ -96,8 +110,16 @@ class Together:
         self._field = FIELDS[0]
         self._cache: Any = None
 
-    def room(self) -> Room:
+    def room(self, prompts: Iterable[Hashable]) -> Room:
         return PaddedRoom()
+
+    def more(self, positions: IntArray) -> int:
+        rows, width = self._mask.shape
+        return rows * (width + 1)
+
+    def held(self) -> Sequence[float]:
+        rows, width = self._mask.shape
+        return [float(width)] * rows
 
     def warm(self, policy: Policy, prompt: Prompt) -> bool:
         return False
@@ -165,4 +187,4 @@ class Together:
         self._mask = self._mask[sent(kept, self._mask.device)]
 
     def end(self) -> None:
-        self._cache = None
+        self._cache, self._mask = None, torch.zeros(0, 0, dtype=torch.int64)

@@ -39,6 +39,11 @@ class PageTable:
         self._page_of: dict[bytes, int] = {}
         self._unused: OrderedDict[int, None] = OrderedDict()  # known pages, the least recently used first
 
+    @property
+    def used(self) -> int:
+        """Number of pages in use."""
+        return len(self._uses)
+
     def new(self) -> int:
         """A page with one use."""
         if self._free:

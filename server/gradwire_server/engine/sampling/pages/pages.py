@@ -13,7 +13,8 @@ rows and lists of pages are filled up to powers of two, so that few shapes occur
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,18 +41,26 @@ CHUNK_TOKENS = 1 << 12
 """Maximum prompt tokens in one forward."""
 
 
-class SharedRoom:
-    """Every prompt once, and each row's own tokens."""
+class PagesRoom:
+    """Every prompt's full pages once, and for each row one page of its own.
 
-    def __init__(self) -> None:
-        self._prompts: set[Hashable] = set()
-        self._tokens = 0
+    Args:
+        pages: Pages in use.
+        prompts: Prompts whose pages are among them.
+    """
 
-    def with_row(self, prompt: Hashable, prompt_tokens: int, limit: int) -> int:
-        return self._tokens + limit + (0 if prompt in self._prompts else prompt_tokens)
+    def __init__(self, pages: int, prompts: Iterable[Hashable]) -> None:
+        self._pages, self._prompts = pages, set(prompts)
 
-    def add(self, prompt: Hashable, prompt_tokens: int, limit: int) -> None:
-        self._tokens = self.with_row(prompt, prompt_tokens, limit)
+    @property
+    def tokens(self) -> int:
+        return PAGE * self._pages
+
+    def with_row(self, prompt: Hashable, tokens: int) -> int:
+        return PAGE * (self._pages + 1 + (0 if prompt in self._prompts else tokens // PAGE))
+
+    def add(self, prompt: Hashable, tokens: int) -> None:
+        self._pages = self.with_row(prompt, tokens) // PAGE
         self._prompts.add(prompt)
 
 
@@ -112,8 +121,21 @@ class Pages:
         """Bytes of keys and values that are allocated."""
         return self._store.nbytes
 
-    def room(self) -> Room:
-        return SharedRoom()
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values in all layers; 0 while there are none."""
+        return self._store.nbytes // (PAGE * max(1, self._store.pages))
+
+    def room(self, prompts: Iterable[Hashable]) -> Room:
+        return PagesRoom(self._table.used - len(self._warmed), prompts)
+
+    def more(self, positions: IntArray) -> int:
+        full = np.array([PAGE * (len(row.shared) + len(row.own)) for row in self._rows])
+        return PAGE * (self._table.used + int((positions == full).sum()))
+
+    def held(self) -> Sequence[float]:
+        shared_by = Counter(row.shared for row in self._rows)
+        return [PAGE * (len(row.own) + len(row.shared) / shared_by[row.shared]) for row in self._rows]
 
     def warm(self, policy: Policy, prompt: Prompt) -> bool:
         if len(prompt) <= CHUNK_TOKENS or isinstance(prompt, ImagePrompt):  # a part of it has other images
@@ -283,15 +305,18 @@ def _is_plain(layer: Any) -> bool:
 
 
 @torch.no_grad()
-def fits_pages(policy: Policy, agreement: Agreement) -> bool:
-    """Whether a model's own cache has plain keys and values, and pages in its place give the same states."""
+def paged_token_bytes(policy: Policy, agreement: Agreement) -> int:
+    """Bytes of a token's keys and values in pages; 0 if the model needs a cache of its own.
+
+    Pages fit if the model's own cache has plain keys and values, and pages in its place give the same states.
+    """
     trunk, facts = policy.split_model.trunk, policy.facts
     if facts.context_length < 4 or policy.split_model.packing is Packing.PADDED:
-        return False
+        return 0
     count = min(facts.context_length, PAGE + 3)
     ids = (torch.arange(count) + 1) % facts.vocab_size
 
-    def states() -> tuple[Tensor, Tensor] | None:
+    def states() -> tuple[Tensor, Tensor, int] | None:
         expected = trunk(input_ids=sent(ids[None], policy.device), use_cache=True)
         cache: Any = expected.past_key_values
         if type(cache) is not DynamicCache or not all(map(_is_plain, cache.layers)):
@@ -299,7 +324,7 @@ def fits_pages(policy: Policy, agreement: Agreement) -> bool:
         pages, tokens = Pages(), ids.numpy()
         pages.prefill([policy] * 2, [tokens[:-1].tolist(), tokens[:1].tolist()], np.arange(2))
         decoded = pages.decode([policy] * 2, tokens[[-1, 1]], np.array([count - 1, 1]))
-        return decoded.float(), expected.last_hidden_state[0, [count - 1, 1]].float()
+        return decoded.float(), expected.last_hidden_state[0, [count - 1, 1]].float(), pages.token_bytes
 
     compared = agreement.attempt(states)
     if isinstance(compared, Failure):  # an architecture may do anything with keywords that it does not know
@@ -307,9 +332,10 @@ def fits_pages(policy: Policy, agreement: Agreement) -> bool:
             raise compared.error
         error = compared.error
         logger.info("%s keeps a cache of its own: %s: %s", facts.name, type(error).__name__, error)
-        return False
+        return 0
     if compared is None:
-        return False
-    found, wanted = compared
+        return 0
+    found, wanted, token_bytes = compared
     tolerance = 1e-3 if policy.split_model.dtype in (torch.float32, torch.float64) else 5e-2
-    return bool((found - wanted).abs().max() <= tolerance * (1 + wanted.abs().max()))
+    same = bool((found - wanted).abs().max() <= tolerance * (1 + wanted.abs().max()))
+    return token_bytes if same else 0

@@ -46,6 +46,16 @@ class Recomputed(Together):
     def end(self) -> None:
         self._tokens = []
 
+    def more(self, positions: IntArray) -> int:
+        return sum(self._width + 1 for _ in self._tokens)
+
+    def held(self) -> Sequence[float]:
+        return [float(self._width) for _ in self._tokens]
+
+    @property
+    def _width(self) -> int:
+        return max(map(len, self._tokens), default=0)
+
     def _states(self, policy: Policy) -> Tensor:
         lengths = torch.tensor([len(row) for row in self._tokens])
         ids = torch.tensor([token for row in self._tokens for token in row])

@@ -10,14 +10,17 @@ from gradwire_server.engine.sampling.samplers.local import LocalSampler
 from gradwire_server.engine.sampling.samplers.sampler import Sampler
 
 
-def make_sampler(name: str, pool: ModelPool, agreement: Agreement) -> Sampler[Any]:
+def make_sampler(name: str, pool: ModelPool, agreement: Agreement, cache_bytes: int) -> Sampler[Any]:
     """Make the sampler with this name, ``"local"`` or ``"vllm"``.
+
+    Args:
+        cache_bytes: Maximum bytes of the local sampler's keys and values.
 
     Raises:
         OperationError: UNSUPPORTED if vLLM is not installed.
     """
     if name == "local":
-        return LocalSampler(agreement)
+        return LocalSampler(agreement, cache_bytes=cache_bytes)
     from gradwire_server.engine.sampling.samplers.vllm import VllmSampler
 
-    return VllmSampler(pool, agreement)
+    return VllmSampler(pool, agreement, cache_bytes=cache_bytes)

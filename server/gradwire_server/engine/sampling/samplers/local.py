@@ -24,7 +24,7 @@ from gradwire_server.engine.sampling.drawing.draw import Uniforms
 from gradwire_server.engine.sampling.image_prompt import ImagePrompt
 from gradwire_server.engine.sampling.jobs import LocalJob
 from gradwire_server.engine.sampling.pages.key_values import KeyValues, Together
-from gradwire_server.engine.sampling.pages.pages import Pages, fits_pages
+from gradwire_server.engine.sampling.pages.pages import Pages, paged_token_bytes
 from gradwire_server.engine.sampling.pages.recomputed import Recomputed, keeps_cache
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from gradwire_server.engine.sampling.several_policies import can_share
@@ -54,7 +54,7 @@ class LocalSampler:
 
     Args:
         agreement: Tells whether a step failed.
-        cache_tokens: Maximum tokens of a batch's key-value cache, including room for tokens to come.
+        cache_bytes: Maximum bytes of a batch's keys and values; one sample alone may have what it needs.
         logits_elements: Maximum entries of ``[R, V]`` at a time.
         kept_bytes: Maximum bytes of keys and values to keep of a batch whose requests are done, for prompts that begin
             like theirs: the next turns of conversations. They are not used any more when the weights change. A request
@@ -65,12 +65,12 @@ class LocalSampler:
         self,
         agreement: Agreement | None = None,
         *,
-        cache_tokens: int = 1 << 16,
+        cache_bytes: int = 1 << 30,
         logits_elements: int = 1 << 25,
         kept_bytes: int = 128 << 20,
     ) -> None:
         self._agreement = agreement or Agreement()
-        self._cache_tokens = cache_tokens
+        self._cache_bytes = cache_bytes
         self._logits_elements = logits_elements
         self._uniforms = Uniforms()
         self._batches: dict[_Key, Batch] = {}
@@ -79,7 +79,7 @@ class LocalSampler:
         self._kept: WeakKeyDictionary[Policy | SplitModel, tuple[_Version, Pages]] = WeakKeyDictionary()
         self._serials: WeakKeyDictionary[Policy, int] = WeakKeyDictionary()
         self._serial = itertools.count()
-        self._fits: WeakKeyDictionary[SplitModel, bool] = WeakKeyDictionary()
+        self._token_bytes: WeakKeyDictionary[SplitModel, int] = WeakKeyDictionary()
         self._keeps: WeakKeyDictionary[SplitModel, bool] = WeakKeyDictionary()
 
     def begin(
@@ -89,11 +89,12 @@ class LocalSampler:
         params: SamplingParams,
         tokenizer: TextTokenizer | None = None,
         *,
+        owner: str = "",
         alone: bool = False,
         mixed: bool = False,
     ) -> LocalJob:
         """See :class:`.sampler.Sampler`."""
-        job = LocalJob(policy, prompts, params, tokenizer)
+        job = LocalJob(policy, prompts, params, tokenizer, owner)
         if job.done:
             return job
         split_model = policy.split_model
@@ -110,8 +111,8 @@ class LocalSampler:
         if key not in self._batches:
             rows = max(1, self._logits_elements // policy.facts.vocab_size)
             self._owners[key] = split_model if mixed else policy
-            values = self._values(policy, key)
-            self._batches[key] = Batch(split_model, values, self._cache_tokens, rows, self._uniforms, self._agreement)
+            values, tokens = self._values(policy, key), self._cache_bytes // self._bytes_of_token(policy)
+            self._batches[key] = Batch(split_model, values, tokens, rows, self._uniforms, self._agreement)
         self._batches[key].add(job)
         return job
 
@@ -143,10 +144,18 @@ class LocalSampler:
             self._end(key, batch)
 
     def _fits_pages(self, policy: Policy) -> bool:
-        if policy.split_model not in self._fits:
+        split_model = policy.split_model
+        if split_model not in self._token_bytes:
             policy.activate()
-            self._fits[policy.split_model] = policy.compute(lambda: fits_pages(policy, self._agreement))
-        return self._fits[policy.split_model]
+            self._token_bytes[split_model] = policy.compute(lambda: paged_token_bytes(policy, self._agreement))
+        return self._token_bytes[split_model] > 0
+
+    def _bytes_of_token(self, policy: Policy) -> int:
+        """Bytes of a token's keys and values; of a model with a cache of its own, what plain attention would take."""
+        if self._fits_pages(policy):
+            return self._token_bytes[policy.split_model]
+        facts = policy.facts
+        return 2 * facts.num_layers * facts.hidden_size * policy.split_model.dtype.itemsize
 
     def _keeps_cache(self, policy: Policy) -> bool:
         if policy.split_model not in self._keeps:

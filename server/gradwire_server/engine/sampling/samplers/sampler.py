@@ -217,6 +217,7 @@ class Sampler(Protocol[J]):
         params: SamplingParams,
         tokenizer: TextTokenizer | None = None,
         *,
+        owner: str = "",
         alone: bool = False,
         mixed: bool = False,
     ) -> J:
@@ -227,6 +228,7 @@ class Sampler(Protocol[J]):
         Args:
             prompts: Token ids of each prompt.
             tokenizer: Used for texts and stop strings.
+            owner: Name of the API key that asks; keys share the key-value cache equally.
             alone: Compute without rows of other requests, so that results are bit-identical whatever else is requested.
             mixed: Compute with rows of other policies on the same copy of the model too, where possible.
 

@@ -52,6 +52,7 @@ class VllmSampler:
         max_rank: Maximum rank of adapters.
         max_adapters: Maximum number of adapters in one batch of vLLM.
         memory_share: Share of the GPU's memory, from 0 to 1, that vLLM reserves permanently for each base model.
+        cache_bytes: Of the local sampler.
 
     Raises:
         OperationError: UNSUPPORTED if vLLM is not installed.
@@ -65,6 +66,7 @@ class VllmSampler:
         max_rank: int = 64,
         max_adapters: int = 8,
         memory_share: float = 0.35,
+        cache_bytes: int = 1 << 30,
     ) -> None:
         # In this process, so that vLLM ends with it and runs only when stepped.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -78,7 +80,7 @@ class VllmSampler:
             ) from error
         self._pool = pool
         self._max_rank, self._max_adapters, self._memory_share = max_rank, max_adapters, memory_share
-        self._local = LocalSampler(agreement)
+        self._local = LocalSampler(agreement, cache_bytes=cache_bytes)
         self._served: dict[str, _Served] = {}
         self._locals_turn = False
 
@@ -89,11 +91,12 @@ class VllmSampler:
         params: SamplingParams,
         tokenizer: TextTokenizer | None = None,
         *,
+        owner: str = "",
         alone: bool = False,
         mixed: bool = False,
     ) -> LocalJob:
         if alone or not self._can(policy, params):
-            return self._local.begin(policy, prompts, params, tokenizer, alone=alone, mixed=mixed)
+            return self._local.begin(policy, prompts, params, tokenizer, owner=owner, alone=alone, mixed=mixed)
         job = LocalJob(policy, prompts, params, tokenizer)
         with preserved_rng():  # vLLM seeds torch's global generators, which hold the run's state here
             served = self._of(policy, has_tokenizer=tokenizer is not None)

@@ -20,6 +20,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
+from gradwire_proto.v1 import jobs_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.calls import RPCS, CallKind
@@ -34,7 +35,12 @@ log = logging.getLogger(__name__)
 ERROR_METADATA = "gradwire-error-bin"
 MAX_MESSAGE_CHARS = 1000
 _OPEN = "/grpc.health.v1.Health/"
-_REQUESTS = {method.name: method.input_type for method in pb.DESCRIPTOR.services_by_name["TrainingService"].methods}
+_REQUESTS = {
+    method.name: method.input_type
+    for file in (pb.DESCRIPTOR, jobs_pb2.DESCRIPTOR)
+    for service in file.services_by_name.values()
+    for method in service.methods
+}
 
 CALLER: ContextVar[Caller] = ContextVar("gradwire_caller")
 """The caller of the current RPC."""

@@ -142,7 +142,7 @@ def slots(size: Size) -> Figure:
         model = standard_model(Path(folder) / "model", smoke=size.smoke)
         policy = Policy(ModelPool({"m": str(model)}).get("m"))
         samplers = {"slots": LocalSampler(), "together": LocalSampler()}
-        samplers["together"]._fits[policy.split_model] = False
+        samplers["together"]._token_bytes[policy.split_model] = 0
         for turn in range(size.repeats + 1):
             draw = Draw.of(turn, smoke=size.smoke)
             prompts = [draw.tokens(int(length)) for length in draw.rng.integers(4, 64, count)]

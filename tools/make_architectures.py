@@ -36,6 +36,7 @@ from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.training.forward_backward import Training, forward_backward
+from gradwire_server.engine.training.loss_call import LossCall
 from peft import get_peft_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -129,12 +130,11 @@ def trained(run: EngineRun, rows: Sequence[Sequence[int]], tokens: int = 1 << 20
     loss, facts = get_loss("causal_lm"), run.policy.facts
     columns = {"input_ids": Column.from_rows([np.array(row, np.int32) for row in rows])}
     batch = read_batch(loss, columns, vocab_size=facts.vocab_size, context_length=facts.context_length)
-    training = Training(
-        run.policy, batch, loss, loss.config(), run.accumulator, outputs=["logprobs"], budget=Budget(tokens)
-    )
+    call = LossCall(loss, loss.config()).on(run.policy, batch, ["logprobs"])
     with run.rng():
-        found = forward_backward(training).outputs["logprobs"]
-    return found.detach().double()
+        (found,) = forward_backward([Training(call, run.accumulator, budget=Budget(tokens))])
+    assert found is not None
+    return found.outputs["logprobs"].detach().double()
 
 
 def apart(found: Tensor, expected: Tensor) -> float:

@@ -60,7 +60,7 @@ async def test_it_trains_survives_a_kill_bit_for_bit_and_says_how_far_the_export
         owners: Mapping[str, int] = {}
         while not (owners.get("base") and owners.get("runs")):  # the engine reports once a second
             await asyncio.sleep(0.1)
-            owners = (await service.server_info()).engine.memory_by_owner
+            owners = (await service.server_info()).engines[0].memory_by_owner
     assert server.end() == 0
     merged = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():

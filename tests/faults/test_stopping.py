@@ -52,7 +52,7 @@ async def begun(service: Any) -> None:
     beats, age_s, busy = 0, float("inf"), 0.0
     async with asyncio.timeout(60):
         while beats < 3 or busy < 0.5:
-            engine = (await service.server_info()).engine
+            engine = (await service.server_info()).engines[0]
             beats += engine.heartbeat_age_s < age_s
             age_s, busy = engine.heartbeat_age_s, engine.busy
             await asyncio.sleep(0.1)
@@ -220,7 +220,7 @@ async def test_sampling_outside_a_run_ends_with_its_timeout(service: Any) -> Non
         await sampling.sample([[4, 5, 6]] * 64, n=8, max_tokens=240, ignore_eos=True, timeout=1.0)
     assert time.monotonic() - started < 1.0 + STOPPED_S
     async with asyncio.timeout(STOPPED_S + 3):
-        while (await service.server_info()).engine.busy > 0.2:  # noqa: ASYNC110  nobody is told
+        while (await service.server_info()).engines[0].busy > 0.2:  # noqa: ASYNC110  nobody is told
             await asyncio.sleep(0.1)
 
 

@@ -41,6 +41,8 @@ PLACES = {
     "Cancel": "write",
     "DiscardPending": "write",
     "AcceptChanges": "write",
+    "MoveRun": "admin",
+    "DrainEngine": "admin",
     "Sample": "read",
     "StreamSample": "read",
     "ListCheckpoints": "read",
@@ -48,7 +50,7 @@ PLACES = {
     "Download": "read",
 }
 """The right that a call needs: any live key; one that may read or write the run that it names; the key that owns the
-upload that it names, which cannot be shared."""
+upload that it names, which cannot be shared; an admin's."""
 
 
 def expected(rpc: str, key: str) -> str:
@@ -57,6 +59,8 @@ def expected(rpc: str, key: str) -> str:
         return "unauthenticated"
     if PLACES[rpc] == "any":
         return "yes"
+    if PLACES[rpc] == "admin":
+        return "yes" if key == "admin's key" else "permission_denied"
     if key == "another's key" or (PLACES[rpc] == "own" and key == "read-only key"):
         return "unknown"
     return "permission_denied" if PLACES[rpc] == "write" and key == "read-only key" else "yes"

@@ -32,7 +32,12 @@ CONNECTIONS = 3
 BOOK = "One tenant writes a book of many words, and has it tokenized again and again. " * 400
 IDS = [list(range(3, 60)) * 200] * 4
 ROWS = [list(range(3, 35))] * 8
-REFUSED = {"DiscardPending": "UnsupportedError", "AcceptChanges": "UnsupportedError"}
+REFUSED = {
+    "DiscardPending": "UnsupportedError",
+    "AcceptChanges": "UnsupportedError",
+    "MoveRun": "PermissionDeniedError",
+    "DrainEngine": "PermissionDeniedError",
+}
 """How RPCs are refused that are answered for a parked run only: no tenant can park one."""
 UPLOADING = ("BeginUpload", "WriteUpload", "FinishUpload", "DeleteUpload")
 TOO_LARGE = "CreateRun, too large"
@@ -202,6 +207,8 @@ class Caller:
             "Cancel": self._cancel,
             "DiscardPending": lambda: self._discarded.discard(),
             "AcceptChanges": lambda: self._kept.accept_changes(),
+            "MoveRun": lambda: service.move_run(self._kept.run_id),
+            "DrainEngine": lambda: service.drain_engine(0),
             **{rpc: functools.partial(self._upload, rpc) for rpc in UPLOADING},
             "ListUploads": lambda: service.list_uploads(),
             "Sample": lambda: service.sampling_client(model).sample([[5, 6, 7]] * 4, max_tokens=8),

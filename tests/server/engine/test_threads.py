@@ -12,7 +12,7 @@ import torch
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine import threads
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.sampling import batch
+from gradwire_server.engine.sampling.drawing import kinds
 from support.engine import LocalEngine, token_rows
 
 SMALL, LARGE = [[1, 20, 30, 40]], [[1, *range(5, 55)]] * 4
@@ -88,13 +88,13 @@ def test_a_sampler_wakes_no_thread_for_few_tokens(
     two_threads: None, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    real = batch.token_logits
+    real = kinds.token_logits
 
     def token_logits(*args: Any, **kwargs: Any) -> torch.Tensor:
         seen.append(torch.get_num_threads())
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(batch, "token_logits", token_logits)
+    monkeypatch.setattr(kinds, "token_logits", token_logits)
     parameters = engine.context.pool.facts("tiny").num_parameters
     monkeypatch.setattr(threads, "SMALL_SAMPLING", (threads.READ_TOKENS + 20) * parameters)
     engine.create("run-a")

@@ -155,7 +155,7 @@ def test_micro_batches_of_large_images_stay_within_the_memory_of_their_plan(
     of_image = measured_image_bytes(run.policy, recompute=checkpointing)
     assert planned.image_cost == of_image / each
     images = [picture(number, 32, 32) for number in range(32)]
-    tokens = len(training_of(engine, run_id, images, WHOLE).batch.input_ids)
+    tokens = len(training_of(engine, run_id, images, WHOLE).loss.batch.input_ids)
     tight = dataclasses.replace(planned, microbatch_tokens=tokens)
     training = training_of(engine, run_id, images, tight)
     assert len(training.micros) > 1, "the images count for nothing"
@@ -169,8 +169,8 @@ def test_micro_batches_of_large_images_stay_within_the_memory_of_their_plan(
 
 def test_an_image_counts_once_in_a_micro_batch_however_many_rows_show_it(engine: LocalEngine) -> None:
     engine.create("run-shared", base_model="m", lora=2)
-    alike = training_of(engine, "run-shared", [CAT] * 8, WHOLE).batch
-    different = training_of(engine, "run-shared", [picture(number, 16, 24) for number in range(8)], WHOLE).batch
+    alike = training_of(engine, "run-shared", [CAT] * 8, WHOLE).loss.batch
+    different = training_of(engine, "run-shared", [picture(number, 16, 24) for number in range(8)], WHOLE).loss.batch
     assert len(alike.input_ids) == len(different.input_ids)
     tokens, packing = len(alike.input_ids), engine.context.runs["run-shared"].policy.packing()
     assert alike.images is not None

@@ -90,7 +90,7 @@ async def test_a_run_outlives_its_engine_and_its_server(tiny_model_path: Path, t
             found = [await train(stormy, 1)]
             os.kill(engine_of(str(tmp_path)), signal.SIGKILL)
             found.append(await train(stormy, 3))
-            engine = (await stormy.stub.GetServerInfo(pb.GetServerInfoRequest())).engine
+            engine = (await stormy.stub.GetServerInfo(pb.GetServerInfoRequest())).engines[0]
             assert (engine.restarts, engine.heartbeat_age_s < 60) == (1, True)
     async with serving(tiny_model_path, tmp_path) as address, connected(address) as again:
         await again.open(stormy.run_id)

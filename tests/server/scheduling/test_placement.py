@@ -12,6 +12,7 @@ from gradwire_server.access.quotas import Usage
 from gradwire_server.config import Limits, ServerConfig
 from gradwire_server.engine_client.pool import EnginePool, own_engines, visible_gpus
 from gradwire_server.journal.run_row import new_record
+from gradwire_server.scheduling.fairness import Load
 from gradwire_server.scheduling.operation import QueuedOperation
 from gradwire_server.scheduling.placement import LEAST_BYTES, Placement
 from gradwire_server.scheduling.run_queue import RunQueue
@@ -49,7 +50,7 @@ async def test_the_less_busy_engine_gets_a_run_while_its_share_of_memory_allows(
     _, placed = placement(tmp_path, 2)
     for _ in range(40):
         placed.place(a_run())
-    placed.engines[0].fair_queue.enter("ada", 1)
+    placed.engines[0].fair_queue.enter("ada", Load(1))
     runs = [placed.place(a_run()).engine.number for _ in range(20)]
     assert runs[:8] == [1] * 8, "engine 0 has something to do"
     assert 0 in runs, "and engine 1 no more than a fifth above its share"
@@ -62,7 +63,7 @@ async def test_a_run_stays_until_its_engine_dies_and_then_goes_where_one_lives(t
     there = placed.place(run)
     run.held_by(there.engine.holder)
     other = placed.engines[1 - there.engine.number]
-    placed.engines[there.engine.number].fair_queue.enter("ada", 1)
+    placed.engines[there.engine.number].fair_queue.enter("ada", Load(1))
     assert placed.place(run) is there
     engines[there.engine.number].end()
     assert placed.place(run) is other and placed.place(run) is other

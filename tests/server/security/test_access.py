@@ -43,6 +43,7 @@ def requests(rpc: str, run: Client, run_id: str) -> list[Any]:
             "Cancel": lambda: pb.CancelRequest(run_id=run_id, seq=1, epoch=run.epoch),
             "DiscardPending": lambda: pb.DiscardPendingRequest(run_id=run_id, epoch=run.epoch),
             "AcceptChanges": lambda: pb.AcceptChangesRequest(run_id=run_id),
+            "MoveRun": lambda: pb.MoveRunRequest(run_id=run_id),
             "Sample": lambda: pb.SampleRequest(model=checkpoint, call=pb.SampleCall(prompts=["x"], max_tokens=1)),
             "StreamSample": lambda: pb.SampleRequest(model=checkpoint, call=pb.SampleCall(prompts=["x"], max_tokens=1)),
             "DeleteCheckpoint": lambda: pb.DeleteCheckpointRequest(checkpoint=checkpoint),

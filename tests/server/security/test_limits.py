@@ -92,6 +92,9 @@ CALLS: list[tuple[str, int, str, Any]] = [
     ("key_runs", 1, "CreateRun", pb.CreateRunRequest(config=pb.RunConfig(base_model="tiny"))),
 ]  # fmt: skip
 ELSEWHERE = {
+    "max_json_values": "test_what_was_found_is_refused_in_a_sentence",
+    "max_json_containers": "test_what_was_found_is_refused_in_a_sentence",
+    "max_message_fields": "test_what_was_found_is_refused_in_a_sentence",
     "max_http_body_bytes": "tests/server/doors/test_http.py",
     "max_json_body_bytes": "tests/server/doors/test_http.py",
     "max_message_bytes": "test_a_message_too_large_is_refused_by_number",

@@ -90,7 +90,8 @@ async def test_kills_change_nothing(server: Server, data: dict[str, Path], undis
         server.start()
         assert await finished(service, job.job_id) == undisturbed
         ended = await service.jobs.get(job.job_id)
-        assert ended.attempt == 3 and len({each.path for each in ended.checkpoints}) == len(ended.checkpoints) == 4
+        assert ended.attempt in (2, 3)  # it may have ended just before the server was killed
+        assert len({each.path for each in ended.checkpoints}) == len(ended.checkpoints) == 4
         assert [run.run_id for run in await service.list_runs() if run.name == job.job_id] == [ended.run_id]
         assert len(ended.result_files) == 1
 

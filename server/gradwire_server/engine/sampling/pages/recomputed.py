@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire_server.engine.failures import is_out_of_memory
+from gradwire_server.engine.agreement import Agreement, Failure
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.sampling.pages.key_values import IntArray, Prompt, Together
+from gradwire_server.engine.sampling.pages.key_values import IntArray, KeyValues, Prompt, Together
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +53,22 @@ class Recomputed(Together):
         return policy.hidden(ids, lengths, lengths.cumsum(0) - 1)
 
 
+def _both_ways(policy: Policy, prompts: list[list[int]]) -> tuple[list[Tensor], list[Tensor]]:
+    """States of two prompts, one of them twice, and of the tokens behind them: computed again, and from the cache."""
+    recomputed: list[Tensor] = []
+    cached: list[Tensor] = []
+    ways: tuple[tuple[KeyValues, list[Tensor]], ...] = ((Recomputed(), recomputed), (Together(), cached))
+    for values, states in ways:
+        states.append(values.prefill([policy], prompts, np.array([0, 1, 1])))
+        values.keep(np.array([2, 0]))
+        places = np.array([len(prompts[1]), len(prompts[0])])
+        for step in range(TRIED_STEPS):
+            states.append(values.decode([policy], np.array([step + 1, step + 3]), places + step))
+    return recomputed, cached
+
+
 @torch.no_grad()
-def keeps_cache(policy: Policy) -> bool:
+def keeps_cache(policy: Policy, agreement: Agreement) -> bool:
     """Whether a model continues from its own cache with the states of a forward, for rows of different lengths."""
     facts = policy.facts
     precise = policy.split_model.dtype in (torch.float32, torch.float64)
@@ -62,22 +77,14 @@ def keeps_cache(policy: Policy) -> bool:
             continue
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, facts.vocab_size, length).tolist() for length in lengths]
-        spread, order = np.array([0, 1, 1]), np.array([2, 0])
-        own, again = Together(), Recomputed()
-        found: list[Tensor] = []
-        expected: list[Tensor] = []
-        try:
-            for values, states in ((again, expected), (own, found)):
-                states.append(values.prefill([policy], prompts, spread))
-                values.keep(order)
-                places = np.array([lengths[1], lengths[0]])
-                for step in range(TRIED_STEPS):
-                    states.append(values.decode([policy], np.array([step + 1, step + 3]), places + step))
-        except Exception as error:  # whatever a model raises that has no such cache
-            if is_out_of_memory(error):
-                raise
+        both = agreement.attempt(partial(_both_ways, policy, prompts))
+        if isinstance(both, Failure):  # whatever a model raises that has no such cache
+            if both.out_of_memory:
+                raise both.error
+            error = both.error
             logger.warning("%s samples without a cache: %s: %s", facts.name, type(error).__name__, error)
             return False
+        expected, found = both
         scale = max(each.abs().max().item() for each in expected)
         apart = max((one - other).abs().max().item() for one, other in zip(found, expected, strict=True))
         if not apart <= (1e-3 if precise else 5e-2) * (1 + scale):

@@ -150,7 +150,7 @@ class LocalSampler:
 
     def _keeps_cache(self, policy: Policy) -> bool:
         if policy.split_model not in self._keeps:
-            self._keeps[policy.split_model] = policy.compute(lambda: keeps_cache(policy))
+            self._keeps[policy.split_model] = policy.compute(lambda: keeps_cache(policy, self._agreement))
         return self._keeps[policy.split_model]
 
     def _values(self, policy: Policy, key: _Key) -> Callable[[], KeyValues]:

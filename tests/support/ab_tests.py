@@ -1,6 +1,6 @@
 """Simulated A/B tests, with a look at the comparison after every rating.
 
-``python tests/support/ab_tests.py [SIMULATIONS]`` prints the table of docs/feedback.md.
+``python tests/support/ab_tests.py [SIMULATIONS]`` prints what becomes of each scenario.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ The interval is an asymptotic confidence sequence: the normal-mixture boundary o
 Arbour, Sinha, Kennedy and Ramdas, "Time-uniform central limit theory and asymptotic confidence sequences", Annals of
 Statistics 52 (2024), arXiv:2103.06476, with the clustered variance as its clock. A user who answers again adds to an
 old sum rather than a new one. That makes values at two times more alike than those of a Brownian motion on the same
-clock, so by Slepian's inequality they cross the boundary no more often. docs/feedback.md has simulated error rates."""
+clock, so by Slepian's inequality they cross the boundary no more often. tests/support/ab_tests.py simulates it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from gradwire import Job, sync
 from gradwire.cli.listing import minute, print_listing
-from gradwire.cli.service import ADDRESS, Access, Address, ApiKey, CaCert, ClientCert, ClientKey, connected
+from gradwire.cli.service import Access, connected, with_access
 from gradwire.cli.text import plain
 from gradwire.jobs import POLL_S, SERVERS_OWN
 
@@ -24,7 +24,9 @@ JobId = Annotated[str, typer.Argument(help="Id of the job, as `gradwire jobs lis
 
 
 @app.command()
+@with_access
 def submit(
+    access: Access,
     config: Annotated[Path | None, typer.Argument(help="YAML file, as for `gradwire train`.")] = None,
     recipe: Annotated[str, typer.Option(help="The recipe; by default the one that the file's name begins with.")] = "",
     override: Annotated[
@@ -34,28 +36,18 @@ def submit(
         Path | None, typer.Option(help="A Python file in place of a recipe; for administrators.", dir_okay=False)
     ] = None,
     name: Annotated[str, typer.Option(help="Label of the job.")] = "",
-    address: Address = ADDRESS,
-    api_key: ApiKey = "",
-    ca_cert: CaCert = None,
-    client_cert: ClientCert = None,
-    client_key: ClientKey = None,
 ) -> None:
     """Queue a training and print its id. Files that the settings name are uploaded."""
     chosen, settings = _settings(config, recipe, override or [], script)
-    with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
+    with connected(access) as service:
         print(service.jobs.submit(chosen, settings, name=name).job_id)
 
 
 @app.command("list")
-def list_jobs(
-    address: Address = ADDRESS,
-    api_key: ApiKey = "",
-    ca_cert: CaCert = None,
-    client_cert: ClientCert = None,
-    client_key: ClientKey = None,
-) -> None:
+@with_access
+def list_jobs(access: Access) -> None:
     """List the jobs of your key, the newest first."""
-    with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
+    with connected(access) as service:
         jobs = service.jobs.list()
     columns = ("job", "name", "recipe", "model", "state", "step", "created", "owner")
     rows = [
@@ -63,20 +55,14 @@ def list_jobs(
          minute(job.created_at), job.owner)
         for job in jobs
     ]  # fmt: skip
-    print_listing(columns, rows, empty=f"no jobs on {address}", right="step")
+    print_listing(columns, rows, empty=f"no jobs on {access.address}", right="step")
 
 
 @app.command()
-def show(
-    job_id: JobId,
-    address: Address = ADDRESS,
-    api_key: ApiKey = "",
-    ca_cert: CaCert = None,
-    client_cert: ClientCert = None,
-    client_key: ClientKey = None,
-) -> None:
+@with_access
+def show(access: Access, job_id: JobId) -> None:
     """Show a job with its events and checkpoints."""
-    with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
+    with connected(access) as service:
         job, events = service.jobs.get(job_id), service.jobs.events(job_id)
     lines = [f"{job.job_id}  {job.recipe}  {job.state}  step {_steps(job)}"]
     lines += [f"error: {job.error}"] if job.error else []
@@ -88,74 +74,47 @@ def show(
 
 
 @app.command()
+@with_access
 def logs(
+    access: Access,
     job_id: JobId,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
-    address: Address = ADDRESS,
-    api_key: ApiKey = "",
-    ca_cert: CaCert = None,
-    client_cert: ClientCert = None,
-    client_key: ClientKey = None,
 ) -> None:
     """Print the events of a job, then what its workers have printed."""
-    with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
+    with connected(access) as service:
         _print_events(service, job_id, follow)
         sys.stdout.write(plain(service.jobs.log(job_id)))
 
 
 @app.command()
-def cancel(
-    job_id: JobId,
-    address: Address = ADDRESS,
-    api_key: ApiKey = "",
-    ca_cert: CaCert = None,
-    client_cert: ClientCert = None,
-    client_key: ClientKey = None,
-) -> None:
+@with_access
+def cancel(access: Access, job_id: JobId) -> None:
     """End a job; its run and its checkpoints stay."""
-    with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
+    with connected(access) as service:
         print(f"{job_id} is {service.jobs.cancel(job_id).state}")
 
 
 @app.command()
-def pause(
-    job_id: JobId,
-    address: Address = ADDRESS,
-    api_key: ApiKey = "",
-    ca_cert: CaCert = None,
-    client_cert: ClientCert = None,
-    client_key: ClientKey = None,
-) -> None:
+@with_access
+def pause(access: Access, job_id: JobId) -> None:
     """Stop a job until `gradwire jobs resume`."""
-    with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
+    with connected(access) as service:
         print(f"{job_id} is {service.jobs.pause(job_id).state}")
 
 
 @app.command()
-def resume(
-    job_id: JobId,
-    address: Address = ADDRESS,
-    api_key: ApiKey = "",
-    ca_cert: CaCert = None,
-    client_cert: ClientCert = None,
-    client_key: ClientKey = None,
-) -> None:
+@with_access
+def resume(access: Access, job_id: JobId) -> None:
     """Let a paused job go on where it was."""
-    with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
+    with connected(access) as service:
         print(f"{job_id} is {service.jobs.resume(job_id).state}")
 
 
 @app.command()
-def wait(
-    job_id: JobId,
-    address: Address = ADDRESS,
-    api_key: ApiKey = "",
-    ca_cert: CaCert = None,
-    client_cert: ClientCert = None,
-    client_key: ClientKey = None,
-) -> None:
+@with_access
+def wait(access: Access, job_id: JobId) -> None:
     """Wait until a job has ended; the exit status is 1 if it did not succeed."""
-    with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
+    with connected(access) as service:
         job = service.jobs.wait(job_id)
     print(plain(f"{job_id} has {job.state}" if job.state != "cancelled" else f"{job_id} was cancelled"))
     if job.state != "succeeded":
@@ -165,16 +124,10 @@ def wait(
 
 
 @app.command()
-def delete(
-    job_id: JobId,
-    address: Address = ADDRESS,
-    api_key: ApiKey = "",
-    ca_cert: CaCert = None,
-    client_cert: ClientCert = None,
-    client_key: ClientKey = None,
-) -> None:
+@with_access
+def delete(access: Access, job_id: JobId) -> None:
     """Delete a job that has ended, with its events and its log; its run stays."""
-    with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
+    with connected(access) as service:
         service.jobs.delete(job_id)
         print(f"deleted {job_id}")
 

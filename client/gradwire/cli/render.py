@@ -11,12 +11,14 @@ from rich.console import Console
 from rich.text import Text
 
 from gradwire import sync
-from gradwire.cli.service import ADDRESS, Access, Address, ApiKey, CaCert, ClientCert, ClientKey, connected
+from gradwire.cli.service import Access, connected, with_access
 from gradwire.cli.text import plain
 from gradwire.errors import InvalidArgumentError
 
 
+@with_access
 def render(
+    access: Access,
     file: Annotated[str, typer.Argument(help="A .jsonl or .csv file of conversations, or of prompts and completions.")],
     model: Annotated[str, typer.Option(help="A model of the server; may be left out if it has only one.")] = "",
     train_on: Annotated[
@@ -30,11 +32,6 @@ def render(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print an object with input_ids and loss_mask a line.")
     ] = False,
-    address: Address = ADDRESS,
-    api_key: ApiKey = "",
-    ca_cert: CaCert = None,
-    client_cert: ClientCert = None,
-    client_key: ClientKey = None,
 ) -> None:
     """Show conversations as a model gets them: its chat template's tokens, those that are trained on in green.
 
@@ -53,7 +50,7 @@ def render(
         typer.secho(f"gradwire: {plain(message)}", fg="red", err=True)
         raise typer.Exit(2) from None
     out = Console(soft_wrap=True, highlight=False)
-    with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
+    with connected(access) as service:
         name = model or _only_model(service)
         for number, each in enumerate(conversations, 1):
             row = service.render(each.messages, each.tools or None, train_on, model=name)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Concatenate, ParamSpec
 
 import typer
 from rich.console import Console
@@ -18,26 +20,37 @@ from gradwire.cli.text import plain
 ADDRESS = "127.0.0.1:50051"
 CONNECT_S = 3.0
 
-Address = Annotated[str, typer.Option("--address", help="HOST:PORT of a server; https://HOST:PORT for TLS.")]
-ApiKey = Annotated[str, typer.Option(envvar="GRADWIRE_API_KEY", help="Key of a server with keys.")]
-CaCert = Annotated[
-    Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file: who signed the server's certificate.")
-]
-ClientCert = Annotated[
-    Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file with a certificate of yours, for mTLS.")
-]
-ClientKey = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file with its key.")]
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
 class Access:
-    """Address of a server, and the credentials for it."""
+    """Address of a server, and the credentials for it. Each field is an option of the commands at :func:`server`."""
 
-    address: str
-    api_key: str = ""
-    ca_cert: Path | None = None
-    client_cert: Path | None = None
-    client_key: Path | None = None
+    address: Annotated[str, typer.Option(help="HOST:PORT of a server; https://HOST:PORT for TLS.")] = ADDRESS
+    api_key: Annotated[str, typer.Option(envvar="GRADWIRE_API_KEY", help="Key of a server with keys.")] = ""
+    ca_cert: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file: who signed the server's certificate.")
+    ] = None
+    client_cert: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file with a certificate of yours, for mTLS.")
+    ] = None
+    client_key: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file with its key.")] = None
+
+
+def with_access(command: Callable[Concatenate[Access, P], None]) -> Callable[..., None]:
+    """Give a command the options of :class:`Access` after its own; it gets them as its first parameter."""
+    connection = inspect.signature(Access, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def called(**given: Any) -> None:
+        access = Access(**{name: given.pop(name) for name in connection})
+        command(access, **given)  # type: ignore[call-arg]  # typer passes what the signature below declares
+
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    options = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *connection.values())]
+    called.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    return called
 
 
 @contextmanager

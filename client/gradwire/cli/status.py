@@ -8,7 +8,7 @@ from rich.columns import Columns
 from rich.console import Console
 from rich.text import Text
 
-from gradwire.cli.service import ADDRESS, Access, Address, ApiKey, CaCert, ClientCert, ClientKey, connected
+from gradwire.cli.service import Access, connected, with_access
 from gradwire.cli.status_view import Interval, draw, look
 from gradwire.cli.text import plain
 
@@ -16,16 +16,13 @@ PIPE_WIDTH = 200
 """Columns of the output where there is no terminal, so that a script finds names and ids in one piece."""
 
 
+@with_access
 def status(
-    address: Address = ADDRESS,
-    api_key: ApiKey = "",
-    ca_cert: CaCert = None,
-    client_cert: ClientCert = None,
-    client_key: ClientKey = None,
+    access: Access,
     interval: Interval = 1.0,
 ) -> None:
     """Show what a server holds, what your runs are doing, and its limits."""
-    with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
+    with connected(access) as service:
         before, now = None, look(service)
         if now.working:
             time.sleep(interval)

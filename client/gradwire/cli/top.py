@@ -11,23 +11,20 @@ from rich.live import Live
 from rich.text import Text
 
 from gradwire import errors, sync
-from gradwire.cli.service import ADDRESS, Access, Address, ApiKey, CaCert, ClientCert, ClientKey, connected
+from gradwire.cli.service import Access, connected, with_access
 from gradwire.cli.status_view import Interval, Snapshot, draw, look
 from gradwire.cli.text import plain
 
 
+@with_access
 def top(
-    address: Address = ADDRESS,
-    api_key: ApiKey = "",
-    ca_cert: CaCert = None,
-    client_cert: ClientCert = None,
-    client_key: ClientKey = None,
+    access: Access,
     interval: Interval = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Show one interval and end, as without a terminal.")] = False,
 ) -> None:
     """Show what a server and your runs are doing, until you press Ctrl-C."""
     console = Console()
-    with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
+    with connected(access) as service:
         before = look(service)
         if once or not console.is_terminal:
             time.sleep(interval)

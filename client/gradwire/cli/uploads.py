@@ -7,22 +7,17 @@ from typing import Annotated
 import typer
 
 from gradwire.cli.listing import minute, print_listing
-from gradwire.cli.service import ADDRESS, Access, Address, ApiKey, CaCert, ClientCert, ClientKey, connected
+from gradwire.cli.service import Access, connected, with_access
 from gradwire.cli.text import size
 
 app = typer.Typer(help="List and delete the uploaded weights of a server.", no_args_is_help=True)
 
 
 @app.command("list")
-def list_uploads(
-    address: Address = ADDRESS,
-    api_key: ApiKey = "",
-    ca_cert: CaCert = None,
-    client_cert: ClientCert = None,
-    client_key: ClientKey = None,
-) -> None:
+@with_access
+def list_uploads(access: Access) -> None:
     """List the uploads of your key, the oldest first."""
-    with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
+    with connected(access) as service:
         uploads = service.list_uploads()
     columns = ("upload", "kind", "model", "size", "arrived", "created", "owner")
     rows = [
@@ -37,20 +32,17 @@ def list_uploads(
         )
         for upload in uploads
     ]
-    print_listing(columns, rows, empty=f"no uploads on {address}")
+    print_listing(columns, rows, empty=f"no uploads on {access.address}")
 
 
 @app.command()
+@with_access
 def delete(
+    access: Access,
     upload_ids: Annotated[list[str], typer.Argument(help="Ids of the uploads.", metavar="UPLOAD_ID...")],
-    address: Address = ADDRESS,
-    api_key: ApiKey = "",
-    ca_cert: CaCert = None,
-    client_cert: ClientCert = None,
-    client_key: ClientKey = None,
 ) -> None:
     """Delete uploads; runs that were created from them stay as they are."""
-    with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
+    with connected(access) as service:
         for upload_id in upload_ids:
             service.delete_upload(upload_id)
             print(f"deleted {upload_id}")

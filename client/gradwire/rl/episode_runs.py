@@ -1,4 +1,4 @@
-"""One collection of episodes: slots, groups, and the stopping rule."""
+"""The episodes of one collection: slots, groups, and the stopping rule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Planned:
     seed: int
 
 
-class Collection:
+class EpisodeRuns:
     """One call of :meth:`RolloutManager.collect`.
 
     Args:

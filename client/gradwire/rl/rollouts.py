@@ -6,9 +6,9 @@ import functools
 from collections.abc import Iterable
 
 from gradwire.rl.batching import GenerationBatcher, derive_seed
-from gradwire.rl.collection import Collection, Planned
 from gradwire.rl.environments.base import BaseEnvironment
 from gradwire.rl.environments.groups import GroupBuilder
+from gradwire.rl.episode_runs import EpisodeRuns, Planned
 from gradwire.rl.generation import InferenceModule, SamplingParams
 from gradwire.rl.prompts import ChatTemplate, TokenHistory
 from gradwire.rl.rollout_statistics import Rollouts
@@ -117,7 +117,7 @@ class RolloutManager:
             for group, task in enumerate(tasks, first_group)
             for member in range(size)
         ]
-        collection = Collection(
+        episodes = EpisodeRuns(
             plan,
             size,
             self.environment,
@@ -129,7 +129,7 @@ class RolloutManager:
             enough=self._min_trajectories,
             show=self._progress_bar,
         )
-        return await collection.run()
+        return await episodes.run()
 
     @property
     def _interactive(self) -> bool:

@@ -13,12 +13,12 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from gradwire import sync
-from gradwire.rl.algorithms.collecting import Manager, Source
-from gradwire.rl.algorithms.collector import Collector
 from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.algorithms.evaluation import evaluate
 from gradwire.rl.algorithms.reporting import Reporter, check_failures, shown
 from gradwire.rl.algorithms.sampler_correction import SamplerCorrection
+from gradwire.rl.algorithms.scored_rollouts import Manager
+from gradwire.rl.algorithms.sources import Source, Sources
 from gradwire.rl.algorithms.state import AlgorithmState
 from gradwire.rl.algorithms.update import update
 from gradwire.rl.algorithms.weights import can_update, check_updatable, staleness
@@ -132,7 +132,7 @@ class Algorithm(ABC):
         self._service, self._tokenizer, self._inference = service, tokenizer, inference
         self._reporter = Reporter(self.config, run.run_id, loggers, recorder)
         self._rollout_manager = rollout_manager
-        self._collector: Collector | None = None
+        self._sources: Sources | None = None
         self._sampler_correction = SamplerCorrection(run, self.config.temperature, self._reporter)
         self.version = 0
 
@@ -172,12 +172,12 @@ class Algorithm(ABC):
             GradwireError: An error of the service, raised once all operations of the iteration have ended. The
                 iteration does not count; minibatches before the failed one have been trained on.
         """
-        collector = await self._ready()
+        sources = await self._ready()
         first, last = self.state.iteration, self.state.iteration + num_iterations
         history = []
         label = type(self).__name__.removesuffix("Algorithm")
         with Progress(label, num_iterations, show=progress_bar) as progress:
-            async with self._source(collector, mode, max_staleness, range(first, last)) as source:
+            async with self._source(sources, mode, max_staleness, range(first, last)) as source:
                 for iteration in range(first, last):
                     started = time.monotonic()
                     metrics = await self._iteration(iteration, source)
@@ -188,11 +188,11 @@ class Algorithm(ABC):
                     progress.update(iteration - first + 1, shown(metrics))
         return history
 
-    def _source(self, collector: Collector, mode: str, max_staleness: int | None, iterations: range) -> Source:
+    def _source(self, sources: Sources, mode: str, max_staleness: int | None, iterations: range) -> Source:
         if mode == "sync":
             if max_staleness is not None:
                 raise ValueError('max_staleness applies to mode="async"; for mode="sync" set it in the config')
-            return collector.ahead(iterations)
+            return sources.ahead(iterations)
         if mode != "async":
             raise ValueError(f'mode must be "sync" or "async", got {mode!r}')
         if self.config.on_stale == "correct" and not self.corrects:
@@ -200,7 +200,7 @@ class Algorithm(ABC):
                 f'the loss of {type(self).__name__} has no correction for stale samples: use on_stale="drop"'
             )
         stale = max(1, self.config.max_staleness) if max_staleness is None else max_staleness
-        return collector.stream(iterations.start, stale, lambda: self.version)
+        return sources.stream(iterations.start, stale, lambda: self.version)
 
     async def _iteration(self, iteration: int, source: Source) -> Metrics:
         """Collect and train, part by part."""
@@ -335,10 +335,10 @@ class Algorithm(ABC):
 
     # ---------------------------------------------------------------- components
 
-    async def _ready(self) -> Collector:
+    async def _ready(self) -> Sources:
         """Create the components at first use, because that needs requests to the server."""
-        if self._collector is not None:
-            return self._collector
+        if self._sources is not None:
+            return self._sources
         info = await self.run.info()
         if self.needs_head is not None and info.head != self.needs_head:
             raise ValueError(
@@ -350,8 +350,8 @@ class Algorithm(ABC):
         manager = self._rollout_manager or self._manager()
         self.version = info.step
         await self._update_weights()
-        self._collector = Collector(manager, self.reward, self.curriculum, self.config)
-        return self._collector
+        self._sources = Sources(manager, self.reward, self.curriculum, self.config)
+        return self._sources
 
     def _manager(self) -> RolloutManager:
         assert self._inference is not None and self.environment is not None

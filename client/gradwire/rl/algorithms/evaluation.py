@@ -9,8 +9,8 @@ from math import comb
 import numpy as np
 import numpy.typing as npt
 
-from gradwire.rl.algorithms.collecting import Manager, collect_scored
 from gradwire.rl.algorithms.config import AlgorithmConfig
+from gradwire.rl.algorithms.scored_rollouts import Manager, collect_scored
 from gradwire.rl.batching import derive_seed
 from gradwire.rl.metrics import Metrics
 from gradwire.rl.rewards import RewardComputer

@@ -1,13 +1,12 @@
-"""Scored rollouts for iterations, one after the other or some iterations ahead."""
+"""Rollouts with rewards: collect and score, keep the groups whose rewards differ, join several collections."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from gradwire.rl.generation import SamplingParams
 from gradwire.rl.metrics import Elapsed, Metric, Sum, merged
@@ -34,7 +33,7 @@ class Manager(Protocol):
 
 
 @dataclass(frozen=True)
-class Collected:
+class ScoredRollouts:
     """Trajectories with their rewards, and the metrics of the collection.
 
     Attributes:
@@ -50,7 +49,7 @@ class Collected:
 
 async def collect_scored(
     manager: Manager, reward: RewardComputer, tasks: Sequence[Task], what: str, **settings: Any
-) -> Collected:
+) -> ScoredRollouts:
     """Collect and score episodes of these tasks. Each kind of failure is logged once, with its count.
 
     Args:
@@ -68,7 +67,7 @@ async def collect_scored(
         "rollouts/seconds": Elapsed(began, ended),
         "rollouts/tokens_per_second": Elapsed(began, ended, statistics.sampler.tokens),
     }
-    return Collected(rollouts.trajectories, {**statistics.merging(), **measured, **report.merging})
+    return ScoredRollouts(rollouts.trajectories, {**statistics.merging(), **measured, **report.merging})
 
 
 def has_spread(group: Sequence[Trajectory]) -> bool:
@@ -76,61 +75,19 @@ def has_spread(group: Sequence[Trajectory]) -> bool:
     return len({each.reward for each in group if each.ok}) > 1
 
 
-def with_spread(collected: Collected) -> Collected:
+def with_spread(collected: ScoredRollouts) -> ScoredRollouts:
     """Keep only the groups whose rewards differ and set the others aside (dynamic sampling: Yu et al. 2025, DAPO)."""
     groups = by_group(collected.trajectories)
     kept = [each for group in groups if has_spread(group) for each in group]
     aside = [each for group in groups if not has_spread(group) for each in group]
     metrics = {**collected.metrics, "rollouts/without_spread": Sum(len(groups) - len(by_group(kept)))}
-    return Collected(kept, metrics, [*collected.set_aside, *aside])
+    return ScoredRollouts(kept, metrics, [*collected.set_aside, *aside])
 
 
-def joined(parts: Sequence[Collected]) -> Collected:
+def joined(parts: Sequence[ScoredRollouts]) -> ScoredRollouts:
     """Join several collections."""
-    return Collected(
+    return ScoredRollouts(
         [each for part in parts for each in part.trajectories],
         merged([part.metrics for part in parts]),
         [each for part in parts for each in part.set_aside],
     )
-
-
-class Source(Protocol):
-    """The trajectories of an iteration, in one part or in minibatches that are trained on as they arrive.
-
-    The next part is requested when the last has been trained on.
-    """
-
-    streaming: bool
-
-    def parts(self, iteration: int) -> AsyncIterator[Collected]: ...
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(self, *_: object) -> None: ...
-
-
-class Ahead:
-    """Runs ``collect`` for successive iterations, up to ``staleness`` iterations ahead."""
-
-    streaming = False
-
-    def __init__(
-        self, collect: Callable[[int], Coroutine[Any, Any, Collected]], iterations: range, staleness: int
-    ) -> None:
-        self._collect, self._iterations, self._staleness = collect, iterations, staleness
-        self._under_way: dict[int, asyncio.Task[Collected]] = {}
-
-    async def parts(self, iteration: int) -> AsyncIterator[Collected]:
-        """Yield this iteration's trajectories in one part; starts the collections that may run meanwhile."""
-        for number in range(iteration, min(iteration + self._staleness + 1, self._iterations.stop)):
-            if number not in self._under_way:
-                self._under_way[number] = asyncio.create_task(self._collect(number))
-        yield await self._under_way.pop(iteration)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._under_way.values():
-            task.cancel()
-        await asyncio.gather(*self._under_way.values(), return_exceptions=True)

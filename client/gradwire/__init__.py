@@ -71,7 +71,7 @@ from gradwire.errors import (
     WriterError,
 )
 from gradwire.futures import Future, gather
-from gradwire.history import History
+from gradwire.history import History, RunUpdates
 from gradwire.jobs import FileInfo, Files, Job, JobCheckpoint, JobEnd, JobEvent, Jobs
 from gradwire.rendering import Rendered
 from gradwire.results import (
@@ -137,6 +137,7 @@ __all__ = [
     "RunChange",
     "RunInfo",
     "RunParkedError",
+    "RunUpdates",
     "RunsHeld",
     "Sample",
     "SampleResult",

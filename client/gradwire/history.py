@@ -14,6 +14,7 @@ import numpy as np
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire import html
+from gradwire.descriptions import RunInfo
 from gradwire.errors import InvalidArgumentError
 from gradwire.extras import require
 from gradwire.results import Array
@@ -227,6 +228,26 @@ class History:
         shown = [name for name in names if any(row[name] is not None for row in newest)]
         caption = f"{len(self)} operations" + (f", the last {len(newest)}" if len(newest) < len(self) else "")
         return html.table(shown, [[row[name] for name in shown] for row in newest], caption=caption)
+
+
+@dataclass(frozen=True, eq=False)
+class RunUpdates:
+    """Changes of runs, from ``service.watch()``.
+
+    Attributes:
+        runs: The runs that changed, as they are now.
+        gone: Ids of runs that were deleted, or are no longer shared with your key.
+        history: What operations measured that have finished since; empty without ``with_points``.
+        cursor: Where ``watch`` can go on; empty if more messages of the same list follow.
+        whole: The messages from here to the next cursor list every run: forget those that they lack. Points may be
+            missing before it, which ``history()`` of each run has.
+    """
+
+    runs: tuple[RunInfo, ...]
+    gone: tuple[str, ...]
+    history: History
+    cursor: str
+    whole: bool
 
 
 FIRST = ("step", "operation", "loss_fn", "loss", "learning_rate", "grad_norm", "tokens", "seconds")

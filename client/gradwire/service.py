@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -14,6 +15,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire.descriptions import LossInfo, ModelInfo, RunInfo, ServerInfo, TokenizerInfo
 from gradwire.embedded import EmbeddedServer
 from gradwire.errors import InvalidArgumentError, ServiceClosedError, UnsupportedError, type_of
+from gradwire.history import History, RunUpdates
 from gradwire.jobs import Files, Jobs
 from gradwire.losses import LossCatalogue, model_path
 from gradwire.rendering import Conversation, Rendered, TrainOn, is_one, requests, row_of
@@ -97,6 +99,34 @@ class ServiceClient:
             token = page.next_page_token
             if not token:
                 return runs
+
+    async def watch(self, cursor: str = "", with_points: bool = False) -> AsyncGenerator[RunUpdates]:
+        """Follow every run that your key may read, without end: first all of them, then what changes.
+
+        One stream serves all runs. It survives a restart of the server, after which it begins again with all runs.
+
+        Args:
+            cursor: :attr:`RunUpdates.cursor` to go on after; "" to begin with all runs.
+            with_points: Also deliver what each finished operation measured, as ``RunUpdates.history``.
+
+        Raises:
+            ConnectionLostError: The server was away for longer than the connection's patience.
+
+        .. code-block:: python
+
+            async for update in service.watch():
+                for run in update.runs:
+                    print(run.name, run.step)
+        """
+        async with contextlib.aclosing(self._transport.watch(cursor, with_points)) as updates:
+            async for update in updates:
+                yield RunUpdates(
+                    runs=tuple(map(RunInfo.from_message, update.runs)),
+                    gone=tuple(update.gone),
+                    history=History.from_wire(update.points),
+                    cursor=update.cursor,
+                    whole=update.whole,
+                )
 
     async def create_run(
         self,

@@ -11,13 +11,14 @@ import asyncio
 import atexit
 import functools
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from gradwire import connection, jobs, service, training
 from gradwire.connection import PathLike
 from gradwire.errors import ServiceClosedError
+from gradwire.history import RunUpdates
 from gradwire.operations import Operations
 from gradwire.results import Checkpoint
 from gradwire.sampling import SamplingClient
@@ -193,6 +194,19 @@ class ServiceClient:
     def get_training_client(self, run_id: str, takeover: bool = True) -> TrainingClient:
         """Return a client of an existing run: see :meth:`gradwire.ServiceClient.get_training_client`."""
         return TrainingClient(self._client.get_training_client(run_id, takeover), self._loop_thread)
+
+    def watch(self, cursor: str = "", with_points: bool = False) -> Iterator[RunUpdates]:
+        """Follow the runs, blocking until something changes: see :meth:`gradwire.ServiceClient.watch`."""
+        updates = self._client.watch(cursor, with_points)
+
+        async def following() -> RunUpdates:
+            return await anext(updates)
+
+        try:
+            while True:
+                yield self._loop_thread.run(following())
+        finally:
+            self._loop_thread.run(updates.aclose())
 
     def sampling_client(self, model: str | Checkpoint) -> SamplingClient:
         """Return a client that samples: see :meth:`gradwire.ServiceClient.sampling_client`."""

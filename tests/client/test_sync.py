@@ -36,6 +36,17 @@ def address(script: Script) -> Iterator[str]:
     loop.close()
 
 
+def test_watching_without_a_loop(server: Server) -> None:
+    with gradwire.sync.connect(server.address) as service:
+        watched = service.watch(with_points=True)
+        assert next(watched).whole
+        run = service.create_run("tiny", lora={"rank": 2}, name="watched")
+        run.optim_step().exception(60)
+        assert any(each.name == "watched" for update in watched for each in update.runs)
+        watched.close()  # type: ignore[attr-defined]  # a generator
+        service.delete_run(run.run_id)
+
+
 def test_a_script_without_a_loop(script: Script, address: str) -> None:
     before = set(threading.enumerate())
     with gradwire.sync.connect(address) as service:

@@ -24,6 +24,7 @@ PLACES = {
     "GetTokenizerInfo": "any",
     "CreateRun": "any",
     "ListRuns": "any",
+    "WatchRuns": "any",
     "GetRun": "read",
     "DeleteRun": "write",
     "ForkRun": "read",

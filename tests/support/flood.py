@@ -181,6 +181,10 @@ class Caller:
         await self._kept.download_checkpoint("kept", folder)
         await asyncio.to_thread(shutil.rmtree, folder)
 
+    async def _watch(self) -> None:
+        async with aclosing(self._service.watch(with_points=True)) as updates:
+            await anext(updates)
+
     def calls(self) -> dict[str, Callable[[], Awaitable[Any]]]:
         """A call for each RPC, by the RPC's name; a call makes other RPCs too where it needs them."""
         service, model = self._service, self._model
@@ -195,6 +199,7 @@ class Caller:
             "CreateRun": self._create,
             "GetRun": lambda: self._kept.info(),
             "ListRuns": lambda: service.list_runs(),
+            "WatchRuns": self._watch,
             "DeleteRun": self._create,
             "ForkRun": self._fork,
             "ShareRun": lambda: self._kept.share(self._reader),

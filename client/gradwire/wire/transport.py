@@ -327,6 +327,25 @@ class Transport:
                 await backoff.pause(error)
                 self.check_alive()
 
+    async def watch(self, cursor: str, with_points: bool) -> AsyncGenerator[pb.RunUpdates]:
+        """Yield changes of the runs without end; goes on from the last cursor when the server was away."""
+        self.check_loop()
+        backoff = self.backoff()
+        while True:
+            request = pb.WatchRunsRequest(cursor=cursor, with_points=with_points)
+            failure: GradwireError = ConnectionLostError(f"{self.address} ended the stream of changes")
+            try:
+                call = self._stub.WatchRuns(request, metadata=self._metadata)
+                async with contextlib.aclosing(_frames(call, self.address)) as updates:
+                    async for update in updates:
+                        backoff.progress()
+                        cursor = update.cursor or cursor
+                        yield update
+            except errors.RETRYABLE as error:
+                failure = error
+            await backoff.pause(failure)
+            self.check_alive()
+
     def download(self, request: pb.DownloadRequest) -> AsyncGenerator[pb.DownloadFrame]:
         """Yield the frames of a checkpoint's or export's files, in order."""
         self.check_loop()

@@ -1573,6 +1573,77 @@ class ListRunsResponse(_message.Message):
 Global___ListRunsResponse: _TypeAlias = ListRunsResponse  # noqa: Y015
 
 @_typing.final
+class WatchRunsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CURSOR_FIELD_NUMBER: _builtins.int
+    WITH_POINTS_FIELD_NUMBER: _builtins.int
+    cursor: _builtins.str
+    """RunUpdates.cursor of the last message; empty: from the beginning"""
+    with_points: _builtins.bool
+    """whether to send RunUpdates.points"""
+    def __init__(
+        self,
+        *,
+        cursor: _builtins.str = ...,
+        with_points: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "with_points", b"with_points"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRunsRequest: _TypeAlias = WatchRunsRequest  # noqa: Y015
+
+@_typing.final
+class RunUpdates(_message.Message):
+    """Changes since the message before it. Changes in quick succession are in one message, so `runs` has a run once."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNS_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
+    POINTS_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
+    cursor: _builtins.str
+    """Where to go on after a broken connection; empty in a message that more messages of the same list follow."""
+    whole: _builtins.bool
+    """The messages from here to the next cursor list every run, and runs that they lack are gone. So begins a stream
+    without a cursor, or with one that is too old or from before a restart of the server; points may then be missing,
+    which GetHistory has.
+    """
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]:
+        """the runs that changed, as they are now"""
+
+    @_builtins.property
+    def gone(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """ids of runs that were deleted, or are no longer shared with the caller"""
+
+    @_builtins.property
+    def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___HistoryPoint]:
+        """of operations that succeeded, in order; `run_id` is the run that executed them"""
+
+    def __init__(
+        self,
+        *,
+        runs: _abc.Iterable[Global___Run] | None = ...,
+        gone: _abc.Iterable[_builtins.str] | None = ...,
+        points: _abc.Iterable[Global___HistoryPoint] | None = ...,
+        cursor: _builtins.str = ...,
+        whole: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "gone", b"gone", "points", b"points", "runs", b"runs", "whole", b"whole"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunUpdates: _TypeAlias = RunUpdates  # noqa: Y015
+
+@_typing.final
 class DeleteRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

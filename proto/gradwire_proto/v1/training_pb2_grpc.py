@@ -84,6 +84,11 @@ class TrainingServiceStub(object):
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.ListRunsRequest.SerializeToString,
                 response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ListRunsResponse.FromString,
                 _registered_method=True)
+        self.WatchRuns = channel.unary_stream(
+                '/gradwire.v1.TrainingService/WatchRuns',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.WatchRunsRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.RunUpdates.FromString,
+                _registered_method=True)
         self.DeleteRun = channel.unary_unary(
                 '/gradwire.v1.TrainingService/DeleteRun',
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.DeleteRunRequest.SerializeToString,
@@ -265,6 +270,14 @@ class TrainingServiceServicer(object):
 
     def ListRuns(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchRuns(self, request, context):
+        """The runs that the caller may read, now and whenever one of them changes, without end: one stream for all of them.
+        A reader that was cut off goes on from the last cursor that it got.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -488,6 +501,11 @@ def add_TrainingServiceServicer_to_server(servicer, server):
                     servicer.ListRuns,
                     request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ListRunsRequest.FromString,
                     response_serializer=gradwire__proto_dot_v1_dot_training__pb2.ListRunsResponse.SerializeToString,
+            ),
+            'WatchRuns': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchRuns,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.WatchRunsRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.RunUpdates.SerializeToString,
             ),
             'DeleteRun': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteRun,
@@ -875,6 +893,33 @@ class TrainingService(object):
             '/gradwire.v1.TrainingService/ListRuns',
             gradwire__proto_dot_v1_dot_training__pb2.ListRunsRequest.SerializeToString,
             gradwire__proto_dot_v1_dot_training__pb2.ListRunsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchRuns(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/WatchRuns',
+            gradwire__proto_dot_v1_dot_training__pb2.WatchRunsRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.RunUpdates.FromString,
             options,
             channel_credentials,
             insecure,

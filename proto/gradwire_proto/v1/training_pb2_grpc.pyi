@@ -68,6 +68,10 @@ class TrainingServiceStub:
     """---- Runs ----"""
     GetRun: _grpc.UnaryUnaryMultiCallable[_training_pb2.GetRunRequest, _training_pb2.Run]
     ListRuns: _grpc.UnaryUnaryMultiCallable[_training_pb2.ListRunsRequest, _training_pb2.ListRunsResponse]
+    WatchRuns: _grpc.UnaryStreamMultiCallable[_training_pb2.WatchRunsRequest, _training_pb2.RunUpdates]
+    """The runs that the caller may read, now and whenever one of them changes, without end: one stream for all of them.
+    A reader that was cut off goes on from the last cursor that it got.
+    """
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_training_pb2.DeleteRunRequest, _training_pb2.DeleteRunResponse]
     ForkRun: _grpc.UnaryUnaryMultiCallable[_training_pb2.ForkRunRequest, _training_pb2.Run]
     """A new run that starts from a checkpoint's weights, with a fresh optimizer."""
@@ -147,6 +151,10 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     """---- Runs ----"""
     GetRun: _aio.UnaryUnaryMultiCallable[_training_pb2.GetRunRequest, _training_pb2.Run]  # type: ignore[assignment]
     ListRuns: _aio.UnaryUnaryMultiCallable[_training_pb2.ListRunsRequest, _training_pb2.ListRunsResponse]  # type: ignore[assignment]
+    WatchRuns: _aio.UnaryStreamMultiCallable[_training_pb2.WatchRunsRequest, _training_pb2.RunUpdates]  # type: ignore[assignment]
+    """The runs that the caller may read, now and whenever one of them changes, without end: one stream for all of them.
+    A reader that was cut off goes on from the last cursor that it got.
+    """
     DeleteRun: _aio.UnaryUnaryMultiCallable[_training_pb2.DeleteRunRequest, _training_pb2.DeleteRunResponse]  # type: ignore[assignment]
     ForkRun: _aio.UnaryUnaryMultiCallable[_training_pb2.ForkRunRequest, _training_pb2.Run]  # type: ignore[assignment]
     """A new run that starts from a checkpoint's weights, with a fresh optimizer."""
@@ -283,6 +291,16 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.ListRunsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_training_pb2.ListRunsResponse, _abc.Awaitable[_training_pb2.ListRunsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def WatchRuns(
+        self,
+        request: _training_pb2.WatchRunsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_training_pb2.RunUpdates], _abc.AsyncIterator[_training_pb2.RunUpdates]]:
+        """The runs that the caller may read, now and whenever one of them changes, without end: one stream for all of them.
+        A reader that was cut off goes on from the last cursor that it got.
+        """
 
     @_abc_1.abstractmethod
     def DeleteRun(

@@ -73,6 +73,7 @@ RPCS: dict[str, CallKind] = {
     "CreateRun": CallKind.CREATE,
     "GetRun": CallKind.READ,
     "ListRuns": CallKind.READ,
+    "WatchRuns": CallKind.RESULTS,
     "DeleteRun": CallKind.WRITE,
     "ForkRun": CallKind.CREATE,
     "BeginUpload": CallKind.UPLOAD,

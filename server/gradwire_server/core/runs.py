@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ from gradwire_server.errors import ServiceError, check_length, limit_exceeded, u
 from gradwire_server.journal.checkpoint_records import ORIGIN, CheckpointRecords
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.run_row import RunRecord, new_record
+from gradwire_server.scheduling.run_feed import Changes
 from gradwire_server.scheduling.scheduler import Scheduler
 
+WATCH_PAUSE_S = 0.2
+"""Seconds between two messages to one who watches: changes in between are sent together."""
 SLICE_RUNS = 20
 """Runs of a page that are listed before others are served."""
 HEADS = ("", "value", "reward", "classification")
@@ -118,6 +122,67 @@ class Runs:
             await asyncio.sleep(0)
         return found, token
 
+    async def watch(
+        self, caller: Caller, cursor: str = "", *, with_points: bool = False
+    ) -> AsyncGenerator[pb.RunUpdates]:
+        """Yield the runs that the caller may read, then their changes, without end; several a message where they are
+        quick.
+
+        Args:
+            cursor: Cursor of the message to go on after; "" for the beginning.
+
+        Raises:
+            ServiceError: SHUTTING_DOWN.
+        """
+        feed = self._scheduler.feed
+        revision = feed.revision_at(cursor)
+        while True:
+            changed = feed.changed
+            changes = feed.since(revision) if revision is not None else None
+            if changes is None:
+                revision = feed.revision
+                async with aclosing(self._all(caller, feed.cursor(revision))) as pages:
+                    async for page in pages:
+                        yield page
+                continue
+            revision = changes.revision
+            async with self._calls.slice(caller.name):
+                update = self._update(caller, changes, with_points)
+            if update.runs or update.gone or update.points:
+                update.cursor = feed.cursor(revision)
+                yield update
+                await asyncio.sleep(WATCH_PAUSE_S)
+            await changed.wait()
+
+    async def _all(self, caller: Caller, cursor: str) -> AsyncGenerator[pb.RunUpdates]:
+        token, whole = "", True
+        while True:
+            async with self._calls.slice(caller.name):
+                runs, token = await self.page(caller, 0, token)
+            yield pb.RunUpdates(runs=runs, whole=whole, cursor="" if token else cursor)
+            if not token:
+                return
+            whole = False
+
+    def _update(self, caller: Caller, changes: Changes, with_points: bool) -> pb.RunUpdates:
+        update = pb.RunUpdates()
+        found = {run_id: self._records.find(run_id) for run_id in changes.run_ids}
+        update.runs.extend(
+            self.described(record)
+            for record in found.values()
+            if record is not None and record.ready and record.readable(caller)
+        )
+        for run_id, names in changes.gone:
+            record = self._records.find(run_id)
+            if (caller.name in names or caller.role == "admin") and (record is None or not record.readable(caller)):
+                update.gone.append(run_id)
+        if with_points:
+            for run_id, point in changes.points:
+                record = self._records.find(run_id)
+                if record is not None and record.readable(caller):
+                    update.points.append(point)
+        return update
+
     async def delete(self, caller: Caller, run_id: str) -> None:
         """Delete a run with its operations, results, checkpoints and files.
 
@@ -137,6 +202,9 @@ class Runs:
             message = f"{reader[:100]!r} is not the name of another key of this server"
             raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="reader")
         await self._records.share(record, reader, revoke)
+        if revoke:
+            self._scheduler.feed.gone(run_id, {reader}, deleted=False)
+        self._scheduler.feed.touch(run_id)
         return record.to_proto()
 
     async def history(self, caller: Caller, run_id: str) -> AsyncGenerator[list[pb.HistoryPoint]]:

@@ -23,6 +23,7 @@ from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling import progress
 from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint
 from gradwire_server.scheduling.operation import PayloadMemory, QueuedOperation, is_replayed_with
+from gradwire_server.scheduling.run_feed import RunFeed
 from gradwire_server.scheduling.run_queue import RunQueue
 from gradwire_server.scheduling.states import OperationState
 
@@ -68,9 +69,15 @@ class Results:
     """Store of operations' results, which serves them to readers."""
 
     def __init__(
-        self, journal: Journal, auto_checkpoint: AutoCheckpoint, memory: PayloadMemory, metrics: Metrics
+        self,
+        journal: Journal,
+        auto_checkpoint: AutoCheckpoint,
+        memory: PayloadMemory,
+        metrics: Metrics,
+        feed: RunFeed,
     ) -> None:
         self._journal, self._auto_checkpoint, self._memory, self._metrics = journal, auto_checkpoint, memory, metrics
+        self._feed = feed
         self._storing: set[asyncio.Future[None]] = set()
         self._waiting = _Waiting()
 
@@ -109,6 +116,7 @@ class Results:
             crash_point("result.after_commit")
             operation.trace.end(result)
             if queue.record.rewound_epoch == rewound_epoch:
+                self._feed.measured(run_id, point)
                 queue.stored(StoredResult(result, payload), checkpoint)
                 if checkpoint is not None and not checkpoint.weights_only:
                     self._keep(self._saved(queue.record, checkpoint))
@@ -144,6 +152,7 @@ class Results:
         crash_point("result.after_commit")
         self._apply(queue, operation, result)
         operation.trace.end(result)
+        self._feed.measured(run_id, point)
         queue.stored(StoredResult(result, payload), None)
         return True
 

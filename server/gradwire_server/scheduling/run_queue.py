@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -59,6 +59,7 @@ class RunQueue(Fencing):
         recovery_cost: What a recovery would replay, and how long it would take.
         closed: Error for readers and writers once the run is closed.
         parked: Why and since when the run is parked; None if it is not. See :mod:`.parking`.
+        on_change: Called whenever the run's description may have changed.
     """
 
     record: RunRecord
@@ -74,6 +75,7 @@ class RunQueue(Fencing):
     recovery_cost: RecoveryCost = field(default_factory=RecoveryCost)
     closed: ServiceError | None = None
     parked: Parked | None = None
+    on_change: Callable[[], object] = bool
 
     def __post_init__(self) -> None:
         self.next_seq = self.record.accepted_seq + 1
@@ -142,6 +144,7 @@ class RunQueue(Fencing):
             early = operation.state is OperationState.EARLY
             operation.enter(OperationState.SENT if early else OperationState.QUEUED)
         self.record.accepted_seq = max(self.record.accepted_seq, operation.seq)
+        self.on_change()
         return True
 
     def refuse(self, operation: QueuedOperation, error: BaseException) -> None:
@@ -447,6 +450,7 @@ class RunQueue(Fencing):
         """Wake everyone who waits for :attr:`changed`."""
         self._changed.set()
         self._changed = asyncio.Event()
+        self.on_change()
 
     @property
     def changed(self) -> asyncio.Event:

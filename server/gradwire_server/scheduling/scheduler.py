@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from gradwire_proto.v1 import engine_pb2
@@ -37,6 +38,7 @@ from gradwire_server.scheduling.moves import Moves
 from gradwire_server.scheduling.operation import PayloadMemory
 from gradwire_server.scheduling.placement import EngineQueue, Placement, Visit
 from gradwire_server.scheduling.results import Results
+from gradwire_server.scheduling.run_feed import RunFeed
 from gradwire_server.scheduling.run_queue import RunQueue
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class Scheduler:
         dispatcher: Sends them to the engine.
         results: Stores their results and serves them.
         placement: The engines with the runs on them.
+        feed: What changes in the runs.
 
     Args:
         parked: Called with the number of parked runs whenever it may have changed.
@@ -77,6 +80,7 @@ class Scheduler:
         self._result_retention_s = config.keep_results_hours * 3600
         self._queues: dict[str, RunQueue] = {}
         self._usages: dict[str, Usage] = {}
+        self.feed = RunFeed()
         self._memory = PayloadMemory(PAYLOAD_MEMORY_BYTES)
         self.placement = Placement(pool)
         self._executor = Executor(self.placement, journal, checkpoints, self._metrics)
@@ -88,7 +92,7 @@ class Scheduler:
             int(config.checkpoint_every_mib * (1 << 20)),
             config.max_recovery_seconds,
         )
-        self.results = Results(journal, self._auto_checkpoint, self._memory, self._metrics)
+        self.results = Results(journal, self._auto_checkpoint, self._memory, self._metrics, self.feed)
         self.dispatcher = Dispatcher(
             self.placement,
             self._executor,
@@ -150,6 +154,7 @@ class Scheduler:
         await self.results.settle(grace_s)
         for queue in self._queues.values():
             queue.close(shutting_down())
+        self.feed.close(shutting_down())
         return left
 
     async def create(self, record: RunRecord, origin: Path | None = None) -> None:
@@ -181,6 +186,7 @@ class Scheduler:
             raise
         self.placement.measure(queue)
         self._queues[record.run_id] = queue
+        self.feed.touch(record.run_id)
 
     async def ask(
         self, owner: str, model: str, request: engine_pb2.EngineRequest, doing: str
@@ -220,6 +226,7 @@ class Scheduler:
         queue.empty()
         await self.dispatcher.interrupt_all(queue)
         await self._runs.delete(record)
+        self.feed.gone(record.run_id, {record.owner, *record.readers}, deleted=True)
         self._metrics.forget(record.run_id)
         dropping = asyncio.create_task(self._drop(queue))
         self._dropping.add(dropping)
@@ -271,6 +278,7 @@ class Scheduler:
         """
         epoch = await self._runs.open(record, takeover, writer)
         self.queue(record).fence()
+        self.feed.touch(record.run_id)
         return epoch
 
     async def delete_checkpoint(self, record: RunRecord, name: str) -> None:
@@ -282,6 +290,7 @@ class Scheduler:
         await self._auto_checkpoint.check_deletable(record, name)
         await self._checkpoints.delete(record, name)
         await self._measure([self.queue(record)])
+        self.feed.touch(record.run_id)
 
     async def _measure(self, queues: Iterable[RunQueue]) -> None:
         """Find out what a recovery of these runs would replay, from the journal."""
@@ -346,7 +355,8 @@ class Scheduler:
         return self._journal.history(record.run_id)
 
     def _new_queue(self, record: RunRecord) -> RunQueue:
-        return RunQueue(record, self._limits, self.usage(record.owner))
+        changed = partial(self.feed.touch, record.run_id)
+        return RunQueue(record, self._limits, self.usage(record.owner), on_change=changed)
 
     def backlog(self) -> Backlog:
         """The number of runs and what is queued at this moment."""

@@ -75,6 +75,12 @@ class TrainingService(TrainingServiceServicer):
         runs, token = await self._core.runs.page(CALLER.get(), request.page_size, request.page_token)
         return pb.ListRunsResponse(runs=runs, next_page_token=token)
 
+    async def WatchRuns(self, request: pb.WatchRunsRequest, context: Any) -> AsyncIterator[pb.RunUpdates]:
+        watched = self._core.runs.watch(CALLER.get(), request.cursor, with_points=request.with_points)
+        async with aclosing(watched) as updates:
+            async for update in updates:
+                yield update
+
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Any) -> pb.DeleteRunResponse:
         await self._core.runs.delete(CALLER.get(), request.run_id)
         return pb.DeleteRunResponse()

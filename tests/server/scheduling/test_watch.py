@@ -1,0 +1,48 @@
+"""One stream of changes for all runs: what it says, and where it goes on after a cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.scheduling import run_feed
+from support.front import Start
+from support.watch import watching
+
+
+async def test_a_stream_says_what_changes_and_goes_on_from_its_cursor(start: Start) -> None:
+    async with start() as door:
+        client = await (await door.client()).begin()
+        async with watching(client) as watch:
+            await watch.until(lambda: watch.wholes)
+            assert list(watch.runs) == [client.run_id] and watch.points == []
+            await client.fb(1)
+            await client.step(2)
+            await watch.until(lambda: watch.runs[client.run_id].step == 1 and watch.points == [1, 2])
+        await client.fb(3)
+        await client.results(3)
+        other = await (await door.client()).begin()
+        async with watching(client, watch.cursor) as again:
+            await again.until(lambda: other.run_id in again.runs and again.points)
+            assert again.points == [3] and again.wholes == 0, "no list of all, and nothing twice"
+            await other.stub.DeleteRun(pb.DeleteRunRequest(run_id=other.run_id))
+            await again.until(lambda: other.run_id in again.gone)
+    async with start() as door:
+        client = await door.client()
+        async with watching(client, again.cursor) as restarted:
+            await restarted.until(lambda: restarted.cursor)
+            assert restarted.wholes == 1 and len(restarted.runs) == 1, "from before a start of the server: all again"
+
+
+async def test_a_reader_that_is_too_far_behind_begins_again(start: Start, monkeypatch: Any) -> None:
+    monkeypatch.setattr(run_feed, "KEPT_POINTS", 4)
+    async with start() as door:
+        client = await (await door.client()).begin()
+        async with watching(client) as watch:
+            await watch.until(lambda: watch.cursor)
+        for seq in range(1, 9):
+            await client.fb(seq)
+        await client.results(8)
+        async with watching(client, watch.cursor) as late:
+            await late.until(lambda: late.cursor)
+            assert late.wholes == 1 and late.runs[client.run_id].applied_seq == 8

@@ -1,12 +1,14 @@
 """Advantage estimators in torch: pure functions of rewards and values, without gradient.
 
-``gradwire.rl.advantages`` has the same functions in numpy, for the client.
+``gradwire.rl.advantages`` has those that the client needs in numpy, under the same names.
 
 Data is ragged: ``[T]`` holds the entries of all sequences one after the other, split by ``row_lengths [S]``; ``[S]``
 holds one number per sequence, split into groups by ``group_sizes [B]``. Lengths and sizes are on the host.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -86,49 +88,6 @@ def gae(
     errors = reward_rows + gamma * next_values - value_rows
     result = unpad(discounted_sums(errors.masked_fill(~mask, 0.0), gamma * gae_lambda), row_lengths)
     return result, result + values
-
-
-def vtrace(
-    logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    rewards: Tensor,
-    values: Tensor,
-    row_lengths: Tensor,
-    *,
-    gamma: float = 0.99,
-    rho_clip: float = 1.0,
-    c_clip: float = 1.0,
-    bootstrap_values: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """V-trace (Espeholt et al. 2018, arXiv 1802.01561): advantages and value targets from another policy's samples.
-
-    Args:
-        logprobs, behavior_logprobs: ``[T]``, log-probability of each token under the policy and under the policy that
-            wrote it.
-        rewards, values, row_lengths, gamma, bootstrap_values: As in :func:`gae`.
-        rho_clip: Upper bound of the ratio that weights each temporal difference.
-        c_clip: Upper bound of the ratio that propagates a difference to earlier tokens.
-
-    Returns:
-        Advantages ``rho_t (r_t + gamma v_{t+1} - V_t)`` and the targets ``v``, both ``[T]``.
-    """
-    # The upper bounds make an overflow of exp harmless; clamping the exponent keeps it finite.
-    ratio = (logprobs - behavior_logprobs).clamp(max=60.0).exp()
-    rho_rows, mask = pad(ratio.clamp(max=rho_clip), row_lengths)
-    (c_rows, _), (reward_rows, _) = pad(ratio.clamp(max=c_clip), row_lengths), pad(rewards, row_lengths)
-    value_rows, _ = pad(values, row_lengths)
-    ends = values.new_zeros(len(row_lengths)) if bootstrap_values is None else bootstrap_values.to(values.dtype)
-    next_value, next_target, correction = ends, ends, torch.zeros_like(ends)
-    advantages, targets = torch.zeros_like(value_rows), torch.zeros_like(value_rows)
-    for t in range(mask.shape[1] - 1, -1, -1):
-        here, rho, reward, value = mask[:, t], rho_rows[:, t], reward_rows[:, t], value_rows[:, t]
-        advantages[:, t] = rho * (reward + gamma * next_target - value)
-        moved = rho * (reward + gamma * next_value - value) + gamma * c_rows[:, t] * correction
-        correction = torch.where(here, moved, correction)
-        targets[:, t] = value + correction
-        next_target = torch.where(here, targets[:, t], next_target)
-        next_value = torch.where(here, value, next_value)
-    return unpad(advantages, row_lengths), unpad(targets, row_lengths)
 
 
 def rewards_to_go(rewards: Tensor, row_lengths: Tensor, gamma: float = 1.0) -> Tensor:
@@ -216,12 +175,17 @@ def opo_advantages(rewards: Tensor, row_lengths: Tensor, group_sizes: Tensor) ->
     return torch.where(group_spread(rewards, group_sizes)[2][groups], rewards - baseline[groups], 0.0)
 
 
-def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
-    """``[S]``: each reward minus the reward of the greedy response to the same prompt.
+def gpg_scale(rewards: Tensor, group_sizes: Tensor, *, count: Literal["spread", "nonzero"] = "spread") -> Tensor:
+    """0-d: GPG's alpha, the batch's responses divided by those with a gradient (Chu et al. 2025, arXiv 2504.02546).
 
-    Li et al. 2023, arXiv 2310.10505.
+    Args:
+        rewards: ``[S]``.
+        group_sizes: ``[B]``.
+        count: Responses of groups whose rewards differ, or (verl) responses whose reward is not 0.
     """
-    return rewards - greedy_rewards
+    groups = beside(segment_ids(group_sizes), rewards)
+    counted = group_spread(rewards, group_sizes)[2][groups] if count == "spread" else rewards != 0
+    return len(rewards) / counted.sum().clamp(min=1).to(rewards.dtype)
 
 
 def amplify_planning(advantages: Tensor, planning: Tensor, alpha: float) -> Tensor:
@@ -230,22 +194,6 @@ def amplify_planning(advantages: Tensor, planning: Tensor, alpha: float) -> Tens
     Planning tokens gain more from success and lose less by failure. Both arguments have the same shape.
     """
     return torch.where(planning, advantages + alpha * advantages.abs(), advantages)
-
-
-def reinforce_plus_plus_advantages(rewards: Tensor, row_lengths: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """``[T]``: rewards to go, whitened over all tokens of the batch. Each token's KL penalty is part of its reward.
-
-    Hu et al. 2025, arXiv 2501.03262.
-    """
-    return whiten(rewards_to_go(rewards, row_lengths, gamma))
-
-
-def reinforce_plus_plus_baseline_advantages(rewards: Tensor, group_sizes: Tensor, row_lengths: Tensor) -> Tensor:
-    """``[T]``: each sequence's reward ``[S]`` minus its group's mean, whitened over all tokens of the batch.
-
-    The variant with a baseline of Hu et al. 2025, arXiv 2501.03262.
-    """
-    return whiten(spread(group_advantages(rewards, group_sizes, scale=False), row_lengths))
 
 
 def gigpo_states(group_sizes: Tensor, step_counts: Tensor, anchor_ids: Tensor) -> Tensor:

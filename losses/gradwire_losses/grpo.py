@@ -11,13 +11,13 @@ from torch import Tensor
 
 from gradwire_losses.advantages import (
     amplify_planning,
+    gpg_scale,
     group_advantages,
     group_spread,
     opo_advantages,
     rloo_advantages,
     whiten,
 )
-from gradwire_losses.baselines import gpg_scale
 from gradwire_losses.batch import Batch, BatchError, Scores, segment_sum, select, spread
 from gradwire_losses.fields import GROUP_POLICY_FIELDS
 from gradwire_losses.group_config import GRPOConfig

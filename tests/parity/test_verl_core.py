@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from gradwire_losses import advantages as ours
-from gradwire_losses import baselines
 from gradwire_losses.batch import pad
 from gradwire_losses.critic import Critique, value_losses
 from gradwire_losses.kl import kl_estimate
@@ -80,8 +79,8 @@ def test_outcome_baselines(name: str, rng: np.random.Generator) -> None:
     own = {
         "rloo": lambda: data.over_tokens(ours.rloo_advantages(data.outcomes, data.sizes)),
         "opo": lambda: data.over_tokens(ours.opo_advantages(data.outcomes, data.lengths, data.sizes)),
-        "reinforce_plus_plus_baseline": lambda: ours.reinforce_plus_plus_baseline_advantages(
-            data.outcomes, data.sizes, data.lengths
+        "reinforce_plus_plus_baseline": lambda: ours.whiten(
+            data.over_tokens(ours.group_advantages(data.outcomes, data.sizes, scale=False))
         ),
     }[name]()
     torch.testing.assert_close(own, data.flat(theirs), **CLOSE)
@@ -109,16 +108,7 @@ def test_reinforce_plus_plus(rng: np.random.Generator) -> None:
     theirs, _ = core.compute_reinforce_plus_plus_outcome_advantage(
         data.padded(data.per_token), data.mask, config=SimpleNamespace(gamma=0.9)
     )
-    own = ours.reinforce_plus_plus_advantages(data.per_token, data.lengths, gamma=0.9)
-    torch.testing.assert_close(own, data.flat(theirs), **CLOSE)
-
-
-def test_remax(rng: np.random.Generator) -> None:
-    """verl takes the baseline from rewards to go; with an outcome reward that is the reward at every token."""
-    data = Data(rng)
-    greedy = torch.from_numpy(rng.normal(size=9))
-    theirs, _ = core.compute_remax_outcome_advantage(data.outcome_rows, greedy, data.mask)
-    own = data.over_tokens(ours.remax_advantages(data.outcomes, greedy))
+    own = ours.whiten(ours.rewards_to_go(data.per_token, data.lengths, 0.9))
     torch.testing.assert_close(own, data.flat(theirs), **CLOSE)
 
 
@@ -193,38 +183,9 @@ def test_abs_is_theirs(rng: np.random.Generator) -> None:
     torch.testing.assert_close(kl_estimate(data.values, data.other, "abs"), theirs)
 
 
-def test_pass_k_gdpo_and_gpg(rng: np.random.Generator) -> None:
+def test_gpg(rng: np.random.Generator) -> None:
     data = Data(rng)
-    scores = torch.zeros_like(data.mask)
-    scores[torch.arange(9), data.lengths - 1] = data.outcomes
-
-    def flat(padded: torch.Tensor) -> torch.Tensor:
-        return padded[data.mask > 0]
-
-    def spread(numbers: torch.Tensor) -> torch.Tensor:
-        return torch.repeat_interleave(numbers, data.lengths)
-
-    theirs, _ = core.compute_grpo_passk_outcome_advantage(scores, data.mask, data.index, epsilon=1e-4, config={})
-    ours_passk = baselines.pass_k_advantages(data.outcomes, data.sizes)
-    torch.testing.assert_close(spread(ours_passk), flat(theirs), **CLOSE)
-    theirs, _ = core.compute_gdpo_outcome_advantage(scores, data.mask, data.index, epsilon=1e-4)
-    ours_gdpo = baselines.gdpo_advantages(data.outcomes[:, None], data.sizes, data.lengths)
-    torch.testing.assert_close(ours_gdpo, flat(theirs), **CLOSE)
-    theirs, _ = core.compute_gpg_outcome_advantage(scores.clone(), data.mask, data.index)
-    ours_gpg = baselines.gpg_advantages(data.outcomes, data.sizes, count="nonzero")
-    torch.testing.assert_close(spread(ours_gpg), flat(theirs), **CLOSE)
-
-
-def test_the_optimal_token_baseline_in_both_forms(rng: np.random.Generator) -> None:
-    data = Data(rng)
-    logprobs, squared = -data.per_token.abs(), torch.rand(len(data.per_token), dtype=torch.float64)
-    given = (data.mask, data.index, data.padded(logprobs), data.padded(squared))
-    for function, zero_tail in (
-        (core.compute_optimal_token_baseline_advantage, True),
-        (core.compute_multi_turn_optimal_token_baseline_advantage, False),
-    ):
-        theirs, _ = function(data.padded(data.values), *given, handle_zero_tail=zero_tail)
-        found = baselines.optimal_token_baseline(
-            data.values, logprobs, squared.log(), data.lengths, data.sizes, zero_tail=zero_tail
-        )
-        torch.testing.assert_close(found, theirs[data.mask > 0], **CLOSE)
+    theirs, _ = core.compute_gpg_outcome_advantage(data.outcome_rows, data.mask, data.index)
+    scale = ours.gpg_scale(data.outcomes, data.sizes, count="nonzero")
+    own = ours.group_advantages(data.outcomes, data.sizes, scale=False) * scale
+    torch.testing.assert_close(data.over_tokens(own), data.flat(theirs), **CLOSE)

@@ -3,8 +3,7 @@
 The parts are loosely coupled and can be replaced one by one:
 
 * ``environments``: interaction. ``inference``: text generation. ``rollouts``: many episodes at once.
-* ``rewards``: scores after collection. ``advantages``, ``baselines``, ``hicra``: credit assignment, as pure functions
-and per agent step.
+* ``rewards``: scores after collection. ``advantages``, ``hicra``: credit assignment.
 * ``algorithms``: PPO, GRPO, REINFORCE and GiGPO built from these parts.
 * ``curricula``, ``replay``, ``loggers``, ``recording``, ``viewer``: tools for long training runs.
 """

@@ -1,8 +1,8 @@
 """Advantage estimators in numpy: pure functions of rewards and values.
 
-They have the names and meaning of ``gradwire_losses.advantages`` (torch, on the server). Data is ragged: ``[T]`` holds
-the entries of all sequences one after the other, split by ``row_lengths [S]``; ``[S]`` holds one number per sequence,
-split into groups by ``group_sizes [B]``. Results are float64.
+The algorithms use them before a batch is sent. They have the names and meaning of ``gradwire_losses.advantages``, which
+is in torch for the server. Data is ragged: ``[T]`` holds the entries of all sequences one after the other, split by
+``row_lengths [S]``; ``[S]`` holds one number per sequence, split into groups by ``group_sizes [B]``. Results are float64.
 """
 
 from __future__ import annotations
@@ -88,20 +88,6 @@ def rewards_to_go(rewards: Numbers, row_lengths: Lengths, gamma: float = 1.0) ->
     return gae(rewards, np.zeros_like(rewards), row_lengths, gamma=gamma, gae_lambda=1.0)[0]
 
 
-def at_last_token(numbers: Numbers, row_lengths: Lengths) -> Floats:
-    """``[S] -> [T]``: each sequence's number at its last token, 0 elsewhere."""
-    numbers, lengths = _floats(numbers), np.asarray(row_lengths, dtype=np.int64)
-    there = lengths > 0
-    result = np.zeros(int(lengths.sum()))
-    result[lengths.cumsum()[there] - 1] = numbers[there]
-    return result
-
-
-def over_tokens(numbers: Numbers, row_lengths: Lengths) -> Floats:
-    """``[S] -> [T]``: each sequence's number at each of its tokens."""
-    return np.repeat(_floats(numbers), np.asarray(row_lengths, dtype=np.int64))
-
-
 def group_spread(rewards: Numbers, group_sizes: Lengths) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
     """``[S], [B] -> [B], [B], [B] bool``: mean, unbiased standard deviation, and whether the rewards differ.
 
@@ -162,87 +148,6 @@ def amplify_planning(advantages: Numbers, planning: npt.ArrayLike, alpha: float 
     return np.where(np.asarray(planning, dtype=bool), advantages + alpha * np.abs(advantages), advantages)
 
 
-def reinforce_plus_plus_advantages(rewards: Numbers, row_lengths: Lengths, *, gamma: float = 1.0) -> Floats:
-    """``[T]``: rewards to go, whitened over all tokens of the batch. Each token's KL penalty is part of its reward.
-
-    Hu et al. 2025, arXiv 2501.03262.
-    """
-    return whiten(rewards_to_go(rewards, row_lengths, gamma))
-
-
-def reinforce_plus_plus_baseline_advantages(rewards: Numbers, group_sizes: Lengths, row_lengths: Lengths) -> Floats:
-    """``[T]``: each sequence's reward ``[S]`` minus its group's mean, whitened over all tokens of the batch.
-
-    The variant with a baseline of Hu et al. 2025, arXiv 2501.03262.
-    """
-    return whiten(over_tokens(group_advantages(rewards, group_sizes, scale=False), row_lengths))
-
-
-def remax_advantages(rewards: Numbers, greedy_rewards: Numbers) -> Floats:
-    """``[S]``: each reward minus the reward of the greedy response to the same prompt.
-
-    Li et al. 2023, arXiv 2310.10505.
-    """
-    return _floats(rewards) - _floats(greedy_rewards)
-
-
-def opo_advantages(rewards: Numbers, row_lengths: Lengths, group_sizes: Lengths) -> Floats:
-    """``[S]``: each reward minus its group's length-weighted mean, the baseline of least variance.
-
-    Hao et al. 2025, arXiv 2505.23585. A group of one, or a group of equal rewards, gives zeros.
-    """
-    rewards, lengths = _floats(rewards), _floats(row_lengths)
-    sizes = _lengths(group_sizes, len(rewards), "group_sizes")
-    groups = _segments(sizes)
-    weights = np.maximum(_segment_sum(lengths, sizes), 1.0)
-    baseline = _segment_sum(lengths * rewards, sizes) / weights
-    return np.where(group_spread(rewards, sizes)[2][groups], rewards - baseline[groups], 0.0)
-
-
-def vtrace(
-    logprobs: Numbers,
-    behavior_logprobs: Numbers,
-    rewards: Numbers,
-    values: Numbers,
-    row_lengths: Lengths,
-    *,
-    gamma: float = 0.99,
-    rho_clip: float = 1.0,
-    c_clip: float = 1.0,
-    bootstrap_values: Numbers | None = None,
-) -> tuple[Floats, Floats]:
-    """V-trace (Espeholt et al. 2018, arXiv 1802.01561): advantages and value targets from another policy's samples.
-
-    Args:
-        logprobs, behavior_logprobs: ``[T]``, log-probability of each token under the policy and under the policy that
-            wrote it.
-        rewards, values, row_lengths, gamma, bootstrap_values: As in :func:`gae`.
-        rho_clip: Upper bound of the ratio that weights each temporal difference.
-        c_clip: Upper bound of the ratio that propagates a difference to earlier tokens.
-
-    Returns:
-        Advantages ``rho_t (r_t + gamma v_{t+1} - V_t)`` and the targets ``v``, both ``[T]``.
-    """
-    rewards, values = _floats(rewards), _floats(values)
-    lengths = _lengths(row_lengths, len(rewards), "row_lengths")
-    # The upper bounds make an overflow of exp harmless; clamping the exponent avoids its warning.
-    ratio = np.exp(np.minimum(_floats(logprobs) - _floats(behavior_logprobs), 60.0))
-    rho, c = np.minimum(ratio, rho_clip), np.minimum(ratio, c_clip)
-    starts = np.cumsum(lengths) - lengths
-    next_value = np.zeros(len(lengths)) if bootstrap_values is None else _floats(bootstrap_values).copy()
-    next_target, correction = next_value.copy(), np.zeros(len(lengths))
-    advantages, targets = np.zeros(len(rewards)), np.zeros(len(rewards))
-    for offset in range(int(lengths.max(initial=0)) - 1, -1, -1):
-        rows = np.flatnonzero(lengths > offset)
-        at = starts[rows] + offset
-        error = rho[at] * (rewards[at] + gamma * next_value[rows] - values[at])
-        advantages[at] = rho[at] * (rewards[at] + gamma * next_target[rows] - values[at])
-        correction[rows] = error + gamma * c[at] * correction[rows]
-        targets[at] = next_target[rows] = values[at] + correction[rows]
-        next_value[rows] = values[at]
-    return advantages, targets
-
-
 def subgroup_advantages(numbers: Numbers, keys: npt.ArrayLike, *, scale: bool = True) -> Floats:
     """``[M], [M] -> [M]``: like :func:`group_advantages`; a group is the set of entries with equal keys, in any order.
 
@@ -264,52 +169,3 @@ def gigpo_step_groups(group_ids: Sequence[Hashable], anchor_states: Sequence[Has
     for index, key in enumerate(zip(group_ids, anchor_states, strict=True)):
         groups.setdefault(key, []).append(index)
     return [np.array(members, dtype=np.int64) for members in groups.values()]
-
-
-def gigpo_step_advantages(
-    returns: Numbers, group_ids: Sequence[Hashable], anchor_states: Sequence[Hashable], *, scale: bool = True
-) -> Floats:
-    """``[steps]``, ``A_S``: each step's return relative to the steps of its group at the same anchor state.
-
-    Args:
-        returns: ``[steps]``, discounted return from each step to the end of its episode (``G_t``).
-        group_ids: ``[steps]``, the group of episodes of each step.
-        anchor_states: ``[steps]``, key of the state in which each step was taken.
-        scale: Divide by the standard deviation of the step group + 1e-4.
-
-    A step that is alone at its state gets 0. Feng et al. 2025, arXiv 2505.10978.
-    """
-    keys = np.zeros(len(_floats(returns)), np.int64)
-    for key, members in enumerate(gigpo_step_groups(group_ids, anchor_states)):
-        keys[members] = key
-    return subgroup_advantages(returns, keys, scale=scale)
-
-
-def gigpo_advantages(
-    episode_rewards: Numbers,
-    group_sizes: Lengths,
-    step_rewards: Numbers,
-    step_counts: Lengths,
-    anchor_states: Sequence[Hashable],
-    *,
-    gamma: float = 0.95,
-    omega: float = 1.0,
-    scale: bool = True,
-) -> Floats:
-    """``[steps]``: ``A_E + omega A_S`` of each step (Feng et al. 2025, arXiv 2505.10978).
-
-    Args:
-        episode_rewards: ``[S]``, reward of each whole episode.
-        group_sizes: ``[B]``, number of episodes that started from one state.
-        step_rewards: ``[steps]``, rewards of all episodes' steps, one episode after the other.
-        step_counts: ``[S]``, number of steps of each episode.
-        anchor_states: ``[steps]``, see :func:`gigpo_step_advantages`.
-        gamma: Discount per step.
-        omega: Weight of the step level.
-        scale: Divide both levels by their groups' standard deviations.
-    """
-    counts = np.asarray(step_counts, dtype=np.int64)
-    episode = group_advantages(episode_rewards, group_sizes, scale=scale)
-    groups = np.repeat(_segments(np.asarray(group_sizes, dtype=np.int64)), counts).tolist()
-    returns = rewards_to_go(step_rewards, counts, gamma)
-    return np.repeat(episode, counts) + omega * gigpo_step_advantages(returns, groups, anchor_states, scale=scale)

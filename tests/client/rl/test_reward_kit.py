@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gradwire.rl import (
     Action,
     EvaluateResult,
@@ -26,13 +27,14 @@ from gradwire.rl import (
     align_rewards_with_step_data,
     calculate_advantages,
 )
-from gradwire.rl.advantages import gae, gigpo_advantages
+from gradwire.rl.advantages import gae
 from gradwire.rl.algorithms.ppo import token_rewards
 from gradwire.rl.algorithms.step_advantages import write_step_advantages
 from gradwire.rl.rewards import StepAlignmentError
 from gradwire.rl.rewards.functions import to_result
 from gradwire.rl.rows import rows_of
 from gradwire.rl.viewer import view
+from gradwire_losses.advantages import gigpo_advantages
 
 
 def double(number: int) -> int:
@@ -82,8 +84,9 @@ async def test_the_four_stages(rule_inference: Any, caplog: pytest.LogCaptureFix
         state_hashing_function=lambda step: step.index,
         default_step_reward=0.0,
     )
-    expected = gigpo_advantages(scores, [2], [0.25, 1, 0.25, 1], [2, 2], [0, 1, 0, 1], gamma=0.9, omega=0.5)
-    np.testing.assert_allclose([step.advantage for steps in done for step in steps], expected)
+    given = [torch.tensor(each) for each in (scores, [2], [0.25, 1.0, 0.25, 1.0], [2, 2], [0, 1, 0, 1])]
+    expected = gigpo_advantages(*given, gamma=0.9, omega=0.5).tolist()
+    np.testing.assert_allclose([step.advantage for steps in done for step in steps], expected, rtol=1e-6)
 
     said = caplog.text
     for what in (

@@ -18,6 +18,7 @@ from gradwire.rl.algorithms import (
     REINFORCEAlgorithm,
     RolloutsFailedError,
 )
+from gradwire.rl.algorithms.gigpo import calculate_advantages
 from gradwire.rl.curricula import Curriculum, ShuffledCurriculum, StagedCurriculum, SuccessCurriculum
 from gradwire.rl.environments import (
     BaseEnvironment,
@@ -44,7 +45,6 @@ from gradwire.rl.loggers import (
 from gradwire.rl.mixture import Mixture, Part
 from gradwire.rl.recording import TrajectoryRecorder
 from gradwire.rl.replay import ReplayBuffer
-from gradwire.rl.reward_kit import RewardSandbox, align_rewards_with_step_data, calculate_advantages
 from gradwire.rl.rewards import (
     LengthPenalty,
     OverlongPenalty,
@@ -62,6 +62,8 @@ from gradwire.rl.rewards import (
     regex_match,
     reward_function,
 )
+from gradwire.rl.rewards.aligner import align_rewards_with_step_data
+from gradwire.rl.rewards.functions import RewardSandbox
 from gradwire.rl.rollout_statistics import Rollouts
 from gradwire.rl.rollouts import RolloutManager
 from gradwire.rl.strategic_grams import GramCluster, StrategicGrams, find_strategic_grams

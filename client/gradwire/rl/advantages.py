@@ -2,7 +2,7 @@
 
 The algorithms use them before a batch is sent. They have the names and meaning of ``gradwire_losses.advantages``, which
 is in torch for the server. Data is ragged: ``[T]`` holds the entries of all sequences one after the other, split by
-``row_lengths [S]``; ``[S]`` holds one number per sequence, split into groups by ``group_sizes [B]``. Results are float64.
+``row_lengths [S]``; ``[S]`` holds one number per sequence, in groups of ``group_sizes [B]``. Results are float64.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from gradwire.rl.algorithms.grpo import idle_groups
 from gradwire.rl.metrics import Mean, Metric, Std, Sum
 from gradwire.rl.rewards.computer import by_group
 from gradwire.rl.rows import OF_GROUPS, TrainingBatch, grouped_columns, rows_of, share_prompts
-from gradwire.rl.types import StepData, Trajectory
+from gradwire.rl.types import StepData, Task, Trajectory
 
 logger = logging.getLogger("gradwire.rl.gigpo")
 
@@ -105,6 +105,46 @@ def gigpo_credit(
     if logger.isEnabledFor(logging.DEBUG):
         _explain(trajectories, states, group_ids, credit)
     return credit
+
+
+def calculate_advantages(
+    batch_of_step_data_lists: Sequence[Sequence[StepData]],
+    final_scores_for_rollouts: Sequence[float] | None = None,
+    *,
+    omega: float = 1.0,
+    gamma: float = 0.95,
+    state_hashing_function: StateHash = anchor_state,
+    default_step_reward: float = 0.0,
+    group_ids: Sequence[int] | None = None,
+) -> list[list[StepData]]:
+    """Compute GiGPO's advantages ``A_E + omega A_S`` and write them into the steps. Returns the steps.
+
+    Args:
+        batch_of_step_data_lists: The steps of each rollout, with their rewards.
+        final_scores_for_rollouts: Score of each rollout for ``A_E``; by default the sum of its steps' rewards.
+        omega: Weight of the step level.
+        gamma: Discount per step.
+        state_hashing_function: Maps a step to a key of its state.
+        default_step_reward: Replaces a reward of 0 of the steps that no step output names; a 0.0 that one names stays.
+        group_ids: Group of each rollout; by default all started from one state.
+    """
+    rollouts = [list(steps) for steps in batch_of_step_data_lists]
+    scores = final_scores_for_rollouts
+    if scores is None:
+        scores = [sum(step.reward for step in steps) for steps in rollouts]
+    groups = [0] * len(rollouts) if group_ids is None else list(group_ids)
+    for name, given in (("final_scores_for_rollouts", scores), ("group_ids", groups)):
+        if len(given) != len(rollouts):
+            raise ValueError(f"{name} has {len(given)} entries for {len(rollouts)} rollouts")
+    for step in (step for steps in rollouts for step in steps):
+        if not step.rewarded and not step.reward:
+            step.reward = default_step_reward
+    trajectories = [
+        Trajectory(Task(""), group, member, steps=steps, reward=float(score))
+        for member, (group, steps, score) in enumerate(zip(groups, rollouts, scores))
+    ]
+    gigpo_credit(trajectories, gamma=gamma, omega=omega, state_hash=state_hashing_function)
+    return rollouts
 
 
 def _explain(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any, Literal
 
-from gradwire.rl.types import EvaluateResult, Trajectory
+from gradwire.rl.types import EvaluateResult, StepData, Task, Trajectory
 
 logger = logging.getLogger("gradwire.rl")
 
@@ -74,3 +75,42 @@ def align_batch(
             where = f"trajectory {trajectory.group}.{trajectory.member}"
             trajectory.evaluation = EvaluateResult(0.0, error=f"{where}: {error}")
             trajectory.reward = 0.0
+
+
+def align_rewards_with_step_data(
+    eval_results: Sequence[EvaluateResult],
+    rollout_step_data: Sequence[Sequence[StepData]],
+    mode: Literal["batch", "pointwise"] = "batch",
+    *,
+    default_step_reward: float = 0.0,
+) -> list[list[StepData]]:
+    """Write results into the steps: each step's ``reward`` and metrics. Returns the steps.
+
+    Args:
+        eval_results: One result per rollout.
+        rollout_step_data: The steps of each rollout.
+        mode: ``"pointwise"``: both belong to one rollout, without a list around them.
+        default_step_reward: Reward of steps that no step output names.
+
+    Raises:
+        StepAlignmentError: A result failed or names a step that does not exist; names the rollout.
+    """
+    if mode not in ("batch", "pointwise"):
+        raise ValueError(f'mode must be "batch" or "pointwise", got {mode!r}')
+    results: Any = eval_results
+    rollouts: Any = rollout_step_data
+    if mode == "pointwise":
+        results = [results] if isinstance(results, EvaluateResult) else results
+        rollouts = [rollouts] if rollouts and isinstance(rollouts[0], StepData) else rollouts
+    if len(results) != len(rollouts):
+        raise StepAlignmentError(f"{len(results)} results for {len(rollouts)} rollouts")
+    for number, (result, steps) in enumerate(zip(results, rollouts)):
+        if result.error:
+            raise StepAlignmentError(f"rollout {number} has no reward: {result.error}")
+        try:
+            align(
+                Trajectory(Task(""), member=number, steps=list(steps)), result, default_step_reward=default_step_reward
+            )
+        except StepAlignmentError as error:
+            raise StepAlignmentError(f"rollout {number}: {error}") from None
+    return [list(steps) for steps in rollouts]

@@ -10,9 +10,11 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, overload
 
+import numpy as np
+
 from gradwire.rl.rewards.sandbox import Outcome, Sandbox, SandboxLimits
 from gradwire.rl.threads import called
-from gradwire.rl.types import EvaluateResult, StepOutput, Trajectory
+from gradwire.rl.types import Action, EvaluateResult, Message, StepData, StepOutput, Task, Trajectory
 
 
 class Scorer(Protocol):
@@ -256,3 +258,56 @@ def reward_function(
         return RewardFunction(inner, batch=batch, sandboxed=sandboxed, limits=limits, workers=workers)
 
     return decorate if function is None else decorate(function)
+
+
+class RewardSandbox:
+    """Runs a reward function over conversations, in the sandbox.
+
+    Args:
+        function: A function or ``@reward_function``, see ``docs/reward_functions.md``; it may take ``messages``,
+            ``ground_truth``, ``response``, ``prompt`` and ``steps``.
+        batch: The function takes lists of these; all conversations form one group.
+        limits: Limits of one evaluation.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], *, batch: bool = False, limits: SandboxLimits | None = None
+    ) -> None:
+        self._function = (
+            function if isinstance(function, RewardFunction) else RewardFunction(function, batch=batch, limits=limits)
+        )
+
+    async def execute_user_reward_code(
+        self, rollouts_messages: Sequence[Sequence[Message]], ground_truths: Sequence[Any]
+    ) -> list[EvaluateResult]:
+        """Evaluate the conversations, in order; a failure affects only its own conversation and sets its ``error``.
+
+        Args:
+            rollouts_messages: The conversations.
+            ground_truths: One per conversation.
+        """
+        if len(rollouts_messages) != len(ground_truths):
+            raise ValueError(f"there are {len(rollouts_messages)} rollouts and {len(ground_truths)} ground truths")
+        rollouts = [
+            told(messages, truth, member)
+            for member, (messages, truth) in enumerate(zip(rollouts_messages, ground_truths))
+        ]
+        return await self._function.evaluate(rollouts)
+
+    def close(self) -> None:
+        """Stop the sandbox's processes."""
+        self._function.close()
+
+
+def told(messages: Sequence[Message], ground_truth: Any, member: int) -> Trajectory:
+    """Build a trajectory from a conversation: one step per assistant turn, without tokens."""
+    first = next((at for at, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+    steps: list[StepData] = []
+    for at, message in enumerate(messages):
+        if message["role"] == "assistant":
+            seen = messages[at - 1]["content"] if at else ""
+            none, action = np.zeros(0, np.int64), Action(message["content"])
+            steps.append(StepData(len(steps), seen, seen, none, action, none, none.astype(np.float32)))
+    opening = list(messages[:first])
+    prompt = opening[0]["content"] if len(opening) == 1 and opening[0]["role"] == "user" else opening
+    return Trajectory(Task(prompt, ground_truth), member=member, steps=steps, messages=tuple(messages))

@@ -29,7 +29,7 @@ def create_application(context: Context) -> FastAPI:
         separate_input_output_schemas=False,
     )
     app.state.context = context
-    names = (context.settings.host,) if context.settings.loopback else None
+    names = (context.settings.host, *context.settings.host_names) if context.settings.loopback else None
     app.add_middleware(errors.ForeignPages, guard=BrowserGuard(names, pages=True))
     errors.install(app)
     for router in ROUTERS:

@@ -53,6 +53,12 @@ def serve(
     raters_per_item: Annotated[
         int, typer.Option(min=1, max=20, help="Raters who see each generated answer on the rating page.")
     ] = 1,
+    host_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A further name by which a service on loopback is asked, as behind a proxy; may be repeated."
+        ),
+    ] = None,
     server_arg: Annotated[
         list[str] | None, typer.Option(help="A further argument of the embedded `gradwire serve`; may be repeated.")
     ] = None,
@@ -66,7 +72,7 @@ def serve(
         host=host, port=port, database_url=database, models_dir=folder, base_model=name,
         embedded_model=f"{name}={Path(path or name).resolve()}" if Path(path or name).is_dir() else base_model,
         service=service or None, service_ca_cert=service_ca_cert, raters_per_item=raters_per_item,
-        server_args=tuple(server_arg or ()),
+        host_names=tuple(host_name or ()), server_args=tuple(server_arg or ()),
     )  # fmt: skip
     with _opened(database) as tables:
         with tables.read() as session:

@@ -39,6 +39,7 @@ class Settings:
         service: Address of the gradwire server; None starts an embedded one.
         service_ca_cert: PEM file with the authority that signed that server's certificate.
         raters_per_item: Number of raters who see each generated answer on the rating page.
+        host_names: Further names by which a service on loopback is asked, as behind a proxy.
         server_args: Further arguments of the embedded `gradwire serve`.
     """
 
@@ -51,6 +52,7 @@ class Settings:
     service: str | None = None
     service_ca_cert: Path | None = None
     raters_per_item: int = 1
+    host_names: tuple[str, ...] = field(default=())
     server_args: tuple[str, ...] = field(default=())
 
     @property

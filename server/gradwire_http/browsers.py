@@ -39,7 +39,11 @@ class BrowserGuard:
         """
         host = headers.get("host", "")
         if host and self.names is not None and not self._answers_to(host):
-            return 421, f"this server does not answer to the name {host[:100]!r}: use its address"
+            return (
+                421,
+                f"this server does not answer to the name {host[:100]!r}: use its address, or start it with"
+                f" --host-name {_name(host)[:100]}",
+            )
         site, origin = headers.get("sec-fetch-site", ""), headers.get("origin", "")
         followed = self.pages and method in ("GET", "HEAD") and headers.get("sec-fetch-mode") == "navigate"
         if site in TRUSTED_SITES or (site and followed):

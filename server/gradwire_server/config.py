@@ -7,6 +7,7 @@ made from the fields (:mod:`gradwire_server.cli.settings`).
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ CHUNK_BYTES = 1 << 20
 """The most that one frame of a stream carries."""
 
 MAX_ENGINES = 64
+HOST_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 TRAINED_BYTES = 16
 """Memory that a trained parameter takes: float32 weight, gradient and two moments."""
@@ -223,6 +225,11 @@ class ServerConfig(EngineSettings):
         "HOST:PORT for clients of Tinker and OpenAI (gradwire[http]); a PORT alone is on loopback; off when absent.",
         subject=NETWORK,
     )
+    host_names: tuple[str, ...] = setting(
+        (),
+        "A further host name by which a server without keys is asked over HTTP, as behind a proxy; repeat.",
+        subject=NETWORK,
+    )
     engines: int | Literal["auto"] = setting(
         1, "Engines on this machine, each with the models and runs of its own; auto: one a GPU.", subject=COMPUTE
     )
@@ -296,6 +303,19 @@ class ServerConfig(EngineSettings):
         if text == "auto" or (text.isdigit() and 1 <= int(text) <= MAX_ENGINES):
             return int(text) if text.isdigit() else text
         raise ValueError(f"give a number of engines from 1 to {MAX_ENGINES}, or auto, not {text[:20]!r}")
+
+    @field_validator("host_names", mode="before")
+    @classmethod
+    def _some_names(cls, given: object) -> object:
+        return _split(given) if isinstance(given, str) else given
+
+    @field_validator("host_names")
+    @classmethod
+    def _names_alone(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if not HOST_NAME.fullmatch(name):
+                raise ValueError(f"give a host name alone, as gpu-box.example.org, not {name[:100]!r}")
+        return names
 
     @field_validator("address")
     @classmethod

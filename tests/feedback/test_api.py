@@ -113,6 +113,9 @@ def test_another_sites_name_for_this_machine_is_refused(api: httpx.Client) -> No
     assert api.get("/fields", headers={"host": "evil.example"}).status_code == 421
     answer = api.options("/fields", headers={"origin": "https://evil.example", "access-control-request-method": "POST"})
     assert "access-control-allow-origin" not in answer.headers
+    for plain in ("text/plain", "application/x-www-form-urlencoded"):
+        answer = api.post("/feedback/plain", content=json.dumps(scores(1)), headers={"content-type": plain})
+        assert answer.status_code == 415 and "application/json" in answer.json()["detail"]
 
 
 def test_text_that_is_no_text_is_refused(api: httpx.Client) -> None:

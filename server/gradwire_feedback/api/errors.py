@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from gradwire.rlhf import RewardModelConfig, TrainingConfig
-from gradwire_http.browsers import BrowserGuard
+from gradwire_http.browsers import BrowserGuard, body_refusal
 from pydantic.alias_generators import to_camel
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -112,6 +112,8 @@ class ForeignPages:
         refused = None
         if scope["type"] in ("http", "websocket"):
             refused = self.guard.refusal(scope.get("method", "GET"), headers)
+            if refused is None and scope["path"].startswith("/api/"):  # the pages' own channel sends plain text
+                refused = body_refusal(headers)
         if refused is None:
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":

@@ -22,7 +22,10 @@ from gradwire_server.cli.settings_file import SettingsError, SettingsFile
 from gradwire_server.config import Limits, ServerConfig
 
 PREFIX = "GRADWIRE_"
-_REPEATED = {"models": "--model", "allow_models": "--allow-model", "losses": "--losses", "limits": "--limit"}
+_REPEATED = {
+    "models": "--model", "allow_models": "--allow-model", "losses": "--losses", "limits": "--limit",
+    "host_names": "--host-name",
+}  # fmt: skip
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:

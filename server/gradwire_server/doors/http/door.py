@@ -6,17 +6,19 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import PlainTextResponse
 from gradwire_http.browsers import BrowserGuard, body_refusal
+from gradwire_proto.v1 import training_pb2 as pb
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import Core
+from gradwire_server.doors.http.errors import error_response
 from gradwire_server.doors.http.gathering import GatheringProtocol
 from gradwire_server.doors.http.guard import GuardedProtocol
 from gradwire_server.doors.http.openai import app as openai
@@ -28,6 +30,12 @@ log = logging.getLogger(__name__)
 CLOSE_S = 5
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
+REFUSAL_CODES = {
+    403: pb.ERROR_CODE_PERMISSION_DENIED,
+    415: pb.ERROR_CODE_INVALID_ARGUMENT,
+    421: pb.ERROR_CODE_PERMISSION_DENIED,
+}
+"""Of the statuses with which requests of browsers are refused."""
 
 
 class HttpDoor:
@@ -126,7 +134,7 @@ def _root(core: Core, protocols: Sequence[Protocol], stopping: asyncio.Event) ->
     """The application that gives each request to the protocol of its path."""
     guards = {protocol.prefix + "/": GuardedProtocol(core, protocol) for protocol in protocols}
     known = ", ".join(f"{protocol.prefix} ({protocol.name})" for protocol in protocols)
-    keyless = BrowserGuard(names=(core.config.http.rpartition(":")[0],))
+    keyless = BrowserGuard(names=(core.config.http.rpartition(":")[0], *core.config.host_names))
     keyed = BrowserGuard(names=None)
 
     async def root(scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,27 +143,30 @@ def _root(core: Core, protocols: Sequence[Protocol], stopping: asyncio.Event) ->
         path = scope["path"]
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         browsers = keyed if core.keys.required else keyless
+        prefix = next((prefix for prefix in guards if path.startswith(prefix)), "")
         if (refused := browsers.refusal(scope["method"], headers) or body_refusal(headers)) is not None:
             status, message = refused
-            await _refusal(status, message)(scope, receive, send)
+            error = pb.Error(code=REFUSAL_CODES[status], message=message)
+            body = guards[prefix].error_body if prefix else _any_error_body
+            await error_response(error, body, status)(scope, receive, send)
             return
-        for prefix, guard in guards.items():
-            if path.startswith(prefix):
-                await guard({**scope, "root_path": scope.get("root_path", "") + prefix[:-1]}, receive, send)
-                return
+        if prefix:
+            await guards[prefix]({**scope, "root_path": scope.get("root_path", "") + prefix[:-1]}, receive, send)
+            return
         if path == "/healthz":
             healthy = not stopping.is_set()
             await PlainTextResponse("ok" if healthy else "stopping", 200 if healthy else 503)(scope, receive, send)
             return
-        await _refusal(404, f"{path[:200]} is not served here; there are {known} and /healthz")(scope, receive, send)
+        message = f"{path[:200]} is not served here; there are {known} and /healthz"
+        error = pb.Error(code=pb.ERROR_CODE_UNSUPPORTED, message=message)
+        await error_response(error, _any_error_body, 404)(scope, receive, send)
 
     return root
 
 
-def _refusal(status: int, message: str) -> JSONResponse:
-    """A refusal before it is known which protocol the caller speaks: it has the form of each."""
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": "unsupported"}
-    return JSONResponse({"detail": message, "error": error}, status)
+def _any_error_body(status: int, error: pb.Error) -> Mapping[str, Any]:
+    """An error outside every protocol's paths: its caller may speak any of them, so it has the form of each."""
+    return {**tinker.error_body(status, error), **openai.error_body(status, error)}
 
 
 def _listener(address: str) -> socket.socket:

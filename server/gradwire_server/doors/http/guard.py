@@ -42,6 +42,7 @@ class GuardedProtocol:
 
     def __init__(self, core: Core, protocol: Protocol) -> None:
         self._core, self._protocol = core, protocol
+        self.error_body = protocol.error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""

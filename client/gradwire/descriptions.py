@@ -4,10 +4,38 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
+from google.protobuf.message import Message
 from gradwire_proto.v1 import training_pb2 as pb
+
+T = TypeVar("T")
+
+
+def described(kind: type[T], *messages: Message, **given: Any) -> T:
+    """Make a dataclass of what a server returned.
+
+    Args:
+        kind: The dataclass.
+        messages: Each field that is not given is the field of this name in the first message that has one: a map as a
+            dict, a repeated field as a tuple, an optional field that is not set as None.
+        given: Fields of another form than the message's.
+    """
+    for name in (each.name for each in fields(kind) if each.name not in given):  # type: ignore[arg-type]
+        message = next(each for each in messages if name in each.DESCRIPTOR.fields_by_name)
+        given[name] = _value(message, name)
+    return kind(**given)
+
+
+def _value(message: Message, name: str) -> Any:
+    declared = message.DESCRIPTOR.fields_by_name[name]
+    value = getattr(message, name)
+    if declared.message_type is not None and declared.message_type.GetOptions().map_entry:
+        return dict(value)
+    if declared.is_repeated:
+        return tuple(value)
+    return value if not declared.has_presence or message.HasField(name) else None
 
 
 @dataclass(frozen=True)
@@ -99,37 +127,8 @@ class RunInfo:
                 "dropout": config.lora.dropout,
                 "target_modules": list(config.lora.target_modules),
             }
-        return RunInfo(
-            run_id=run.run_id,
-            base_model=config.base_model,
-            lora=lora,
-            head=config.head,
-            seed=config.seed,
-            name=config.name,
-            tags=dict(config.tags),
-            gradient_checkpointing=(
-                config.gradient_checkpointing if config.HasField("gradient_checkpointing") else None
-            ),
-            step=run.step,
-            accepted_seq=run.accepted_seq,
-            applied_seq=run.applied_seq,
-            latest_checkpoint=run.latest_checkpoint,
-            created_at=run.created_at,
-            num_trainable_parameters=run.num_trainable_parameters,
-            forked_from=run.forked_from,
-            owner=run.owner,
-            readers=tuple(run.readers),
-            num_labels=config.num_labels,
-            dropout=config.dropout,
-            kind=config.kind,
-            num_tokens=run.num_tokens,
-            parked=run.parked.message,
-            recovery_s=run.recovery_s,
-            from_upload=config.from_upload,
-            router_aux_loss_coef=config.router_aux_loss_coef if config.HasField("router_aux_loss_coef") else None,
-            changes=tuple(RunChange(change.seq, change.time, change.note) for change in run.changes),
-            engine=run.engine,
-        )
+        changes = tuple(described(RunChange, change) for change in run.changes)
+        return described(RunInfo, run, config, lora=lora, parked=run.parked.message, changes=changes)
 
 
 @dataclass(frozen=True)
@@ -189,24 +188,8 @@ class EngineInfo:
 
     @staticmethod
     def from_message(engine: pb.EngineStatus) -> EngineInfo:
-        return EngineInfo(
-            restarts=engine.restarts,
-            heartbeat_age_s=engine.heartbeat_age_s,
-            busy=engine.busy,
-            memory_bytes=engine.memory_bytes,
-            device_memory_used_bytes=engine.device_memory_used_bytes,
-            device_memory_total_bytes=engine.device_memory_total_bytes,
-            device_utilization=engine.device_utilization if engine.HasField("device_utilization") else None,
-            start_s=engine.start_s,
-            memory_by_owner=dict(engine.memory_by_owner),
-            runs={place: RunsHeld(held.runs, held.bytes) for place, held in sorted(engine.runs.items())},
-            number=engine.number,
-            device=engine.device,
-            ready=engine.ready,
-            placed_runs=engine.placed_runs,
-            drains=engine.drains,
-            models=tuple(engine.models),
-        )
+        runs = {place: RunsHeld(held.runs, held.bytes) for place, held in sorted(engine.runs.items())}
+        return described(EngineInfo, engine, runs=runs)
 
 
 @dataclass(frozen=True)
@@ -233,15 +216,7 @@ class ServerInfo:
 
     @staticmethod
     def from_message(info: pb.ServerInfo) -> ServerInfo:
-        return ServerInfo(
-            version=info.version,
-            device=info.device,
-            engine_ready=info.engine_ready,
-            uptime_s=info.uptime_s,
-            durability=info.durability,
-            limits=dict(info.limits),
-            engines=tuple(map(EngineInfo.from_message, info.engines)),
-        )
+        return described(ServerInfo, info, engines=tuple(map(EngineInfo.from_message, info.engines)))
 
 
 @dataclass(frozen=True)
@@ -263,20 +238,7 @@ class ModelInfo:
 
     @staticmethod
     def from_message(model: pb.ModelInfo) -> ModelInfo:
-        return ModelInfo(
-            name=model.name,
-            architecture=model.architecture,
-            num_parameters=model.num_parameters,
-            vocab_size=model.vocab_size,
-            context_length=model.context_length,
-            hidden_size=model.hidden_size,
-            num_layers=model.num_layers,
-            dtype=model.dtype,
-            has_tokenizer=model.has_tokenizer,
-            eos_token_ids=tuple(model.eos_token_ids),
-            pad_token_id=model.pad_token_id if model.HasField("pad_token_id") else None,
-            takes_images=model.takes_images,
-        )
+        return described(ModelInfo, model)
 
 
 @dataclass(frozen=True)
@@ -301,14 +263,7 @@ class TokenizerInfo:
 
     @staticmethod
     def from_message(info: pb.TokenizerInfo) -> TokenizerInfo:
-        return TokenizerInfo(
-            model=info.model,
-            vocab_size=info.vocab_size,
-            special_tokens=dict(info.special_tokens),
-            special_token_ids=dict(info.special_token_ids),
-            chat_template=info.chat_template,
-            chat_template_names=tuple(info.chat_template_names),
-        )
+        return described(TokenizerInfo, info)
 
 
 @dataclass(frozen=True)
@@ -335,15 +290,7 @@ class LossField:
 
     @staticmethod
     def from_message(message: pb.LossField) -> LossField:
-        return LossField(
-            message.name,
-            message.dtype,
-            tuple(message.shapes),
-            message.required,
-            message.description,
-            message.aligned_with,
-            message.padding_mask,
-        )
+        return described(LossField, message)
 
 
 @dataclass(frozen=True)
@@ -377,15 +324,10 @@ class LossInfo:
 
     @staticmethod
     def from_message(loss: pb.LossInfo) -> LossInfo:
-        return LossInfo(
-            name=loss.name,
-            summary=loss.summary,
-            formula=loss.formula,
-            reference=loss.reference,
-            fields=tuple(LossField.from_message(each) for each in loss.fields),
+        return described(
+            LossInfo,
+            loss,
+            fields=tuple(map(LossField.from_message, loss.fields)),
             kwargs_schema=json.loads(loss.config_schema_json or "{}"),
-            metrics={name: loss.metrics[name] for name in sorted(loss.metrics)},
-            layout=loss.layout,
-            head=loss.head,
-            whole_batch=loss.whole_batch,
+            metrics=dict(sorted(loss.metrics.items())),
         )

@@ -19,14 +19,17 @@ class OperationKind:
         name: Name of the field of ``Operation.kind`` that holds its message.
         changes_state: Whether a replay must repeat it.
         barrier: Whether no other operation of its run may be in the engine at the same time.
-        writes_files: Whether it writes files into the state folder, so that it may start only once it is journaled.
+        writes_files: Whether it writes files into the state folder, under the ``name`` of its message, so that it may
+            start only once it is journaled.
         stoppable: Whether it can be stopped while it is executed, between micro-batches or tokens.
         divisible: Whether it may be retried in smaller pieces when memory runs out.
         swaps_generators: Whether it reads or replaces the state of the run's random generators itself.
         gives_checkpoint: Whether its result names a new checkpoint of the run.
+        loads_checkpoint: Whether it brings the run into the state of the checkpoint that it names.
         keeps_graph: Whether it leaves state in memory that no checkpoint contains.
         ends_accumulation: Whether the next gradient accumulation starts from zero, whatever the operation's result.
         steps: Whether it takes an optimizer step; where it is aborted, what follows is not.
+        samples: Whether it generates tokens from prompts.
     """
 
     name: str
@@ -37,9 +40,11 @@ class OperationKind:
     divisible: bool = False
     swaps_generators: bool = False
     gives_checkpoint: bool = False
+    loads_checkpoint: bool = False
     keeps_graph: bool = False
     ends_accumulation: bool = False
     steps: bool = False
+    samples: bool = False
 
 
 KINDS: Mapping[str, OperationKind] = {
@@ -54,9 +59,11 @@ KINDS: Mapping[str, OperationKind] = {
             "train_step", changes_state=True, stoppable=True, divisible=True, ends_accumulation=True, steps=True
         ),
         OperationKind("zero_grad", changes_state=True, ends_accumulation=True),
-        OperationKind("sample", stoppable=True),
+        OperationKind("sample", stoppable=True, samples=True),
         OperationKind("save_checkpoint", barrier=True, writes_files=True, swaps_generators=True, gives_checkpoint=True),
-        OperationKind("load_checkpoint", changes_state=True, barrier=True, swaps_generators=True),
+        OperationKind(
+            "load_checkpoint", changes_state=True, barrier=True, swaps_generators=True, loads_checkpoint=True
+        ),
         OperationKind("update_reference", changes_state=True),
         OperationKind("export", writes_files=True),
     )
@@ -85,6 +92,16 @@ def loss_call(operation: pb.Operation) -> pb.LossCall | None:
 def training_call(operation: pb.Operation) -> pb.LossCall | None:
     """The loss whose gradient an operation accumulates; None for one that accumulates none, or the client's own."""
     return loss_call(operation) if kind_of(operation).changes_state else None
+
+
+def has_loss(result: pb.OperationResult) -> bool:
+    """Whether a result holds that of a loss or of scores."""
+    return result.HasField("loss") or result.HasField("train_step")
+
+
+def has_step(result: pb.OperationResult) -> bool:
+    """Whether a result holds that of an optimizer step."""
+    return result.HasField("optim_step") or result.HasField("train_step")
 
 
 def loss_result(result: pb.OperationResult) -> pb.LossResult:

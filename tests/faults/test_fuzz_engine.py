@@ -15,6 +15,7 @@ import pytest
 from gradwire_losses.registry import LossSpec, all_losses
 from gradwire_proto.codec import CodecError, Column, encode
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.operation_kinds import KINDS, loss_call
 from support.engine import LocalEngine, token_rows
 from support.fuzz import FLOATS, Fuzzer
 from support.keyed import code_of
@@ -27,9 +28,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "run-value": {"head": "value", "lora": 2},
     "run-reward": {"head": "reward", "lora": 2},
 }
-KINDS = ("forward_backward",) * 6 + (
-    "forward", "kept_forward", "backward", "optim_step", "zero_grad", "sample", "load_checkpoint", "update_reference",
-)  # fmt: skip
+FUZZED = [name for name, kind in KINDS.items() if not kind.writes_files]
+"""The kinds of operations; names of files are checked before the engine."""
 
 
 def spoil(rng: random.Random, columns: dict[str, Column]) -> dict[str, Column]:
@@ -84,23 +84,27 @@ def fuzz(tmp_path: Path, model: Path, rng: random.Random, count: int) -> None:
     batches = RandomBatches(np.random.default_rng(rng.randrange(2**32)))
     results = Counter[str]()
     for _ in range(count):
-        run_id, kind = rng.choice(list(RUNS)), rng.choice(KINDS)
+        run_id, kind = (
+            rng.choice(list(RUNS)),
+            rng.choices(FUZZED, [6 if name == "forward_backward" else 1 for name in FUZZED])[0],
+        )
         loss = rng.choice(all_losses())
         columns = spoil(rng, batches.columns(loss, rng.randrange(1, 4), 2, 12))
-        if kind in ("forward_backward", "forward"):
-            call = pb.LossCall(loss_fn=loss.name, loss_kwargs_json=arguments(rng, loss, fuzzer))
+        asked = pb.Operation()
+        filled = getattr(asked, kind)
+        filled.SetInParent()
+        fuzzer.fill(filled)
+        call = loss_call(asked)
+        if call is not None:
+            call.CopyFrom(pb.LossCall(loss_fn=loss.name, loss_kwargs_json=arguments(rng, loss, fuzzer)))
             if rng.random() < 0.2:
                 call.outputs.append(rng.choice(("logprobs", "entropy", "values", "rewards", fuzzer.text())))
             if kind == "forward" and rng.random() < 0.3:
                 call.model, call.temperature = fuzzer.text(), rng.choice(FLOATS)
-            operation: dict[str, Any] = {kind: call}
-        else:
-            filled = getattr(pb.Operation(), kind)
-            fuzzer.fill(filled)
-            if kind == "sample":
-                filled.max_tokens, filled.n = filled.max_tokens % 9, filled.n % 4
-                columns = token_rows([[4, 5], [6]], "prompt_ids") if rng.random() < 0.7 else {}
-            operation = {kind: filled}
+        elif KINDS[kind].samples:
+            filled.max_tokens, filled.n = filled.max_tokens % 9, filled.n % 4
+            columns = token_rows([[4, 5], [6]], "prompt_ids") if rng.random() < 0.7 else {}
+        operation: dict[str, Any] = {kind: filled}
         try:
             encode(columns)
         except CodecError:

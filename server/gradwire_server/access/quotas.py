@@ -11,6 +11,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Quota
 from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError
+from gradwire_server.operation_kinds import kind_of
 
 IDS = ("input_ids", "prompt_ids", "response_ids")
 
@@ -123,7 +124,7 @@ def check_files(size: int, more: int, quota: Quota, limits: Limits) -> None:
 def tokens_of(operation: pb.Operation, tensors: Sequence[pb.TensorSpec], *, sampled: bool = True) -> int:
     """Tokens that an operation sends through a model: those of its batch, plus those it may sample if ``sampled``."""
     given = sum(spec.shape[0] for spec in tensors if spec.name.endswith(IDS) and spec.shape)
-    if not sampled or operation.WhichOneof("kind") != "sample":
+    if not sampled or not kind_of(operation).samples:
         return given
     call = operation.sample
     prompts = len(call.prompts) or next((spec.level_sizes[0] for spec in tensors if spec.level_sizes), 0)

@@ -18,7 +18,7 @@ from gradwire_server.journal import history
 from gradwire_server.journal.database import Database
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.run_row import RunRecord
-from gradwire_server.operation_kinds import loss_call, training_call
+from gradwire_server.operation_kinds import kind_of, loss_call, training_call
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 ORIGIN = "fork-origin"
@@ -171,9 +171,8 @@ def named_checkpoints(operation: pb.Operation) -> list[tuple[str, str]]:
     Raises:
         ValueError, RecursionError: The arguments of a loss are not JSON.
     """
-    kind = operation.WhichOneof("kind") or ""
     found: list[tuple[str, object]] = []
-    if kind == "load_checkpoint" and "/" in operation.load_checkpoint.checkpoint:
+    if kind_of(operation).loads_checkpoint and "/" in operation.load_checkpoint.checkpoint:
         return [("checkpoint", operation.load_checkpoint.checkpoint)]
     call = loss_call(operation)
     if call is not None:
@@ -184,8 +183,7 @@ def named_checkpoints(operation: pb.Operation) -> list[tuple[str, str]]:
 
 def uses(operation: pb.Operation) -> list[str]:
     """The checkpoints that a replay of an operation reads."""
-    kind = operation.WhichOneof("kind")
-    if kind == "load_checkpoint":
+    if kind_of(operation).loads_checkpoint:
         return [operation.load_checkpoint.checkpoint]
     call = training_call(operation)
     if call is not None and "/" in call.loss_kwargs_json:

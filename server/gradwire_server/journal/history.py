@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.operation_kinds import loss_call, loss_result, step_result
+from gradwire_server.operation_kinds import has_loss, has_step, loss_call, loss_result, step_result
 
 PAGE_POINTS = 512
 """Points read at a time."""
@@ -98,8 +98,7 @@ def history_point(
     call = loss_call(operation)
     if call is not None:
         point.loss_fn = call.loss_fn
-    body = result.WhichOneof("kind")
-    if body in ("loss", "train_step"):
+    if has_loss(result):
         loss = loss_result(result)
         if loss.HasField("loss"):
             point.loss = loss.loss
@@ -107,10 +106,10 @@ def history_point(
             if name != "loss":
                 point.metrics[name] = value
         point.tokens = loss.num_tokens
-    if body in ("optim_step", "train_step"):
+    if has_step(result):
         step_done = step_result(result)
         point.learning_rate, point.grad_norm = step_done.learning_rate, step_done.grad_norm
-    elif body == "sample":
+    elif result.HasField("sample"):
         point.tokens = result.sample.num_prompt_tokens + result.sample.num_sampled_tokens
     return point
 

@@ -16,7 +16,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.journal.database import Database
 from gradwire_server.journal.segments import Buffer
-from gradwire_server.operation_kinds import loss_result, step_result
+from gradwire_server.operation_kinds import has_loss, loss_result, step_result
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def outcome(result: pb.OperationResult, payload: Sequence[Buffer]) -> journal_pb
     kept.CopyFrom(result)
     for name in ("timings", "tensors", "payload_bytes", "epoch"):
         kept.ClearField(name)
-    if kept.HasField("loss") or kept.HasField("train_step"):
+    if has_loss(kept):
         loss_result(kept).ClearField("warnings")
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for buffer in payload:
@@ -183,7 +183,7 @@ def _computed(result: pb.OperationResult) -> bytes:
     """What of a result is computed, and not the way in which it was."""
     kept = pb.OperationResult()
     kept.CopyFrom(result)
-    if kept.HasField("loss") or kept.HasField("train_step"):
+    if has_loss(kept):
         for name in ("activations", "limits"):
             loss_result(kept).ClearField(name)
     return kept.SerializeToString(deterministic=True)

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from gradwire_server.engine_link.vitals import Vitals
-from gradwire_server.operation_kinds import loss_call, loss_result, step_result
+from gradwire_server.operation_kinds import has_loss, has_step, kind_of, loss_call, loss_result, step_result
 
 MAX_RUNS = 100
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -190,21 +190,21 @@ class Metrics:
             self._engine_s(kind).observe(result.timings.engine_s)
         if result.status != pb.STATUS_SUCCEEDED:
             return
-        body = result.WhichOneof("kind")
-        if body in ("loss", "train_step"):
-            self._evaluated(run_id, kind, loss, loss_result(result))
-        if body in ("optim_step", "train_step"):
+        if has_loss(result):
+            trained = kind_of(operation).changes_state
+            self._evaluated(run_id, trained, loss, loss_result(result))
+        if has_step(result):
             run, step = self._run(run_id), step_result(result)
             self._steps("skipped" if step.skipped else "taken").inc()
             self._grad_norm(run).set(step.grad_norm)
             if run:
                 self._run_step(run).set(step.step)
-        elif body == "sample":
+        elif result.HasField("sample"):
             self._tokens("prompt").inc(result.sample.num_prompt_tokens)
             self._tokens("sampled").inc(result.sample.num_sampled_tokens)
 
-    def _evaluated(self, run_id: str, kind: str, loss: str, result: pb.LossResult) -> None:
-        self._tokens("scored" if kind == "forward" else "trained").inc(result.num_tokens)
+    def _evaluated(self, run_id: str, trained: bool, loss: str, result: pb.LossResult) -> None:
+        self._tokens("trained" if trained else "scored").inc(result.num_tokens)
         self._tokens("loss").inc(result.num_loss_tokens)
         self._grouped.inc(result.grouped_runs > 1)
         if not loss:

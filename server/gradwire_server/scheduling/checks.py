@@ -13,7 +13,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.quotas import IDS
 from gradwire_server.config import Limits
 from gradwire_server.journal.checkpoint_records import AUTOMATIC, NAME, ORIGIN, SNAPSHOT
-from gradwire_server.operation_kinds import loss_call
+from gradwire_server.operation_kinds import UNKNOWN, kind_of, loss_call
 
 UNKNOWN_LENGTH = 1 << 62
 """Context length of a model that is not loaded yet."""
@@ -29,8 +29,8 @@ def check(header: pb.OperationHeader, limits: Limits, context_length: int = UNKN
     Args:
         context_length: Tokens that the run's model can hold.
     """
-    kind = header.operation.WhichOneof("kind")
-    if kind is None:
+    kind = kind_of(header.operation)
+    if kind is UNKNOWN:
         return _invalid(
             "the operation is of a kind that this server does not know; is it older than the client?", "operation"
         )
@@ -62,27 +62,24 @@ def check(header: pb.OperationHeader, limits: Limits, context_length: int = UNKN
     loss = loss_call(header.operation)
     if loss is not None:
         return check_loss(loss, limits) or _check_strings(header.operation.train_step.optim_step, limits)
-    if kind == "sample":
+    if kind.samples:
         per_row = [spec for spec in header.tensors if spec.level_sizes and spec.name != codec.IMAGE_BYTES]
         rows = max((spec.level_sizes[0] for spec in per_row), default=0)
         call = header.operation.sample
         return check_sample(call, rows, limits) or check_sampled_bytes(call, rows, limits, context_length)
-    wrong = _check_strings(getattr(header.operation, kind), limits)
+    asked = getattr(header.operation, kind.name)
+    wrong = _check_strings(asked, limits)
     if wrong is not None:
         return wrong
-    if kind in ("save_checkpoint", "export"):
-        name = header.operation.save_checkpoint.name if kind == "save_checkpoint" else header.operation.export.name
+    if kind.writes_files:
+        name = asked.name
         if name and not NAME.fullmatch(name):
             return _invalid(
                 f"{name[:100]!r} is not a name: letters, digits, '.', '_', '-', 100 at most", "name", NAME.pattern
             )
-        if (
-            kind == "save_checkpoint"
-            and name.startswith(SNAPSHOT)
-            and not header.operation.save_checkpoint.weights_only
-        ):
+        if kind.gives_checkpoint and name.startswith(SNAPSHOT) and not asked.weights_only:
             return _invalid(f"{name[:100]!r}: names that begin with {SNAPSHOT} are those of snapshots", "name")
-        if kind == "save_checkpoint" and (name == ORIGIN or name.startswith(AUTOMATIC)):
+        if kind.gives_checkpoint and (name == ORIGIN or name.startswith(AUTOMATIC)):
             return _invalid(f"{name[:100]!r} is the server's own name for a checkpoint; choose another", "name")
     return None
 

@@ -184,7 +184,7 @@ class Executor:
             return None
         if not queue.is_held and not (queue.is_first(operation) and await self._restored(queue, operation.seq)):
             return None
-        if operation.kind == "save_checkpoint" and not await self._may_save(queue, operation):
+        if kind_of(operation.header.operation).gives_checkpoint and not await self._may_save(queue, operation):
             return None
         crash_point("operation.before_engine")
         payload = operation.payload
@@ -233,7 +233,7 @@ class Executor:
         request.operation.deadline = operation.deadline
         before = next(iter(queue.sent), operation.seq)
         request.operation.unless_failed = before if before < operation.seq else 0
-        if operation.retried and operation.kind == "save_checkpoint":
+        if operation.retried and kind_of(operation.header.operation).gives_checkpoint:
             save = request.operation.operation.save_checkpoint
             if save.name not in queue.record.checkpoints:  # the first attempt may have left a folder without a row
                 save.overwrite = True

@@ -107,7 +107,7 @@ class QueuedOperation:
     def load(self) -> Load:
         """What it is for the engine; sampled tokens do not count, as they are made one at a time."""
         call = self.header.operation.sample
-        samples = self.kind == "sample" and not call.prompt_logprobs
+        samples = kind_of(self.header.operation).samples and not call.prompt_logprobs
         return Load(self._tokens, samples, alone=self.deaths > 0)
 
     @cached_property

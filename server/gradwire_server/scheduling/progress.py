@@ -21,7 +21,7 @@ def follow(record: RunRecord, operation: QueuedOperation, result: pb.OperationRe
     if result.status == pb.STATUS_SUCCEEDED:
         if kind_of(operation.header.operation).steps:
             record.step = step_result(result).step
-        elif operation.kind == "load_checkpoint" and result.HasField("checkpoint"):
+        elif kind_of(operation.header.operation).loads_checkpoint and result.HasField("checkpoint"):
             record.step = result.checkpoint.step
     marks = RunMarks(record.step, record.failure_seq, record.failure)
     if loss.HasField("added_head"):

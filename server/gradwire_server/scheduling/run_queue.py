@@ -283,7 +283,7 @@ class RunQueue(Fencing):
         self._saveable = operation.seq if executed and not kind_of(operation.header.operation).keeps_graph else 0
         self.recovery_cost.count(operation.header, result.status, result.timings.engine_s)
         marks = progress.follow(self.record, operation, result)
-        saved = operation.kind == "save_checkpoint" and result.status == pb.STATUS_SUCCEEDED
+        saved = kind_of(operation.header.operation).gives_checkpoint and result.status == pb.STATUS_SUCCEEDED
         if saved and not result.checkpoint.weights_only:
             self.checkpointed()
         return marks

@@ -6,6 +6,7 @@ import asyncio
 import csv
 import json
 import signal
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,14 @@ async def test_a_stopped_server_goes_on_with_its_jobs(
     async with gradwire.connect(server.address) as service:
         job = await service.jobs.submit("sft", SETTINGS | {"data": str(data["talks"])})
         await reached(service, job.job_id, 2)
-        assert server.end() == 0
-        server.start()
+        command = [sys.executable, "-c", "from gradwire.cli.app import app; app()", "jobs", "logs", "--follow"]
+        following = await asyncio.create_subprocess_exec(
+            *command, job.job_id, "--address", server.address, stdout=asyncio.subprocess.PIPE
+        )
+        assert following.stdout is not None and b"Created" in await following.stdout.readline()
+        assert await asyncio.to_thread(server.end) == 0
+        await asyncio.to_thread(server.start)
+        assert b"has successfully completed" in await following.stdout.read()
         assert await finished(service, job.job_id) == undisturbed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 from pathlib import Path
@@ -14,7 +15,8 @@ from support.chats import chat_model
 from support.jobs import SETTINGS, curves, finished, kill, workers, write_data
 from support.server import Server, free_port
 
-KILLS = 17
+KILLS = int(os.environ.get("GRADWIRE_KILLS", "17"))
+"""Of each method."""
 METHODS: dict[str, dict[str, Any]] = {
     "sft": {"data": "talks"},
     "dpo": {"data": "pairs"},
@@ -29,10 +31,10 @@ METHODS: dict[str, dict[str, Any]] = {
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("recipe", METHODS)
 async def test_kills_at_random_moments_change_nothing(recipe: str, tmp_path: Path, seed: int) -> None:
-    data = write_data(tmp_path)
+    data, model = write_data(tmp_path), await asyncio.to_thread(chat_model, tmp_path / "marked", "marked")
     settings = SETTINGS | METHODS[recipe] | {"data": str(data[METHODS[recipe]["data"]])}
     flags = ("--address", f"127.0.0.1:{free_port()}", "--threads", "1")
-    server = Server(chat_model(tmp_path / "marked", "marked"), tmp_path / "state", *flags, name="marked").start()
+    server = await asyncio.to_thread(Server(model, tmp_path / "state", *flags, name="marked").start)
     chance, kills, ended = random.Random(seed), 0, 0
     try:
         async with gradwire.connect(server.address) as service:
@@ -44,8 +46,8 @@ async def test_kills_at_random_moments_change_nothing(recipe: str, tmp_path: Pat
                     await asyncio.sleep(chance.uniform(0.0, 6.0))
                     victim = chance.choice(("worker", "worker", "engine", "front"))
                     if victim == "front":
-                        server.end(signal.SIGKILL)
-                        server.start()
+                        await asyncio.to_thread(server.end, signal.SIGKILL)
+                        await asyncio.to_thread(server.start)
                     elif victim == "engine":
                         kill(server.engine_pid)
                     for pid in workers(server.process.pid) if victim == "worker" else ():
@@ -53,7 +55,7 @@ async def test_kills_at_random_moments_change_nothing(recipe: str, tmp_path: Pat
                     kills += 1
                 assert await finished(service, job.job_id) == undisturbed
                 known = await service.jobs.get(job.job_id)
-                assert len({each.step for each in known.checkpoints}) == len(known.checkpoints)
+                assert len({each.path for each in known.checkpoints}) == len(known.checkpoints)
                 assert [run.run_id for run in await service.list_runs() if run.name == job.job_id] == [known.run_id]
                 ended += 1
     finally:
@@ -63,8 +65,8 @@ async def test_kills_at_random_moments_change_nothing(recipe: str, tmp_path: Pat
 
 @pytest.mark.slow
 async def test_a_worker_that_dies_without_a_step_over_and_over_fails_its_job(tmp_path: Path) -> None:
-    data = write_data(tmp_path)
-    server = Server(chat_model(tmp_path / "marked", "marked"), tmp_path / "state", name="marked").start()
+    data, model = write_data(tmp_path), await asyncio.to_thread(chat_model, tmp_path / "marked", "marked")
+    server = await asyncio.to_thread(Server(model, tmp_path / "state", name="marked").start)
     try:
         async with gradwire.connect(server.address) as service:
             job = await service.jobs.submit("sft", SETTINGS | {"data": str(data["talks"])})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,10 @@ SETTINGS: dict[str, Any] = {
     "model": "marked", "batch_size": 8, "max_steps": 10, "save_every": 3, "eval_every": 4, "max_tokens": 256,
     "held_out": 0.1, "warmup": 2, "learning_rate": 1e-2,
 }  # fmt: skip
+
+
+CLOCK = re.compile(r"time|second")
+"""Names of metrics that depend on the clock."""
 
 
 def write_data(folder: Path) -> dict[str, Path]:
@@ -54,7 +59,7 @@ def kill(pid: int) -> None:
 def curves(events: Any) -> dict[int, Mapping[str, float]]:
     """Step -> its metrics, without those that depend on the clock."""
     return {
-        event.step: {name: value for name, value in event.data.items() if "time" not in name}
+        event.step: {name: value for name, value in event.data.items() if not CLOCK.search(name)}
         for event in events
         if event.type == "metrics"
     }

@@ -20,6 +20,9 @@ from gradwire.jobs import POLL_S, SERVERS_OWN
 
 app = typer.Typer(help="Train by a recipe on the server's own box, also while you are away.", no_args_is_help=True)
 
+PATIENCE_S = 600.0
+"""How long a command that follows a job waits for a server that went away: a restart does not end it."""
+
 JobId = Annotated[str, typer.Argument(help="Id of the job, as `gradwire jobs list` shows it.")]
 
 
@@ -81,7 +84,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
 ) -> None:
     """Print the events of a job, then what its workers have printed."""
-    with connected(access) as service:
+    with connected(access, PATIENCE_S if follow else 0.0) as service:
         _print_events(service, job_id, follow)
         sys.stdout.write(plain(service.jobs.log(job_id)))
 
@@ -114,7 +117,7 @@ def resume(access: Access, job_id: JobId) -> None:
 @with_access
 def wait(access: Access, job_id: JobId) -> None:
     """Wait until a job has ended; the exit status is 1 if it did not succeed."""
-    with connected(access) as service:
+    with connected(access, PATIENCE_S) as service:
         job = service.jobs.wait(job_id)
     print(plain(f"{job_id} has {job.state}" if job.state != "cancelled" else f"{job_id} was cancelled"))
     if job.state != "succeeded":

@@ -54,10 +54,11 @@ def with_access(command: Callable[Concatenate[Access, P], None]) -> Callable[...
 
 
 @contextmanager
-def connected(access: Access) -> Iterator[sync.ServiceClient]:
+def connected(access: Access, patience_s: float = 0.0) -> Iterator[sync.ServiceClient]:
     """Connect to a server. An error within ends the command in one sentence: status 2 if the request is wrong, else 1.
 
-    A call is not repeated while the server is away.
+    Args:
+        patience_s: Seconds for which calls are repeated while the server is away.
     """
     try:
         with sync.connect(
@@ -67,7 +68,7 @@ def connected(access: Access) -> Iterator[sync.ServiceClient]:
             client_cert=access.client_cert,
             client_key=access.client_key,
             connect_timeout=CONNECT_S,
-            reconnect_timeout=0.0,
+            reconnect_timeout=patience_s,
         ) as service:
             yield service
     except errors.GradwireError as error:

@@ -47,6 +47,8 @@ OWN_SETTINGS = ("address", "folder", "loggers")
 MAX_PAGE = 1000
 MAX_LOG_BYTES = 1 << 20
 MAX_METADATA_CHARS = 512
+REPEATED_S = 600.0
+"""Seconds within which a client repeats a request that it had no answer to."""
 MAX_CRASHES = 5
 """Crashes of a job's worker in a row without a step between them after which the job fails."""
 
@@ -87,8 +89,22 @@ class Jobs:
 
     # ---- for callers ----
 
-    async def create(self, caller: Caller, spec: jobs.JobSpec, idempotency_key: str = "") -> jobs.Job:
+    async def create(
+        self,
+        caller: Caller,
+        spec: jobs.JobSpec,
+        idempotency_key: str = "",
+        warnings: Collection[str] = (),
+        error: jobs.JobError | None = None,
+        *,
+        repeated: bool = False,
+    ) -> jobs.Job:
         """Queue a job, or return the one that this idempotency key has already made; on disk when this returns.
+
+        Args:
+            warnings: Told as its first events.
+            error: Why the job cannot run; it has failed when this returns.
+            repeated: The client sends the request again without a key: an equal one of a moment ago is this one.
 
         Raises:
             ServiceError: INVALID_ARGUMENT for settings that no recipe takes; UNKNOWN_FILE, UNKNOWN_MODEL,
@@ -103,12 +119,21 @@ class Jobs:
                     message = f"this idempotency key made the job {job_id} with other settings; a new one takes a new"
                     raise ServiceError(pb.ERROR_CODE_ALREADY_EXISTS, message, field="idempotency_key")
                 return known.job
+            since = time.time() - REPEATED_S
+            for stored in reversed(self._known.values()) if repeated else ():
+                job = stored.job
+                if job.owner == caller.name and stored.request == request and job.created_at > since:
+                    return job
             self._check(caller, spec)
             self._check_room(caller)
             job = jobs.Job(job_id=new_id("ftjob-"), owner=caller.name, state=QUEUED, created_at=time.time())
             job.spec.CopyFrom(spec)
+            events = [_said(f"Created fine-tuning job: {job.job_id}"), *(_said(each, "warn") for each in warnings)]
+            if error is not None:
+                _end(job, FAILED, error)
+                events.append(_last_words(job))
             stored = StoredJob(job, idempotency_key, request)
-            await self._records.insert(stored, [_said(f"Created fine-tuning job: {job.job_id}")])
+            await self._records.insert(stored, events)
             self._add(stored)
         self._on_change()
         return job
@@ -130,16 +155,26 @@ class Jobs:
         return None if stored is None else stored.job
 
     def page(
-        self, caller: Caller, limit: int, after: str = "", metadata: Mapping[str, str] | None = None
+        self,
+        caller: Caller,
+        limit: int,
+        after: str = "",
+        metadata: Mapping[str, str] | None = None,
+        *,
+        noted: bool = False,
     ) -> tuple[list[jobs.Job], bool]:
-        """List the caller's jobs, an admin's all, newest first, and whether there are more."""
+        """List the caller's jobs, an admin's all, newest first, and whether there are more.
+
+        Args:
+            noted: Only those with which a door keeps a note.
+        """
         wanted = (metadata or {}).items()
         mine = [
             stored.job
             for stored in reversed(self._known.values())
             if caller.name == stored.job.owner or caller.role == "admin"
         ]
-        mine = [job for job in mine if wanted <= dict(job.spec.metadata).items()]
+        mine = [job for job in mine if wanted <= dict(job.spec.metadata).items() and (job.spec.note or not noted)]
         return page_of(mine, [job.job_id for job in mine], min(limit or MAX_PAGE, MAX_PAGE), after, "after")
 
     async def cancel(self, caller: Caller, job_id: str) -> jobs.Job:
@@ -180,6 +215,19 @@ class Jobs:
             del self._known[job_id]
             self._by_key = {key: made for key, made in self._by_key.items() if made != job_id}
             await asyncio.to_thread(shutil.rmtree, self.folder(job_id), ignore_errors=True)
+
+    async def delete_model(self, caller: Caller, job_id: str) -> None:
+        """Let the names of a job's models be none any more; its run and its checkpoints stay.
+
+        Raises:
+            ServiceError: UNKNOWN_JOB.
+        """
+        async with self._changing:
+            job = jobs.Job()
+            job.CopyFrom(self.get(caller, job_id))
+            job.model_deleted = True
+            await self._records.update(job)
+            self._replace(job)
 
     async def events(
         self, caller: Caller, job_id: str, after: int = 0, limit: int = 0, *, oldest_first: bool = False

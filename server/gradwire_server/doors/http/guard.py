@@ -33,6 +33,8 @@ from gradwire_server.errors import ServiceError
 
 DISCARD_BYTES, DISCARD_S = 1 << 30, 20.0
 """What is read, at most, of a body that is refused."""
+FORM_BYTES = 64 << 10
+"""What the other fields of a form with a file may have."""
 _ROUTE = "gradwire.route"
 """Key of a scope that a direct route answers: the route's path."""
 
@@ -80,6 +82,12 @@ class GuardedProtocol:
             answered = _Answer(partial(self._core.keys.check, caller), self._protocol.error_body, scope, starting)
             limit = BodyLimit.of(self._core.config.limits, headers.content_type)
             calls = self._core.calls
+            if posted in self._protocol.uploads:
+                async with calls.turn(caller.name, CallKind.HTTP):
+                    upload = _Upload(headers, answered.checked(receive), self._core.config.limits.max_file_bytes)
+                    await self._protocol.app(scope, upload.receive, answered.send)
+                    await upload.discard_rest()
+                return
             try:
                 async with (
                     calls.turn(caller.name, CallKind.HTTP),
@@ -181,6 +189,41 @@ class _Answer:
             return
         last = b"data: " + bytes(response.body) + b"\n\n" if self._of_events else b""
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+class _Upload:
+    """A body that its route reads part by part.
+
+    Args:
+        most: Bytes of the file in it.
+    """
+
+    def __init__(self, headers: _Headers, receive: Receive, most: int) -> None:
+        self._headers, self._receive = headers, receive
+        self._limit = BodyLimit(most + FORM_BYTES, "max_file_bytes")
+        self._size, self._more = 0, True
+
+    async def receive(self) -> Message:
+        """The next part.
+
+        Raises:
+            ServiceError: LIMIT_EXCEEDED; INVALID_ARGUMENT for a body that is compressed.
+        """
+        if self._headers.encoding not in ("", "identity"):
+            raise unknown_encoding(self._headers.encoding)
+        if self._headers.length.isdigit():
+            self._limit.check(int(self._headers.length))
+        message = await self._receive()
+        self._size += len(message.get("body", b""))
+        self._more = message["type"] == "http.request" and message.get("more_body", False)
+        self._limit.check(self._size)
+        return message
+
+    async def discard_rest(self) -> None:
+        """Read what the route left, so that a client that is still sending gets the answer."""
+        if self._more and not self._headers.waits:
+            with contextlib.suppress(_Disconnected):
+                await _discard(self._receive, 0)
 
 
 async def _nothing() -> Message:

@@ -48,6 +48,7 @@ class Protocol:
         open_paths: Beginnings of paths, relative to the prefix, that need no key.
         direct: POST routes that are answered without FastAPI's layers, by path; the application has them too.
         oversized: POST routes that answer a body above the limit in their own way, by path.
+        uploads: POST routes that read their body themselves, part by part, as it may be as large as a file.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Protocol:
     open_paths: tuple[str, ...] = ()
     direct: Mapping[str, DirectRoute] = field(default_factory=dict)
     oversized: Mapping[str, OversizedRoute] = field(default_factory=dict)
+    uploads: tuple[str, ...] = ()
 
 
 # These are coroutines, as FastAPI calls plain functions in a thread.

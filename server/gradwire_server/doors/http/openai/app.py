@@ -14,8 +14,11 @@ from pydantic import BaseModel
 
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.errors import application, body_problem, error_response
-from gradwire_server.doors.http.openai import chat, completions
-from gradwire_server.doors.http.openai.names import base_model, described, listed
+from gradwire_server.doors.http.openai import chat, completions, files
+from gradwire_server.doors.http.openai.fine_tuning import routes as fine_tuning
+from gradwire_server.doors.http.openai.names import PREFIX, described, find_model, listed
+from gradwire_server.doors.http.openai.requests import unsupported
+from gradwire_server.doors.http.openai.tuned_models import find_tuned
 from gradwire_server.doors.http.protocol import CallerOf, Protocol
 
 
@@ -48,12 +51,24 @@ def protocol(core: Core, stopping: asyncio.Event) -> Protocol:
 
     @app.get("/models/{name:path}")
     async def get_model(name: str, caller: CallerOf) -> dict[str, Any]:
-        base_model(core, caller, name)
-        return described(name)
+        find_model(core, caller, name)
+        tuned = find_tuned(core, caller, name)
+        return described(name, tuned[1].created_at, tuned[0].owner) if tuned is not None else described(name)
 
+    @app.delete("/models/{name:path}")
+    async def delete_model(name: str, caller: CallerOf) -> dict[str, Any]:
+        find_model(core, caller, name)
+        tuned = find_tuned(core, caller, name.removeprefix(PREFIX))
+        if tuned is None:
+            raise unsupported("only what a fine-tuning job made can be deleted here; gradwire deletes runs", "model")
+        await core.jobs.delete_model(caller, tuned[0].job_id)
+        return {"id": name, "object": "model", "deleted": True}
+
+    app.include_router(files.routes(core))
+    app.include_router(fine_tuning.routes(core))
     app.include_router(completions.routes(core, error_body))
     app.include_router(chat.routes(core, error_body))
-    return Protocol("openai", "/v1", app, error_body)
+    return Protocol("openai", "/v1", app, error_body, uploads=("/files",))
 
 
 def error_body(status: int, error: pb.Error) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from gradwire_server.doors.http.openai.answers import FINISH_REASONS, Tokens, To
 from gradwire_server.doors.http.openai.completions import usage
 from gradwire_server.doors.http.openai.events import event_stream
 from gradwire_server.doors.http.openai.images import ConversationImages
-from gradwire_server.doors.http.openai.names import base_model
+from gradwire_server.doors.http.openai.names import find_model
 from gradwire_server.doors.http.openai.requests import ChatRequest, invalid, named, unsupported
 from gradwire_server.doors.http.openai.tools import (
     certain_content,
@@ -56,7 +56,8 @@ class Chat:
 
     def __init__(self, core: Core, caller: Caller, asked: ChatRequest) -> None:
         self._core, self._caller, self._asked = core, caller, asked
-        self._base = base_model(core, caller, asked.model)
+        model = find_model(core, caller, asked.model)
+        self._base, self._source = model.base, model.source
         self._texts = TokenTexts(core, caller, self._base)
         self._tools: list[dict[str, Any]] = []
         self._forced: list[Mapping[str, Any]] = []
@@ -93,7 +94,7 @@ class Chat:
         if images.numbers and not self._core.model_info(self._base).takes_images:
             raise unsupported(f"the messages have images, and the model {self._base} takes none", "messages")
         ids = await self._rendered(messages)
-        request = pb.SampleRequest(model=asked.model, call=call, prompt_ids=[pb.TokenIds(ids=ids)])
+        request = pb.SampleRequest(model=self._source, call=call, prompt_ids=[pb.TokenIds(ids=ids)])
         if images.numbers:
             request.images.extend(images.contents)
             request.prompt_images.add(images=images.numbers)

@@ -15,7 +15,7 @@ from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.openai.answers import FINISH_REASONS, Tokens, TokenTexts, sampled, streamed, tokens_of
 from gradwire_server.doors.http.openai.events import event_stream
-from gradwire_server.doors.http.openai.names import base_model
+from gradwire_server.doors.http.openai.names import find_model
 from gradwire_server.doors.http.openai.requests import CompletionRequest, check_encodable, invalid, named, unsupported
 from gradwire_server.doors.http.protocol import CallerOf, ErrorBody
 
@@ -50,7 +50,8 @@ class Completion:
 
     def __init__(self, core: Core, caller: Caller, asked: CompletionRequest) -> None:
         self._core, self._caller, self._asked = core, caller, asked
-        self._base = base_model(core, caller, asked.model)
+        model = find_model(core, caller, asked.model)
+        self._base, self._source = model.base, model.source
         self._texts = TokenTexts(core, caller, self._base)
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
@@ -81,7 +82,7 @@ class Completion:
             call.top_logprobs = asked.logprobs
             call.top_prompt_logprobs = asked.logprobs if call.prompt_logprobs else 0
         prompts = await self._prompts()
-        return pb.SampleRequest(model=asked.model, call=call, prompt_ids=[pb.TokenIds(ids=ids) for ids in prompts])
+        return pb.SampleRequest(model=self._source, call=call, prompt_ids=[pb.TokenIds(ids=ids) for ids in prompts])
 
     async def answer(self, call: pb.SampleRequest, http: Request) -> dict[str, Any]:
         """The whole completion."""

@@ -1,34 +1,58 @@
-"""Names of models: a base model, ``RUN_ID`` for the weights that a run has now, or ``RUN_ID/CHECKPOINT``."""
+"""Names of models: a base model, ``RUN_ID`` for the weights that a run has now, ``RUN_ID/CHECKPOINT``, or what a
+fine-tuning job made (:mod:`.tuned_models`). Any name may have ``openai/`` before it, as LiteLLM and DSPy write it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
+from gradwire_server.core.jobs.jobs import settings_of
+from gradwire_server.doors.http.openai.tuned_models import find_tuned, models_of, tuned_jobs
 from gradwire_server.errors import ServiceError
 
+PREFIX = "openai/"
 
-def base_model(core: Core, caller: Caller, name: str) -> str:
-    """The base model of a model that the caller may read.
+
+@dataclass(frozen=True)
+class Model:
+    """A model that may be sampled.
+
+    Attributes:
+        base: Its base model.
+        source: What the sampler is asked for: the base model, a run, or a run's checkpoint.
+    """
+
+    base: str
+    source: str
+
+
+def find_model(core: Core, caller: Caller, name: str) -> Model:
+    """The model of a name that the caller may read.
 
     Raises:
         ServiceError: UNKNOWN_MODEL, also for a run or checkpoint that the caller may not read.
     """
     if name in core.config.all_models:
-        return name
+        return Model(name, name)
+    if (tuned := find_tuned(core, caller, name)) is not None:
+        job, checkpoint = tuned
+        return Model(settings_of(job.spec)["model"], checkpoint.path)
     run_id = name.partition("/")[0]
     try:
         if "/" in name and run_id.startswith("run-"):
             core.storage.checkpoints.get(name, caller)
-        return core.runs.get(caller, run_id).config.base_model
+        return Model(core.runs.get(caller, run_id).config.base_model, name)
     except ServiceError:
+        if name.startswith(PREFIX):
+            return find_model(core, caller, name.removeprefix(PREFIX))
         known = ", ".join(sorted(core.config.all_models))
         message = (
-            f"there is no model {name[:200]!r} here; there are {known}, RUN_ID for what a run has learned by now, and"
-            " RUN_ID/CHECKPOINT"
+            f"there is no model {name[:200]!r} here; there are {known}, RUN_ID for what a run has learned by now,"
+            " RUN_ID/CHECKPOINT, and what fine-tuning jobs have made"
         )
         raise ServiceError(pb.ERROR_CODE_UNKNOWN_MODEL, message, field="model") from None
 
@@ -39,8 +63,10 @@ def described(name: str, created: float = 0, owner: str = "gradwire") -> dict[st
 
 
 async def listed(core: Core, caller: Caller) -> list[dict[str, Any]]:
-    """The base models; then the caller's runs, each with its newest checkpoint."""
+    """The base models; then what the caller's fine-tuning jobs made; then its runs, each with its newest checkpoint."""
     found = [described(model.name) for model in core.models()]
+    for job in tuned_jobs(core, caller):
+        found += [described(name, checkpoint.created_at, job.owner) for name, checkpoint in models_of(job)]
     token = ""
     while True:
         runs, token = await core.runs.page(caller, 0, token)

@@ -1,0 +1,126 @@
+"""``/v1/files``: data sets that fine-tuning jobs train on, and the tables that they leave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response, StreamingResponse
+from gradwire_proto.v1 import jobs_pb2 as jobs
+from starlette.datastructures import FormData, UploadFile
+
+from gradwire_server.config import CHUNK_BYTES
+from gradwire_server.core.core import Core
+from gradwire_server.doors.http.openai.requests import check_encodable, invalid
+from gradwire_server.doors.http.protocol import CallerOf
+
+MAX_FIELDS = 10
+LEAST_S, MOST_S = 3600, 2_592_000
+"""Seconds after which a file may expire."""
+FORM = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string"},
+        "expires_after[anchor]": {"enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer"},
+    },
+}
+DOCUMENTED = {"requestBody": {"content": {"multipart/form-data": {"schema": FORM}}, "required": True}}
+
+
+def routes(core: Core) -> APIRouter:
+    """The routes."""
+    router = APIRouter(prefix="/files")
+
+    @router.post("", openapi_extra=DOCUMENTED)
+    async def create_file(http: Request, caller: CallerOf) -> dict[str, Any]:
+        async with http.form(max_files=1, max_fields=MAX_FIELDS) as form:
+            file = form.get("file")
+            if not isinstance(file, UploadFile):
+                raise invalid("file is missing: send a form (multipart/form-data) with a file in it", "file")
+            filename, purpose = file.filename or "file", form.get("purpose")
+            if not isinstance(purpose, str):
+                raise invalid('purpose is missing: "fine-tune" is for data to train on', "purpose")
+            for field, text in (("file", filename), ("purpose", purpose)):
+                check_encodable(text, field)
+            asked = jobs.File(filename=filename, purpose=purpose, expires_at=_expiry(form))
+            key = http.headers.get("idempotency-key", "")
+            return file_body(await core.files.create(caller, asked, _chunks(file), key))
+
+    @router.get("")
+    async def list_files(
+        caller: CallerOf,
+        after: str = "",
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+        order: Literal["asc", "desc"] = "desc",
+        purpose: str = "",
+    ) -> dict[str, Any]:
+        found, more = core.files.page(caller, limit, after, purpose, oldest_first=order == "asc")
+        return listing([file_body(file) for file in found], more)
+
+    @router.get("/{file_id}")
+    async def get_file(file_id: str, caller: CallerOf) -> dict[str, Any]:
+        return file_body(core.files.get(caller, file_id))
+
+    @router.delete("/{file_id}")
+    async def delete_file(file_id: str, caller: CallerOf) -> dict[str, Any]:
+        await core.files.delete(caller, file_id)
+        return {"id": file_id, "object": "file", "deleted": True}
+
+    @router.get("/{file_id}/content", response_class=Response)
+    async def get_content(file_id: str, caller: CallerOf) -> Response:
+        core.files.get(caller, file_id)
+        return StreamingResponse(core.files.content(caller, file_id), media_type="application/octet-stream")
+
+    return router
+
+
+def file_body(file: jobs.File) -> dict[str, Any]:
+    """A file in OpenAI's form."""
+    return {
+        "id": file.file_id,
+        "object": "file",
+        "bytes": file.size_bytes,
+        "created_at": int(file.created_at),
+        "expires_at": int(file.expires_at) or None,
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "error" if file.num_problems else "processed",
+        "status_details": problems(file) or None,
+    }
+
+
+def problems(file: jobs.File) -> str:
+    """The lines of a file that nothing can be trained on, as a sentence; empty if there are none."""
+    if not file.num_problems:
+        return ""
+    lines = "; ".join(f"line {each.line}: {each.reason}" for each in file.problems)
+    return f"{file.num_problems} of {file.num_lines} rows cannot be used: {lines}"
+
+
+def listing(data: list[dict[str, Any]], more: bool) -> dict[str, Any]:
+    """A page of a list."""
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": data, "has_more": more, **ends}
+
+
+def _expiry(form: FormData) -> float:
+    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return 0.0
+    if anchor != "created_at":
+        raise invalid('expires_after[anchor] must be "created_at"', "expires_after")
+    if not (isinstance(seconds, str) and seconds.isascii() and seconds.isdigit() and len(seconds) < 10):
+        raise invalid("expires_after[seconds] is no number of seconds", "expires_after")
+    if not LEAST_S <= int(seconds) <= MOST_S:
+        raise invalid(f"expires_after[seconds] is {seconds}; it must be from {LEAST_S} to {MOST_S}", "expires_after")
+    return time.time() + int(seconds)
+
+
+async def _chunks(file: UploadFile) -> AsyncGenerator[bytes]:
+    while chunk := await file.read(CHUNK_BYTES):
+        yield chunk

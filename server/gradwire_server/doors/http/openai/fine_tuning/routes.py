@@ -1,0 +1,159 @@
+"""``/v1/fine_tuning/jobs``."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from gradwire_proto.v1 import jobs_pb2 as jobs
+
+from gradwire_server.access.keys import Caller
+from gradwire_server.core.core import Core
+from gradwire_server.core.jobs.files import DATA, page_of
+from gradwire_server.doors.http.openai.files import listing, problems
+from gradwire_server.doors.http.openai.fine_tuning.answers import checkpoint_body, event_body, job_body
+from gradwire_server.doors.http.openai.fine_tuning.hyperparameters import RECIPES, resolve
+from gradwire_server.doors.http.openai.fine_tuning.requests import CreateJob
+from gradwire_server.doors.http.openai.names import PREFIX, find_model
+from gradwire_server.doors.http.openai.requests import check_encodable, invalid, named, unsupported
+from gradwire_server.doors.http.openai.tuned_models import JOB, checkpoints_of
+from gradwire_server.doors.http.protocol import CallerOf
+from gradwire_server.errors import unknown_job
+
+LEAST_ROWS = 10
+OURS = ("model", "data", "validation", "seed")
+"""Settings that the request has by OpenAI's names."""
+PARAMETERS = {"data": "training_file", "validation": "validation_file", "job": "model"}
+_METADATA = re.compile(r"metadata\[(.{1,64})\]")
+_EVENT = re.compile(r"ftevent-[a-z2-7]{24}-(\d{1,18})")
+Limit = Annotated[int, Query(ge=1, le=1000)]
+
+
+def routes(core: Core) -> APIRouter:
+    """The routes."""
+    router = APIRouter(prefix="/fine_tuning/jobs")
+
+    @router.post("")
+    async def create_job(asked: CreateJob, http: Request, caller: CallerOf) -> dict[str, Any]:
+        with named(PARAMETERS):
+            return job_body(await _create(core, caller, asked, http))
+
+    @router.get("")
+    async def list_jobs(http: Request, caller: CallerOf, after: str = "", limit: Limit = 20) -> dict[str, Any]:
+        metadata = {key[9:-1]: value for key, value in http.query_params.items() if _METADATA.fullmatch(key)}
+        found, more = core.jobs.page(caller, limit, after, metadata, noted=True)
+        return listing([job_body(job) for job in found], more)
+
+    def known(caller: Caller, job_id: str) -> jobs.Job:
+        job = core.jobs.get(caller, job_id)
+        if not job.spec.note:  # made by another door
+            raise unknown_job(job_id)
+        return job
+
+    @router.get("/{job_id}")
+    async def get_job(job_id: str, caller: CallerOf) -> dict[str, Any]:
+        return job_body(known(caller, job_id))
+
+    @router.post("/{job_id}/cancel")
+    async def cancel_job(job_id: str, caller: CallerOf) -> dict[str, Any]:
+        return job_body(await core.jobs.cancel(caller, known(caller, job_id).job_id))
+
+    @router.post("/{job_id}/pause")
+    async def pause_job(job_id: str, caller: CallerOf) -> dict[str, Any]:
+        return job_body(await core.jobs.pause(caller, known(caller, job_id).job_id))
+
+    @router.post("/{job_id}/resume")
+    async def resume_job(job_id: str, caller: CallerOf) -> dict[str, Any]:
+        return job_body(await core.jobs.resume(caller, known(caller, job_id).job_id))
+
+    @router.get("/{job_id}/events")
+    async def list_events(job_id: str, caller: CallerOf, after: str = "", limit: Limit = 20) -> dict[str, Any]:
+        known(caller, job_id)
+        number = _EVENT.fullmatch(after)
+        if after and (number is None or not after.startswith(f"ftevent-{job_id.removeprefix(JOB)}-")):
+            raise invalid(f"after is {after[:100]!r}, which is no event of this job", "after")
+        found, more = await core.jobs.events(caller, job_id, int(number[1]) if number else 0, limit)
+        return listing([event_body(job_id, event) for event in found], more)
+
+    @router.get("/{job_id}/checkpoints")
+    async def list_checkpoints(job_id: str, caller: CallerOf, after: str = "", limit: Limit = 10) -> dict[str, Any]:
+        job = known(caller, job_id)
+        found = [checkpoint_body(job, each) for each in reversed(checkpoints_of(job))]
+        page, more = page_of(found, [each["id"] for each in found], limit, after, "after")
+        return listing(page, more)
+
+    return router
+
+
+async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -> jobs.Job:
+    """Queue the job that a request describes.
+
+    Raises:
+        ServiceError: The request is invalid.
+    """
+    method = asked.method.type if asked.method is not None else "supervised"
+    settings = asked.method.settings() if asked.method is not None else None
+    given, param = asked.hyperparameters, "hyperparameters"
+    if settings is not None and settings.hyperparameters is not None:
+        given, param = settings.hyperparameters, f"method.{method}.hyperparameters"
+    if asked.integrations:
+        raise unsupported("integrations are not served: poll the job's events, or its result file", "integrations")
+    if method == "reinforcement":
+        raise unsupported("the method reinforcement is not served: use supervised or dpo", "method")
+    if settings is not None and settings.grader is not None:
+        raise invalid(f"the method {method} takes no grader", f"method.{method}.grader")
+    name = asked.model.removeprefix(PREFIX) if asked.model not in core.config.all_models else asked.model
+    model = find_model(core, caller, name)
+    if model.source != model.base:
+        raise unsupported("a job starts from a base model, not from what another one made", "model")
+    file = _data(core, caller, asked.training_file, "training_file")
+    checked = [file]
+    if asked.validation_file:
+        checked.append(_data(core, caller, asked.validation_file, "validation_file"))
+    resolved = resolve(
+        method, given or {}, file, core.model_info(model.base), param, evaluates=asked.validation_file is not None
+    )
+    body = asked.model_dump_json()
+    check_encodable(body, "body")
+    seed = zlib.crc32(body.encode()) >> 1 if asked.seed is None else asked.seed
+    extra = asked.gradwire or {}
+    for field in OURS:
+        if field in extra:
+            raise invalid(f"gradwire.{field} is in the request by OpenAI's name: leave it out", "gradwire")
+    recipe = resolved.settings | extra | {"model": model.base, "data": file.file_id, "seed": seed}
+    if asked.validation_file:
+        recipe["validation"] = asked.validation_file
+    note = {
+        "model": asked.model, "method": method, "hyperparameters": resolved.numbers, "seed": seed,
+        "suffix": asked.suffix, "training_file": asked.training_file, "validation_file": asked.validation_file,
+        "grader": None,
+    }  # fmt: skip
+    spec = jobs.JobSpec(
+        recipe=RECIPES[method], settings=json.dumps(recipe), name=asked.suffix or "", metadata=asked.metadata,
+        note=json.dumps(note),
+    )  # fmt: skip
+    return await core.jobs.create(
+        caller, spec, http.headers.get("idempotency-key", ""), resolved.warnings, _error(checked),
+        repeated=http.headers.get("x-stainless-retry-count", "0") != "0",
+    )  # fmt: skip
+
+
+def _data(core: Core, caller: Caller, file_id: str, param: str) -> jobs.File:
+    file = core.files.get(caller, file_id, param)
+    if file.purpose != DATA:
+        raise invalid(f"{file_id} has the purpose {file.purpose!r}; upload it with {DATA!r}", param)
+    return file
+
+
+def _error(files: list[jobs.File]) -> jobs.JobError | None:
+    """Why nothing can be trained on these files: the training file, then the validation file."""
+    for file, param in zip(files, ("training_file", "validation_file"), strict=False):
+        message = problems(file)
+        if not message and param == "training_file" and file.num_lines < LEAST_ROWS:
+            message = f"the file has {file.num_lines} rows; {LEAST_ROWS} at least"
+        if message:
+            return jobs.JobError(code=f"invalid_{param}", message=f"{file.file_id}: {message}", param=param)
+    return None

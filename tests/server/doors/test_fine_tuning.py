@@ -1,0 +1,370 @@
+"""OpenAI's fine-tuning API, by the `openai` package as it is, on a real server with a tiny model."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from gradwire.recipes.dpo import DPO
+from gradwire.recipes.grpo import GRPO
+from gradwire.recipes.sft import SFT
+from gradwire_proto.v1 import jobs_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.access.keys import KeyFile
+from gradwire_server.doors.http.openai.fine_tuning.hyperparameters import RATES, resolve
+from openai.types.fine_tuning import FineTuningJob
+from support.chats import chat_model
+from support.server import free_port
+from support.tinker import HttpServer
+
+WORD = "four"
+NUMBERS = {"n_epochs": 2, "batch_size": 8, "learning_rate_multiplier": 100}
+
+
+def lines(rows: list[dict[str, Any]]) -> bytes:
+    return "\n".join(map(json.dumps, rows)).encode()
+
+
+def talks(count: int = 32, answer: str = WORD) -> bytes:
+    return lines(
+        [
+            {"messages": [{"role": "user", "content": f"{a} and two?"}, {"role": "assistant", "content": answer}]}
+            for a in range(count)
+        ]
+    )
+
+
+def pairs(count: int = 16) -> bytes:
+    def said(text: str) -> list[dict[str, str]]:
+        return [{"role": "assistant", "content": text}]
+
+    return lines(
+        [
+            {
+                "input": {"messages": [{"role": "user", "content": f"{a}?"}], "tools": [], "parallel_tool_calls": True},
+                "preferred_output": said(f"four {a}"),
+                "non_preferred_output": said(f"two {a}"),
+            }
+            for a in range(count)
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("tuning")
+    (folder / "state").mkdir()
+    return {"folder": str(folder), **{name: KeyFile(folder / "state").create(name) for name in ("anna", "bert")}}
+
+
+@pytest.fixture(scope="module")
+def server(keys: dict[str, str]) -> Iterator[HttpServer]:
+    folder = Path(keys["folder"])
+    model = chat_model(folder / "marked", "marked")
+    running = HttpServer(model, folder / "state", free_port(), "--threads", "1", name="org/marked")
+    running.start()
+    yield running
+    assert running.end() == 0
+
+
+@pytest.fixture(scope="module")
+def client(server: HttpServer, keys: dict[str, str]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=keys["anna"], max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def other(server: HttpServer, keys: dict[str, str]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=keys["bert"], max_retries=0, timeout=120) as client:
+        yield client
+
+
+def upload(client: openai.OpenAI, content: bytes, name: str = "talks.jsonl") -> str:
+    file = client.files.create(file=(name, content), purpose="fine-tune")
+    return client.files.wait_for_processing(file.id, poll_interval=0.1).id
+
+
+def ended(client: openai.OpenAI, job_id: str, state: str = "succeeded") -> FineTuningJob:
+    job = client.fine_tuning.jobs.retrieve(job_id)
+    deadline = time.monotonic() + 240
+    while job.status not in ("succeeded", "failed", "cancelled"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+        job = client.fine_tuning.jobs.retrieve(job_id)
+    assert job.status == state, job.error
+    return job
+
+
+@pytest.fixture(scope="module")
+def data(client: openai.OpenAI) -> str:
+    return upload(client, talks())
+
+
+@pytest.fixture(scope="module")
+def supervised(client: openai.OpenAI, data: str) -> FineTuningJob:
+    """A job that has succeeded."""
+    job = client.fine_tuning.jobs.create(
+        model="openai/org/marked",
+        training_file=data,
+        validation_file=upload(client, talks(10)),
+        suffix="my answers",
+        seed=7,
+        metadata={"team": "red"},
+        method={"type": "supervised", "supervised": {"hyperparameters": dict(NUMBERS)}},
+        extra_body={"gradwire": {"lora_rank": 4}},
+    )
+    assert job.status in ("queued", "running") and job.fine_tuned_model is None and job.trained_tokens is None
+    return ended(client, job.id)
+
+
+def test_a_supervised_job_tells_everything(client: openai.OpenAI, supervised: FineTuningJob, data: str) -> None:
+    job = supervised
+    assert job.hyperparameters is not None and job.method is not None and job.method.supervised is not None
+    assert job.hyperparameters.model_dump() == NUMBERS
+    assert job.method.supervised.hyperparameters is not None
+    assert job.method.supervised.hyperparameters.model_dump() == NUMBERS
+    assert (job.seed, job.metadata, job.training_file) == (7, {"team": "red"}, data)
+    assert job.fine_tuned_model == f"ft:org/marked:anna:my-answers:{job.id.removeprefix('ftjob-')}"
+    assert job.trained_tokens and job.finished_at and job.error is None
+    events = list(client.fine_tuning.jobs.list_events(job.id, limit=3))  # pages of three
+    assert [event.id for event in events] == list(dict.fromkeys(event.id for event in events))
+    assert events[0].message == "The job has successfully completed"
+    assert events[-1].message == f"Created fine-tuning job: {job.id}"
+    steps = [event for event in reversed(events) if event.type == "metrics"]
+    curve: list[Any] = [event.data for event in steps]
+    assert [each["step"] for each in curve] == list(range(1, 9))
+    assert curve[-1]["train_loss"] < curve[0]["train_loss"] and "valid_loss" in curve[3]
+    checkpoints = list(client.fine_tuning.jobs.checkpoints.list(job.id, limit=1))
+    assert [each.step_number for each in checkpoints] == [8, 4]  # each epoch's end
+    assert checkpoints[0].metrics.full_valid_loss == checkpoints[0].metrics.valid_loss == curve[7]["valid_loss"]
+    assert checkpoints[0].fine_tuned_model_checkpoint == f"{job.fine_tuned_model}:ckpt-step-8"
+    table = client.files.content(job.result_files[0]).text
+    rows = list(csv.DictReader(io.StringIO(table)))
+    assert float(rows[7]["train_loss"]) == curve[7]["train_loss"] and rows[0]["valid_loss"] == ""
+    assert client.files.retrieve(job.result_files[0]).purpose == "fine-tune-results"
+
+
+def test_what_a_job_made_answers_like_any_model(
+    client: openai.OpenAI, other: openai.OpenAI, supervised: FineTuningJob
+) -> None:
+    name = supervised.fine_tuned_model
+    assert name is not None
+    asked: list[Any] = [{"role": "user", "content": "3 and two?"}]
+    known = {model.id for model in client.models.list()}
+    assert {name, f"{name}:ckpt-step-4", f"{name}:ckpt-step-8"} <= known
+    for each in (name, f"openai/{name}", f"{name}:ckpt-step-8"):
+        answer = client.chat.completions.create(model=each, messages=asked, max_tokens=8, temperature=0)
+        assert answer.choices[0].message.content == WORD and answer.model == each
+    untrained = client.chat.completions.create(model="org/marked", messages=asked, max_tokens=8, temperature=0)
+    assert untrained.choices[0].message.content != WORD
+    assert client.completions.create(model=name, prompt="1", max_tokens=2).choices[0].finish_reason
+    assert client.models.retrieve(name).owned_by == "anna"
+    assert name not in {model.id for model in other.models.list()}
+    with pytest.raises(openai.NotFoundError, match="there is no model"):
+        other.chat.completions.create(model=name, messages=asked)
+    with pytest.raises(openai.NotFoundError, match="there is no job"):
+        other.fine_tuning.jobs.retrieve(supervised.id)
+    with pytest.raises(openai.NotFoundError, match="ckpt-step-5"):
+        client.chat.completions.create(model=f"{name}:ckpt-step-5", messages=asked)
+
+
+def test_dpo_and_the_end_of_its_model(client: openai.OpenAI) -> None:
+    job = client.fine_tuning.jobs.create(
+        model="org/marked",
+        training_file=upload(client, pairs(), "pairs.jsonl"),
+        method={"type": "dpo", "dpo": {"hyperparameters": {**NUMBERS, "beta": 0.5}}},
+    )
+    job = ended(client, job.id)
+    assert job.method is not None and job.method.dpo is not None and job.method.dpo.hyperparameters is not None
+    assert job.method.dpo.hyperparameters.beta == 0.5
+    steps: list[Any] = [event.data for event in client.fine_tuning.jobs.list_events(job.id) if event.type == "metrics"]
+    assert steps[0]["train_loss"] < steps[-1]["train_loss"] and job.fine_tuned_model in {
+        m.id for m in client.models.list()
+    }
+
+
+def test_a_job_is_paused_resumed_and_cancelled(client: openai.OpenAI, data: str) -> None:
+    job = client.fine_tuning.jobs.create(model="org/marked", training_file=data, hyperparameters={"n_epochs": 50})
+    assert client.fine_tuning.jobs.pause(job.id).status == "paused"
+    assert client.fine_tuning.jobs.resume(job.id).status == "queued"  # type: ignore[comparison-overlap]
+    assert client.fine_tuning.jobs.cancel(job.id).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="is cancelled and cannot be cancelled"):
+        client.fine_tuning.jobs.cancel(job.id)
+
+
+def test_a_repeated_creation_is_one_job(
+    client: openai.OpenAI, server: HttpServer, keys: dict[str, str], data: str
+) -> None:
+    body: dict[str, Any] = {"model": "org/marked", "training_file": data, "suffix": "once"}
+    headers = {"Authorization": f"Bearer {keys['anna']}"}
+
+    def create(**more: str) -> str:
+        answer = httpx.post(f"{server.url}/v1/fine_tuning/jobs", json=body, headers=headers | more, timeout=60)
+        return str(answer.json()["id"])
+
+    first = create(**{"x-stainless-retry-count": "0"})
+    assert create(**{"x-stainless-retry-count": "1"}) == first
+    second = create(**{"Idempotency-Key": "k"})
+    assert second != first and create(**{"Idempotency-Key": "k"}) == second
+    for job_id in (first, second):
+        client.fine_tuning.jobs.cancel(job_id)
+
+
+def test_jobs_are_listed_by_page_and_metadata(client: openai.OpenAI, supervised: FineTuningJob) -> None:
+    found = list(client.fine_tuning.jobs.list(limit=1))
+    assert supervised.id in [job.id for job in found] and len({job.id for job in found}) == len(found) > 1
+    assert [job.id for job in client.fine_tuning.jobs.list(metadata={"team": "red"})] == [supervised.id]
+    assert list(client.fine_tuning.jobs.list(metadata={"team": "blue"})) == []
+
+
+def test_files(client: openai.OpenAI, other: openai.OpenAI) -> None:
+    content = talks(12)
+    file = client.files.create(
+        file=("a.jsonl", content), purpose="fine-tune", expires_after={"anchor": "created_at", "seconds": 3600}
+    )
+    assert (file.bytes, file.filename, file.status, file.purpose) == (len(content), "a.jsonl", "processed", "fine-tune")
+    assert file.expires_at == pytest.approx(file.created_at + 3600, abs=1)
+    assert client.files.content(file.id).content == content
+    unnamed = client.files.create(file=content, purpose="fine-tune")
+    assert unnamed.status == "processed"
+    assert [each.id for each in client.files.list(limit=1, order="asc")][-2:] == [file.id, unnamed.id]
+    assert list(client.files.list(purpose="other")) == []
+    with pytest.raises(openai.NotFoundError, match="there is no file"):
+        other.files.retrieve(file.id)
+    assert client.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(file.id)
+    bad = client.files.create(file=("b.jsonl", content + b'\n{"messages": []}\nno json'), purpose="fine-tune")
+    assert bad.status == "error" and "2 of 14 rows cannot be used: line 13: " in (bad.status_details or "")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (talks(9), "the file has 9 rows; 10 at least"),
+        (talks(12) + b'\n{"messages": 1}', "1 of 13 rows cannot be used: line 13: messages is a text or a list"),
+        (pairs(), "line 1: no column is recognised as completion"),
+    ],
+)
+def test_data_that_cannot_be_used_fails_the_job(client: openai.OpenAI, content: bytes, sentence: str) -> None:
+    file = client.files.create(file=("x.jsonl", content), purpose="fine-tune")
+    job = ended(client, client.fine_tuning.jobs.create(model="org/marked", training_file=file.id).id, "failed")
+    assert job.error is not None and (job.error.code, job.error.param) == ("invalid_training_file", "training_file")
+    assert sentence in job.error.message and job.finished_at
+    last = next(iter(client.fine_tuning.jobs.list_events(job.id)))
+    assert last.level == "error" and sentence in last.message
+
+
+MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
+    ({"model": "gpt-9"}, 404, "model", "there is no model 'gpt-9' here; there are org/marked"),
+    ({"training_file": "file-none"}, 404, "training_file", "there is no file 'file-none'"),
+    ({"validation_file": "file-none"}, 404, "validation_file", "there is no file"),
+    ({"suffix": "x" * 65}, 400, "suffix", "at most 64 characters"),
+    ({"seed": "one"}, 400, "seed", "valid integer"),
+    ({"metadata": {str(key): "" for key in range(17)}}, 400, "metadata", "there are 17 pairs; 16 at most"),
+    ({"metadata": {"a": "x" * 513}}, 400, "metadata", "no text of at most 512 characters"),
+    ({"hyperparameters": {"n_epochs": 0}}, 400, "hyperparameters.n_epochs", "a whole number from 1 to 50"),
+    ({"hyperparameters": {"n_epochs": 51}}, 400, "hyperparameters.n_epochs", "is 51"),
+    ({"hyperparameters": {"batch_size": 1.5}}, 400, "hyperparameters.batch_size", 'must be "auto" or a whole number'),
+    ({"hyperparameters": {"learning_rate_multiplier": 0}}, 400, "hyperparameters.learning_rate_multiplier", "above 0"),
+    ({"method": {"type": "magic"}}, 400, "method", "'supervised', 'dpo' or 'reinforcement'"),
+    (
+        {"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 3}}}},
+        400,
+        "method.dpo.hyperparameters.beta",
+        "is 3",
+    ),
+    ({"integrations": [{"type": "wandb"}]}, 400, "integrations", "integrations are not served"),
+    ({"n_epochs": 3}, 400, "n_epochs", "is not a parameter that this server knows"),
+    ({"gradwire": {"folder": "/"}}, 400, "folder", "the server's to choose"),
+    ({"gradwire": {"seed": 1}}, 400, "gradwire", "by OpenAI's name"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "status", "param", "sentence"), MISTAKES, ids=lambda value: str(value)[:40])
+def test_mistakes_are_told(
+    client: openai.OpenAI, data: str, wrong: dict[str, Any], status: int, param: str, sentence: str
+) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.fine_tuning.jobs.create(**({"model": "org/marked", "training_file": data} | _as_extra(wrong)))  # type: ignore[arg-type]
+    error: Any = caught.value.body
+    assert (caught.value.status_code, error["param"]) == (status, param), error
+    assert sentence in error["message"] and set(error) == {"message", "type", "param", "code"}
+
+
+def _as_extra(wrong: dict[str, Any]) -> dict[str, Any]:
+    extra = {name: value for name, value in wrong.items() if name in ("n_epochs", "gradwire")}
+    return {name: value for name, value in wrong.items() if name not in extra} | (
+        {"extra_body": extra} if extra else {}
+    )
+
+
+def test_other_mistakes_are_told(
+    client: openai.OpenAI, supervised: FineTuningJob, server: HttpServer, keys: dict[str, str]
+) -> None:
+    calls: list[tuple[Any, int, str | None]] = [
+        (lambda: client.fine_tuning.jobs.retrieve("ftjob-none"), 404, "job_id"),
+        (lambda: list(client.fine_tuning.jobs.list(after="ftjob-none")), 400, "after"),
+        (lambda: list(client.fine_tuning.jobs.list(limit=0)), 400, "limit"),
+        (lambda: list(client.fine_tuning.jobs.list_events(supervised.id, after="ftevent-1")), 400, "after"),
+        (lambda: list(client.fine_tuning.jobs.checkpoints.list(supervised.id, after="x")), 400, "after"),
+        (lambda: client.files.create(file=b"", purpose="fine-tune"), 400, "file"),
+        (lambda: client.files.create(file=b"1", purpose="vision"), 400, "purpose"),
+        (lambda: client.files.delete("file-none"), 404, "file_id"),
+        (
+            lambda: client.files.create(
+                file=b"1", purpose="fine-tune", expires_after={"anchor": "created_at", "seconds": 5}
+            ),
+            400,
+            "expires_after",
+        ),
+    ]
+    for call, status, param in calls:
+        with pytest.raises(openai.APIStatusError) as caught:
+            call()
+        error: Any = caught.value.body
+        assert (caught.value.status_code, error["param"]) == (status, param), error
+    headers = {"Authorization": f"Bearer {keys['anna']}"}
+    no_form = httpx.post(f"{server.url}/v1/files", json={}, headers=headers)
+    assert no_form.status_code == 400 and "multipart/form-data" in no_form.json()["error"]["message"]
+    assert httpx.post(f"{server.url}/v1/files", files={"file": b"1"}).status_code == 401
+
+
+def test_an_unknown_hyperparameter_is_a_warning(client: openai.OpenAI, data: str) -> None:
+    job = client.fine_tuning.jobs.create(model="org/marked", training_file=data, hyperparameters={"momentum": 1})  # type: ignore[typeddict-unknown-key]
+    client.fine_tuning.jobs.cancel(job.id)
+    said = [event.message for event in client.fine_tuning.jobs.list_events(job.id) if event.level == "warn"]
+    assert said == ["momentum is no hyperparameter of supervised; it has no effect"]
+    numbers = job.hyperparameters
+    assert numbers is not None and (numbers.n_epochs, numbers.batch_size, numbers.learning_rate_multiplier) == (
+        10,
+        4,
+        1,
+    )
+
+
+def test_auto_follows_the_written_rules() -> None:
+    assert {
+        "supervised": SFT().learning_rate, "dpo": DPO().learning_rate, "reinforcement": GRPO().learning_rate
+    } == RATES  # fmt: skip
+    for rows, tokens, parameters, batch, epochs, rate in [
+        (10_000, 200, 3_000_000_000, 32, 1, 1e-4),  # 8192 / 200 = 41 rows, at most 32
+        (10_000, 2_000, 600_000_000, 4, 1, 2e-4),
+        (100, 10, 70_000_000_000, 8, 8, 5e-5),  # an eighth of the rows; ceil(100 / 13)
+        (10, 9_000, 3_000_000_000, 1, 10, 1e-4),
+    ]:
+        file = jobs_pb2.File(num_lines=rows, size_bytes=rows * tokens * 4)
+        model = pb.ModelInfo(num_parameters=parameters, context_length=4096)
+        found = resolve("supervised", {}, file, model, "hyperparameters", evaluates=True)
+        assert (found.numbers["batch_size"], found.numbers["n_epochs"]) == (batch, epochs)
+        assert math.isclose(found.settings["learning_rate"], rate)
+        assert found.settings["eval_every"] == math.ceil(rows / batch)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import uvicorn
+from gradwire_shell.serving import HttpServer, listen, url_of
 
 from gradwire_feedback.api.errors import BodyLimit
 from gradwire_feedback.application import create_application
@@ -22,14 +20,6 @@ GRACE_S = 5
 STARTED_POLL_S = 0.02
 
 
-class _Server(uvicorn.Server):
-    """A uvicorn server that leaves signals to :func:`serve_until_stopped`, which stops more than connections."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def serve_until_stopped(settings: Settings, database: Database) -> bool:
     """Serve until SIGTERM or SIGINT; return False if a job did not stop and its thread still runs.
 
@@ -37,11 +27,11 @@ async def serve_until_stopped(settings: Settings, database: Database) -> bool:
         OSError: The address cannot be used.
         gradwire.GradwireError: The training server cannot be started or reached.
     """
-    listener = _listen(settings)
+    listener = listen(settings.host, settings.port)
     server = TrainingServer(settings)
     jobs = Jobs(settings, database, server)
     app = create_application(Context(settings, database, server, jobs))
-    http = _Server(
+    http = HttpServer(
         uvicorn.Config(BodyLimit(app), log_level="warning", lifespan="on", timeout_graceful_shutdown=GRACE_S, ws="auto")
     )
     stopping = asyncio.Event()
@@ -61,23 +51,13 @@ async def serve_until_stopped(settings: Settings, database: Database) -> bool:
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         while not http.started and not serving.done():  # noqa: ASYNC110  uvicorn sets no event
             await asyncio.sleep(STARTED_POLL_S)
-        host, port = listener.getsockname()[:2]
-        print(f"gradwire feedback: listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        print(f"gradwire feedback: listening on {url_of(listener)}", flush=True)
         await serving
     finally:
         ended = await asyncio.to_thread(jobs.stop)
         await server.stop()
         listener.close()
     return ended
-
-
-def _listen(settings: Settings) -> socket.socket:
-    try:
-        return socket.create_server(
-            (settings.host, settings.port), family=socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        )
-    except OSError as error:
-        raise OSError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}") from None
 
 
 async def _unless(stopping: asyncio.Event, work: object) -> bool:

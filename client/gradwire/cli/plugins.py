@@ -22,6 +22,7 @@ HELP = {
     "backup": "Copy a state folder, also of a running server.",
     "restore": "Make a state folder from a backup.",
     "repair": "Build a state folder's database again from its files.",
+    "console": "See and steer a server's trainings in a browser.",
     "feedback": "Serve people's scores and train on them.",
     "router": "Train a policy that routes requests.",
     "train": "Train by a recipe from a configuration file.",

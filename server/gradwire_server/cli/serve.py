@@ -58,6 +58,14 @@ def serve(
     parent_pid: Annotated[
         int | None, typer.Option(help="Stop when this is no longer the parent process.", rich_help_panel="Process")
     ] = None,
+    console_page: Annotated[
+        bool,
+        typer.Option(
+            "--console",
+            help="Also start `gradwire console`, a page for browsers on this machine, as a process of its own.",
+            rich_help_panel="Process",
+        ),
+    ] = False,
 ) -> None:
     """Holds models and serves training runs.
 
@@ -77,6 +85,11 @@ def serve(
         for sentence in error.sentences:
             console.print(f"gradwire: {sentence}", style="red", markup=False)
         raise typer.Exit(2) from None
+    if console_page and settings.tls_cert is not None:
+        console.print(
+            "gradwire: with --tls-cert, start the console itself: gradwire console --ca-cert FILE", style="red"
+        )
+        raise typer.Exit(2)
     os.umask(0o077)  # weights, batches and keys of a state folder are for the server's own user
     logs.configure(settings.log_level, settings.log_format, "front")
     sys.setswitchinterval(SWITCH_S)
@@ -85,7 +98,7 @@ def serve(
     # Children are replaced by other programs at once. With gRPC's handlers of forks they can die before that.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     with asyncio.Runner(loop_factory=_loop_factory(settings)) as runner:
-        raise typer.Exit(runner.run(_serve(settings, ready_file, parent, own_key)))
+        raise typer.Exit(runner.run(_serve(settings, ready_file, parent, own_key, console_page)))
 
 
 def _loop_factory(config: ServerConfig) -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -97,7 +110,9 @@ def _loop_factory(config: ServerConfig) -> Callable[[], asyncio.AbstractEventLoo
     return uvloop.new_event_loop
 
 
-async def _serve(config: ServerConfig, ready_file: Path | None, parent: int | None, own_key: str) -> int:
+async def _serve(
+    config: ServerConfig, ready_file: Path | None, parent: int | None, own_key: str, console_page: bool
+) -> int:
     from gradwire_server.errors import ServiceError
     from gradwire_server.server import Server, start_failure
 
@@ -106,6 +121,7 @@ async def _serve(config: ServerConfig, ready_file: Path | None, parent: int | No
         loop.add_signal_handler(name, _be_told, stop, config.grace)
     watcher = loop.create_task(_watch_parent(parent, stop)) if parent else None
     server = Server(config, own_key=own_key)
+    page: asyncio.subprocess.Process | None = None
     starting, stopped = loop.create_task(_start(server)), loop.create_task(stop.wait())
     try:
         await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -114,6 +130,8 @@ async def _serve(config: ServerConfig, ready_file: Path | None, parent: int | No
                 console.print(refusal, style="red", markup=False)
                 return 2
             _announce(server, ready_file)
+            if console_page:
+                page = await _start_console(server.address)
             gc.freeze()  # what is loaded stays, so that no collection need walk it
             gc.set_threshold(COLLECTED_AT)
             await stopped
@@ -124,6 +142,8 @@ async def _serve(config: ServerConfig, ready_file: Path | None, parent: int | No
         console.print(start_failure(error), style="red", markup=False)
         return 2 if error.code in SETTINGS_AT_FAULT else 1
     finally:
+        if page is not None and page.returncode is None:
+            page.terminate()
         await server.stop()
         for task in (watcher, stopped):
             if task is not None:
@@ -133,6 +153,12 @@ async def _serve(config: ServerConfig, ready_file: Path | None, parent: int | No
             f"gradwire: stopped; {count} acknowledged operations of {run_id} go on at the next start", markup=False
         )
     return 0
+
+
+async def _start_console(address: str) -> asyncio.subprocess.Process:
+    """Start the console in a process of its own, which ends with this one."""
+    command = [sys.executable, "-m", "gradwire_console.cli", address, "--parent-pid", str(os.getpid())]
+    return await asyncio.create_subprocess_exec(*command)
 
 
 def _be_told(stop: asyncio.Event, grace_s: float) -> None:

@@ -1,0 +1,126 @@
+"""The application: guard, pages, and the same content as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import gradwire
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+from gradwire_http.browsers import BrowserGuard
+from nicegui import app as pages
+from nicegui import ui
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gradwire_console.pages import compare, jobs, login, playground, run, runs
+from gradwire_console.series import AXES
+from gradwire_console.workspace import Workspace, Workspaces
+
+RECONNECT_TIMEOUT_S = 30.0
+HEADERS = {
+    b"content-security-policy": b"default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval';"
+    b" style-src 'self' 'unsafe-inline'; img-src 'self' data:; font-src 'self' data:; connect-src 'self' ws: wss:;"
+    b" frame-ancestors 'none'; base-uri 'self'; form-action 'self'",
+    b"x-content-type-options": b"nosniff",
+    b"referrer-policy": b"same-origin",
+}
+"""NiceGUI's pages carry inline scripts and compile templates, so those two stay allowed; other hosts are not."""
+
+
+class Guarded:
+    """Wrap an application to refuse what browsers send on behalf of other sites' pages, and to bind it to itself."""
+
+    def __init__(self, app: ASGIApp, guard: BrowserGuard) -> None:
+        self.app, self.guard = app, guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
+        refused = self.guard.refusal(scope.get("method", "GET"), headers)
+
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *HEADERS.items()]
+            await send(message)
+
+        if refused is None:
+            await self.app(scope, receive, with_headers)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": refused[1]})
+        else:
+            await JSONResponse({"detail": refused[1]}, refused[0])(scope, receive, send)
+
+
+def create_application(workspaces: Workspaces, host: str) -> ASGIApp:
+    """Create the application.
+
+    Args:
+        host: The address that it listens on, to which its pages answer beside loopback's names.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await workspaces.close()
+
+    app = FastAPI(title="gradwire console", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    _add_json(pages, workspaces)  # the inner application has the browsers' sessions
+    for page in (login, runs, run, compare, jobs, playground):
+        page.register(workspaces)
+    ui.run_with(
+        app,
+        title="gradwire console",
+        language="en-US",
+        storage_secret=secrets.token_urlsafe(32),  # a session ends with the console, which holds its key
+        show_welcome_message=False,
+        reconnect_timeout=RECONNECT_TIMEOUT_S,
+    )
+    return Guarded(app, BrowserGuard((host,), pages=True))
+
+
+def _add_json(app: FastAPI, workspaces: Workspaces) -> None:
+    async def workspace_of(request: Request) -> Workspace:
+        try:
+            found = await workspaces.of(str(request.session.get("id", "")))
+        except gradwire.GradwireError as error:
+            raise HTTPException(503, str(error)) from None
+        if found is None:
+            raise HTTPException(401, "sign in at /login first")
+        await found.listed()
+        return found
+
+    @app.exception_handler(gradwire.GradwireError)
+    async def failed(_request: Request, error: gradwire.GradwireError) -> JSONResponse:
+        status = 404 if isinstance(error, gradwire.NotFoundError) else 503
+        return JSONResponse({"detail": str(error)}, status)
+
+    @app.get("/api/runs")
+    async def list_runs(request: Request) -> list[dict[str, Any]]:
+        workspace = await workspace_of(request)
+        return [
+            dataclasses.asdict(each.info) | {"state": each.state, "tokens_per_s": each.tokens_per_s}
+            for each in workspace.newest_first()
+        ]
+
+    @app.get("/api/runs/{run_id}/metrics")
+    async def metrics(request: Request, run_id: str, axis: str = "step", smooth: int = 1) -> dict[str, Any]:
+        if axis not in AXES:
+            raise HTTPException(422, f"axis is one of {', '.join(AXES)}")
+        record = await (await workspace_of(request)).record(run_id)
+        return {name: record.curve(name, axis, smooth) for name in record.metrics}
+
+    @app.get("/api/runs/{run_id}/checkpoints")
+    async def checkpoints(request: Request, run_id: str) -> list[dict[str, Any]]:
+        workspace = await workspace_of(request)
+        return [dataclasses.asdict(each) for each in await workspace.client(run_id).list_checkpoints()]
+
+    @app.get("/api/jobs")
+    async def list_jobs(request: Request) -> list[dict[str, Any]]:
+        workspace = await workspace_of(request)
+        return [dataclasses.asdict(each) for each in await workspace.service.jobs.list()]

@@ -1,0 +1,134 @@
+"""What every page does: find its workspace, show the frame, follow changes, and carry out what a button asks for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from urllib.parse import quote
+
+import gradwire
+from fastapi.responses import RedirectResponse
+from gradwire.recipes.settings import SettingsError
+from gradwire_shell.components import button, error, plain, sdk_line, state, title
+from gradwire_shell.frame import frame
+from nicegui import app, ui
+
+from gradwire_console.workspace import Workspace, Workspaces
+
+SECTIONS = (("Runs", "/"), ("Compare", "/compare"), ("Jobs", "/jobs"), ("Playground", "/playground"))
+REFRESH_S = 0.4
+FAILURES = (gradwire.GradwireError, SettingsError, ValueError, OSError)
+
+
+async def entrance(workspaces: Workspaces, path: str) -> Workspace | RedirectResponse | None:
+    """The workspace of the browser; a redirection to the form that asks for a key; None if the server is away, and the
+    page then says so and looks again."""
+    try:
+        found = await workspaces.of(str(app.storage.browser["id"]))
+    except gradwire.GradwireError as failure:
+        with frame("console", SECTIONS, ""):
+            title("The server is away")
+            error(f"{failure}. This page looks again by itself.")
+        ui.timer(3.0, ui.navigate.reload, once=True)
+        return None
+    if found is None:
+        return RedirectResponse(f"/login?next={quote(path, safe='')}")
+    await found.listed()
+    return found
+
+
+@contextmanager
+def page(workspaces: Workspaces, workspace: Workspace, here: str) -> Iterator[None]:
+    """The frame of a page, with the state of the connection."""
+    with frame("console", SECTIONS, here) as place:
+        yield
+    shown: list[str | None] = [None]
+
+    def follow() -> None:
+        if workspace.away != shown[0]:
+            shown[0] = workspace.away
+            place.clear()
+            with place:
+                if workspace.away:
+                    state("away", workspace.away)
+                else:
+                    state("connected", f"{workspaces.server.address}, followed by one stream")
+                plain(f" {workspaces.server.address}" + (" · read-only" if workspaces.read_only else ""))
+
+    follow()
+    ui.timer(REFRESH_S, follow)
+
+
+def on_change(workspace: Workspace, show: Callable[[], object | Awaitable[object]]) -> None:
+    """Call a function when the workspace has changed, and while a pace still has to fall."""
+    seen = [workspace.revision, time.monotonic()]
+
+    async def look() -> None:
+        now = time.monotonic()
+        if workspace.revision != seen[0] or now - seen[1] > 2.0:
+            seen[:] = [workspace.revision, now]
+            done = show()
+            if isinstance(done, Awaitable):
+                await done
+
+    ui.timer(REFRESH_S, look)
+
+
+async def act(workspaces: Workspaces, work: Callable[[], Awaitable[object]], done: str) -> bool:
+    """Carry out what a button asks for, and say how it went. Everything that changes something goes through here."""
+    if workspaces.read_only:
+        ui.notify("This console is read-only: it was started with --read-only.", type="warning")
+        return False
+    try:
+        await work()
+    except FAILURES as failure:
+        ui.notify(str(failure), type="negative", multi_line=True, timeout=10_000)
+        return False
+    if done:
+        ui.notify(done, type="positive")
+    return True
+
+
+def ask(
+    heading: str, sentence: str, code: str, confirm: str, do: Callable[[], Awaitable[object]], typed: str = ""
+) -> None:
+    """Open a dialog that explains an action, shows the code that does the same, and carries it out.
+
+    Args:
+        typed: What has to be typed before it can be carried out; "" for nothing.
+    """
+    with ui.dialog() as dialog, ui.card().classes("gw-panel").style("width: 34rem; max-width: 92vw"):
+        title(heading, 2)
+        ui.label(sentence)
+        sdk_line(code)
+        field = ui.input(f"Type {typed}").props("outlined dense").classes("full-width") if typed else None
+
+        async def carry_out() -> None:
+            if field is not None and (field.value or "").strip() != typed:
+                ui.notify(f"Type {typed} to confirm.", type="warning")
+                return
+            dialog.close()
+            await do()
+
+        with ui.element("div").classes("gw-actions"):
+            button(confirm, carry_out, kind="danger" if typed else "primary")
+            button("Close", dialog.close)
+    dialog.open()
+
+
+def ago(at: float) -> str:
+    """The time since, in the largest unit: ``"3 min"``."""
+    seconds = max(time.time() - at, 0)
+    for name, unit in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
+def short(number: float) -> str:
+    """A number in three digits and a letter: ``"1.24M"``."""
+    for letter, unit in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(number) >= unit:
+            return f"{number / unit:.3g}{letter}"
+    return f"{number:.3g}"

@@ -1,0 +1,122 @@
+"""`/compare?runs=A,B`: curves of several runs over each other, their last figures, and where their settings differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradwire
+from fastapi.responses import RedirectResponse
+from gradwire import RunInfo
+from gradwire_shell.components import Column, Table, empty, error, panel, plain, sdk_line, title
+from nicegui import ui
+
+from gradwire_console.pages.common import entrance, on_change, page, short
+from gradwire_console.pages.curves import Curves
+from gradwire_console.series import Record
+from gradwire_console.workspace import Workspace, Workspaces
+
+MOST = 8
+SETTINGS = ("base_model", "lora", "head", "seed", "dropout", "kind", "forked_from", "num_trainable_parameters")
+
+
+def register(workspaces: Workspaces) -> None:
+    @ui.page("/compare", title="Compare · gradwire")
+    async def compare(runs: str = "") -> RedirectResponse | None:
+        workspace = await entrance(workspaces, f"/compare?runs={runs}")
+        if workspace is None or isinstance(workspace, RedirectResponse):
+            return workspace
+        with page(workspaces, workspace, "/compare"):
+            title("Compare")
+            asked = list(dict.fromkeys(each for each in runs.split(",") if each))[:MOST]
+            _choice(workspace, asked)
+            found = [run_id for run_id in asked if run_id in workspace.runs]
+            if len(found) < len(asked):
+                error(f"{len(asked) - len(found)} of these runs were deleted, or this key may not read them.")
+            if found:
+                await _show(workspace, found)
+            else:
+                empty("Choose the runs to lay over each other, above or by their boxes in the list of runs.")
+        return None
+
+
+def _choice(workspace: Workspace, asked: list[str]) -> None:
+    names = {run.info.run_id: run.info.name or run.info.run_id for run in workspace.newest_first()}
+    ui.select(
+        names, value=[each for each in asked if each in names], multiple=True, label=f"Runs, {MOST} at most",
+        on_change=lambda event: ui.navigate.to("/compare?runs=" + ",".join(event.value[:MOST])),
+    ).props("outlined dense use-chips options-dense").classes("full-width")  # fmt: skip
+
+
+def labels(infos: list[RunInfo]) -> dict[str, str]:
+    """A label for each run: its name, with its id where that is taken."""
+    names = [info.name for info in infos]
+    return {
+        info.run_id: info.name if info.name and names.count(info.name) == 1 else f"{info.name} {info.run_id}".strip()
+        for info in infos
+    }
+
+
+async def _show(workspace: Workspace, found: list[str]) -> None:
+    shown = labels([workspace.runs[run_id].info for run_id in found])
+    with ui.element("div").classes("gw-legend"):
+        for colour, (run_id, label) in enumerate(shown.items()):
+            with ui.element("span").classes("gw-key").style(f"--c: var(--s{colour % 8 + 1})"):
+                ui.link(label, f"/run/{run_id}").classes("gw-link")
+    place = ui.element("div")
+    curves = Curves()
+    with panel("Last figures"):
+        figures = ui.element("div")
+    with panel("Settings that differ"):
+        _differences([workspace.runs[run_id].info for run_id in found], shown)
+    sdk_line("histories = [await service.get_training_client(run_id).history() for run_id in " + repr(found) + "]")
+
+    async def refresh() -> None:
+        records: dict[str, Record] = {}
+        place.clear()
+        try:
+            for run_id, label in shown.items():
+                if run_id in workspace.runs:
+                    records[label] = await workspace.record(run_id)
+        except gradwire.GradwireError as failure:
+            with place:
+                error(str(failure))
+            return
+        curves.show(records)
+        figures.clear()
+        with figures:
+            _figures(records)
+
+    await refresh()
+    on_change(workspace, refresh)
+
+
+def _figures(records: dict[str, Record]) -> None:
+    names = list(dict.fromkeys(name for record in records.values() for name in record.metrics))
+    columns = [Column("metric", "Metric"), *(Column(f"r{n}", label, num=True) for n, label in enumerate(records))]
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        lasts = [record.last.get(name) for record in records.values()]
+        values = {f"r{n}": "" if last is None else f"{last:.5g}" for n, last in enumerate(lasts)}
+        rows.append({"key": name, "metric": name} | values)
+    Table(columns, rows, label="Last figures", none="Nothing measured yet.")
+
+
+def _differences(infos: list[RunInfo], shown: dict[str, str]) -> None:
+    rows: list[dict[str, Any]] = []
+    tags = sorted({key for info in infos for key in info.tags})
+    named = [(name, [getattr(info, name) for info in infos]) for name in SETTINGS]
+    named += [(f"tag {key}", [info.tags.get(key, "") for info in infos]) for key in tags]
+    for name, values in named:
+        if any(value != values[0] for value in values):
+            rows.append({"key": name, "setting": name} | {f"r{n}": _text(value) for n, value in enumerate(values)})
+    if not rows:
+        plain("None: they have the same settings.", "quiet")
+        return
+    columns = [Column("setting", "Setting"), *(Column(f"r{n}", shown[each.run_id]) for n, each in enumerate(infos))]
+    Table(columns, rows, label="Settings that differ")
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {each}" for key, each in value.items())
+    return short(value) if isinstance(value, int) and value > 9999 else "" if value is None else str(value)

@@ -1,0 +1,97 @@
+"""Panels of curves: one a metric, of one run or several, with axis, smoothing and zoom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gradwire_shell.components import Curve, Plot, button, empty, panel, plain
+from nicegui import ui
+from nicegui.element import Element
+
+from gradwire_console.series import Record
+
+FIRST = ("loss", "reward_mean", "grad_norm", "learning_rate", "kl", "entropy", "clip_fraction")
+AXES = {"step": "Steps", "tokens": "Tokens", "time": "Time"}
+SMOOTHING = {1: "None", 10: "10 values", 50: "50 values", 250: "250 values"}
+SHOWN_AT_FIRST = 9
+
+
+class Curves:
+    """The metrics of records as panels, redrawn by :meth:`show`."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, Record] = {}
+        self._axis, self._window, self._all = "step", 1, False
+        self._within: tuple[float, float] | None = None
+        self._plots: dict[str, tuple[Plot, Element]] = {}
+        with ui.element("div").classes("gw-head"):
+            ui.select(AXES, value="step", label="Axis", on_change=lambda e: self._choose(axis=e.value)).props(
+                "outlined dense options-dense"
+            ).style("min-width: 8rem")
+            ui.select(SMOOTHING, value=1, label="Mean over", on_change=lambda e: self._choose(window=e.value)).props(
+                "outlined dense options-dense"
+            ).style("min-width: 8rem")
+            self._whole = button("Show all", lambda: self._zoom(None))
+            self._more = button("All metrics", self._toggle)
+            plain("Drag in a plot to zoom.", "quiet")
+        self._whole.set_visibility(False)
+        self._grid = ui.element("div").classes("gw-grid")
+
+    def _choose(self, axis: str = "", window: int = 0) -> None:
+        if axis:
+            self._axis, self._within = axis, None
+        self._window = window or self._window
+        self.show(self._records)
+
+    def _toggle(self) -> None:
+        self._all = not self._all
+        self._more.text = "Main metrics" if self._all else "All metrics"
+        self.show(self._records)
+
+    def _zoom(self, within: tuple[float, float] | None) -> None:
+        self._within = within
+        self._whole.set_visibility(within is not None)
+        self.show(self._records)
+
+    def _range(self, ends: tuple[float, float] | None) -> None:
+        scale = 1000.0 if self._axis == "time" else 1.0
+        self._zoom(ends and (ends[0] / scale, ends[1] / scale))
+
+    def _names(self) -> list[str]:
+        there = dict.fromkeys(name for record in self._records.values() for name in record.metrics)
+        ordered = [name for name in FIRST if name in there] + sorted(name for name in there if name not in FIRST)
+        self._more.set_visibility(len(ordered) > SHOWN_AT_FIRST)
+        return ordered if self._all else ordered[:SHOWN_AT_FIRST]
+
+    def show(self, records: Mapping[str, Record]) -> None:
+        """Draw the metrics of records, by the name of their run."""
+        self._records = dict(records)
+        names = self._names()
+        if list(self._plots) != names:
+            self._build(names)
+        for name, (plot, value) in self._plots.items():
+            plot.show(self._of(name), time=self._axis == "time")
+            last = [record.last[name] for record in self._records.values() if name in record.last]
+            value.text = f"{last[0]:.5g}" if len(last) == 1 else ""  # type: ignore[attr-defined]
+
+    def _build(self, names: list[str]) -> None:
+        self._grid.clear()
+        self._plots = {}
+        with self._grid:
+            if not names:
+                empty("Nothing measured yet: the first forward_backward draws the first point.")
+            for name in names:
+                with panel():
+                    with ui.element("div").classes("gw-head"):
+                        plain(name, "gw-plot-title grow")
+                        value = plain("", "mono")
+                    plot = Plot([], title=f"{name} over {AXES[self._axis].lower()}", on_range=self._range)
+                self._plots[name] = plot, value
+
+    def _of(self, name: str) -> list[Curve]:
+        curves = []
+        for colour, (label, record) in enumerate(self._records.items()):
+            if self._window > 1:
+                curves.append(Curve(label, record.curve(name, self._axis, 1, self._within), colour, faint=True))
+            curves.append(Curve(label, record.curve(name, self._axis, self._window, self._within), colour))
+        return [curve for curve in curves if len(curve.points)]

@@ -1,0 +1,319 @@
+"""`/jobs`: trainings that the server runs by itself: their states, a form for a new one, and what can be done."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import typing
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import gradwire
+from fastapi.responses import RedirectResponse
+from gradwire.jobs import SERVERS_OWN
+from gradwire.recipes.command import RECIPES, settings_kind
+from gradwire_shell.components import Column, Table, button, empty, error, facts, panel, plain, sdk_line, state, title
+from nicegui import events, ui
+
+from gradwire_console.pages.common import act, ago, ask, entrance, page
+from gradwire_console.workspace import Workspace, Workspaces
+
+COLUMNS = (
+    Column("name", "Job", link=True),
+    Column("state", "State", state=True),
+    Column("recipe", "Recipe"),
+    Column("steps", "Steps", num=True),
+    Column("tokens", "Tokens", "Tokens of the batches that were trained on", num=True),
+    Column("owner", "Owner"),
+    Column("age", "Age", num=True),
+    Column("error", "Error"),
+)
+LOOK_S = 1.0
+MAIN = ("data", "learning_rate", "batch_size", "epochs", "max_steps", "lora_rank")
+LOG_CHARS = 20_000
+
+
+def register(workspaces: Workspaces) -> None:
+    @ui.page("/jobs", title="Jobs · gradwire")
+    async def jobs() -> RedirectResponse | None:
+        workspace = await entrance(workspaces, "/jobs")
+        if workspace is None or isinstance(workspace, RedirectResponse):
+            return workspace
+        with page(workspaces, workspace, "/jobs"):
+            await _list(workspaces, workspace)
+        return None
+
+    @ui.page("/jobs/{job_id}", title="Job · gradwire")
+    async def job(job_id: str) -> RedirectResponse | None:
+        workspace = await entrance(workspaces, f"/jobs/{job_id}")
+        if workspace is None or isinstance(workspace, RedirectResponse):
+            return workspace
+        with page(workspaces, workspace, "/jobs"):
+            try:
+                found = await workspace.service.jobs.get(job_id)
+            except gradwire.GradwireError as failure:
+                title("There is no such job")
+                error(str(failure))
+            else:
+                await _Job(workspaces, workspace, found).show()
+        return None
+
+
+def _row(job: gradwire.Job) -> dict[str, Any]:
+    return {
+        "key": job.job_id,
+        "href": f"jobs/{job.job_id}",
+        "name": job.name or job.job_id,
+        "state": job.state,
+        "recipe": job.recipe,
+        "steps": f"{job.step:,}" + (f" of {job.total_steps:,}" if job.total_steps else ""),
+        "tokens": f"{job.trained_tokens:,}" if job.trained_tokens else "",
+        "owner": job.owner,
+        "age": ago(job.created_at),
+        "error": job.error,
+        "error_hint": job.error,
+    }
+
+
+async def _list(workspaces: Workspaces, workspace: Workspace) -> None:
+    with ui.element("div").classes("gw-head"):
+        title("Jobs")
+        ui.element("div").classes("grow")
+        button("New training", lambda: form.set_visibility(not form.visible), kind="primary")
+    with panel("New training") as form:
+        await _Form(workspaces, workspace).show()
+    form.set_visibility(False)
+    failed = ui.element("div")
+    none = ui.element("div")
+    with none:
+        empty(
+            "No job yet. A job is a training that the server runs by itself, whatever becomes of your machine.",
+            'job = await service.jobs.submit("sft", {"model": "MODEL", "data": "train.jsonl"})',
+        )
+    table = Table(COLUMNS, (), label="Jobs", search="Search jobs: name, state, recipe", unit="jobs")
+
+    async def look() -> None:
+        failed.clear()
+        try:
+            found = await workspace.service.jobs.list()
+        except gradwire.GradwireError as failure:
+            with failed:
+                error(str(failure))
+            return
+        none.set_visibility(not found)
+        table.set_visibility(bool(found))
+        table.show([_row(job) for job in found])
+
+    await look()
+    ui.timer(LOOK_S, look)
+
+
+class _Form:
+    """A form made from the dataclass of a recipe's settings."""
+
+    def __init__(self, workspaces: Workspaces, workspace: Workspace) -> None:
+        self._workspaces, self._workspace = workspaces, workspace
+        self._fields: dict[str, tuple[Any, Any]] = {}
+        self._models: list[str] = []
+        self._files: dict[str, str] = {}
+
+    async def show(self) -> None:
+        try:
+            self._models = [model.name for model in await self._workspace.service.list_models()]
+            await self._list_files()
+        except gradwire.GradwireError as failure:
+            error(str(failure))
+            return
+        with ui.element("div").classes("gw-head"):
+            self._recipe = ui.select(list(RECIPES), value="sft", label="Recipe", on_change=self._build).props(
+                "outlined dense options-dense"
+            ).style("min-width: 9rem")  # fmt: skip
+            self._name = ui.input("Name").props("outlined dense")
+            ui.upload(label="Data from this computer", on_upload=self._upload, auto_upload=True).props(
+                "flat bordered dense accept=.jsonl,.json,.csv,.parquet"
+            ).style("max-width: 16rem")
+        self._body = ui.element("div").classes("gw-grid")
+        self._code = ui.element("div")
+        self._build()
+        button("Start the training", self._submit, kind="primary")
+
+    async def _list_files(self) -> None:
+        files = [each for each in await self._workspace.service.files.list() if each.purpose == "fine-tune"]
+        self._files = {each.file_id: f"{each.filename} ({each.num_lines:,} rows)" for each in files}
+
+    async def _upload(self, event: events.UploadEventArguments) -> None:
+        async def work() -> None:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / (Path(event.file.name).name or "data.jsonl")
+                await event.file.save(path)
+                stored = await self._workspace.service.files.upload(path)
+            await self._list_files()
+            self._fields["data"][0].set_options(self._files, value=stored.file_id)
+            if stored.num_problems:
+                line, reason = next(iter(stored.problems.items()))
+                raise ValueError(f"{stored.num_problems} rows cannot be used; line {line}: {reason}")
+
+        await act(self._workspaces, work, "The file is on the server.")
+
+    def _build(self) -> None:
+        kind = settings_kind(self._recipe.value)
+        hints, defaults = typing.get_type_hints(kind), kind()
+        self._fields = {}
+        self._body.clear()
+        own = [field for field in dataclasses.fields(kind) if field.name not in SERVERS_OWN]
+        with self._body:
+            for field in sorted(own, key=lambda field: field.name not in ("model", *MAIN)):
+                default = getattr(defaults, field.name)
+                if not isinstance(default, dict | list):
+                    self._add(field.name, hints[field.name], default, field.metadata.get("help", ""))
+
+    def _add(self, name: str, hint: Any, default: Any, help: str) -> None:
+        label = name.replace("_", " ")
+        made: Any
+        if name == "model":
+            made = ui.select(self._models, value=self._models[0] if self._models else None, label=label)
+        elif name == "data":
+            made = ui.select(self._files, value=next(iter(self._files), None), label=label)
+        elif isinstance(default, bool):
+            made = ui.checkbox(label, value=default)
+        else:
+            made = ui.input(label, value=str(default))
+        made.props("outlined dense" + (" options-dense" if isinstance(made, ui.select) else "")).props["hint"] = help
+        if isinstance(made, ui.select):
+            made.props("hide-bottom-space")
+        self._fields[name] = made, hint
+
+    def _given(self) -> dict[str, Any]:
+        defaults = settings_kind(self._recipe.value)()
+        given: dict[str, Any] = {}
+        for name, (made, hint) in self._fields.items():
+            value = made.value
+            kind = typing.get_origin(hint) or hint
+            if kind in (int, float) and not isinstance(value, bool):
+                try:
+                    value = kind(str(value).strip())
+                except ValueError:
+                    raise ValueError(f"{name} is {value!r}; it must be a number") from None
+            if name in ("model", "data") or value != getattr(defaults, name):
+                given[name] = value
+        data = str(given.get("data") or "")
+        for name in ("data", "validation"):
+            if given.get(name) and not str(given[name]).startswith("file-"):
+                raise ValueError(f"{name} is the id of a file on the server, such as file-…: upload one above")
+        if not data:
+            raise ValueError("choose the data: upload a file above, with a row a line")
+        return given
+
+    async def _submit(self) -> None:
+        made: list[gradwire.Job] = []
+
+        async def work() -> None:
+            made.append(
+                await self._workspace.service.jobs.submit(
+                    self._recipe.value, self._given(), name=self._name.value or ""
+                )
+            )
+
+        try:
+            given = self._given()
+        except ValueError as failure:
+            ui.notify(str(failure), type="negative")
+            return
+
+        async def start() -> None:
+            if await act(self._workspaces, work, "The job is queued."):
+                ui.navigate.to(f"/jobs/{made[0].job_id}")
+
+        ask(
+            "Start the training", f"The server runs {self._recipe.value} on {given['model']} by itself.",
+            f'job = await service.jobs.submit("{self._recipe.value}", {given!r})', "Start", start,
+        )  # fmt: skip
+
+
+class _Job:
+    def __init__(self, workspaces: Workspaces, workspace: Workspace, job: gradwire.Job) -> None:
+        self._workspaces, self._workspace, self._job = workspaces, workspace, job
+        self._log, self._offset, self._last_event = "", 0, 0
+
+    async def show(self) -> None:
+        with ui.element("div").classes("gw-head"):
+            title(self._job.name or self._job.job_id)
+            self._state = ui.element("div")
+            ui.element("div").classes("grow")
+            self._buttons = ui.element("div").classes("gw-actions")
+        self._bar = ui.linear_progress(0, show_value=False).props("aria-label=Progress")
+        with ui.element("div").classes("gw-split"):
+            with ui.element("div"):
+                with panel("Events"):
+                    self._events = ui.element("div").classes("gw-log").props("tabindex=0 role=region aria-label=Events")
+                with panel("Log"):
+                    self._text = ui.label("").classes("gw-log").props("tabindex=0 role=region aria-label=Log")
+            with ui.element("div"):
+                with panel("Job"):
+                    self._facts = ui.element("div")
+                with panel("Settings"):
+                    facts({key: str(value) for key, value in self._job.settings.items()})
+                sdk_line(f'job = await service.jobs.get("{self._job.job_id}")')
+        self._draw()
+        await self._look()
+        ui.timer(LOOK_S, self._look)
+
+    def _draw(self) -> None:
+        job = self._job
+        self._bar.value = job.step / max(job.total_steps, 1)
+        for place in (self._state, self._buttons, self._facts):
+            place.clear()
+        with self._state:
+            state(job.state, job.error)
+        jobs = self._workspace.service.jobs
+        with self._buttons:
+            if job.state in ("queued", "running"):
+                self._action("Pause", jobs.pause, "pause")
+            if job.state == "paused":
+                self._action("Resume", jobs.resume, "resume")
+            if not job.has_ended:
+                self._action("Cancel", jobs.cancel, "cancel")
+            if job.run_id:
+                button("Curves", lambda: ui.navigate.to(f"/run/{job.run_id}"))
+        with self._facts:
+            facts(
+                {
+                    "Recipe": job.recipe, "Steps": f"{job.step:,} of {job.total_steps:,}" if job.total_steps else "",
+                    "Tokens": f"{job.trained_tokens:,}", "Workers so far": job.attempt, "Run": job.run_id,
+                    "Checkpoints": len(job.checkpoints) or "", "Owner": job.owner, "Error": job.error,
+                }
+            )  # fmt: skip
+
+    def _action(self, text: str, call: Callable[[str], Awaitable[object]], method: str) -> None:
+        async def do() -> None:
+            await act(self._workspaces, lambda: call(self._job.job_id), "")
+            await self._look()
+
+        says = {"pause": "Its worker saves a checkpoint first.", "resume": "It goes on where it was.",
+                "cancel": "Its run and its checkpoints stay."}  # fmt: skip
+        code = f'await service.jobs.{method}("{self._job.job_id}")'
+        button(text, lambda: ask(f"{text} the job", says[method], code, f"{text} it", do))
+
+    async def _look(self) -> None:
+        jobs = self._workspace.service.jobs
+        try:
+            found = await jobs.get(self._job.job_id)
+            events = await jobs.events(found.job_id, self._last_event)
+            log = await jobs.log(found.job_id, self._offset)
+        except gradwire.GradwireError:
+            return  # the state of the connection is said above
+        if found != self._job:
+            self._job = found
+            self._draw()
+        with self._events:
+            for event in events:
+                self._last_event = event.number
+                figures = " ".join(
+                    f"{key} {value:.4g}" for key, value in event.data.items() if isinstance(value, float)
+                )
+                plain(f"{event.level}  {event.message}  {figures}".rstrip(), tag="div")
+        if log:
+            self._offset += len(log.encode())
+            self._log = (self._log + log)[-LOG_CHARS:]
+            self._text.text = self._log

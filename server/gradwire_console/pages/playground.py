@@ -1,0 +1,143 @@
+"""`/playground`: one prompt to several models at once, as their tokens come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from urllib.parse import urlencode
+
+import gradwire
+from fastapi.responses import RedirectResponse
+from gradwire_shell.components import button, empty, error, panel, plain, sdk_line, title
+from nicegui import ui
+from nicegui.element import Element
+
+from gradwire_console.pages.common import entrance, page
+from gradwire_console.workspace import Workspace, Workspaces
+
+MOST = 5
+MOST_TOKENS = 1024
+SHADES = ((0.5, ""), (0.1, "background: color-mix(in srgb, var(--s2) 18%, transparent)"),
+          (0.0, "background: color-mix(in srgb, var(--s2) 38%, transparent)"))  # fmt: skip
+"""Background of a token by its probability, the least first that it reaches."""
+
+
+def register(workspaces: Workspaces) -> None:
+    @ui.page("/playground", title="Playground · gradwire")
+    async def playground(models: str = "", prompt: str = "") -> RedirectResponse | None:
+        path = "/playground?" + urlencode({"models": models, "prompt": prompt})
+        workspace = await entrance(workspaces, path)
+        if workspace is None or isinstance(workspace, RedirectResponse):
+            return workspace
+        with page(workspaces, workspace, "/playground"):
+            title("Playground")
+            await _Playground(workspace, [each for each in models.split(",") if each][:MOST], prompt).show()
+        return None
+
+
+class _Playground:
+    def __init__(self, workspace: Workspace, chosen: list[str], prompt: str) -> None:
+        self._workspace, self._chosen, self._first_prompt = workspace, chosen, prompt
+        self._tasks: list[asyncio.Task[None]] = []
+        self._base: dict[str, str] = {}
+
+    async def show(self) -> None:
+        try:
+            served = [model.name for model in await self._workspace.service.list_models()]
+        except gradwire.GradwireError as failure:
+            error(str(failure))
+            return
+        names = {name: f"{name} (base)" for name in served}
+        self._base = {name: name for name in served}
+        for run in self._workspace.newest_first():
+            path = run.info.latest_checkpoint
+            if path:
+                names[path] = f"{run.info.name or run.info.run_id}, {path.rpartition('/')[2]}"
+                self._base[path] = run.info.base_model
+        for path in self._chosen:
+            names.setdefault(path, path)
+            run_of = self._workspace.runs.get(path.partition("/")[0])
+            self._base.setdefault(path, run_of.info.base_model if run_of else served[0] if served else "")
+        with panel():
+            self._models = ui.select(
+                names, value=self._chosen or served[:1], multiple=True, label=f"Models and checkpoints, {MOST} at most"
+            ).props("outlined dense use-chips options-dense").classes("full-width")  # fmt: skip
+            self._prompt = (
+                ui.textarea("Prompt", value=self._first_prompt).props("outlined autogrow").classes("full-width")
+            )
+            with ui.element("div").classes("gw-head"):
+                self._chat = ui.checkbox("As a chat", value=False)
+                self._tokens = ui.number("Tokens", value=64, min=1, max=MOST_TOKENS, precision=0).props(
+                    "outlined dense"
+                )
+                self._temperature = ui.number("Temperature", value=1.0, min=0, step=0.1).props("outlined dense")
+                self._seed = ui.number("Seed", value=0, precision=0).props("outlined dense")
+                ui.element("div").classes("grow")
+                button("Copy the link", self._link)
+                button("Stop", self._stop)
+                button("Generate", self._generate, kind="primary")
+        self._answers = ui.element("div").classes("gw-answers")
+        with self._answers:
+            empty("Answers appear here, side by side. A shaded token was unlikely: its probability on hover.")
+        self._code = ui.element("div")
+
+    def _link(self) -> None:
+        asked = urlencode({"models": ",".join(self._models.value), "prompt": self._prompt.value or ""})
+        ui.run_javascript(f"navigator.clipboard?.writeText(location.origin + location.pathname + {'?' + asked!r})")
+        ui.notify("Copied.")
+
+    def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def _generate(self) -> None:
+        self._stop()
+        prompt, chosen = self._prompt.value or "", list(self._models.value)[:MOST]
+        if not prompt or not chosen:
+            ui.notify("Write a prompt, and choose a model." if not prompt else "Choose a model.", type="warning")
+            return
+        self._answers.clear()
+        places: list[tuple[str, Element]] = []
+        with self._answers:
+            for path in chosen:
+                with panel(self._models.options[path] if isinstance(self._models.options, dict) else path):
+                    places.append((path, ui.element("div").classes("text gw-answer").props("aria-live=polite")))
+        self._code.clear()
+        with self._code:
+            sdk_line(
+                f"async for token in service.sampling_client({chosen[-1]!r}).stream({prompt!r}): print(token.text)"
+            )
+        self._tasks = [asyncio.create_task(self._answer(path, place, prompt)) for path, place in places]
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _answer(self, path: str, place: Element, prompt: str) -> None:
+        try:
+            asked: str | list[int] = prompt
+            if self._chat.value:
+                messages = [{"role": "user", "content": prompt}]
+                rendered = await self._workspace.service.render(
+                    messages, train_on=None, add_generation_prompt=True, model=self._base.get(path, "")
+                )
+                asked = list(rendered["input_ids"])
+            stream = self._workspace.service.sampling_client(path).stream(
+                asked,
+                max_tokens=min(max(int(self._tokens.value or 1), 1), MOST_TOKENS),
+                temperature=float(self._temperature.value or 0.0),
+                seed=int(self._seed.value or 0),
+            )
+            async with contextlib.aclosing(stream) as tokens:
+                async for token in tokens:
+                    if place.is_deleted:
+                        return
+                    _show_token(place, token)
+        except gradwire.GradwireError as failure:
+            with place:
+                error(str(failure))
+
+
+def _show_token(place: Element, token: gradwire.SampledToken) -> None:
+    probability = math.exp(min(token.logprob, 0.0))
+    with place:
+        shown = plain(token.text, tag="span").style(next(style for least, style in SHADES if probability >= least))
+        shown.props["title"] = f"probability {probability:.3f}, log-probability {token.logprob:.3f}"

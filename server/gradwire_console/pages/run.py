@@ -1,0 +1,233 @@
+"""`/run/{run_id}`: a run's curves, operations, checkpoints and settings, and what can be done with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradwire
+from fastapi.responses import RedirectResponse
+from gradwire_shell.components import Column, Table, button, empty, error, facts, panel, plain, sdk_line, state, title
+from nicegui import ui
+
+from gradwire_console.pages.common import act, ago, ask, entrance, on_change, page, short
+from gradwire_console.pages.curves import Curves
+from gradwire_console.pages.runs import trains
+from gradwire_console.series import Operation
+from gradwire_console.workspace import LiveRun, Workspace, Workspaces
+
+OPERATIONS = (
+    Column("seq", "Nr.", "The operation's number in the run", num=True),
+    Column("operation", "Operation"),
+    Column("loss_fn", "Loss function"),
+    Column("step", "Step", num=True),
+    Column("loss", "Loss", num=True),
+    Column("tokens", "Tokens", num=True),
+    Column("engine", "Engine", "Seconds of computing", num=True),
+    Column("ended", "Ended", num=True),
+)
+
+
+def register(workspaces: Workspaces) -> None:
+    @ui.page("/run/{run_id}", title="Run · gradwire")
+    async def run(run_id: str) -> RedirectResponse | None:
+        workspace = await entrance(workspaces, f"/run/{run_id}")
+        if workspace is None or isinstance(workspace, RedirectResponse):
+            return workspace
+        with page(workspaces, workspace, "/"):
+            if run_id in workspace.runs:
+                await _Run(workspaces, workspace, run_id).show()
+            else:
+                title("There is no such run")
+                empty("It was deleted, or this key may not read it.", "await service.list_runs()")
+        return None
+
+
+class _Run:
+    def __init__(self, workspaces: Workspaces, workspace: Workspace, run_id: str) -> None:
+        self._workspaces, self._workspace, self._run_id = workspaces, workspace, run_id
+        self._checkpoints: list[gradwire.Checkpoint] = []
+        self._saved = ""
+
+    @property
+    def _live(self) -> LiveRun | None:
+        return self._workspace.runs.get(self._run_id)
+
+    async def show(self) -> None:
+        live = self._live
+        assert live is not None
+        with ui.element("div").classes("gw-head"):
+            title(live.info.name or self._run_id)
+            self._state = ui.element("div")
+            ui.element("div").classes("grow")
+            button("Save checkpoint", self._save)
+            button("Export", self._export)
+            button("Delete", self._delete, kind="danger")
+        self._away = ui.element("div")
+        with ui.element("div").classes("gw-split"):
+            with ui.element("div"):
+                self._curves = Curves()
+                with panel("Operations"):
+                    plain("The newest that succeeded, as the journal has them.", "quiet")
+                    self._operations = Table(OPERATIONS, (), label="Operations", none="None yet.")
+            with ui.element("div"):
+                with panel("Now"):
+                    self._now = ui.element("div")
+                with panel("Checkpoints"):
+                    self._saves = ui.element("div").classes("gw-items")
+                with panel("Settings"):
+                    _settings(live)
+                with panel("In Python"):
+                    sdk_line(f'run = service.get_training_client("{self._run_id}")')
+        await self._refresh()
+        on_change(self._workspace, self._refresh)
+
+    async def _refresh(self) -> None:
+        live = self._live
+        self._away.clear()
+        if live is None:
+            with self._away:
+                error("The run was deleted, or is no longer shared with this key.")
+            return
+        for place in (self._state, self._now):
+            place.clear()
+        with self._state:
+            state(live.state, live.info.parked)
+        with self._now:
+            facts(_now(live))
+        try:
+            record = await self._workspace.record(self._run_id)
+            if live.info.latest_checkpoint != self._saved or not self._checkpoints:
+                self._saved = live.info.latest_checkpoint
+                self._checkpoints = await self._workspace.client(self._run_id).list_checkpoints()
+                self._show_checkpoints()
+        except gradwire.GradwireError as failure:
+            with self._away:
+                error(str(failure))
+            return
+        self._curves.show({live.info.name or self._run_id: record})
+        self._operations.show([_operation(each) for each in reversed(record.operations)])
+
+    def _show_checkpoints(self) -> None:
+        self._saves.clear()
+        with self._saves:
+            if not self._checkpoints:
+                empty("None yet.", 'await run.save_checkpoint("NAME")')
+            for each in reversed(self._checkpoints):
+                with ui.element("div").classes("gw-item"):
+                    with ui.element("div").classes("grow"):
+                        plain(each.name, "mono", tag="div")
+                        about = [
+                            f"step {each.step:,}",
+                            f"{each.size_bytes / 1e6:.1f} MB",
+                            f"{ago(each.created_at)} old",
+                        ]
+                        plain(", ".join([*about, each.note] if each.note else about), "quiet", tag="div")
+                    self._button("Fork", self._fork, each)
+                    self._button("Try", self._try, each)
+
+    def _button(self, text: str, do: Any, checkpoint: gradwire.Checkpoint) -> None:
+        made = button(text, lambda: do(checkpoint)).props("dense")
+        made.props["aria-label"] = f"{text} {checkpoint.name}"
+
+    def _try(self, checkpoint: gradwire.Checkpoint) -> None:
+        ui.navigate.to(f"/playground?models={checkpoint.path}")
+
+    def _fork(self, checkpoint: gradwire.Checkpoint) -> None:
+        async def do() -> None:
+            made: list[str] = []
+
+            async def work() -> None:
+                run = await self._workspace.service.fork_run(checkpoint.path, name=f"fork of {checkpoint.name}")
+                made.append(run.run_id)
+
+            if await act(self._workspaces, work, "The new run is there."):
+                await self._workspace.shows(made[0])
+                ui.navigate.to(f"/run/{made[0]}")
+
+        ask(
+            f"Fork {checkpoint.name}", f"A new run begins with these weights, at step {checkpoint.step} of this one.",
+            f'run = await service.fork_run("{checkpoint.path}")', "Fork", do,
+        )  # fmt: skip
+
+    def _save(self) -> None:
+        live = self._live
+        name = f"step-{live.info.step if live else 0}"
+
+        async def do() -> None:
+            async def work() -> None:
+                await self._workspace.client(self._run_id).save_checkpoint(name)
+
+            await act(self._workspaces, work, "The checkpoint is saved.")
+
+        ask(
+            f"Save {name}", "This takes the run over from its writer: a script that trains it is told so, and stops."
+            if live is not None and live.state == "training" else "The run's weights and optimizer state are saved.",
+            f'await run.save_checkpoint("{name}")', "Save", do,
+        )  # fmt: skip
+
+    def _export(self) -> None:
+        code = f'await service.get_training_client("{self._run_id}").export("FOLDER")'
+        says = "An export is written on the machine where this line runs, for transformers or peft."
+        ask("Export", says, code, "Done", _nothing)
+
+    def _delete(self) -> None:
+        live = self._live
+        if live is None:
+            return
+        name = live.info.name or self._run_id
+
+        async def do() -> None:
+            if await act(self._workspaces, lambda: self._workspace.service.delete_run(self._run_id), "Deleted."):
+                ui.navigate.to("/")
+
+        ask(
+            "Delete the run", "Its checkpoints, its journal and its record go with it. This cannot be undone.",
+            f'await service.delete_run("{self._run_id}")', "Delete", do, typed=name,
+        )  # fmt: skip
+
+
+async def _nothing() -> None:
+    return None
+
+
+def _now(live: LiveRun) -> dict[str, object]:
+    info = live.info
+    return {
+        "Parked": info.parked,
+        "Step": f"{info.step:,}",
+        "Tokens/s": short(live.tokens_per_s) if live.tokens_per_s else "0",
+        "Tokens": short(info.num_tokens),
+        "Queue": f"{info.accepted_seq - info.applied_seq} without a result",
+        "Recovery": f"{info.recovery_s:.1f} s, if the engine died now",
+        "Newest checkpoint": info.latest_checkpoint.rpartition("/")[2],
+        "Engine": info.engine,
+    }
+
+
+def _settings(live: LiveRun) -> None:
+    info = live.info
+    lora = info.lora or {}
+    facts(
+        {
+            "Id": info.run_id, "Base model": info.base_model, "Trains": trains(live),
+            "Alpha": lora.get("alpha", ""), "Target modules": ", ".join(lora.get("target_modules", ())),
+            "Parameters": short(info.num_trainable_parameters), "Dropout": info.dropout or "", "Seed": info.seed,
+            "Forked from": info.forked_from, "Owner": info.owner, "Shared with": ", ".join(info.readers),
+            **{f"Tag {key}": value for key, value in info.tags.items()},
+            **{f"Changed at {change.seq}": change.note for change in info.changes},
+        }
+    )  # fmt: skip
+
+
+def _operation(each: Operation) -> dict[str, Any]:
+    return {
+        "key": f"{each.run_id}/{each.seq}",
+        "seq": each.seq,
+        "operation": each.operation,
+        "loss_fn": each.loss_fn,
+        "step": each.step,
+        "loss": "" if each.loss is None else f"{each.loss:.5g}",
+        "tokens": f"{each.tokens:,}" if each.tokens else "",
+        "engine": f"{each.seconds:.3f} s",
+        "ended": f"{ago(each.time)} ago",
+    }

@@ -1,0 +1,196 @@
+"""Metrics of runs as columns, and their curves reduced to what a screen can show."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from gradwire import History
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.float64]
+AXES = ("step", "tokens", "time")
+CURVE_POINTS = 1000
+CACHE_BYTES = 128 << 20
+NEWEST = 100
+
+
+def min_max(x: Numbers, y: Numbers, most: int = CURVE_POINTS) -> tuple[Numbers, Numbers]:
+    """Reduce a curve to the smallest and the largest value of each of ``most / 2`` equal parts, in their order.
+
+    So every peak stays visible, which an average would hide. A curve of at most ``most`` points stays as it is.
+    """
+    if len(y) <= most:
+        return x, y
+    size = -(-len(y) // (most // 2))
+    padded = np.pad(y, (0, -len(y) % size), mode="edge").reshape(-1, size)
+    starts = np.arange(len(padded)) * size
+    ends = np.stack([starts + padded.argmin(1), starts + padded.argmax(1)], 1)
+    chosen = np.unique(np.minimum(ends, len(y) - 1))
+    return x[chosen], y[chosen]
+
+
+def smoothed(y: Numbers, window: int) -> Numbers:
+    """The mean of each value and those before it, ``window`` of them at most."""
+    if window <= 1 or not len(y):
+        return y
+    sums = np.concatenate([[0.0], np.cumsum(y)])
+    ends = np.arange(1, len(y) + 1)
+    starts = np.maximum(ends - window, 0)
+    return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
+
+
+@dataclass
+class _Metric:
+    at: array[int] = field(default_factory=lambda: array("I"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation that succeeded; its ``loss`` is None if it has none."""
+
+    run_id: str
+    seq: int
+    operation: str
+    loss_fn: str
+    step: int
+    loss: float | None
+    tokens: int
+    seconds: float
+    time: float
+
+
+class Record:
+    """What one run measured, with the operation of every value.
+
+    Attributes:
+        operations: The newest operations, oldest first.
+    """
+
+    def __init__(self, history: History) -> None:
+        self._axes = {name: array("d") for name in AXES}
+        self._metrics: dict[str, _Metric] = {}
+        self.operations: deque[Operation] = deque(maxlen=NEWEST)
+        self._last: dict[str, int] = {}  # run -> the newest operation of it
+        self.append(history)
+
+    def append(self, history: History) -> None:
+        """Add operations behind the others; those that are there already are left out."""
+        fresh = []
+        for n, (run_id, seq) in enumerate(zip(history.run_id.tolist(), history.seq.tolist())):
+            if seq > self._last.get(run_id, 0):
+                self._last[run_id] = seq
+                fresh.append(n)
+        if not fresh:
+            return
+        begin, tokens = len(self._axes["step"]), self._axes["tokens"][-1] if self._axes["tokens"] else 0.0
+        self._axes["step"].extend(history.step[fresh].astype(float))
+        self._axes["time"].extend(history.time[fresh])
+        self._axes["tokens"].extend(tokens + np.cumsum(history.tokens[fresh]).astype(float))
+        for n in fresh[-NEWEST:]:
+            loss = float(history.loss[n])
+            self.operations.append(
+                Operation(
+                    run_id=history.run_id[n],
+                    seq=int(history.seq[n]),
+                    operation=history.operation[n],
+                    loss_fn=history.loss_fn[n],
+                    step=int(history.step[n]),
+                    loss=loss if np.isfinite(loss) else None,
+                    tokens=int(history.tokens[n]),
+                    seconds=float(history.seconds[n]),
+                    time=float(history.time[n]),
+                )
+            )
+        for name, values in self._columns(history):
+            finite = np.flatnonzero(np.isfinite(values[fresh]))
+            if len(finite):
+                metric = self._metrics.setdefault(name, _Metric())
+                metric.at.extend((begin + finite).tolist())
+                metric.values.extend(values[fresh][finite])
+
+    @staticmethod
+    def _columns(history: History) -> list[tuple[str, Numbers]]:
+        training = history.operation != "forward"
+        own = [
+            ("loss", np.where(training, history.loss, np.nan)),
+            ("grad_norm", history.grad_norm),
+            ("learning_rate", history.learning_rate),
+            ("loss (forward only)", np.where(training, np.nan, history.loss)),
+        ]
+        return own + list(history.metrics.items())
+
+    def __len__(self) -> int:
+        return len(self._axes["step"])
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics that have values, the loss first."""
+        return list(self._metrics)
+
+    @property
+    def last(self) -> dict[str, float]:
+        """The newest value of each metric."""
+        return {name: metric.values[-1] for name, metric in self._metrics.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        return 24 * len(self) + sum(12 * len(each.at) for each in self._metrics.values())
+
+    def curve(
+        self, metric: str, axis: str = "step", window: int = 1, within: tuple[float, float] | None = None
+    ) -> list[list[float]]:
+        """A metric over an axis, reduced by :func:`min_max`, as pairs; empty if the run has no such metric.
+
+        Args:
+            axis: One of ``AXES``.
+            window: As for :func:`smoothed`.
+            within: The range of the axis to show, which then has all the points; None: all of it.
+        """
+        found = self._metrics.get(metric)
+        if found is None:
+            return []
+        x = np.array(self._axes[axis])[np.array(found.at, np.int64)]
+        y = smoothed(np.array(found.values), window)
+        if within is not None:
+            inside = (x >= within[0]) & (x <= within[1])
+            x, y = x[inside], y[inside]
+        x, y = min_max(x, y)
+        scale = 1000.0 if axis == "time" else 1.0  # browsers count milliseconds
+        return np.stack([x * scale, y], 1).tolist() if len(x) else []
+
+
+class Records:
+    """The records that were looked at last, within a number of bytes."""
+
+    def __init__(self, most_bytes: int = CACHE_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._records: OrderedDict[str, Record] = OrderedDict()
+
+    def get(self, run_id: str) -> Record | None:
+        if run_id in self._records:
+            self._records.move_to_end(run_id)
+        return self._records.get(run_id)
+
+    def put(self, run_id: str, record: Record) -> None:
+        self._records[run_id] = record
+        self._records.move_to_end(run_id)
+        while len(self._records) > 1 and sum(each.num_bytes for each in self._records.values()) > self._most_bytes:
+            self._records.popitem(last=False)
+
+    def forget(self, run_id: str = "") -> None:
+        """Drop a run's record, or all."""
+        if run_id:
+            self._records.pop(run_id, None)
+        else:
+            self._records.clear()
+
+
+def only(history: History, run_id: str) -> History:
+    """The operations of one run."""
+    own = history.run_id == run_id
+    columns = {name: getattr(history, name)[own] for name in History.__dataclass_fields__ if name != "metrics"}
+    return History(metrics={name: values[own] for name, values in history.metrics.items()}, **columns)

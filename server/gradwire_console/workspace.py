@@ -1,0 +1,234 @@
+"""What one key of the server sees: its runs, followed by one stream for all of its pages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import gradwire
+from gradwire import History, RunInfo, TrainingClient
+
+from gradwire_console.series import Record, Records, only
+
+RATE_S = 20.0
+TRAINING_S = 5.0
+PATIENCE_S = 5.0
+AGAIN_S = 1.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """The server that a console is of."""
+
+    address: str
+    ca_cert: Path | None = None
+
+    async def connect(self, key: str) -> gradwire.ServiceClient:
+        """Connect with a key; "" for none."""
+        return await gradwire.connect(
+            self.address, api_key=key or None, ca_cert=self.ca_cert, connect_timeout=10.0, reconnect_timeout=PATIENCE_S
+        )
+
+
+@dataclass
+class LiveRun:
+    """A run and what its pace was in the last seconds."""
+
+    info: RunInfo
+    changed_at: float = 0.0
+    paces: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4096))
+
+    @property
+    def state(self) -> str:
+        """``"parked"``, ``"training"`` or ``"idle"``."""
+        if self.info.parked:
+            return "parked"
+        busy = self.info.accepted_seq > self.info.applied_seq or time.time() - self.changed_at < TRAINING_S
+        return "training" if busy else "idle"
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of operations that ended in the last seconds, per second."""
+        since = time.time() - RATE_S
+        return sum(tokens for at, tokens in self.paces if at >= since) / RATE_S
+
+
+class Workspace:
+    """The runs of one key, live.
+
+    Attributes:
+        service: The connection.
+        runs: The runs by id, newest first.
+        revision: Grows with every change.
+        away: Why the server cannot be reached at the moment; "" while it can.
+    """
+
+    def __init__(self, service: gradwire.ServiceClient) -> None:
+        self.service = service
+        self.runs: dict[str, LiveRun] = {}
+        self.revision = 0
+        self.away = ""
+        self._records = Records()
+        self._clients: dict[str, TrainingClient] = {}
+        self._loading: dict[str, asyncio.Lock] = {}
+        self._meanwhile: dict[str, list[History]] = {}  # what came while a run's record is fetched
+        self._listed = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._watching = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
+        await self.service.close()
+
+    async def listed(self) -> None:
+        """Wait until the runs have been listed, or the server turns out to be away."""
+        await self._listed.wait()
+
+    async def shows(self, run_id: str) -> None:
+        """Wait until a run that was just created has been told of."""
+        while run_id not in self.runs and not self.away:
+            self._changed = asyncio.Event()
+            await self._changed.wait()
+
+    def client(self, run_id: str) -> TrainingClient:
+        """A client of a run; it takes no run over before an operation is submitted by it."""
+        if run_id not in self._clients:
+            self._clients[run_id] = self.service.get_training_client(run_id)
+        return self._clients[run_id]
+
+    async def record(self, run_id: str) -> Record:
+        """What a run measured: fetched at the first call, and followed from then on.
+
+        Raises:
+            GradwireError: The run is not there, or the server is away.
+        """
+        async with self._loading.setdefault(run_id, asyncio.Lock()):
+            record = self._records.get(run_id)
+            if record is None:
+                meanwhile = self._meanwhile[run_id] = []
+                try:
+                    record = Record(await self.client(run_id).history())
+                finally:
+                    del self._meanwhile[run_id]
+                for history in meanwhile:
+                    record.append(history)
+                self._records.put(run_id, record)
+            return record
+
+    async def _watch(self) -> None:
+        cursor = ""
+        while True:
+            try:
+                async with contextlib.aclosing(self.service.watch(cursor, with_points=True)) as updates:
+                    async for update in updates:
+                        cursor = update.cursor or cursor
+                        self._take(update)
+            except gradwire.UnauthenticatedError as error:
+                self._says(f"the server refuses the key: {error}")
+                return
+            except gradwire.GradwireError as error:
+                self._says(str(error))
+                await asyncio.sleep(AGAIN_S)
+
+    def _says(self, away: str) -> None:
+        self.away = away
+        self.revision += 1
+        self._changed.set()
+        self._listed.set()
+
+    def _take(self, update: gradwire.RunUpdates) -> None:
+        self.away = ""
+        now = time.time()
+        if update.whole:
+            self.runs.clear()
+            self._records.forget()
+        for info in update.runs:
+            known = self.runs.get(info.run_id)
+            if known is None:
+                self.runs[info.run_id] = LiveRun(info)
+            else:
+                if info.applied_seq != known.info.applied_seq:
+                    known.changed_at = now
+                known.info = info
+        for run_id in update.gone:
+            self.runs.pop(run_id, None)
+            self._records.forget(run_id)
+        self._follow(update.history)
+        self.revision += 1
+        self._changed.set()
+        if update.cursor:
+            self._listed.set()
+
+    def _follow(self, history: History) -> None:
+        for run_id, at, tokens in zip(history.run_id.tolist(), history.time.tolist(), history.tokens.tolist()):
+            if run_id in self.runs:
+                self.runs[run_id].paces.append((at, tokens))
+        for run_id in dict.fromkeys(history.run_id.tolist()):
+            own = only(history, run_id)
+            if run_id in self._meanwhile:
+                self._meanwhile[run_id].append(own)
+            elif (record := self._records.get(run_id)) is not None:
+                record.append(own)
+
+    def newest_first(self) -> list[LiveRun]:
+        """The runs, newest first."""
+        return sorted(self.runs.values(), key=lambda run: (run.info.created_at, run.info.run_id), reverse=True)
+
+
+class Workspaces:
+    """The workspaces of a console, one a key; a browser has one by its session.
+
+    Args:
+        server: The server.
+        own_key: The key of everyone who opens the console on its own machine; None: they sign in.
+        read_only: Whether nothing may be changed through this console.
+    """
+
+    def __init__(self, server: Server, own_key: str | None, read_only: bool = False) -> None:
+        self.server, self.read_only = server, read_only
+        self._own_key = own_key
+        self._by_key: dict[str, Workspace] = {}
+        self._keys: dict[str, str] = {}  # browser -> key; in memory alone, so that no key is on disk
+        self._opening = asyncio.Lock()
+
+    @property
+    def asks(self) -> bool:
+        """Whether browsers sign in."""
+        return self._own_key is None
+
+    async def sign_in(self, browser: str, key: str) -> str:
+        """Give a browser the workspace of a key; return why the server refuses it, or ""."""
+        try:
+            await self._workspace(key)
+        except gradwire.UnauthenticatedError:
+            return "The server does not know this key."
+        except gradwire.GradwireError as error:
+            return str(error)
+        self._keys[browser] = key
+        return ""
+
+    def sign_out(self, browser: str) -> None:
+        self._keys.pop(browser, None)
+
+    async def of(self, browser: str) -> Workspace | None:
+        """The workspace of a browser; None if it has to sign in.
+
+        Raises:
+            GradwireError: The server is away, and has not been reached so far.
+        """
+        key = self._own_key if self._own_key is not None else self._keys.get(browser)
+        return None if key is None else await self._workspace(key)
+
+    async def _workspace(self, key: str) -> Workspace:
+        async with self._opening:
+            if key not in self._by_key:
+                self._by_key[key] = Workspace(await self.server.connect(key))
+            return self._by_key[key]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(workspace.close() for workspace in self._by_key.values()))

@@ -1,0 +1,194 @@
+"""Components of pages: tables, plots, empty and error states, and lines of code to copy. They show strings as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nicegui import ui
+from nicegui.element import Element
+from nicegui.elements import echart as _library  # noqa: F401  it offers the library that plot.js imports
+from nicegui.events import GenericEventArguments
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a :class:`Table`.
+
+    Attributes:
+        name: Key of its cells in a row; ``NAME_sub`` is shown beside a cell, ``NAME_hint`` on hover.
+        label: Its heading.
+        hint: What the heading means, on hover.
+        num: Whether its cells are numbers.
+        link: Whether its cells link to the row's ``href``.
+        state: Whether its cells are states, shown with a mark.
+    """
+
+    name: str
+    label: str
+    hint: str = ""
+    num: bool = False
+    link: bool = False
+    state: bool = False
+
+
+class Table(Element, component="table.js"):
+    """A dense table; with ``search`` it can be searched, and walked through by keys.
+
+    Args:
+        rows: Texts and numbers by column, with ``key`` and, for links, ``href``.
+        label: What it lists, for screen readers.
+        search: What its search field says; "" for none.
+        none: What is said where there are no rows.
+        on_chosen: Called with the keys of the selected rows; None: rows cannot be selected.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        label: str,
+        search: str = "",
+        unit: str = "rows",
+        none: str = "",
+        on_chosen: Callable[[list[str]], object] | None = None,
+    ) -> None:
+        super().__init__()
+        self._props["columns"] = [vars(column) for column in columns]
+        self._props["rows"] = list(rows)
+        self._props |= {"label": label, "search": search, "unit": unit, "none": none}
+        self._props["searchable"], self._props["selectable"] = bool(search), on_chosen is not None
+        if on_chosen is not None:
+            chosen = on_chosen
+
+            def select(event: GenericEventArguments) -> None:
+                chosen([str(key) for key in event.args])
+
+            self.on("chosen", select)
+
+    def show(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show other rows, if they are others."""
+        if rows != self._props["rows"]:
+            self._props["rows"] = list(rows)
+            self.update()
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A curve of a :class:`Plot`: ``points`` are pairs, ``colour`` counts from 0, ``faint`` is for raw values."""
+
+    name: str
+    points: Sequence[Sequence[float]]
+    colour: int = 0
+    faint: bool = False
+
+
+class Plot(Element, component="plot.js", default_classes="gw-plot"):
+    """Curves over a common axis; drag to zoom, double-click for all.
+
+    Args:
+        title: What it shows, for screen readers.
+        shared: Plots with the same name share their pointer.
+        on_range: Called with the two ends of the range that was dragged, or None for all.
+    """
+
+    def __init__(
+        self,
+        curves: Sequence[Curve],
+        *,
+        title: str,
+        time: bool = False,
+        shared: str = "",
+        on_range: Callable[[tuple[float, float] | None], object] | None = None,
+    ) -> None:
+        super().__init__()
+        self._props |= {"series": [vars(curve) for curve in curves], "title": title, "time": time, "shared": shared}
+        if on_range is not None:
+            zoomed = on_range
+
+            def select(event: GenericEventArguments) -> None:
+                ends = event.args
+                zoomed((float(ends[0]), float(ends[1])) if isinstance(ends, list) and len(ends) == 2 else None)
+
+            self.on("range", select)
+
+    def show(self, curves: Sequence[Curve], *, time: bool | None = None) -> None:
+        """Show other curves."""
+        self._props["series"] = [vars(curve) for curve in curves]
+        if time is not None:
+            self._props["time"] = time
+        self.update()
+
+
+def title(text: str, level: int = 1) -> Element:
+    """A heading."""
+    with ui.element(f"h{level}").classes("gw-title") as heading:
+        plain(text)
+    return heading
+
+
+def plain(text: str, classes: str = "", tag: str = "span") -> Element:
+    """A text, whatever it contains."""
+    element = ui.label(text).classes(classes)
+    element.tag = tag
+    return element
+
+
+def state(word: str, hint: str = "") -> Element:
+    """A state with its mark."""
+    element = plain(word, f"gw-state {word}")
+    if hint:
+        element.props["title"] = hint
+    return element
+
+
+def empty(sentence: str, code: str = "") -> None:
+    """What a place without content says: what would be there, and what to type."""
+    with ui.element("div").classes("gw-empty"):
+        ui.label(sentence).classes("quiet")
+        if code:
+            sdk_line(code)
+
+
+def error(sentence: str) -> None:
+    """A failure, in the words of whoever reports it."""
+    with ui.element("div").classes("gw-error").props("role=alert"):
+        ui.label(sentence)
+
+
+def sdk_line(code: str) -> None:
+    """A line of code that does the same, with a button that copies it."""
+    with ui.element("div").classes("gw-sdk"):
+        plain(code, tag="code").props("tabindex=0")
+        button("", lambda: _copy(code), kind="icon", icon="content_copy").props("dense").props["aria-label"] = (
+            "Copy the code"
+        )
+
+
+def _copy(code: str) -> None:
+    ui.clipboard.write(code)
+    ui.notify("Copied.")
+
+
+def facts(pairs: Mapping[str, object]) -> None:
+    """Names and values; those without a value are left out."""
+    with ui.element("dl").classes("gw-facts"):
+        for name, value in pairs.items():
+            if value not in ("", None):
+                plain(name, tag="dt")
+                plain(str(value), tag="dd")
+
+
+def button(text: str, on_click: Callable[..., Any], *, kind: str = "plain", icon: str | None = None) -> ui.button:
+    """A button: ``plain``, ``primary``, ``danger`` or ``icon``."""
+    return ui.button(text, on_click=on_click, icon=icon, color=None).props("no-caps flat").classes(f"gw-{kind}")
+
+
+def panel(heading: str = "") -> Element:
+    """A bordered part of a page, for ``with``."""
+    with ui.element("section").classes("gw-panel") as part:
+        if heading:
+            title(heading, 2)
+    return part

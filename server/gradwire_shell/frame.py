@@ -1,0 +1,120 @@
+"""The frame of a page: navigation, theme, keys and the form that asks for a key."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from nicegui import app, events, ui
+from nicegui.element import Element
+
+from gradwire_shell.components import button, plain, title
+
+CSS = (Path(__file__).parent / "theme.css").read_text(encoding="utf-8")
+THEMES: dict[bool | None, tuple[str, str]] = {
+    None: ("contrast", "as the system"),
+    False: ("light_mode", "light"),
+    True: ("dark_mode", "dark"),
+}
+KEYS = {
+    "/": "search",
+    "j k": "next and previous row",
+    "Enter": "open the row",
+    "x": "select the row",
+    "?": "this help",
+}
+
+
+@contextmanager
+def frame(
+    product: str, sections: Sequence[tuple[str, str]], here: str, *, narrow: bool = False, keys: dict[str, str] = KEYS
+) -> Iterator[Element]:
+    """A page's frame; its content goes into the body of ``with``, which gets the place for the server's state.
+
+    Args:
+        product: Name beside the brand.
+        sections: Names and paths of the navigation.
+        here: Path of the section that the page belongs to.
+        narrow: Whether lines stay short on a wide screen.
+        keys: What keys do, for the help.
+    """
+    ui.add_css(CSS)
+    ui.dark_mode(app.storage.user.get("dark"))
+    plain("Skip to the content", "gw-skip", "a").props("href=#content")
+    with ui.element("header").classes("gw-bar"):
+        with ui.element("div").classes("gw-brand"):
+            plain("gradwire ")
+            plain(product)
+        with ui.element("nav").classes("gw-nav").props("aria-label=Sections"):
+            for name, path in sections:
+                link = ui.link(name, path)
+                if path == here:
+                    link.props("aria-current=page")
+        status = ui.element("div").classes("gw-server").props("role=status")
+        _theme()
+        shown = _help(keys)
+        button("", shown.open, kind="icon", icon="keyboard").props("dense").props["aria-label"] = "Keys"
+    with ui.element("div").classes("gw-main" + (" narrow" if narrow else "")).props("id=content"):  # inside the main
+        yield status
+
+
+def _theme() -> None:
+    chosen = app.storage.user.get("dark")
+    icon, word = THEMES[chosen]
+
+    def change() -> None:
+        order = list(THEMES)
+        app.storage.user["dark"] = order[(order.index(app.storage.user.get("dark")) + 1) % len(order)]
+        ui.navigate.reload()
+
+    switch = button("", change, kind="icon", icon=icon).props("dense")
+    switch.props["aria-label"] = switch.props["title"] = f"Theme: {word}"
+
+
+def _help(keys: dict[str, str]) -> ui.dialog:
+    with ui.dialog() as dialog, ui.card().props("aria-label=Keys"):
+        title("Keys", 2)
+        with ui.element("dl").classes("gw-facts"):
+            for key, meaning in keys.items():
+                with ui.element("dt"):
+                    plain(key, tag="kbd")
+                plain(meaning, tag="dd")
+
+    def pressed(event: events.KeyEventArguments) -> None:
+        if event.action.keydown and event.key == "?":
+            dialog.open()
+
+    ui.keyboard(pressed)
+    return dialog
+
+
+def sign_in(product: str, label: str, enter: Callable[[str], Awaitable[str]], target: str) -> None:
+    """The page that asks for a key.
+
+    Args:
+        label: What the key is called.
+        enter: Takes the key, and returns why it is refused; "" where it is not.
+        target: Where to go then.
+    """
+    ui.add_css(CSS)
+    ui.dark_mode(app.storage.user.get("dark"))
+
+    async def submit() -> None:
+        refusal.set_text("")
+        why = await enter((key.value or "").strip())
+        if why:
+            refusal.set_text(why)
+        else:
+            ui.navigate.to(target)
+
+    with ui.element("div").classes("gw-main").style("max-width: 26rem; padding-top: 18vh"), panel_form():
+        title(f"gradwire {product}")
+        key = ui.input(label, password=True).props("outlined dense").classes("full-width").on("keydown.enter", submit)
+        refusal = ui.label("").style("color: var(--bad)").props("role=alert")
+        button("Sign in", submit, kind="primary")
+
+
+def panel_form() -> Element:
+    """A panel without a heading of its own."""
+    return ui.element("section").classes("gw-panel")

@@ -1,0 +1,242 @@
+"""The console in a real browser, over a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gradwire
+import pytest
+from gradwire import sync
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from support.console import CHROMIUM, PATIENCE_MS, Console, page_of
+from support.server import Server
+
+pytestmark = pytest.mark.browser
+
+expect.set_options(timeout=PATIENCE_MS)
+ROWS = {"input_ids": [[5, 6, 7, 8, 9, 10]] * 2}
+PAYLOADS = (
+    "<img src=x onerror=alert(1)>",
+    "<script>alert(2)</script>",
+    "{{constructor.constructor('alert(3)')()}}",
+    '"><svg onload=alert(4)>',
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed: apt-get install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def service(server: Server) -> Iterator[sync.ServiceClient]:
+    with gradwire.sync.connect(server.address) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def console(server: Server) -> Iterator[Console]:
+    console = Console(server.address)
+    yield console
+    assert console.end() == 0
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    with page_of(browser) as page:
+        yield page
+
+
+def train(run: sync.TrainingClient, steps: int, learning_rate: float = 1e-3) -> None:
+    for _ in range(steps):
+        run.forward_backward(ROWS, "causal_lm")
+        run.optim_step(learning_rate=learning_rate).result(60)
+
+
+def row(page: Page, run: sync.TrainingClient) -> Any:
+    return page.locator(f'tr[data-key="{run.run_id}"]')
+
+
+def test_a_run_appears_trains_and_is_found(console: Console, service: sync.ServiceClient, page: Page) -> None:
+    page.goto(console.url)
+    run = service.create_run("tiny", lora={"rank": 2}, name="seen-live")
+    expect(row(page, run)).to_contain_text("seen-live")
+    train(run, 2)
+    expect(row(page, run)).to_contain_text("training")
+    expect(row(page, run).locator("td").nth(3)).to_have_text("2")
+    page.keyboard.press("/")
+    page.keyboard.type("nothing like it")
+    expect(page.get_by_text("Nothing matches")).to_be_visible()
+    page.get_by_role("searchbox").fill("seen-live")
+    expect(page.locator("tbody tr")).to_have_count(1)
+    page.keyboard.press("Enter")
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"**/run/{run.run_id}")
+    last = page.locator(".gw-plot-title", has_text="loss").locator("..").locator(".mono").first
+    expect(last).not_to_have_text("")
+    train(run, 1)
+    expect(page.get_by_role("region", name="Operations").locator("tbody tr")).to_have_count(6)
+    expect(page.locator(".gw-facts").first).to_contain_text("3")
+    page.keyboard.press("?")
+    expect(page.get_by_text("next and previous row")).to_be_visible()
+    found = page.request.get(f"{console.url}/api/runs/{run.run_id}/metrics").json()
+    assert len(found["loss"]) == 3 and len(found["learning_rate"]) == 3
+
+
+def test_actions_show_their_line_and_are_carried_out(console: Console, service: sync.ServiceClient, page: Page) -> None:
+    run = service.create_run("tiny", lora={"rank": 2}, name="acted-on")
+    train(run, 1)
+    run.save_checkpoint("kept", note="a note").result(60)
+    page.goto(f"{console.url}/run/{run.run_id}")
+    page.get_by_role("button", name="Fork kept").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text(f'await service.fork_run("{run.run_id}/kept")')
+    dialog.get_by_role("button", name="Fork", exact=True).click()
+    page.wait_for_url(lambda url: "/run/" in url and run.run_id not in url)
+    expect(page.get_by_text(f"{run.run_id}/kept")).to_be_visible()
+    forked = page.url.rpartition("/")[2]
+    page.get_by_role("button", name="Delete").click()
+    dialog.get_by_role("textbox").fill("another name")
+    dialog.get_by_role("button", name="Delete").click()
+    expect(page.get_by_text("Type fork of kept to confirm.")).to_be_visible()
+    assert forked in {each.run_id for each in service.list_runs()}
+    dialog.get_by_role("textbox").fill("fork of kept")
+    dialog.get_by_role("button", name="Delete").click()
+    page.wait_for_url(console.url + "/")
+    assert forked not in {each.run_id for each in service.list_runs()}
+
+
+def test_strings_of_runs_and_models_are_texts(console: Console, service: sync.ServiceClient, page: Page) -> None:
+    runs = [service.create_run("tiny", lora={"rank": 2}, name=each, tags={each: each}) for each in PAYLOADS]
+    train(runs[0], 1)
+    runs[0].save_checkpoint("x", note=PAYLOADS[0]).result(60)
+    page.goto(console.url)
+    for run, payload in zip(runs, PAYLOADS):
+        expect(row(page, run)).to_contain_text(payload)
+    page.goto(f"{console.url}/run/{runs[0].run_id}")
+    expect(page.get_by_role("heading", level=1)).to_have_text(PAYLOADS[0])
+    expect(page.get_by_text(f"old, {PAYLOADS[0]}")).to_be_visible()
+    page.goto(f"{console.url}/compare?runs=" + ",".join(run.run_id for run in runs))
+    expect(page.get_by_role("region", name="Settings that differ")).to_contain_text(f"tag {PAYLOADS[1]}")
+    page.goto(f"{console.url}/playground?prompt={PAYLOADS[0]}")
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator(".gw-answer span").first).to_be_attached()
+    expect(page.locator(".gw-main img, .gw-main svg[onload]")).to_have_count(0)
+
+
+def test_a_read_only_console_changes_nothing(server: Server, service: sync.ServiceClient, page: Page) -> None:
+    run = service.create_run("tiny", lora={"rank": 2}, name="untouched")
+    train(run, 1)
+    run.save_checkpoint("kept").result(60)
+    before = {each.run_id for each in service.list_runs()}, [each.name for each in run.list_checkpoints()]
+    console = Console(server.address, "--read-only")
+    try:
+        page.goto(f"{console.url}/run/{run.run_id}")
+        dialog = page.get_by_role("dialog")
+        for name, confirm in (("Fork kept", "Fork"), ("Save checkpoint", "Save"), ("Delete", "Delete")):
+            page.get_by_role("button", name=name).click()
+            if name == "Delete":
+                dialog.get_by_role("textbox").fill("untouched")
+            dialog.get_by_role("button", name=confirm, exact=True).click()
+            expect(page.get_by_text("This console is read-only").first).to_be_visible()
+            expect(dialog).to_have_count(0)
+        assert before == ({each.run_id for each in service.list_runs()}, [each.name for each in run.list_checkpoints()])
+        stranger = {"Host": "evil.example", "Origin": "http://evil.example"}
+        assert page.request.get(console.url, headers=stranger).status == 421
+        assert page.request.get(console.url).headers["content-security-policy"].startswith("default-src 'self'")
+    finally:
+        assert console.end() == 0
+
+
+@pytest.mark.slow
+def test_keys_of_the_server_are_asked_for(tiny_model_path: Path, tmp_path: Path, page: Page) -> None:
+    from gradwire_server.access.keys import KeyFile
+
+    tmp_path.joinpath("state").mkdir()
+    keys = {name: KeyFile(tmp_path / "state").create(name, "user") for name in ("ada", "bob")}
+    server = Server(tiny_model_path, tmp_path / "state").start()
+    console = Console(server.address)
+    try:
+        with gradwire.sync.connect(server.address, api_key=keys["ada"]) as service:
+            run = service.create_run("tiny", lora={"rank": 2}, name="of-ada")
+            assert page.request.get(f"{console.url}/api/runs").status == 401
+            page.goto(f"{console.url}/run/{run.run_id}")
+            page.wait_for_url("**/login?next=*")
+            for key, sees in (("gw_wrong", "does not know this key"), (keys["bob"], "There is no such run")):
+                page.get_by_label("Key of the server").fill(key)
+                page.get_by_role("button", name="Sign in").click()
+                expect(page.get_by_text(sees)).to_be_visible()
+            assert page.request.get(f"{console.url}/api/runs").json() == []
+            page.context.clear_cookies()
+            page.goto(console.url)
+            page.get_by_label("Key of the server").fill(keys["ada"])
+            page.keyboard.press("Enter")
+            expect(row(page, run)).to_contain_text("of-ada")
+            server.end()
+            expect(page.locator(".gw-state.away")).to_be_visible()
+    finally:
+        console.end()
+
+
+@pytest.mark.slow
+def test_a_restarted_server_is_found_again(tiny_model_path: Path, tmp_path: Path, page: Page) -> None:
+    server = Server(tiny_model_path, tmp_path / "state", "--address", f"127.0.0.1:{_port()}").start()
+    console = Console(server.address)
+    try:
+        with gradwire.sync.connect(server.address) as service:
+            run = service.create_run("tiny", lora={"rank": 2}, name="survivor")
+            train(run, 1)
+            page.goto(f"{console.url}/run/{run.run_id}")
+            expect(page.locator(".gw-state.connected")).to_be_visible()
+            server.end()
+            expect(page.locator(".gw-state.away")).to_be_visible()
+            server.start()
+            expect(page.locator(".gw-state.connected")).to_be_visible()
+            train(run, 3)
+            expect(page.get_by_role("region", name="Operations").locator("tbody tr")).to_have_count(8)
+    finally:
+        console.end()
+        server.end()
+
+
+def _port() -> int:
+    from support.server import free_port
+
+    return free_port()
+
+
+@pytest.mark.slow
+def test_a_job_is_started_from_its_form(tiny_model_path: Path, tmp_path: Path, page: Page) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"say {n}", "completion": f" {n}"}) + "\n" for n in range(12)))
+    server = Server(tiny_model_path, tmp_path / "state", "--job-workers", "1").start()
+    console = Console(server.address)
+    try:
+        page.goto(f"{console.url}/jobs")
+        page.get_by_role("button", name="New training").click()
+        page.locator("input[type=file]").set_input_files(data)
+        expect(page.get_by_text("The file is on the server.")).to_be_visible()
+        page.get_by_label("max steps").fill("two")
+        page.get_by_role("button", name="Start the training").click()
+        expect(page.get_by_text("max_steps is 'two'; it must be a number")).to_be_visible()
+        for name, value in (("max steps", "2"), ("batch size", "2"), ("max tokens", "64"), ("Name", "from-the-form")):
+            page.get_by_label(name, exact=True).fill(value)
+        page.get_by_role("button", name="Start the training").click()
+        expect(page.get_by_role("dialog")).to_contain_text('service.jobs.submit("sft"')
+        page.get_by_role("dialog").get_by_role("button", name="Start", exact=True).click()
+        page.wait_for_url("**/jobs/job-*")
+        expect(page.locator("h1 + div .gw-state")).to_have_text(re.compile("succeeded"))
+        page.get_by_role("button", name="Curves").click()
+        expect(page.locator(".gw-plot-title", has_text="loss").first).to_be_visible()
+    finally:
+        console.end()
+        server.end()

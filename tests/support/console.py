@@ -1,0 +1,62 @@
+"""The console as a user starts it, and a browser that is kept from everything but this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from playwright.sync_api import Browser, Page, Route
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PATIENCE_MS = 120_000
+
+
+class Console:
+    """`gradwire console` as a child process."""
+
+    def __init__(self, server: str, *args: str, key: str = "") -> None:
+        command = [sys.executable, "-m", "gradwire_console.cli", server, "--address", "127.0.0.1:0", *args]
+        env = {name: value for name, value in os.environ.items() if name != "GRADWIRE_API_KEY"}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=env | ({"GRADWIRE_API_KEY": key} if key else {})
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert "listening on" in line, f"the console ended with {self.process.wait()}: {line}"
+        self.url = line.split()[-1]
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(timeout=60)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+
+@contextmanager
+def page_of(browser: Browser, width: int = 1280) -> Iterator[Page]:
+    """A page of a browser of its own; fails if it asked another host for something, or a script failed."""
+    wrong: list[str] = []
+    context = browser.new_context(viewport={"width": width, "height": 800})
+    context.set_default_timeout(PATIENCE_MS)
+
+    def only_here(route: Route) -> None:
+        if re.match(r"https?://127\.0\.0\.1[:/]", route.request.url):
+            route.continue_()
+        else:
+            wrong.append(route.request.url)
+            route.abort()
+
+    context.route("**/*", only_here)
+    page = context.new_page()
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("dialog", lambda dialog: (wrong.append(f"a dialog: {dialog.message}"), dialog.dismiss()))
+    yield page
+    context.close()
+    assert wrong == []

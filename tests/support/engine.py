@@ -153,7 +153,7 @@ class LocalEngine(Driver):
         """Sample like the engine's loop: token by token, until the answer is complete."""
         self._samples.begin(self.context.decisions.sample(request), request)
         while not (answers := self._samples.finished()):
-            self._samples.step()
+            self._samples.step(self.context.decisions.step_samples(self._samples.messages()))
         return answers[0]
 
 
@@ -164,13 +164,13 @@ class EngineProcess(Driver):
         hello: what it said first.
     """
 
-    def __init__(self, models: Mapping[str, Path], state_dir: Path) -> None:
+    def __init__(self, models: Mapping[str, Path], state_dir: Path, **settings: Any) -> None:
         super().__init__()
         ours, theirs = socket.socketpair()
         folders = {name: str(path) for name, path in models.items()}
-        settings = EngineSettings(models=folders, state_dir=state_dir, device="cpu", threads=1)
+        chosen = EngineSettings(models=folders, state_dir=state_dir, device="cpu", threads=1, **settings)
         words = [sys.executable, "-m", "gradwire_server.engine.process", "--fd", str(theirs.fileno())]
-        words += ["--settings", settings.model_dump_json()]
+        words += ["--settings", chosen.model_dump_json()]
         self.process = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=os.environ | {"HF_HUB_OFFLINE": "1"})
         theirs.close()
         self.link = EngineLink(ours)

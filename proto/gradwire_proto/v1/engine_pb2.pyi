@@ -6,8 +6,8 @@ The messages between the front and the engine on one machine, over a socket pair
 A frame is: uint32 header length, uint64 payload length (both little-endian), the serialized
 EngineRequest or EngineReply, the payload. Requests of one run are executed and answered in order of
 arrival; replies carry the request's id. On start the engine sends one reply of id 0: its EngineHello, or the error
-that stopped it. Then it sends an EngineHeartbeat of id 0 every second, between its replies. An engine of many
-ranks needs only this one ordered stream: rank 0 reads it and broadcasts.
+that stopped it. Then it sends an EngineHeartbeat of id 0 every second, between its replies. In an engine of several
+ranks, rank 0 reads this stream and sends each of its decisions to the others as an EngineDecision.
 
 Beside the stream both ends share a page of marks (engine/marks.py): the requests that the engine is carrying out,
 and those that the front takes back before it has begun them.
@@ -690,3 +690,88 @@ class CacheUse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CacheUse: _TypeAlias = CacheUse  # noqa: Y015
+
+@_typing.final
+class EngineDecision(_message.Message):
+    """What rank 0 has decided that all ranks execute now. The payloads of its requests follow, one after another."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    STEPS_SAMPLES_FIELD_NUMBER: _builtins.int
+    STOPPED_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    WITHDRAWN_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    GROUP_TOKENS_FIELD_NUMBER: _builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    steps_samples: _builtins.bool
+    """the samples in progress advance by a token"""
+    group_tokens: _builtins.int
+    """most tokens of a shared forward"""
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineRequest]:
+        """that begin"""
+
+    @_builtins.property
+    def stopped(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStopped]:
+        """samples in progress that end instead"""
+
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineRequest]:
+        """that are executed"""
+
+    @_builtins.property
+    def withdrawn(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """ids of requests above that do not begin"""
+
+    @_builtins.property
+    def limits(self) -> _containers.RepeatedCompositeFieldContainer[_training_pb2.MemoryLimits]:
+        """of each of `requests`"""
+
+    @_builtins.property
+    def payload_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of each of `samples`, then of each of `requests`"""
+
+    def __init__(
+        self,
+        *,
+        samples: _abc.Iterable[Global___EngineRequest] | None = ...,
+        steps_samples: _builtins.bool = ...,
+        stopped: _abc.Iterable[Global___EngineStopped] | None = ...,
+        requests: _abc.Iterable[Global___EngineRequest] | None = ...,
+        withdrawn: _abc.Iterable[_builtins.int] | None = ...,
+        limits: _abc.Iterable[_training_pb2.MemoryLimits] | None = ...,
+        group_tokens: _builtins.int = ...,
+        payload_bytes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_tokens", b"group_tokens", "limits", b"limits", "payload_bytes", b"payload_bytes", "requests", b"requests", "samples", b"samples", "steps_samples", b"steps_samples", "stopped", b"stopped", "withdrawn", b"withdrawn"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineDecision: _TypeAlias = EngineDecision  # noqa: Y015
+
+@_typing.final
+class EngineStopped(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    @_builtins.property
+    def error(self) -> _training_pb2.Error: ...
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        error: _training_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineStopped: _TypeAlias = EngineStopped  # noqa: Y015

@@ -6,8 +6,8 @@ The messages between the front and the engine on one machine, over a socket pair
 A frame is: uint32 header length, uint64 payload length (both little-endian), the serialized
 EngineRequest or EngineReply, the payload. Requests of one run are executed and answered in order of
 arrival; replies carry the request's id. On start the engine sends one reply of id 0: its EngineHello, or the error
-that stopped it. Then it sends an EngineHeartbeat of id 0 every second, between its replies. An engine of many
-ranks needs only this one ordered stream: rank 0 reads it and broadcasts.
+that stopped it. Then it sends an EngineHeartbeat of id 0 every second, between its replies. In an engine of several
+ranks, rank 0 reads this stream and sends each of its decisions to the others as an EngineDecision.
 
 Beside the stream both ends share a page of marks (engine/marks.py): the requests that the engine is carrying out,
 and those that the front takes back before it has begun them.

@@ -79,9 +79,20 @@ class Agreement:
         """Seconds of work on a GPU, measured to choose by."""
         return machine.seconds_on(device, work)
 
-    def together(self) -> AbstractContextManager[None]:
-        """Execute the body in every process: what one of them raises, all raise at its end. May be nested."""
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """Execute the body in every process: what one of them raises, all raise at its end. May be nested.
+
+        Args:
+            what: Names the body; processes that are in different ones are out of step.
+        """
         return nullcontext()
+
+    def once(self, work: Callable[[], T]) -> T | None:
+        """Do work in one process only, because it changes what all share, such as files; None in the others."""
+        return work()
+
+    def confirm(self, answer: engine_pb2.EngineReply) -> None:
+        """Confirm that every process has come to the same answer, before it is sent."""
 
     def attempt(self, work: Callable[[], T]) -> T | Failure:
         """Do work in every process, which may fail; where memory ran out, what the work held is freed.
@@ -91,7 +102,7 @@ class Agreement:
         """
         found: list[T] = []
         try:
-            with self.together():
+            with self.together("attempt"):
                 found.append(work())
             return found[0]
         except Exception as error:

@@ -37,6 +37,11 @@ class OperationError(Exception):
     def from_batch_error(cls, error: BatchError) -> OperationError:
         return cls(training_pb2.ERROR_CODE_INVALID_BATCH, str(error), field=error.field, row=error.row, rule=error.rule)
 
+    @classmethod
+    def from_proto(cls, error: training_pb2.Error) -> OperationError:
+        row = error.row if error.HasField("row") else None
+        return cls(error.code, error.message, field=error.field, row=row, rule=error.rule)
+
     def to_proto(self) -> training_pb2.Error:
         error = training_pb2.Error(code=self.code, message=self.message, field=self.field, rule=self.rule)
         if self.row is not None:
@@ -47,6 +52,10 @@ class OperationError(Exception):
 def invalid(message: str, argument: str) -> OperationError:
     """Make an INVALID_ARGUMENT error that names the argument."""
     return OperationError(training_pb2.ERROR_CODE_INVALID_ARGUMENT, message, field=argument)
+
+
+class GroupBroken(Exception):
+    """The processes of an engine are out of step, or one of them is gone: it must be started again."""
 
 
 class DamagedFile(Exception):

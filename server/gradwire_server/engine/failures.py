@@ -14,7 +14,7 @@ from gradwire_proto.codec import CodecError
 from gradwire_proto.v1 import training_pb2
 from pydantic import ValidationError
 
-from gradwire_server.engine.errors import DamagedFile, OperationError
+from gradwire_server.engine.errors import DamagedFile, GroupBroken, OperationError
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,11 @@ def to_error(error: Exception, what: str) -> training_pb2.Error:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether the device is unusable from now on, or a run's tensors are lost, so that only a new process helps."""
-    if isinstance(error, DamagedFile):
+    """Whether the device is unusable from now on, a run's tensors are lost, or the group of ranks is broken.
+
+    Only a new process helps then.
+    """
+    if isinstance(error, (DamagedFile, GroupBroken)):
         return True
     kind = getattr(torch, "AcceleratorError", None)
     return kind is not None and isinstance(error, kind) and not is_out_of_memory(error)

@@ -9,7 +9,7 @@ from pathlib import Path
 import gradwire_server.engine
 
 ENGINE = Path(gradwire_server.engine.__file__).parent
-MAY_ASK = {"agreement.py", "operations/decisions.py"}
+MAY_ASK = {"agreement.py", "group_agreement.py", "operations/decisions.py"}
 """The files that choose by what their process sees."""
 ASKS_THE_WORLD = {
     "time.time", "time.monotonic", "time.time_ns", "time.monotonic_ns", "datetime.now", "datetime.utcnow",
@@ -26,7 +26,7 @@ REPORTS = {
     "failures.py": "says which errors mean that memory ran out",
     "process/heartbeat.py": "tells the front, and chooses nothing",
     "process/memory_owners.py": "tells the front, and chooses nothing",
-    "process/__main__.py": "opens the page of marks",
+    "process/ranks.py": "opens the page of marks",
     "state/checkpoints.py": "writes the time into a manifest",
     "operations/train_steps.py": "words an error",
 }

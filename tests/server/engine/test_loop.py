@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.config import EngineSettings
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.operations.decisions import Decision, Decisions
 from gradwire_server.engine.operations.lifecycle import Answer
 from gradwire_server.engine.operations.request import Request
 from gradwire_server.engine.process.loop import Loop
+from gradwire_server.engine.process.ranks import Ranks
 from gradwire_server.engine.scoring.memory import Memory
 
 
@@ -27,7 +29,6 @@ class Stage:
         self.log: list[str] = []
         self.arrivals: dict[int, list[Request]] = {}
         self.under_way: list[tuple[engine_pb2.EngineRequest, list[int]]] = []
-        self.worked_on: list[list[int]] = []
         self.steps = 0
 
     # the engine
@@ -51,10 +52,10 @@ class Stage:
         call = message.sample.call if message.HasField("sample") else message.operation.operation.sample
         self.under_way.append((message, [call.max_tokens]))
 
-    def turn(self) -> list[int]:
-        return [message.id for message, _ in self.under_way]
+    def messages(self) -> list[engine_pb2.EngineRequest]:
+        return [message for message, _ in self.under_way]
 
-    def step(self) -> None:
+    def step(self, decision: Decision) -> None:
         self.log.append("step")
         self.steps += 1
         for _, left in self.under_way:
@@ -69,16 +70,11 @@ class Stage:
 
     # the loop
 
-    @contextmanager
-    def working(self, request_ids: Sequence[int]) -> Iterator[None]:
-        self.worked_on.append(list(request_ids))
-        yield
-
     def run(self, *requests: Request, decisions: Decisions | None = None) -> list[str]:
         for request in requests:
             self.requests.put(request)
         stage: Any = self
-        Loop(decisions or First(), stage, stage, self.requests, self.told, self.working).run()
+        Loop(decisions or First(), stage, stage, self.requests, Ranks(EngineSettings()), self.told, nullcontext).run()
         return self.log
 
     def told(self, answer: Answer) -> None:
@@ -151,8 +147,6 @@ def test_samples_join_those_under_way() -> None:
     log = stage.run(sample(1, tokens=4))
     assert log[:7] == ["begin 1", "step", "step", "begin 2", "begin 3", "step", "told 2"]
     assert log[-3:] == ["told 3", "do 99", "told 99"]
-    assert stage.worked_on[:3] == [[1], [1], [1]]
-    assert [1, 2, 3] in stage.worked_on
 
 
 def test_runs_are_made_and_dropped_in_their_order() -> None:
@@ -168,5 +162,4 @@ def test_those_that_go_together_are_told_each_as_it_is_done() -> None:
     log = stage.run(step(1, "a"), step(2, "a"), step(3, "b"), sample(4, "b", tokens=1), END, decisions=Pairs())
     assert log[:4] == ["do 3", "told 3", "do 1", "told 1"]
     assert log.index("do 2") > 3 and "begin 4" in log
-    assert [3, 1] in stage.worked_on
     assert log[-2:] == ["do 99", "told 99"]

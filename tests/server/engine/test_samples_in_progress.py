@@ -14,10 +14,12 @@ import torch
 from gradwire_proto import codec
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.config import EngineSettings
 from gradwire_server.engine.operations.lifecycle import Answer
 from gradwire_server.engine.operations.request import Request
 from gradwire_server.engine.operations.samples_in_progress import SamplesInProgress
 from gradwire_server.engine.process.loop import Loop
+from gradwire_server.engine.process.ranks import Ranks
 from support.engine import LocalEngine, token_rows
 
 PROMPTS = token_rows([[1, 20, 30], [1, 5]], "prompt_ids")
@@ -57,8 +59,9 @@ class Looped(LocalEngine):
             self.engine,
             SamplesInProgress(self.context),
             self._given,
+            Ranks(EngineSettings()),
             lambda answer: answers.__setitem__(answer.reply.id, answer),
-            lambda request_ids: nullcontext(),
+            nullcontext,
         ).run()
         return answers
 

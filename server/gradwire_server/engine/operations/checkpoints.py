@@ -16,18 +16,22 @@ def save_checkpoint(
     context: EngineContext, run: EngineRun, seq: int, call: training_pb2.SaveCheckpoint, columns: Columns
 ) -> Outcome:
     """Save the run's state, or its weights alone, as a checkpoint."""
-    manifest = context.store.save(
-        run.run_id,
-        call.name or f"step-{run.step}",
-        capture(run, weights_only=call.weights_only),
-        config=run.config,
-        step=run.step,
-        seq=seq,
-        note=call.note,
-        overwrite=call.overwrite,
-        weights_only=call.weights_only,
-    )
-    return Outcome(training_pb2.OperationResult(checkpoint=manifest.to_proto()))
+
+    def save() -> training_pb2.Checkpoint:
+        manifest = context.store.save(
+            run.run_id,
+            call.name or f"step-{run.step}",
+            capture(run, weights_only=call.weights_only),
+            config=run.config,
+            step=run.step,
+            seq=seq,
+            note=call.note,
+            overwrite=call.overwrite,
+            weights_only=call.weights_only,
+        )
+        return manifest.to_proto()
+
+    return Outcome(training_pb2.OperationResult(checkpoint=context.agreement.once(save)))
 
 
 def load_checkpoint(
@@ -45,11 +49,14 @@ def export(
     """Export the run as a folder that plain transformers or peft can load."""
     name = call.name or f"step-{run.step}"
     place = context.store.export_folder(run.run_id, name)
-    written = export_run(context.pool, run, place, call.format or "auto")
-    result = training_pb2.ExportResult(
-        name=name,
-        format=written.format,
-        size_bytes=folder_bytes(place),
-        logprob_difference=written.logprob_difference,
-    )
-    return Outcome(training_pb2.OperationResult(export=result))
+
+    def write() -> training_pb2.ExportResult:
+        written = export_run(context.pool, run, place, call.format or "auto")
+        return training_pb2.ExportResult(
+            name=name,
+            format=written.format,
+            size_bytes=folder_bytes(place),
+            logprob_difference=written.logprob_difference,
+        )
+
+    return Outcome(training_pb2.OperationResult(export=context.agreement.once(write)))

@@ -12,15 +12,17 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from gradwire_proto.codec import IMAGE_BYTES
+from gradwire_proto.v1 import engine_pb2
 from numpy.typing import NDArray
 
 from gradwire_server.engine.agreement import Agreement
+from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.machine import free_memory
 from gradwire_server.engine.model.policy import LoraPolicy
 from gradwire_server.engine.model.shared_forward import can_go_together
@@ -48,6 +50,7 @@ class Decision:
     Attributes:
         samples: Requests for samples that begin; one without a seed was given one.
         steps_samples: Whether the samples in progress then advance by a token.
+        stopped: Ids of requests for samples in progress that end instead -> the error that they end with.
         requests: Other requests to execute; several may share one forward.
         withdrawn: Ids of those requests that the front has withdrawn, so that they do not begin.
         budgets: Memory limits of each of ``requests``.
@@ -56,10 +59,16 @@ class Decision:
 
     samples: Sequence[Request] = ()
     steps_samples: bool = False
+    stopped: Mapping[int, OperationError] = field(default_factory=dict)
     requests: Sequence[Request] = ()
     withdrawn: Collection[int] = frozenset()
     budgets: Sequence[Budget] = ()
     group_tokens: int = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.samples or self.steps_samples or self.requests)
 
 
 class Decisions:
@@ -87,9 +96,15 @@ class Decisions:
         _, withdrawn = self._begun([request])
         return Decision(samples=[request], withdrawn=withdrawn)
 
-    def step_samples(self) -> Decision:
-        """Decide to advance the samples in progress by a token."""
-        return Decision(steps_samples=True)
+    def step_samples(self, in_progress: Iterable[engine_pb2.EngineRequest]) -> Decision:
+        """Decide to advance the samples in progress by a token, but for those that are cancelled or late."""
+        stopped = {}
+        for request in in_progress:
+            try:
+                self._agreement.check(request)
+            except OperationError as error:
+                stopped[request.id] = error
+        return Decision(steps_samples=True, stopped=stopped)
 
     def execute(self, ready: Sequence[Request]) -> Decision:
         """Decide which of the ready requests of different runs, samples aside, to execute: the first, or several.

@@ -21,11 +21,25 @@ class Request:
         message: The decoded request.
         columns: Tensors of its payload; empty unless it is an operation.
         error: Why the payload could not be decoded; None if it could.
+        payload: The bytes of the columns, as they arrived.
     """
 
     message: engine_pb2.EngineRequest
     columns: Columns
     error: codec.CodecError | None
+    payload: bytes | memoryview = b""
+
+    @classmethod
+    def read(cls, message: engine_pb2.EngineRequest, payload: memoryview) -> Request:
+        """Decode a request's payload."""
+        columns: Columns = {}
+        error = None
+        if message.HasField("operation"):
+            try:
+                columns = codec.decode(message.operation.tensors, payload)
+            except codec.CodecError as damage:
+                error = damage
+        return cls(message, columns, error, payload)
 
     @cached_property
     def run_id(self) -> str:

@@ -14,7 +14,6 @@ from itertools import chain
 from gradwire_proto.v1 import engine_pb2, training_pb2
 
 from gradwire_server.crash_points import crash_point
-from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.failures import is_fatal, to_error
 from gradwire_server.engine.interruption import interruptible
 from gradwire_server.engine.operations.context import EngineContext
@@ -82,22 +81,24 @@ class SamplesInProgress:
         try:
             if request.error is not None:
                 raise request.error
-            self._begin(sampling, request)
+            with self._context.agreement.together("sample"):
+                self._begin(sampling, request)
         except Exception as error:  # the boundary: the caller receives any error
             sampling.answer = self._failed(sampling, error)
 
-    def turn(self) -> list[int]:
-        """The ids of the requests that the next step advances."""
-        jobs = self._context.sampler.turn()
-        return [sampling.message.id for sampling in self._all() if sampling.started and sampling.started.job in jobs]
-
-    def step(self) -> None:
-        """Advance some of the samples by a token; end those that are to end."""
+    def step(self, decision: Decision) -> None:
+        """Advance some of the samples by a token; end those that the decision ends."""
         for sampling in self._all():
-            if sampling.started is not None and not sampling.ended:
-                self._check(sampling, sampling.started)
+            error = decision.stopped.get(sampling.message.id)
+            if error is not None and sampling.started is not None and not sampling.ended:
+                self._context.sampler.cancel(sampling.started.job)
+                sampling.started, sampling.answer = None, self._failed(sampling, error)
         if self._context.sampler.turn():
             self._context.sampler.step()
+
+    def messages(self) -> list[engine_pb2.EngineRequest]:
+        """The requests of the samples in progress that have not ended."""
+        return [sampling.message for sampling in self._all() if not sampling.ended]
 
     def finished(self) -> list[Answer]:
         """Take the answers that can be sent now, behind the new tokens of samples that stream."""
@@ -139,6 +140,7 @@ class SamplesInProgress:
             except Exception as error:  # the boundary, as in begin()
                 answer = self._failed(sampling, error)
         answer.reply.id = sampling.message.id
+        self._context.agreement.confirm(answer.reply)
         return answer
 
     def _succeeded(self, sampling: _Sampling) -> Answer:
@@ -161,13 +163,6 @@ class SamplesInProgress:
         if asked.run_id in self._context.runs:
             return failure(self._context, asked, error)
         return plain_answer(error=to_error(error, "request sample"))
-
-    def _check(self, sampling: _Sampling, started: Started) -> None:
-        try:
-            self._context.agreement.check(sampling.message)
-        except OperationError as error:
-            self._context.sampler.cancel(started.job)
-            sampling.started, sampling.answer = None, self._failed(sampling, error)
 
     def _take_back(self, run: EngineRun, samplings: Iterable[_Sampling]) -> None:
         """Cancel the samples of a run that must not be executed after the failure of one before them."""

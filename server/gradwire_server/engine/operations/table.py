@@ -52,7 +52,8 @@ def carry_out(context: EngineContext, request: engine_pb2.EngineRequest, columns
     asked = request.operation
     execution = Execution(context, asked)
     try:
-        with execution.span(), interruptible(lambda: context.agreement.check(request)):
+        check = partial(context.agreement.check, request)
+        with context.agreement.together("operation"), execution.span(), interruptible(check):
             between_micro_batches()
             outcome = _handled(context, execution.run, asked, columns, budget)
     except Exception as error:  # the boundary: the error becomes the operation's result

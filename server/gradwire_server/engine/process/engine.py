@@ -18,7 +18,7 @@ from gradwire_server.engine.machine import Share
 from gradwire_server.engine.model.loading.pool import Dtype, ModelPool
 from gradwire_server.engine.model.tokenizers import find_tokenizer
 from gradwire_server.engine.operations.context import EngineContext
-from gradwire_server.engine.operations.decisions import Decision
+from gradwire_server.engine.operations.decisions import GROUP_TOKENS, Decision
 from gradwire_server.engine.operations.grouped_runs import GroupedRuns
 from gradwire_server.engine.operations.lifecycle import Answer, begins, failure, not_started, plain_answer
 from gradwire_server.engine.operations.request import Request
@@ -64,6 +64,7 @@ class Engine:
         agreement: What the processes of the engine agree on; by default it is the only one.
         share: Its share of the machine; by default it has no other engine beside it.
         tracing: Destination of the operations' spans; by default they are dropped.
+        rank: Number of this process among those of the engine.
 
     Attributes:
         context: The engine's parts that operations work with.
@@ -75,9 +76,13 @@ class Engine:
         agreement: Agreement | None = None,
         tracing: Tracing | None = None,
         share: Share | None = None,
+        *,
+        rank: int = 0,
     ) -> None:
         agreement, share = agreement or Agreement(), share or Share()
         device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if settings.ranks > 1 and device == "cuda":
+            device = f"cuda:{rank}"
         usable = {**settings.allow_models, **settings.models}
         pool = ModelPool(usable, device, _DTYPES[settings.dtype], compiled=settings.compile, quantize=settings.quantize)
         store = CheckpointStore(settings.state_dir)
@@ -100,7 +105,7 @@ class Engine:
             ),
             tracing=tracing or Tracing(),
             residency=Residency(
-                settings.state_dir / SPILLED / str(share.number),
+                settings.state_dir / SPILLED / (f"{share.number}-{rank}" if rank else str(share.number)),
                 share.device_memory(pool.device) // 2 if settings.run_memory is None else settings.run_memory,
                 share.host_memory() // 4 if settings.run_host_memory is None else settings.run_host_memory,
                 lambda run: any(each is not None and sampler.uses(each) for each in (run.policy, run.ema)),
@@ -108,7 +113,10 @@ class Engine:
             tokenizer_files={name: file for name, path in usable.items() if (file := find_tokenizer(path))},
             agreement=agreement,
         )
-        self._models = list(settings.models)
+        if settings.group_runs == "on" or (settings.group_runs == "auto" and pool.device.type != "cpu"):
+            # Not by default on a CPU, where a replay of the journal is to give the bits that were given before.
+            self.context.decisions.group_tokens = GROUP_TOKENS[pool.device.type]
+        self._models, self._ranks = list(settings.models), settings.ranks
         self._groups = GroupedRuns(self.context)
         self._adapter_shapes = AdapterShapes(pool)
         self._handlers: Mapping[str, Callable[[Request, Budget], Answer]] = {
@@ -131,6 +139,8 @@ class Engine:
         device = str(pool.device)
         if pool.device.type == "cuda":
             device = f"{device} ({torch.cuda.get_device_name(pool.device)})"
+        if self._ranks > 1:
+            device = f"{self._ranks} ranks, {device}"
         if pool.placement.note:
             logger.warning(pool.placement.note)
         return engine_pb2.EngineHello(
@@ -148,11 +158,14 @@ class Engine:
         """
         run_ids = [request.run_id for request in decision.requests]
         with self.context.residency.executing(run_ids):
-            if len(decision.requests) > 1 and self._brings(run_ids):
-                yield from self._groups.answer(decision)
-                return
-            for request, budget in zip(decision.requests, decision.budgets, strict=True):
-                yield self._answer(decision, request, budget)
+            together = len(decision.requests) > 1 and self._brings(run_ids)
+            for answer in self._groups.answer(decision) if together else self._one_by_one(decision):
+                self.context.agreement.confirm(answer.reply)
+                yield answer
+
+    def _one_by_one(self, decision: Decision) -> Iterator[Answer]:
+        for request, budget in zip(decision.requests, decision.budgets, strict=True):
+            yield self._answer(decision, request, budget)
 
     def _brings(self, run_ids: Sequence[str]) -> bool:
         """Whether these runs fit onto the device at once, where they are then."""
@@ -181,7 +194,8 @@ class Engine:
             elif request.error is not None:
                 answer = failure(self.context, message.operation, request.error)
             else:
-                with logs.about(message.operation.run_id, message.operation.seq):
+                about = logs.about(message.operation.run_id, message.operation.seq)
+                with about, self.context.agreement.together("request"):
                     answer = self._handlers[kind](request, budget)
         except Exception as error:  # the boundary: the engine goes on and the caller receives the error
             if is_fatal(error):
@@ -223,7 +237,7 @@ class Engine:
                 seq=run.seq,
                 head=run.config.head,
                 num_labels=run.config.num_labels,
-                computed_with=self._computed_with.facts(create.config.base_model),
+                computed_with=context.agreement.once(lambda: self._computed_with.facts(create.config.base_model)),
             )
         )
 
@@ -245,7 +259,8 @@ class Engine:
 
     def _import_upload(self, request: Request, budget: Budget) -> Answer:
         upload = request.message.import_upload.upload
-        import_upload(self.context.pool, self.context.store.upload_folder(upload.upload_id), upload)
+        folder = self.context.store.upload_folder(upload.upload_id)
+        self.context.agreement.once(lambda: import_upload(self.context.pool, folder, upload))
         return plain_answer(empty=training_pb2.Empty())
 
     def _model_info(self, name: str) -> training_pb2.ModelInfo:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from gradwire_server.engine.operations.decisions import Decision, Decisions
@@ -17,6 +17,18 @@ from gradwire_server.engine.operations.lifecycle import Answer
 from gradwire_server.engine.operations.request import Request
 from gradwire_server.engine.operations.samples_in_progress import SamplesInProgress
 from gradwire_server.engine.process.engine import Engine
+from gradwire_server.engine.process.ranks import Ranks
+
+
+def carried_out(decision: Decision, engine: Engine, samples: SamplesInProgress) -> Iterator[Answer]:
+    """Execute a decision, as every process of the engine does; yields the answers that are there, one by one."""
+    for request in decision.samples:
+        samples.begin(decision, request)
+    if decision.steps_samples:
+        samples.step(decision)
+        yield from samples.finished()
+    if decision.requests:
+        yield from engine.execute(decision)
 
 
 class Loop:
@@ -27,8 +39,9 @@ class Loop:
         engine: Executes all requests except samples.
         samples: The samples in progress.
         requests: Queue of received requests, in order of arrival.
+        ranks: The other processes of the engine.
         send: Called with each answer.
-        working: Context manager around each piece of work, called with the ids of its requests.
+        working: Context manager around each piece of work.
     """
 
     def __init__(
@@ -37,11 +50,12 @@ class Loop:
         engine: Engine,
         samples: SamplesInProgress,
         requests: queue.Queue[Request],
+        ranks: Ranks,
         send: Callable[[Answer], None],
-        working: Callable[[Sequence[int]], AbstractContextManager[None]],
+        working: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._decisions, self._engine, self._samples = decisions, engine, samples
-        self._requests, self._send, self._working = requests, send, working
+        self._requests, self._ranks, self._send, self._working = requests, ranks, send, working
         self._waiting: deque[Request] = deque()
 
     def run(self) -> None:
@@ -51,28 +65,21 @@ class Loop:
             for request in [request for request in self._ready() if request.samples]:
                 self._execute(self._decisions.sample(request))
             if len(self._samples):
-                self._execute(self._decisions.step_samples())
+                self._execute(self._decisions.step_samples(self._samples.messages()))
             decision = self._decisions.execute(self._ready())
             self._execute(decision)
             if any(request.ends for request in decision.requests):
                 return
 
     def _execute(self, decision: Decision) -> None:
+        if decision.empty:
+            return
         for request in (*decision.samples, *decision.requests):
             self._waiting.remove(request)
-        for request in decision.samples:
-            with self._working([request.message.id]):
-                self._samples.begin(decision, request)
-        if decision.steps_samples:
-            with self._working(self._samples.turn()):
-                self._samples.step()
-                answers = self._samples.finished()
-            for answer in answers:
+        self._ranks.send(decision)
+        with self._working():
+            for answer in carried_out(decision, self._engine, self._samples):
                 self._send(answer)
-        if decision.requests:
-            with self._working([request.message.id for request in decision.requests]):
-                for answer in self._engine.execute(decision):
-                    self._send(answer)
 
     def _take(self) -> None:
         """Move received requests to the waiting list; block if there is nothing else to do."""

@@ -23,6 +23,8 @@ def check_settings(settings: EngineSettings) -> None:
     """
     if settings.device:
         _check_device(settings.device)
+    if settings.ranks > 1:
+        _check_ranks(settings)
     for file in settings.losses:
         try:
             load_loss_file(file)
@@ -50,6 +52,19 @@ def _check_device(name: str) -> None:
             f"--device {name}: torch {torch.__version__} finds {found} here; `gradwire doctor` looks for the reason,"
             " and --device cpu trains without one",
         )
+
+
+def _check_ranks(settings: EngineSettings) -> None:
+    count = torch.cuda.device_count() if settings.device in ("", "cuda") else 0
+    if settings.device not in ("", "cpu", "cuda"):
+        reason = f"--device {settings.device}: with several ranks, each has a GPU of its own; give cuda or cpu"
+    elif settings.device != "cpu" and 0 < count < settings.ranks:
+        reason = f"torch finds {count} CUDA devices here; give at most as many ranks, or --device cpu"
+    elif settings.sampler != "local":
+        reason = "--sampler vllm works with one rank only; leave one of the two out"
+    else:
+        return
+    raise OperationError(training_pb2.ERROR_CODE_INVALID_ARGUMENT, f"--ranks {settings.ranks}: {reason}")
 
 
 def _line(error: Exception, file: Path) -> str:

@@ -1,0 +1,75 @@
+"""The process of a rank but the first: ``python -m gradwire_server.engine.process.follower``, started by rank 0.
+
+It executes the decisions that rank 0 sends, decides nothing, answers nobody, and writes no files that the ranks share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradwire_server.config import EngineSettings
+from gradwire_server.engine.group_agreement import GroupAgreement
+from gradwire_server.engine.machine import Share
+from gradwire_server.engine.operations.samples_in_progress import SamplesInProgress
+from gradwire_server.engine.process.decision_link import Leader
+from gradwire_server.engine.process.engine import Engine
+from gradwire_server.engine.process.loop import carried_out
+from gradwire_server.engine.process.setup import load_losses, set_up
+from gradwire_server.engine.process.watch import BROKEN, send_pulses
+
+logger = logging.getLogger("gradwire_server.engine")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the rank until a shutdown is decided; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    settings: EngineSettings = options.settings
+    share = Share(options.number, options.engines)
+    set_up(settings, f"engine rank {options.rank}", share)
+    load_losses(settings)
+    agreement = GroupAgreement(options.rank, settings.ranks)
+    send_pulses(agreement, options.pulse)
+    leader = Leader(socket.socket(fileno=options.fd))
+    agreement.join(options.store)
+    engine = Engine(settings, agreement, share=share, rank=options.rank)
+    samples = SamplesInProgress(engine.context)
+    gc.freeze()
+    while True:
+        decision = leader.receive()
+        for _ in carried_out(decision, engine, samples):
+            pass
+        if any(request.ends for request in decision.requests):
+            engine.context.residency.close()
+            return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m gradwire_server.engine.process.follower", description="Started by rank 0 of an engine."
+    )
+    parser.add_argument("--rank", type=int, required=True, help="this process's number, from 1 on")
+    parser.add_argument("--fd", type=int, required=True, help="the socket to rank 0")
+    parser.add_argument("--pulse", type=int, required=True, help="the pipe for this rank's pulse")
+    parser.add_argument("--store", type=Path, required=True, help="the file by which the ranks find each other")
+    parser.add_argument("--number", type=int, required=True, help="the engine's number among those of the server")
+    parser.add_argument("--engines", type=int, required=True, help="how many engines the server has")
+    parser.add_argument(
+        "--settings", type=EngineSettings.model_validate_json, required=True, metavar="JSON", help="as EngineSettings"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    try:
+        code = main()
+    except Exception:  # whatever it is, this rank is of no use any more, and rank 0 sees it end
+        logger.exception("this rank of the engine ends, and the others with it")
+        code = BROKEN
+    logging.shutdown()
+    os._exit(code)  # taking torch apart takes seconds, and nothing is left to be saved

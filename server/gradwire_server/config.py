@@ -132,7 +132,9 @@ class EngineSettings(BaseModel):
         "cpu, cuda, cuda:1, cuda:all (layers over all GPUs); the best there is when absent.",
         subject=COMPUTE,
     )
-    ranks: int = setting(1, "Processes of the engine, one a GPU; as yet each computes all of the work, so this is slower.", subject=COMPUTE, ge=1, le=64)
+    ranks: int = setting(
+        1, "Processes of the engine, one a GPU; as yet each computes all of the work.", subject=COMPUTE, ge=1, le=64
+    )
     dtype: Literal["float32", "bfloat16", "mixed", "float64"] | None = setting(
         None,
         "float32; bfloat16, trained with float32 masters, as on a GPU when absent; mixed: bfloat16 arithmetic over "

@@ -2,9 +2,8 @@
 
 Every rank executes the same decisions in the same order, so all of them come to the same agreements in the same order.
 An agreement on a piece of work (:meth:`GroupAgreement.together`) exchanges three numbers: how deep the piece is nested,
-its name, and whether it failed. If none failed and the pieces are the same, all go on. If one failed, all raise its
-error, also those that are in a deeper piece: these leave the pieces between without exchanging anything, as the failed
-rank is no longer in them. Anything else is a defect, and ends the group: nothing wrong is computed on.
+its name, and whether it failed. If all are the same, all go on, or all raise rank 0's error. Anything else ends the
+group, which starts again from the journal: a rank may have changed its run where another one failed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from gradwire_proto.v1 import engine_pb2, training_pb2
 
-from gradwire_server.engine.agreement import Agreement, Failure
+from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.errors import GroupBroken, OperationError
 from gradwire_server.engine.failures import is_fatal, is_out_of_memory, to_error
 from gradwire_server.engine_link.crash_marks import CrashMarks
@@ -50,7 +49,6 @@ class GroupAgreement(Agreement):
         self._rank, self._ranks = rank, ranks
         self._depth = 0
         self._agreed: Exception | None = None  # the newest error that all raise
-        self._ends = 0  # the depth of the outermost piece that it ends
         self.collective, self.inside = 0, False
 
     def join(self, store: Path) -> None:
@@ -68,8 +66,8 @@ class GroupAgreement(Agreement):
         )
 
     def check(self, request: engine_pb2.EngineRequest) -> None:
-        """See :class:`.agreement.Agreement`: rank 0 checks, and the others hear of it at the end of the piece."""
-        if self._rank == 0:
+        """See :class:`.agreement.Agreement`: rank 0 checks, for a decision. What is being executed goes on."""
+        if self._rank == 0 and self._depth == 0:
             super().check(request)
 
     def free_memory(self, device: torch.device) -> int:
@@ -114,27 +112,13 @@ class GroupAgreement(Agreement):
         finally:
             self._depth -= 1
 
-    def attempt(self, work: Callable[[], T]) -> T | Failure:
-        """See :class:`.agreement.Agreement`; an error that ends more than the attempt is raised."""
-        found = super().attempt(work)
-        if isinstance(found, Failure) and found.error is self._agreed and self._ends <= self._depth:
-            raise found.error
-        return found
-
     def _share(self, what: str, failure: Exception | None) -> None:
         places = self._gathered([self._depth, zlib.crc32(what.encode()), int(failure is not None)])
-        failed = places[:, 2] > 0
-        if not failed.any():
-            if (places != places[0]).any():
-                raise GroupBroken(f"rank {self._rank} is done with {what!r}, and another one with something else")
-            return
-        errors = self._objects(None if failure is None else _on_the_wire(failure, self._rank))
-        ends = int(places[failed, 0].min())
-        if (places[~failed, 0] < ends).any():
-            raise GroupBroken(f"a rank failed where rank {self._rank} was not: in or beside {what!r}")
-        first = next(rank for rank in range(self._ranks) if failed[rank] and places[rank, 0] == ends)
-        self._agreed, self._ends = _from_the_wire(errors[first]), ends
-        raise self._agreed from failure
+        if (places != places[0]).any():
+            raise GroupBroken(f"rank {self._rank} ended {what!r} with {failure!r}, and another one otherwise")
+        if failure is not None:
+            self._agreed = _from_the_wire(self._objects(_on_the_wire(failure, self._rank))[0])
+            raise self._agreed from failure
 
     def _gathered(self, numbers: list[int]) -> torch.Tensor:
         """``[ranks, numbers]`` every rank's numbers."""

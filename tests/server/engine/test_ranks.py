@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gradwire_proto import codec
-from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.process.watch import BROKEN
 from gradwire_server.engine_link.frames import LinkClosed
@@ -65,20 +63,6 @@ def test_two_ranks_give_the_bits_of_one(pair: tuple[EngineProcess, ...], config:
     one, two = (trained(engine, run_id, **config) for engine in pair)
     assert one == two
     assert pair[1].hello.hello.device == "2 ranks, cpu"
-
-
-def test_a_deadline_that_rank_0_sees_ends_the_operation_on_all(pair: tuple[EngineProcess, ...]) -> None:
-    for engine in pair:
-        engine.create("late", seed=1, lora=4)
-        specs, _ = codec.encode(ROWS)
-        late = engine_pb2.EngineOperation(
-            run_id="late", seq=1, operation=pb.Operation(forward_backward=CAUSAL), tensors=specs, deadline=1.0
-        )
-        reply, _ = engine.request(ROWS, operation=late)
-        assert reply.result.error.code == pb.ERROR_CODE_DEADLINE_EXCEEDED
-        engine.seqs["late"] = 1
-    one, two = (engine.train("late", ROWS) for engine in pair)
-    assert one == two
 
 
 def children(pid: int) -> list[int]:

@@ -1,4 +1,4 @@
-# make setup | demo | feedback-demo | notebook | test | test-slow | test-vllm | test-faults | bench | rivals | lint | docs | site | proto
+# make setup | demo | feedback-demo | notebook | test | test-slow | test-vllm | test-faults | test-ranks | bench | rivals | lint | docs | site | proto
 # Without a GPU, torch's CPU build is a tenth of the size: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup
 
 PYTHON ?= python3.11
@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTO_BIN := .venv-proto/bin
 PROTO_OUT ?= proto
 
-.PHONY: setup openai demo feedback-demo notebook test test-slow test-vllm test-faults parity bench rivals architectures lint docs proto site
+.PHONY: setup openai demo feedback-demo notebook test test-slow test-vllm test-faults test-ranks parity bench rivals architectures lint docs proto site
 
 setup: .venv/.installed
 
@@ -94,6 +94,10 @@ openai: setup .venv-openai/.installed
 test-faults: setup
 	GRADWIRE_SEED=$${GRADWIRE_SEED:-random} $(BIN)/python -m pytest tests/faults -m "faults or not faults" -s
 	GRADWIRE_SEED=$${GRADWIRE_SEED:-random} $(BIN)/python -m pytest tests/server -m faults -s
+
+# Engines of 2 and 4 ranks against one process: every loss, errors, signals.
+test-ranks: setup
+	$(BIN)/python -m pytest tests/server/engine/test_ranks.py tests/end_to_end/test_ranks.py -m "slow or not slow"
 
 # The table of benchmarks/README.md, 15 minutes on an idle machine; `make bench ARGS=--write-docs` writes it there.
 bench: setup .venv-parity/.installed .venv-sb3/.installed .venv-tinker/.installed

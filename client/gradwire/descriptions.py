@@ -87,6 +87,7 @@ class RunInfo:
         router_aux_loss_coef: Coefficient of the experts' load-balancing loss; None: as the model's configuration says.
         changes: What changed under the run and was accepted (``accept_changes``, ``--accept-changes``), oldest first.
         engine: Number of the engine that the run is on.
+        lanes: Number of ranks that can share its work.
     """
 
     run_id: str
@@ -116,6 +117,7 @@ class RunInfo:
     router_aux_loss_coef: float | None = None
     changes: tuple[RunChange, ...] = ()
     engine: int = 0
+    lanes: int = 1
 
     @staticmethod
     def from_message(run: pb.Run) -> RunInfo:
@@ -128,7 +130,9 @@ class RunInfo:
                 "target_modules": list(config.lora.target_modules),
             }
         changes = tuple(described(RunChange, change) for change in run.changes)
-        return described(RunInfo, run, config, lora=lora, parked=run.parked.message, changes=changes)
+        return described(
+            RunInfo, run, config, lora=lora, lanes=max(1, config.lanes), parked=run.parked.message, changes=changes
+        )
 
 
 @dataclass(frozen=True)

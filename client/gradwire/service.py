@@ -143,6 +143,7 @@ class ServiceClient:
         from_adapter: str | PathLike | Upload | None = None,
         from_checkpoint: str | PathLike | Upload | None = None,
         router_aux_loss_coef: float | None = None,
+        lanes: int | None = None,
     ) -> TrainingClient:
         """Create a run with its own weights, optimizer state and queue.
 
@@ -174,6 +175,9 @@ class ServiceClient:
                 of everything that the run is trained by, and is not in the ``loss`` that results report. By default
                 what transformers does: the coefficient of the model's configuration if this has
                 ``output_router_logits``, else 0.
+            lanes: Least number of micro-batches that a batch of as many rows is divided into, a power of two: so many
+                ranks can share the work of the run, and its bits are the same on any number of ranks. By default as
+                many as the server's engine has ranks now.
 
         Raises:
             UnknownModelError: The server does not hold the model.
@@ -209,6 +213,7 @@ class ServiceClient:
             kind=kind,
             from_upload=from_upload,
             router_aux_loss_coef=router_aux_loss_coef,
+            lanes=lanes or 0,
         )
         request = pb.CreateRunRequest(config=config, idempotency_key=secrets.token_hex(16))
         run = await self._transport.unary(lambda stub: stub.CreateRun, request, timeout_s=None)

@@ -133,7 +133,11 @@ class EngineSettings(BaseModel):
         subject=COMPUTE,
     )
     ranks: int = setting(
-        1, "Processes of the engine, one a GPU; as yet each computes all of the work.", subject=COMPUTE, ge=1, le=64
+        1,
+        "Processes of an engine, one a GPU, that share the work of each run: a power of two.",
+        subject=COMPUTE,
+        ge=1,
+        le=64,
     )
     dtype: Literal["float32", "bfloat16", "mixed", "float64"] | None = setting(
         None,

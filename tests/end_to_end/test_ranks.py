@@ -10,6 +10,7 @@ from typing import Any
 
 import gradwire
 import numpy as np
+import pytest
 from support.batches import VOCAB, causal_lm
 from support.server import Server
 
@@ -42,6 +43,9 @@ async def test_a_killed_rank_costs_a_run_nothing(
             before = server.engine_pid
             assert await trained(service, batches, lambda: kill_the_other_rank(server)) == calm
             assert server.engine_pid != before
+            assert {run.lanes for run in await service.list_runs()} == {2}
+            with pytest.raises(gradwire.InvalidArgumentError, match="power of two"):
+                await service.create_run("tiny", lanes=3)
         assert server.end() == 0
     finally:
         server.process.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from gradwire_losses.registry import load_builtin_losses
+from gradwire_losses.registry import LossSpec, load_builtin_losses
 from gradwire_proto import codec
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import engine_pb2
@@ -31,6 +32,14 @@ Columns = Mapping[str, Column]
 def token_rows(rows: Sequence[Sequence[int]], name: str = "input_ids") -> dict[str, Column]:
     """Rows of token ids as a batch."""
     return {name: Column.from_rows([np.array(row, np.int32) for row in rows])}
+
+
+def loss_call(loss: LossSpec, **more: Any) -> pb.LossCall:
+    """A call of a loss with the arguments that it requires."""
+    kwargs: dict[str, Any] = {"reduction_divisor": 16.0} if loss.name == "dr_grpo" else {}
+    if "reference_model" in loss.config.model_fields:
+        kwargs["reference_model"] = "base"
+    return pb.LossCall(loss_fn=loss.name, loss_kwargs_json=json.dumps(kwargs), **more)
 
 
 @dataclass(frozen=True)
@@ -168,7 +177,7 @@ class EngineProcess(Driver):
         super().__init__()
         ours, theirs = socket.socketpair()
         folders = {name: str(path) for name, path in models.items()}
-        chosen = EngineSettings(models=folders, state_dir=state_dir, device="cpu", threads=1, **settings)
+        chosen = EngineSettings(models=folders, state_dir=state_dir, device="cpu", **{"threads": 1} | settings)
         words = [sys.executable, "-m", "gradwire_server.engine.process", "--fd", str(theirs.fileno())]
         words += ["--settings", chosen.model_dump_json()]
         self.process = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=os.environ | {"HF_HUB_OFFLINE": "1"})

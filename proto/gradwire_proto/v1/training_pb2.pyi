@@ -1231,6 +1231,7 @@ class RunConfig(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     FROM_UPLOAD_FIELD_NUMBER: _builtins.int
     ROUTER_AUX_LOSS_COEF_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
     base_model: _builtins.str
     head: _builtins.str
     """"", "value" (one scalar per token), "reward" (one per sequence) or"""
@@ -1250,6 +1251,11 @@ class RunConfig(_message.Message):
     """id of the upload whose weights it starts from; empty: none"""
     router_aux_loss_coef: _builtins.float
     """coefficient of the load-balancing loss of a mixture of experts;"""
+    lanes: _builtins.int
+    """absent: the model's configuration's, if that asks for the loss, else 0
+    Number of sums in which gradients are added before they are added in pairs, a power of two: so many ranks can divide
+    the work of the run, and its bits are the same on any number of ranks. 0: as many as ranks where it is created.
+    """
     @_builtins.property
     def lora(self) -> Global___LoraSettings:
         """absent: all weights are trained"""
@@ -1271,10 +1277,11 @@ class RunConfig(_message.Message):
         kind: _builtins.str = ...,
         from_upload: _builtins.str = ...,
         router_aux_loss_coef: _builtins.float | None = ...,
+        lanes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing", "_router_aux_loss_coef", b"_router_aux_loss_coef", "gradient_checkpointing", b"gradient_checkpointing", "lora", b"lora", "router_aux_loss_coef", b"router_aux_loss_coef"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing", "_router_aux_loss_coef", b"_router_aux_loss_coef", "base_model", b"base_model", "dropout", b"dropout", "from_upload", b"from_upload", "gradient_checkpointing", b"gradient_checkpointing", "head", b"head", "kind", b"kind", "lora", b"lora", "name", b"name", "num_labels", b"num_labels", "router_aux_loss_coef", b"router_aux_loss_coef", "seed", b"seed", "tags", b"tags"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing", "_router_aux_loss_coef", b"_router_aux_loss_coef", "base_model", b"base_model", "dropout", b"dropout", "from_upload", b"from_upload", "gradient_checkpointing", b"gradient_checkpointing", "head", b"head", "kind", b"kind", "lanes", b"lanes", "lora", b"lora", "name", b"name", "num_labels", b"num_labels", "router_aux_loss_coef", b"router_aux_loss_coef", "seed", b"seed", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gradient_checkpointing: _TypeAlias = _typing.Literal["gradient_checkpointing"]  # noqa: Y015
     _WhichOneofArgType__gradient_checkpointing: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing"]  # noqa: Y015
@@ -3225,6 +3232,7 @@ class MemoryLimits(_message.Message):
     OFFLOAD_FIELD_NUMBER: _builtins.int
     WHOLE_TOKENS_FIELD_NUMBER: _builtins.int
     IMAGE_COST_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
     microbatch_tokens: _builtins.int
     activation_bytes: _builtins.int
     logits_elements: _builtins.int
@@ -3239,6 +3247,8 @@ class MemoryLimits(_message.Message):
     """those above this number compute feed-forward layers in chunks of tokens"""
     image_cost: _builtins.float
     """tokens that one image token counts as beside itself"""
+    lanes: _builtins.int
+    """of the run: the least number of micro-batches; 0 is 1"""
     def __init__(
         self,
         *,
@@ -3251,10 +3261,11 @@ class MemoryLimits(_message.Message):
         offload: _builtins.bool = ...,
         whole_tokens: _builtins.int = ...,
         image_cost: _builtins.float = ...,
+        lanes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_bytes", b"activation_bytes", "image_cost", b"image_cost", "kept_logits", b"kept_logits", "kept_tokens", b"kept_tokens", "logits_elements", b"logits_elements", "microbatch_tokens", b"microbatch_tokens", "offload", b"offload", "recompute", b"recompute", "whole_tokens", b"whole_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_bytes", b"activation_bytes", "image_cost", b"image_cost", "kept_logits", b"kept_logits", "kept_tokens", b"kept_tokens", "lanes", b"lanes", "logits_elements", b"logits_elements", "microbatch_tokens", b"microbatch_tokens", "offload", b"offload", "recompute", b"recompute", "whole_tokens", b"whole_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -134,6 +134,7 @@ class Core(Startable):
             self._models,
             self.uploads,
             config.limits,
+            config.ranks,
         )
         self.files = Files(config, storage.files, self.keys.quota, lambda file_id: self.jobs.needs(file_id))
         await self.files.load()

@@ -28,6 +28,7 @@ WATCH_PAUSE_S = 0.2
 """Seconds between two messages to one who watches: changes in between are sent together."""
 SLICE_RUNS = 20
 """Runs of a page that are listed before others are served."""
+MAX_LANES = 64
 HEADS = ("", "value", "reward", "classification")
 
 
@@ -39,6 +40,7 @@ class Runs:
     Args:
         models: The models that a run may be created from.
         uploads: The uploads that it may be created from.
+        ranks: Number of ranks of an engine: the lanes of a run that is created without.
     """
 
     def __init__(
@@ -51,10 +53,11 @@ class Runs:
         models: ModelNames,
         uploads: Uploads,
         limits: Limits,
+        ranks: int,
     ) -> None:
         self._scheduler, self._records, self._checkpoints = scheduler, records, checkpoints
         self._keys, self._calls, self._models, self._uploads = keys, calls, models, uploads
-        self._limits = limits
+        self._limits, self._ranks = limits, ranks
         self._creating: dict[str, tuple[RunRecord, asyncio.Task[None]]] = {}
 
     async def create(self, caller: Caller, given: pb.RunConfig, idempotency_key: str = "") -> pb.Run:
@@ -72,6 +75,7 @@ class Runs:
             upload = self._uploads.ready(caller, config.from_upload)
             _take_settings(config, upload)
         self._check(config, idempotency_key)
+        config.lanes = config.lanes or self._ranks
         request = pb.CreateRunRequest(config=given, idempotency_key=idempotency_key)
         record = new_record(caller.name, config, idempotency_key, _content(request))
         if upload is None:
@@ -92,7 +96,7 @@ class Runs:
         config.ClearField("from_upload")
         if request.HasField("head"):
             config.head, config.num_labels = request.head, request.num_labels
-        config.seed, config.name = request.seed, request.name
+        config.seed, config.name, config.lanes = request.seed, request.name, self._ranks
         self._check(config, request.idempotency_key)
         record = new_record(caller.name, config, request.idempotency_key, _content(request))
         record.origin = engine_pb2.EngineCreateRun(
@@ -328,6 +332,8 @@ class Runs:
                 f"router_aux_loss_coef is {config.router_aux_loss_coef}; it is a finite number of at least 0",
                 "router_aux_loss_coef",
             )
+        if config.lanes > MAX_LANES or config.lanes & (config.lanes - 1):
+            raise _invalid(f"lanes is {config.lanes}; it is a power of two, up to {MAX_LANES}", "lanes")
         if config.kind not in ("", "rl"):
             raise _invalid(f'kind is {config.kind[:50]!r}; it is "" or "rl"', "kind")
         if config.HasField("lora"):

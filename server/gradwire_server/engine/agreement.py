@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 from gradwire_proto.v1 import engine_pb2, training_pb2
+from torch import Tensor
 
 from gradwire_server.engine import machine
 from gradwire_server.engine.errors import OperationError
@@ -39,7 +40,13 @@ class Agreement:
 
     Args:
         marks: The page on which the front withdraws and stops requests; None without a front.
+
+    Attributes:
+        rank: Number of this process.
+        ranks: Number of processes.
     """
+
+    rank, ranks = 0, 1
 
     def __init__(self, marks: CrashMarks | None = None) -> None:
         self._marks = marks
@@ -52,24 +59,35 @@ class Agreement:
         """
         return [True] * len(request_ids) if self._marks is None else self._marks.begin(request_ids)
 
-    def check(self, request: engine_pb2.EngineRequest) -> None:
-        """Check that a begun request is to be executed further; called between micro-batches and between tokens.
+    def ended(self, request: engine_pb2.EngineRequest) -> OperationError | None:
+        """For a decision: the error that a begun request ends with, if it is not to be executed further.
 
-        Raises:
-            OperationError: CANCELLED if the front has asked to stop it, DEADLINE_EXCEEDED.
+        Returns:
+            CANCELLED if the front has asked to stop it, DEADLINE_EXCEEDED, or None.
         """
         asked = request.operation
         if self._marks is not None and self._marks.stops(request.id):
-            raise OperationError(
+            return OperationError(
                 training_pb2.ERROR_CODE_CANCELLED,
                 f"operation {asked.seq} was cancelled while it was executed; the run is as it was before it",
             )
         if 0 < asked.deadline < time.time():
-            raise OperationError(
+            return OperationError(
                 training_pb2.ERROR_CODE_DEADLINE_EXCEEDED,
                 f"operation {asked.seq} was not done when its timeout was over; the run is as it was before it",
                 field="timeout",
             )
+        return None
+
+    def check(self, request: engine_pb2.EngineRequest) -> None:
+        """Check that a begun request is to be executed further; called between micro-batches and between tokens.
+
+        Raises:
+            OperationError: As of :meth:`ended`.
+        """
+        error = self.ended(request)
+        if error is not None:
+            raise error
 
     def free_memory(self, device: torch.device) -> int:
         """Bytes that each process may allocate at present."""
@@ -80,7 +98,9 @@ class Agreement:
         return machine.seconds_on(device, work)
 
     def together(self, what: str) -> AbstractContextManager[None]:
-        """Execute the body in every process: what one of them raises, all raise at its end. May be nested.
+        """Execute the body in every process: what one of them raises, all raise at its end.
+
+        The body changes nothing that an error does not undo, because it may succeed in one process and fail in another.
 
         Args:
             what: Names the body; processes that are in different ones are out of step.
@@ -101,14 +121,16 @@ class Agreement:
             Exception: The error, if the process cannot continue after it.
         """
         found: list[T] = []
+        failure: Failure | None = None
         try:
-            with self.together("attempt"):
-                found.append(work())
-            return found[0]
+            found.append(work())
         except Exception as error:
             if is_fatal(error):
                 raise
             failure = Failure(error, is_out_of_memory(error))
+        self._confirm_failure(failure)
+        if failure is None:
+            return found[0]
         if failure.out_of_memory:  # outside the handler, because the traceback keeps the computed tensors alive
             failure.error.__traceback__ = None
             found.clear()
@@ -129,3 +151,22 @@ class Agreement:
         if alone or not found.out_of_memory:
             raise found.error
         return None
+
+    def _confirm_failure(self, failure: Failure | None) -> None:
+        """Confirm that an attempt has ended alike in every process."""
+
+    def greatest(self, own: int) -> int:
+        """The greatest of all processes' numbers."""
+        return own
+
+    def gathered(self, own: bytes) -> list[bytes]:
+        """Every process's bytes, by rank."""
+        return [own]
+
+    def exchanged(self, peer: int, own: Tensor, theirs: Tensor) -> Tensor:
+        """Exchange tensors on the host with another process, while all others do so, too.
+
+        Args:
+            theirs: Is filled with the other's, and returned.
+        """
+        raise NotImplementedError

@@ -1,9 +1,9 @@
 """The agreement of an engine of several ranks: collectives of ``torch.distributed``.
 
 Every rank executes the same decisions in the same order, so all of them come to the same agreements in the same order.
-An agreement on a piece of work (:meth:`GroupAgreement.together`) exchanges three numbers: how deep the piece is nested,
-its name, and whether it failed. If all are the same, all go on, or all raise rank 0's error. Anything else ends the
-group, which starts again from the journal: a rank may have changed its run where another one failed.
+A piece of work that changes nothing (:meth:`GroupAgreement.together`) may fail on one rank: all raise its error then.
+Anything else that differs, such as answers or the place of a rank, ends the group, which starts again from the journal,
+because a rank may have changed its run where another one has not.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from gradwire_proto.v1 import engine_pb2, training_pb2
+from torch import Tensor
 
-from gradwire_server.engine.agreement import Agreement
+from gradwire_server.engine.agreement import Agreement, Failure
 from gradwire_server.engine.errors import GroupBroken, OperationError
 from gradwire_server.engine.failures import is_fatal, is_out_of_memory, to_error
 from gradwire_server.engine_link.crash_marks import CrashMarks
@@ -29,6 +30,7 @@ PATIENCE = timedelta(days=7)
 """How long a collective may wait. Long, because a rank may compute for long; the watch ends a group that is stuck."""
 _COMPARED = ("loss", "optim_step", "train_step", "sample")
 """Kinds of results that every rank computes."""
+_FAILED, _OUT_OF_MEMORY = 1, 2
 
 
 class GroupAgreement(Agreement):
@@ -46,9 +48,8 @@ class GroupAgreement(Agreement):
 
     def __init__(self, rank: int, ranks: int, marks: CrashMarks | None = None) -> None:
         super().__init__(marks)
-        self._rank, self._ranks = rank, ranks
-        self._depth = 0
-        self._agreed: Exception | None = None  # the newest error that all raise
+        self.rank, self.ranks = rank, ranks
+        self._apart = False  # within a piece of work, in which ranks do different things
         self.collective, self.inside = 0, False
 
     def join(self, store: Path) -> None:
@@ -60,27 +61,35 @@ class GroupAgreement(Agreement):
         dist.init_process_group(
             "gloo",
             init_method=store.as_uri(),
-            rank=self._rank,
-            world_size=self._ranks,
+            rank=self.rank,
+            world_size=self.ranks,
             timeout=PATIENCE,
         )
 
     def check(self, request: engine_pb2.EngineRequest) -> None:
-        """See :class:`.agreement.Agreement`: rank 0 checks, for a decision. What is being executed goes on."""
-        if self._rank == 0 and self._depth == 0:
+        """See :class:`.agreement.Agreement`: rank 0 looks, and the others learn it at the end of a piece of work."""
+        if self._apart:
+            self._check_first(request)
+        else:
+            with self.together("check"):
+                self._check_first(request)
+
+    def _check_first(self, request: engine_pb2.EngineRequest) -> None:
+        if self.rank == 0:
             super().check(request)
 
     def free_memory(self, device: torch.device) -> int:
         """See :class:`.agreement.Agreement`: the least of all ranks."""
-        return int(self._gathered([super().free_memory(device)])[:, 0].min())
+        return min(self._numbers("memory", super().free_memory(device)))
 
     def seconds_on(self, device: torch.device, work: Callable[[], object]) -> float:
         """See :class:`.agreement.Agreement`: the most of all ranks."""
-        return int(self._gathered([int(super().seconds_on(device, work) * 1e9)])[:, 0].max()) / 1e9
+        return max(self._numbers("seconds", int(super().seconds_on(device, work) * 1e9))) / 1e9
 
     def once(self, work: Callable[[], T]) -> T | None:
         """See :class:`.agreement.Agreement`: rank 0 works."""
-        return work() if self._rank == 0 else None
+        with self.together("once"):
+            return work() if self.rank == 0 else None
 
     def confirm(self, answer: engine_pb2.EngineReply) -> None:
         """See :class:`.agreement.Agreement`.
@@ -88,50 +97,83 @@ class GroupAgreement(Agreement):
         Raises:
             GroupBroken: The ranks have different answers.
         """
-        found = self._gathered([zlib.crc32(_compared(answer))])[:, 0]
-        if (found != found[0]).any():
-            raise GroupBroken(f"the ranks have different answers to request {answer.id}; rank {self._rank}: {answer}")
+        if len(set(self._numbers("answer", zlib.crc32(_compared(answer))))) > 1:
+            raise GroupBroken(f"the ranks have different answers to request {answer.id}; rank {self.rank}: {answer}")
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """See :class:`.agreement.Agreement`.
+        """See :class:`.agreement.Agreement`. The error is that of the first rank, or one that memory ran out.
 
         Raises:
             GroupBroken: The ranks are in different places.
         """
-        self._depth += 1
         failure: Exception | None = None
+        self._apart = True
         try:
-            try:
-                yield
-            except Exception as error:
-                if is_fatal(error) or error is self._agreed:
-                    raise
-                failure = error
-            self._share(what, failure)
+            yield
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            failure = error
         finally:
-            self._depth -= 1
+            self._apart = False
+        states = self._numbers(what, _state(failure), failure)
+        if not any(states):
+            return
+        first = states.index(_OUT_OF_MEMORY if _OUT_OF_MEMORY in states else _FAILED)
+        told = self.gathered(b"" if failure is None else _on_the_wire(failure, self.rank))
+        shared = _from_the_wire(told[first], out_of_memory=states[first] == _OUT_OF_MEMORY)
+        if is_out_of_memory(shared):
+            raise shared  # without its cause, whose traceback keeps the computed tensors alive
+        raise shared from failure
 
-    def _share(self, what: str, failure: Exception | None) -> None:
-        places = self._gathered([self._depth, zlib.crc32(what.encode()), int(failure is not None)])
-        if (places != places[0]).any():
-            raise GroupBroken(f"rank {self._rank} ended {what!r} with {failure!r}, and another one otherwise")
-        if failure is not None:
-            self._agreed = _from_the_wire(self._objects(_on_the_wire(failure, self._rank))[0])
-            raise self._agreed from failure
+    def _confirm_failure(self, failure: Failure | None) -> None:
+        error = None if failure is None else failure.error
+        states = self._numbers("attempt", _state(error), error)
+        if len(set(states)) > 1:
+            raise GroupBroken(f"an attempt failed on some of the ranks only; on rank {self.rank}: {failure}")
 
-    def _gathered(self, numbers: list[int]) -> torch.Tensor:
-        """``[ranks, numbers]`` every rank's numbers."""
-        own = torch.tensor(numbers)
-        found = torch.empty(self._ranks, len(numbers), dtype=torch.int64)
-        self._collective(lambda: dist.all_gather(list(found), own))
-        return found
+    def greatest(self, own: int) -> int:
+        """See :class:`.agreement.Agreement`."""
+        return max(self._numbers("greatest", own))
 
-    def _objects(self, own: Any) -> list[Any]:
-        """Every rank's object: bytes and numbers."""
-        found: list[Any] = [None] * self._ranks
-        self._collective(lambda: dist.all_gather_object(found, own))
-        return found
+    def gathered(self, own: bytes) -> list[bytes]:
+        """See :class:`.agreement.Agreement`."""
+        sizes = self._numbers("sizes", len(own))
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else padded[:0]
+        found = [torch.empty_like(padded) for _ in sizes]
+        self._collective(lambda: dist.all_gather(found, padded))
+        return [each[:size].numpy().tobytes() for each, size in zip(found, sizes, strict=True)]
+
+    def exchanged(self, peer: int, own: Tensor, theirs: Tensor) -> Tensor:
+        """See :class:`.agreement.Agreement`."""
+        ways = [(dist.isend, own), (dist.irecv, theirs)]
+        both = [dist.P2POp(way, tensor, peer) for way, tensor in ways if tensor.numel()]
+
+        def exchange() -> None:
+            for work in dist.batch_isend_irecv(both) if both else []:
+                work.wait()
+
+        self._collective(exchange)
+        return theirs
+
+    def _numbers(self, what: str, own: int, error: Exception | None = None) -> list[int]:
+        """Every rank's number.
+
+        Args:
+            what: Names the place, which is the same in all ranks.
+            error: What has happened in this one, for the message.
+
+        Raises:
+            GroupBroken: The ranks are in different places.
+        """
+        found = torch.empty(self.ranks, 2, dtype=torch.int64)
+        mine = torch.tensor([zlib.crc32(what.encode()), own])
+        self._collective(lambda: dist.all_gather(list(found), mine))
+        if (found[:, 0] != found[0, 0]).any():
+            raise GroupBroken(f"the ranks are out of step; rank {self.rank} is in {what!r}, after {error!r}") from error
+        return [int(each) for each in found[:, 1]]
 
     def _collective(self, work: Callable[[], object]) -> None:
         self.collective += 1
@@ -139,7 +181,7 @@ class GroupAgreement(Agreement):
         try:
             work()
         except RuntimeError as error:
-            raise GroupBroken(f"rank {self._rank} lost the others: {error}") from error
+            raise GroupBroken(f"rank {self.rank} lost the others: {error}") from error
         finally:
             self.inside = False
 
@@ -153,15 +195,19 @@ def _compared(answer: engine_pb2.EngineReply) -> bytes:
     return text.encode() + bytes(own)
 
 
-def _on_the_wire(error: Exception, rank: int) -> tuple[bool, bytes]:
-    """Whether memory ran out, and the error for the person who asked."""
+def _state(failure: Exception | None) -> int:
+    if failure is None:
+        return 0
+    return _OUT_OF_MEMORY if is_out_of_memory(failure) else _FAILED
+
+
+def _on_the_wire(error: Exception, rank: int) -> bytes:
     if is_out_of_memory(error):
-        return True, f"rank {rank}: {error}".encode()
-    return False, to_error(error, f"the work of rank {rank}").SerializeToString()
+        return f"rank {rank}: {error}".encode()
+    return to_error(error, f"the work of rank {rank}").SerializeToString()
 
 
-def _from_the_wire(told: tuple[bool, bytes]) -> Exception:
-    out_of_memory, text = told
+def _from_the_wire(told: bytes, *, out_of_memory: bool) -> Exception:
     if out_of_memory:
-        return torch.OutOfMemoryError(text.decode())
-    return OperationError.from_proto(training_pb2.Error.FromString(text))
+        return torch.OutOfMemoryError(told.decode())
+    return OperationError.from_proto(training_pb2.Error.FromString(told))

@@ -4,7 +4,6 @@ says that several calls were not one batch."""
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from gradwire_proto.codec import Column
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.training import batch_parts
-from support.engine import LocalEngine, token_rows
+from support.engine import LocalEngine, loss_call, token_rows
 
 load_builtin_losses()
 LOSSES = [loss.name for loss in all_losses() if loss.function.__module__.startswith("gradwire_losses.")]
@@ -51,13 +50,6 @@ def rows_of(columns: Columns, first: int, last: int) -> Columns:
     return found
 
 
-def call(loss: LossSpec, **more: Any) -> pb.LossCall:
-    kwargs: dict[str, Any] = {"reduction_divisor": 16.0} if loss.name == "dr_grpo" else {}
-    if "reference_model" in loss.config.model_fields:
-        kwargs["reference_model"] = "base"
-    return pb.LossCall(loss_fn=loss.name, loss_kwargs_json=json.dumps(kwargs), **more)
-
-
 def create(engine: LocalEngine, run: str, loss: LossSpec) -> None:
     head = loss.head or ("value" if "values" in loss.optional_scores else "")
     labels = {"num_labels": 64} if head == "classification" else {}
@@ -82,15 +74,15 @@ def test_parts_are_the_whole_and_calls_are_where_the_loss_says_so(engine: LocalE
     parts = [rows_of(columns, first, last) for first, last in itertools.pairwise(CUTS)]
     for run in ("run-whole", "run-parts", "run-calls"):
         create(engine, run, loss)
-    whole = engine.do("run-whole", columns, forward_backward=call(loss)).proto.loss
+    whole = engine.do("run-whole", columns, forward_backward=loss_call(loss)).proto.loss
     expected = gradient(engine, "run-whole")
     assert any(value.any() for value in expected.values())
 
     for part in parts[:-1]:
-        held = engine.do("run-parts", part, forward_backward=call(loss, accumulate=True)).proto.loss
+        held = engine.do("run-parts", part, forward_backward=loss_call(loss, accumulate=True)).proto.loss
         assert not held.HasField("loss") and held.num_tokens == 0
     assert engine.context.runs["run-parts"].accumulator.empty
-    found = engine.do("run-parts", parts[-1], forward_backward=call(loss)).proto.loss
+    found = engine.do("run-parts", parts[-1], forward_backward=loss_call(loss)).proto.loss
     assert (found.loss, found.num_tokens, found.num_loss_tokens) == (
         whole.loss,
         whole.num_tokens,
@@ -102,7 +94,7 @@ def test_parts_are_the_whole_and_calls_are_where_the_loss_says_so(engine: LocalE
     assert engine.do("run-parts", optim_step=STEP).proto.optim_step.num_accumulated == 1
 
     for part in parts:
-        last = engine.do("run-calls", part, forward_backward=call(loss)).proto.loss
+        last = engine.do("run-calls", part, forward_backward=loss_call(loss)).proto.loss
     said = [warning for warning in last.warnings if "accumulate=True" in warning]
     if not said:
         apart = gradient(engine, "run-calls")
@@ -117,11 +109,11 @@ def test_parts_survive_a_checkpoint_and_end_with_their_accumulation(engine: Loca
     columns = batches.columns(loss, rows=9, shortest=2, longest=9)
     for run in ("run-a", "run-b"):
         create(engine, run, loss)
-    engine.do("run-a", columns, forward_backward=call(loss))
+    engine.do("run-a", columns, forward_backward=loss_call(loss))
     expected = gradient(engine, "run-a")
 
     part = rows_of(columns, 0, 5)
-    engine.do("run-b", part, forward_backward=call(loss, accumulate=True))
+    engine.do("run-b", part, forward_backward=loss_call(loss, accumulate=True))
     engine.do("run-b", save_checkpoint=pb.SaveCheckpoint(name="between"))
     for ending in (pb.Operation(zero_grad=pb.ZeroGrad()), pb.Operation(optim_step=STEP)):
         kind = ending.WhichOneof("kind")
@@ -131,7 +123,7 @@ def test_parts_survive_a_checkpoint_and_end_with_their_accumulation(engine: Loca
         engine.do("run-b", load_checkpoint=pb.LoadCheckpoint(checkpoint="run-b/between"))
         assert len(engine.context.runs["run-b"].accumulator.parts) == 1
     assert done.proto.error.code == pb.ERROR_CODE_NOTHING_TO_STEP and "last part" in done.proto.error.message
-    step = pb.TrainStep(loss=call(loss), optim_step=STEP)
+    step = pb.TrainStep(loss=loss_call(loss), optim_step=STEP)
     with_step = engine.do("run-b", rows_of(columns, 5, 9), train_step=step).proto.train_step
     assert not engine.context.runs["run-b"].accumulator.parts
     engine.do("run-a", optim_step=STEP)

@@ -22,12 +22,14 @@ def batch_of(lengths: list[int], group_sizes: list[int] | None = None) -> Batch:
 
 @pytest.mark.parametrize("loss", ["causal_lm", "dpo", "grpo"])
 @pytest.mark.parametrize("tokens", [1, 20, 60, 10**6])
+@pytest.mark.parametrize("lanes", [1, 4, 16])
 @pytest.mark.parametrize("packing", list(Packing))
 def test_every_example_goes_through_once_and_indices_lead_back(
-    batches: Any, loss: str, tokens: int, packing: Packing
+    batches: Any, loss: str, tokens: int, packing: Packing, lanes: int
 ) -> None:
     batch = batches.batch(get_loss(loss), rows=11)
-    micros = split(batch, tokens, packing)
+    micros = split(batch, tokens, packing, lanes=lanes)
+    assert len(micros) >= min(lanes, 11)
     examples = torch.cat([micro.examples for micro in micros])
     assert sorted(examples.tolist()) == list(range(11))
     for micro in micros:

@@ -1,43 +1,88 @@
-"""An engine of two ranks gives what one process gives, and lives and dies as one."""
+"""An engine of several ranks gives the bits that one process gives, and lives and dies as one."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from gradwire_losses.registry import LossSpec, all_losses, get_loss, load_builtin_losses
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.process.watch import BROKEN
 from gradwire_server.engine_link.frames import LinkClosed
-from support.engine import Driver, EngineProcess, token_rows
+from support.engine import Driver, EngineProcess, LocalEngine, loss_call, token_rows
 from support.stage import wait_for
 
-ROWS = token_rows([[1, 20, 30, 40, 50], [1, 9, 8, 7, 6, 5, 4], [1, 60, 61], [1, 2, 3, 4]])
-PAIRS = token_rows([[1, 20, 30, 40], [1, 5, 6]], "chosen_input_ids") | token_rows(
-    [[1, 20, 50], [1, 5, 9, 9]], "rejected_input_ids"
-)
+load_builtin_losses()
+ROWS = token_rows([[1, 20, 30, 40, 50], [1, 9, 8, 7, 6, 5, 4], [1, 60, 61], [1, 2, 3, 4], [1, 7]])
 STEP = pb.OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, max_grad_norm=1.0)
 CAUSAL = pb.LossCall(loss_fn="causal_lm", outputs=["logprobs"])
-DPO = pb.LossCall(loss_fn="dpo", loss_kwargs_json='{"reference_model": "base"}')
+OFTEN = ("causal_lm", "dpo", "grpo", "enhanced_ppo")
+"""Losses tried in the short form: with a stream, with a reference, over groups, with a value head."""
+LOSSES = [loss.name for loss in all_losses() if loss.function.__module__.startswith("gradwire_losses.")]
+FAILING = """
+import torch
+import torch.distributed as dist
+
+from gradwire_losses.fields import INPUT_IDS
+from gradwire_losses.outputs import LossOutput, Term
+from gradwire_losses.registry import register_loss
+
+def failing(name, error, streams):
+    '''A loss that fails once, on the last rank.'''
+    failures = [error]
+
+    def fails(batch, scores, config):
+        if failures and dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1:
+            raise failures.pop()
+        return LossOutput({"mine": Term(-scores.logprobs.sum(), batch.num_scored, "tokens")})
+
+    register_loss(name, fields=[INPUT_IDS], metrics={}, reference="none", formula="none", streams=streams)(fails)
+
+failing("memory", torch.OutOfMemoryError("injected"), False)
+failing("memory_in_its_part", torch.OutOfMemoryError("injected"), True)
+failing("fault", ValueError("injected"), False)
+failing("fault_in_its_part", ValueError("injected"), True)
+"""
 
 
-def engine_of(model: Path, state_dir: Path, ranks: int) -> EngineProcess:
-    return EngineProcess({"tiny": model}, state_dir, ranks=ranks, microbatch_tokens=8, log_level="info")
+@dataclass
+class Engines:
+    """One process, and a group of ranks, each with a state folder."""
+
+    one: LocalEngine
+    group: EngineProcess
+    folder: Path
+
+    def weights(self, name: str, run_id: str) -> str:
+        """A hash of a checkpoint's tensors: weights, moments, accumulation."""
+        found = hashlib.sha256()
+        files = sorted((self.folder / name / "runs" / run_id).rglob("*.safetensors"))
+        assert files
+        for file in files:
+            found.update(file.read_bytes())
+        return found.hexdigest()
 
 
-@pytest.fixture(scope="module")
-def pair(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineProcess, ...]]:
-    """Engines of one rank and of two."""
-    engines = tuple(engine_of(tiny_model_path, tmp_path_factory.mktemp(f"ranks-{ranks}"), ranks) for ranks in (1, 2))
-    yield engines
-    for engine in engines:
-        engine.kill()
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def engines(
+    request: pytest.FixtureRequest, tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "losses.py").write_text(FAILING)
+    settings: dict[str, Any] = {"microbatch_tokens": 16, "threads": 1, "losses": [folder / "losses.py"]}
+    group = EngineProcess({"tiny": tiny_model_path}, folder / "group", ranks=request.param, **settings)
+    yield Engines(LocalEngine({"tiny": tiny_model_path}, folder / "one", **settings), group, folder)
+    group.kill()
 
 
 def trained(engine: Driver, run_id: str, **config: object) -> list[object]:
-    """What an engine says of two steps of two losses, a failure between them, samples and a checkpoint."""
+    """What an engine says of two steps, a failure between them, samples and a checkpoint."""
     engine.create(run_id, seed=3, **config)
     figures: list[object] = []
     for _ in range(2):
@@ -45,33 +90,86 @@ def trained(engine: Driver, run_id: str, **config: object) -> list[object]:
         figures += [first.proto.loss.loss, first.proto.loss.num_microbatches, first.columns["logprobs"].values.tolist()]
         bad = engine.op(run_id, token_rows([[1, 99999]]), forward_backward=CAUSAL)
         figures += [bad.proto.error.code, bad.proto.error.message]
-        figures.append(engine.do(run_id, PAIRS, train_step=pb.TrainStep(loss=DPO, optim_step=STEP)).proto.train_step)
-        figures.append(engine.do(run_id, ROWS, forward_backward=CAUSAL).proto.loss.metrics)
+        engine.do(run_id, token_rows([[1, 33, 34]]), forward_backward=CAUSAL)  # fewer rows than lanes
+        done = engine.do(run_id, ROWS, train_step=pb.TrainStep(loss=CAUSAL, optim_step=STEP)).proto.train_step
+        figures += [done.loss.loss, done.optim_step]
+        scored = engine.do(run_id, ROWS, kept_forward=pb.KeptForward(scores=["logprobs"]))
+        given = {"grad_logprobs": scored.columns["logprobs"]}
+        engine.do(run_id, given, backward=pb.Backward(forward_seq=scored.proto.seq, weight=2.0, loss=1.0))
         figures.append(engine.do(run_id, optim_step=STEP).proto.optim_step)
     call = pb.SampleCall(max_tokens=6, temperature=1.0, ignore_eos=True)
     sampled = engine.do(run_id, token_rows([[1, 20, 30], [1, 5]], "prompt_ids"), sample=call)
     figures += [sampled.columns[name].values.tolist() for name in ("token_ids", "logprobs")]
-    saved = engine.do(run_id, save_checkpoint=pb.SaveCheckpoint(name="now")).proto.checkpoint
+    engine.do(run_id, ROWS, forward_backward=CAUSAL)
+    engine.do(run_id, save_checkpoint=pb.SaveCheckpoint(name="now"))
     engine.do(run_id, export=pb.ExportModel(name="out"))
     engine.do(run_id, load_checkpoint=pb.LoadCheckpoint(checkpoint="now"))
-    return [*figures, saved.size_bytes, engine.logprobs(run_id, ROWS).tolist()]
+    return [*figures, engine.logprobs(run_id, ROWS).tolist()]
 
 
-@pytest.mark.parametrize("config", [{"lora": {"rank": 4, "dropout": 0.2}}, {}], ids=["lora", "full"])
-def test_two_ranks_give_the_bits_of_one(pair: tuple[EngineProcess, ...], config: dict[str, object]) -> None:
-    run_id = "lora" if config else "full"
-    one, two = (trained(engine, run_id, **config) for engine in pair)
-    assert one == two
-    assert pair[1].hello.hello.device == "2 ranks, cpu"
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"lora": {"rank": 4}, "lanes": 4},
+        {"lora": {"rank": 4, "dropout": 0.2}, "lanes": 2},
+        {"lora": {"rank": 2}},
+        {"lanes": 4},
+    ],
+    ids=["lora", "dropout", "one-lane", "full"],
+)
+def test_ranks_give_the_bits_of_one_process(
+    engines: Engines, config: dict[str, object], request: pytest.FixtureRequest
+) -> None:
+    run_id = request.node.callspec.id
+    assert trained(engines.one, run_id, **config) == trained(engines.group, run_id, **config)
+    assert engines.weights("one", run_id) == engines.weights("group", run_id)
+
+
+def by_loss(engine: Driver, run_id: str, loss: LossSpec, columns: Any) -> list[object]:
+    """What an engine says of two steps of a loss."""
+    head = loss.head or ("value" if "values" in loss.optional_scores else "")
+    labels = {"num_labels": 64} if head == "classification" else {}
+    engine.create(run_id, seed=5, lora={"rank": 4}, head=head, lanes=4, **labels)
+    figures: list[object] = []
+    for _ in range(2):
+        found = engine.do(run_id, columns, forward_backward=loss_call(loss)).proto.loss
+        figures += [found.loss, sorted(found.metrics.items()), found.num_microbatches, list(found.warnings)]
+        figures.append(engine.do(run_id, optim_step=STEP).proto.optim_step)
+    engine.do(run_id, save_checkpoint=pb.SaveCheckpoint(name="now"))
+    return figures
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in LOSSES]
+)
+def test_every_loss_gives_the_bits_of_one_process(engines: Engines, batches: Any, name: str) -> None:
+    loss = get_loss(name)
+    columns = batches.columns(loss, rows=9, shortest=2, longest=9)
+    one, group = (by_loss(engine, f"run-{name}", loss, columns) for engine in (engines.one, engines.group))
+    assert repr(one) == repr(group)  # NaN is NaN
+    assert engines.weights("one", f"run-{name}") == engines.weights("group", f"run-{name}")
+
+
+def test_an_error_of_one_rank_is_that_of_the_operation(engines: Engines) -> None:
+    """Memory that runs out on one rank halves the micro-batches of all; any other error fails the operation."""
+    engines.group.create("run-errors", seed=1, lora={"rank": 2}, lanes=4)
+    for name in ("memory", "memory_in_its_part", "fault", "fault_in_its_part"):
+        found = engines.group.op("run-errors", ROWS, forward_backward=pb.LossCall(loss_fn=name))
+        if "memory" in name:
+            assert found.proto.loss.limits.microbatch_tokens == 8
+        else:
+            assert "ValueError" in found.proto.error.message
+    assert engines.group.do("run-errors", optim_step=STEP).proto.optim_step.num_accumulated == 2
 
 
 def children(pid: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.slow  # the end-to-end test kills a rank, too
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_group_that_loses_a_rank_ends_as_one(tiny_model_path: Path, tmp_path: Path, how: signal.Signals) -> None:
-    engine = engine_of(tiny_model_path, tmp_path, 2)
+    engine = EngineProcess({"tiny": tiny_model_path}, tmp_path, ranks=2)
     try:
         engine.create("run-a", seed=1, lora=4)
         engine.train("run-a", ROWS)

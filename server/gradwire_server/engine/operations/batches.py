@@ -69,7 +69,13 @@ def prepare(context: EngineContext, run: EngineRun, call: training_pb2.LossCall,
     if asked.needs_added_head(run.policy, batch):
         run.add_value_head()
     on_batch = asked.on(run.policy, batch, call.outputs)
-    return Training(on_batch, run.accumulator, budget=context.budget, dropout_seed=run.dropout_seed)
+    return Training(
+        on_batch,
+        run.accumulator,
+        budget=context.budget,
+        dropout_seed=run.dropout_seed,
+        agreement=context.agreement,
+    )
 
 
 def trained(
@@ -153,6 +159,7 @@ def kept_forward(
         temperature=_temperature(call.temperature),
         budget=context.budget,
         dropout_seed=run.dropout_seed,
+        agreement=context.agreement,
     )
     return evaluated(found)
 

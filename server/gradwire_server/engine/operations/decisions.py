@@ -98,13 +98,8 @@ class Decisions:
 
     def step_samples(self, in_progress: Iterable[engine_pb2.EngineRequest]) -> Decision:
         """Decide to advance the samples in progress by a token, but for those that are cancelled or late."""
-        stopped = {}
-        for request in in_progress:
-            try:
-                self._agreement.check(request)
-            except OperationError as error:
-                stopped[request.id] = error
-        return Decision(steps_samples=True, stopped=stopped)
+        ended = ((request.id, self._agreement.ended(request)) for request in in_progress)
+        return Decision(steps_samples=True, stopped={number: error for number, error in ended if error is not None})
 
     def execute(self, ready: Sequence[Request]) -> Decision:
         """Decide which of the ready requests of different runs, samples aside, to execute: the first, or several.
@@ -168,7 +163,7 @@ class Decisions:
         if operation.HasField("limits"):
             return self._memory.again(limits.from_wire(operation.limits))
         longest = _longest(_row_lengths(run, request.columns))
-        return self._memory.budget(run, longest, self._free_memory(run.policy.device))
+        return replace(self._memory.budget(run, longest, self._free_memory(run.policy.device)), lanes=run.lanes)
 
     def _free_memory(self, device: torch.device) -> int:
         """Free bytes of a GPU, measured at most once in ``FRESH_S``; 0 on a CPU, where nothing depends on it."""
@@ -198,7 +193,7 @@ class Decisions:
         call, run = training_call(operation.operation), self._runs.get(operation.run_id)
         if call is None or call.accumulate or IMAGE_BYTES in request.columns:
             return None
-        if run is not None and run.accumulator.parts:
+        if run is not None and (run.accumulator.parts or run.lanes > 1):
             return None
         return self._lora(request)
 

@@ -40,6 +40,7 @@ def to_wire(budget: Budget) -> training_pb2.MemoryLimits:
         whole_tokens=budget.whole_tokens,
         offload=Activations.OFFLOAD in budget.beyond,
         image_cost=budget.image_cost,
+        lanes=budget.lanes,
     )
 
 
@@ -56,4 +57,5 @@ def from_wire(limits: training_pb2.MemoryLimits) -> Budget:
         recompute | offload,
         limits.whole_tokens,
         limits.image_cost,
+        max(1, limits.lanes),
     )

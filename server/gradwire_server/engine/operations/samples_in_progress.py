@@ -81,8 +81,7 @@ class SamplesInProgress:
         try:
             if request.error is not None:
                 raise request.error
-            with self._context.agreement.together("sample"):
-                self._begin(sampling, request)
+            self._begin(sampling, request)
         except Exception as error:  # the boundary: the caller receives any error
             sampling.answer = self._failed(sampling, error)
 

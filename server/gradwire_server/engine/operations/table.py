@@ -52,8 +52,7 @@ def carry_out(context: EngineContext, request: engine_pb2.EngineRequest, columns
     asked = request.operation
     execution = Execution(context, asked)
     try:
-        check = partial(context.agreement.check, request)
-        with context.agreement.together("operation"), execution.span(), interruptible(check):
+        with execution.span(), interruptible(partial(context.agreement.check, request)):
             between_micro_batches()
             outcome = _handled(context, execution.run, asked, columns, budget)
     except Exception as error:  # the boundary: the error becomes the operation's result

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the engine until it is shut down; the exit code."""
     options = _parser().parse_args(arguments)
     settings: EngineSettings = options.settings
-    share = Share(options.number, options.engines)
+    share = Share(options.number, options.engines * settings.ranks)
     set_up(settings, "engine", share)
     link = EngineLink(socket.socket(fileno=options.fd))
     try:

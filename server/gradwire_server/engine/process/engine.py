@@ -194,8 +194,7 @@ class Engine:
             elif request.error is not None:
                 answer = failure(self.context, message.operation, request.error)
             else:
-                about = logs.about(message.operation.run_id, message.operation.seq)
-                with about, self.context.agreement.together("request"):
+                with logs.about(message.operation.run_id, message.operation.seq):
                     answer = self._handlers[kind](request, budget)
         except Exception as error:  # the boundary: the engine goes on and the caller receives the error
             if is_fatal(error):

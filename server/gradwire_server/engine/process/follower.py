@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pulse", type=int, required=True, help="the pipe for this rank's pulse")
     parser.add_argument("--store", type=Path, required=True, help="the file by which the ranks find each other")
     parser.add_argument("--number", type=int, required=True, help="the engine's number among those of the server")
-    parser.add_argument("--engines", type=int, required=True, help="how many engines the server has")
+    parser.add_argument("--engines", type=int, required=True, help="how many processes share the machine")
     parser.add_argument(
         "--settings", type=EngineSettings.model_validate_json, required=True, metavar="JSON", help="as EngineSettings"
     )

@@ -56,7 +56,9 @@ def _check_device(name: str) -> None:
 
 def _check_ranks(settings: EngineSettings) -> None:
     count = torch.cuda.device_count() if settings.device in ("", "cuda") else 0
-    if settings.device not in ("", "cpu", "cuda"):
+    if settings.ranks & (settings.ranks - 1):
+        reason = "the work is divided in halves; give a power of two"
+    elif settings.device not in ("", "cpu", "cuda"):
         reason = f"--device {settings.device}: with several ranks, each has a GPU of its own; give cuda or cpu"
     elif settings.device != "cpu" and 0 < count < settings.ranks:
         reason = f"torch finds {count} CUDA devices here; give at most as many ranks, or --device cpu"

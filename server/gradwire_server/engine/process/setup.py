@@ -30,7 +30,7 @@ def set_up(settings: EngineSettings, name: str, share: Share) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the front shuts us down in order
     # Also where nobody says how many: once torch has been told, MKL no longer takes fewer as it likes.
-    torch.set_num_threads(settings.threads or max(1, torch.get_num_threads() // (share.engines * settings.ranks)))
+    torch.set_num_threads(settings.threads or max(1, torch.get_num_threads() // share.engines))
 
 
 def load_losses(settings: EngineSettings) -> None:

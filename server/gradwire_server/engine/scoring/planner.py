@@ -9,8 +9,9 @@ form.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from gradwire_losses.batch import Batch, segment_ids, segment_sum
@@ -36,6 +37,7 @@ class Budget:
         whole_tokens: Maximum computed tokens of those whose feed-forward layers compute all tokens at once.
         image_cost: Computed tokens that one image token counts as in these limits, beside itself: what the vision part
             of the model takes for it. An image counts once in a micro-batch, however many rows show it.
+        lanes: Least number of micro-batches to train on, where there are as many examples.
     """
 
     microbatch_tokens: int = 2048
@@ -46,6 +48,7 @@ class Budget:
     beyond: Activations = Activations.RECOMPUTE
     whole_tokens: int = ALL
     image_cost: float = 0.0
+    lanes: int = 1
 
     def activations(self, computed_tokens: int) -> Activations:
         """What becomes of the activations of a micro-batch of so many tokens."""
@@ -75,20 +78,22 @@ class MicroBatch:
     activations: Activations = Activations.KEEP
 
 
-def split(batch: Batch, microbatch_tokens: int, packing: Packing, *, image_cost: float = 0.0) -> list[MicroBatch]:
+def split(
+    batch: Batch, microbatch_tokens: int, packing: Packing, *, image_cost: float = 0.0, lanes: int = 1
+) -> list[MicroBatch]:
     """Split a batch into micro-batches that compute at most that many tokens each, unless one example has more.
 
     Args:
-        image_cost: As of :class:`Budget`.
+        image_cost, lanes: As of :class:`Budget`.
     """
     if not batch.num_examples:
         return []
-    images = _Images(batch, image_cost)
+    images, least = _Images(batch, image_cost), min(lanes, batch.num_examples)
     if packing is not Packing.SHARED or batch.num_sequences == batch.num_examples:
         padded = batch.num_sequences * int(batch.lengths.max())
         together = padded if packing is Packing.PADDED else len(batch.input_ids)
         together += images.cost(images.all)
-        if together <= microbatch_tokens:
+        if together <= microbatch_tokens and least == 1:
             return [_whole(batch, together)]
     groups = segment_ids(batch.group_sizes)
     widths = torch.zeros(batch.num_examples, dtype=torch.int64).scatter_reduce_(0, groups, batch.lengths, "amax")
@@ -101,32 +106,50 @@ def split(batch: Batch, microbatch_tokens: int, packing: Packing, *, image_cost:
             own = own - shared_lengths(batch.input_ids, batch.lengths, batch.group_sizes)
         sizes = segment_sum(own, batch.group_sizes)
         widths = torch.ones_like(widths)
+    own_widths: list[int] = widths.tolist()
+    own_sizes: list[int] = sizes.tolist()
+
+    def computed(examples: Sequence[int]) -> int:
+        shown = frozenset[int]().union(*map(images.of_example, examples))
+        width = max(own_widths[example] for example in examples)
+        return sum(own_sizes[example] for example in examples) * width + images.cost(shown)
+
     plans: list[list[int]] = []
-    computed: list[int] = []
     size = width = 0
     shown: frozenset[int] = frozenset()
-    for example, own_width, own_size in zip(order.tolist(), widths[order].tolist(), sizes[order].tolist(), strict=True):
-        own_images = images.of_example(example)
-        with_own = shown | own_images
-        if plans and (size + own_size) * width + images.cost(with_own) <= microbatch_tokens:
+    for example in order.tolist():
+        with_own = shown | images.of_example(example)
+        if plans and (size + own_sizes[example]) * width + images.cost(with_own) <= microbatch_tokens:
             plans[-1].append(example)
-            size, shown = size + own_size, with_own
+            size, shown = size + own_sizes[example], with_own
         else:
             plans.append([example])
-            computed.append(0)
-            size, width, shown = own_size, own_width, own_images
-        computed[-1] = size * width + images.cost(shown)
+            size, width, shown = own_sizes[example], own_widths[example], images.of_example(example)
+    while len(plans) < least:
+        most = max((plan for plan in plans if len(plan) > 1), key=computed)
+        place = plans.index(most)
+        plans[place : place + 1] = _halves(most, own_sizes, own_widths)
     if len(plans) == 1:
-        return [_whole(batch, computed[0])]
-    return [
-        _microbatch(batch, torch.tensor(examples), tokens) for examples, tokens in zip(plans, computed, strict=True)
-    ]
+        return [_whole(batch, computed(plans[0]))]
+    return [_microbatch(batch, torch.tensor(examples), computed(examples)) for examples in plans]
+
+
+def _halves(examples: list[int], sizes: Sequence[int], widths: Sequence[int]) -> list[list[int]]:
+    """Cut examples, the widest first, in two, so that the half with more computed tokens has as few as possible."""
+    ends = list(accumulate(sizes[example] for example in examples))
+
+    def larger(count: int) -> int:
+        rest = (ends[-1] - ends[count - 1]) * widths[examples[count]]
+        return max(ends[count - 1] * widths[examples[0]], rest)
+
+    cut = min(range(1, len(examples)), key=larger)
+    return [examples[:cut], examples[cut:]]
 
 
 def split_for_training(policy: Policy, batch: Batch, budget: Budget) -> list[MicroBatch]:
     """Split a batch into micro-batches for training mode; one example each if the policy has dropout."""
     most = 0 if policy.has_dropout else budget.microbatch_tokens
-    micros = split(batch, most, policy.packing(training=True), image_cost=budget.image_cost)
+    micros = split(batch, most, policy.packing(training=True), image_cost=budget.image_cost, lanes=budget.lanes)
     always = Activations.RECOMPUTE if policy.gradient_checkpointing else Activations.KEEP
     return [replace(micro, activations=always | budget.activations(micro.computed_tokens)) for micro in micros]
 

@@ -125,6 +125,11 @@ class EngineRun:
         self.config.head = ""
 
     @property
+    def lanes(self) -> int:
+        """Number of its :mod:`.lanes`."""
+        return max(1, self.config.lanes)
+
+    @property
     def dropout_seed(self) -> str:
         """Dropout seed of the next operation that accumulates; a recovery reproduces it."""
         return f"{self.config.seed}/{self.step}/{self.accumulator.num_operations}"

@@ -18,22 +18,27 @@ from torch import Tensor, nn
 
 from gradwire_server.engine.model.placement import placed_like, total_norm
 from gradwire_server.engine.training.batch_parts import BatchParts, is_part
-
-Key = tuple[str, str]
-Gradients = dict[str, Tensor]
+from gradwire_server.engine.training.lanes import Gradients, Key, Lanes, LaneTree, Sums
 
 
 class GradientCollector:
     """Float32 gradients of one operation by key; a context manager around its backward passes.
 
+    Args:
+        parameters: The trained parameters by name.
+        lanes: The run's lanes.
+
     Attributes:
-        by_key: Key -> parameter name -> summed gradient; valid once the context has ended without an error.
+        by_key: Key -> parameter name -> summed gradient of this process; valid once the context has ended without an
+            error, and that of all processes after :meth:`share`.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.by_key: dict[Key, Gradients] = {}
-        self._parameters = parameters
+    def __init__(self, parameters: Mapping[str, nn.Parameter], lanes: Lanes | None = None) -> None:
+        self.by_key: Sums = {}
+        self._parameters, self._lanes = parameters, lanes or Lanes()
         self._key: Key | None = None
+        self._lane = self._lanes.own.start
+        self._tree = LaneTree(self._lane)
 
     def __enter__(self) -> Self:
         for parameter in self._parameters.values():
@@ -53,6 +58,13 @@ class GradientCollector:
             hook.remove()
         if kind is not None:
             self.by_key.clear()
+        else:
+            self._tree.add(self._lane, self.by_key)
+            self.by_key = self._tree.total(self._lanes.own.stop)
+
+    def share(self, device: torch.device) -> None:
+        """Add the gradients of all processes, which are on this device."""
+        self.by_key = self._lanes.total(self.by_key, device)
 
     def backward(
         self, key: Key, outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, retain_graph: bool = False
@@ -61,8 +73,12 @@ class GradientCollector:
         self.collect(key)
         torch.autograd.backward(outputs, gradients, retain_graph=retain_graph)
 
-    def collect(self, key: Key) -> None:
-        """Direct the following backward passes to the buffers of this key."""
+    def collect(self, key: Key, lane: int | None = None) -> None:
+        """Direct the following backward passes to the buffers of this key, in a lane: by default the same as before."""
+        if lane is not None and lane != self._lane:
+            self._park()
+            self._tree.add(self._lane, self.by_key)
+            self._key, self.by_key, self._lane = None, {}, lane
         if key == self._key:
             return
         self._park()

@@ -19,7 +19,8 @@ from gradwire_server.engine.scoring.parts import Part
 from gradwire_server.engine.scoring.planner import MicroBatch
 from gradwire_server.engine.scoring.score_types import entries_of
 from gradwire_server.engine.threads import suited_threads
-from gradwire_server.engine.training.accumulation import GradientCollector, Key
+from gradwire_server.engine.training.accumulation import GradientCollector
+from gradwire_server.engine.training.lanes import Key, Lanes
 
 
 class DifferentiableScores:
@@ -36,11 +37,14 @@ class DifferentiableScores:
         keep_single: Keep the graph of a batch with one micro-batch, whatever its size. Use it if the gradient follows
             at once, because recomputing would need as much memory.
         dropout_seed: Identifies the run and operation; used if the policy has dropout.
+        lanes: Those of the micro-batches: this process computes the ones of its own lanes, and gets the other scores.
 
     Attributes:
         readings: The same.
         by_name: For each batch: score name -> ``[T]`` or ``[S]``, detached.
         routers: What the routers of a mixture of experts decided; None for another model, or several batches.
+        lanes: The same.
+        own: Number of each micro-batch that this process has computed -> its scores for each batch.
         num_microbatches: Number of forwards, without repeated ones.
         recomputed: Whether any micro-batch is computed twice.
         activations: Number of micro-batches by what becomes of their activations.
@@ -53,31 +57,29 @@ class DifferentiableScores:
         *,
         keep_single: bool = False,
         dropout_seed: str = "",
+        lanes: Lanes | None = None,
     ) -> None:
         self.readings = readings
+        self.lanes = lanes or Lanes()
         self._parts, self._dropout_seed = parts, dropout_seed
         self._steps = list(zip(*(part.micros for part in parts), strict=True))
-        self._graphs: list[list[dict[str, Tensor]] | None] = []
-        self._rng: list[dict[str, Tensor]] = []
-        steps = self._forward(unmeasured=keep_single and len(self._steps) == 1)
-        self.by_name = [
-            assemble(reading.policy, reading.batch, part.micros, [step[number] for step in steps], reading.names)
-            for number, (reading, part) in enumerate(zip(readings, parts, strict=True))
-        ]
-        self.routers: RouterSums | None = None
-        if steps and readings[0].policy.split_model.routers is not None:
-            self.routers = RouterSums.of([scores for (scores,) in steps], len(readings[0].batch.input_ids))
+        self._graphs: dict[int, list[dict[str, Tensor]] | None] = {}
+        self._rng: dict[int, dict[str, Tensor]] = {}
+        with self.lanes.together("scores"):
+            self.own = self._forward(unmeasured=keep_single and len(self._steps) == 1)
+        self.by_name, self.routers = combined(readings, parts, self.lanes.gathered(self.own, len(self._steps)))
         self.num_microbatches = len(self._steps)
-        self.recomputed = any(graph is None for graph in self._graphs)
+        self.recomputed = self.lanes.any(any(graph is None for graph in self._graphs.values()))
         self.activations = Counter(micro.activations.label for part in parts for micro in part.micros)
 
-    def _forward(self, *, unmeasured: bool) -> list[list[dict[str, Tensor]]]:
+    def _forward(self, *, unmeasured: bool) -> dict[int, list[dict[str, Tensor]]]:
         policy, budget = self.readings[0].policy, self.readings[0].budget.activation_bytes
         kept_bytes, bytes_per_token = 0, 0.0
-        steps = []
-        for micros in self._steps:
+        steps = {}
+        for index in self.lanes.steps(len(self._steps)):
+            micros = self._steps[index]
             tokens = sum(micro.computed_tokens for micro in micros)
-            self._rng.append({} if unmeasured else generator_states())  # for a second forward
+            self._rng[index] = {} if unmeasured else generator_states()  # for a second forward
             keep = unmeasured or kept_bytes + bytes_per_token * tokens <= budget
             if unmeasured:
                 scores = self._score(micros)
@@ -91,8 +93,8 @@ class DifferentiableScores:
             else:
                 with torch.no_grad():
                     scores = self._score(micros)
-            self._graphs.append(scores if keep else None)
-            steps.append([{name: values.detach() for name, values in own.items()} for own in scores])
+            self._graphs[index] = scores if keep else None
+            steps[index] = [{name: values.detach() for name, values in own.items()} for own in scores]
             del scores  # with its graph, before the next forward
         return steps
 
@@ -111,38 +113,68 @@ class DifferentiableScores:
         self,
         collectors: Sequence[GradientCollector],
         gradients: Sequence[Mapping[Key, Mapping[str, Tensor]]],
+        *,
+        lane: int = 0,
     ) -> None:
-        """Collect each key's gradient in the weights; can be called once only.
+        """Collect each key's gradient in the weights, of this process's micro-batches; can be called once only.
 
         Args:
             collectors: Of each batch's run.
             gradients: For each batch: key -> its gradients in the scores, and in :data:`.routers.PROBABILITIES`.
+            lane: That of the first micro-batch.
         """
-        policy = self.readings[0].policy
-        for index, micros in enumerate(self._steps):
-            scores, self._graphs[index] = self._graphs[index], None
-            if scores is None:
-                with preserved_rng():
-                    set_generator_states(self._rng[index])
-                    scores = self._score(micros)
-            if len(micros) == 1:  # the spans of several are still active
-                policy.activate(training=True, activations=micros[0].activations)
-            passes = [
-                _passes(reading.batch, *own)
-                for reading, *own in zip(self.readings, micros, scores, gradients, strict=True)
-            ]
-            count = max(map(len, passes))
-            tokens = sum(len(micro.batch.input_ids) for micro in micros)
-            with suited_threads(policy.device, tokens, policy.facts.num_parameters):
-                for number in range(count):  # the first key of each batch, then the second
-                    outputs: list[Tensor] = []
-                    given: list[Tensor] = []
-                    for collector, own in zip(collectors, passes, strict=True):
-                        if number < len(own):
-                            collector.collect(own[number].key)
-                            outputs += own[number].outputs
-                            given += own[number].gradients
-                    torch.autograd.backward(outputs, given, retain_graph=number + 1 < count)
+        with self.lanes.together("backward"):
+            for index in self.lanes.steps(len(self._steps)):
+                self._backward(collectors, gradients, index, lane + index % self.lanes.count)
+
+    def _backward(
+        self,
+        collectors: Sequence[GradientCollector],
+        gradients: Sequence[Mapping[Key, Mapping[str, Tensor]]],
+        index: int,
+        lane: int,
+    ) -> None:
+        policy, micros = self.readings[0].policy, self._steps[index]
+        scores, self._graphs[index] = self._graphs[index], None
+        if scores is None:
+            with preserved_rng():
+                set_generator_states(self._rng[index])
+                scores = self._score(micros)
+        if len(micros) == 1:  # the spans of several are still active
+            policy.activate(training=True, activations=micros[0].activations)
+        passes = [
+            _passes(reading.batch, *own) for reading, *own in zip(self.readings, micros, scores, gradients, strict=True)
+        ]
+        count = max(map(len, passes))
+        tokens = sum(len(micro.batch.input_ids) for micro in micros)
+        with suited_threads(policy.device, tokens, policy.facts.num_parameters):
+            for number in range(count):  # the first key of each batch, then the second
+                outputs: list[Tensor] = []
+                given: list[Tensor] = []
+                for collector, own in zip(collectors, passes, strict=True):
+                    if number < len(own):
+                        collector.collect(own[number].key, lane)
+                        outputs += own[number].outputs
+                        given += own[number].gradients
+                torch.autograd.backward(outputs, given, retain_graph=number + 1 < count)
+
+
+def combined(
+    readings: Sequence[Reading], parts: Sequence[Part], steps: Sequence[Sequence[Mapping[str, Tensor]]]
+) -> tuple[list[dict[str, Tensor]], RouterSums | None]:
+    """Each batch's scores, of those of all micro-batches, and what the routers of a mixture of experts decided.
+
+    Args:
+        readings, parts: As of :class:`DifferentiableScores`.
+        steps: For each micro-batch the scores of each batch.
+    """
+    by_name = [
+        assemble(reading.policy, reading.batch, part.micros, [step[number] for step in steps], reading.names)
+        for number, (reading, part) in enumerate(zip(readings, parts, strict=True))
+    ]
+    if not steps or readings[0].policy.split_model.routers is None:
+        return by_name, None
+    return by_name, RouterSums.of([scores for (scores,) in steps], len(readings[0].batch.input_ids))
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,10 @@ In a mixture of experts the load-balancing loss (:mod:`.routers`), if the run ha
 and needs every loss to be evaluated like one that does not stream. Its gradient joins that of the loss's first unit,
 times what this unit is divided by.
 
+Of a run with several lanes (:mod:`.lanes`), each process of the engine computes some micro-batches, gets the scores of
+the others, and evaluates the whole loss, or the other parts without their way back. An error is shared before anything
+is accumulated.
+
 All tensors stay on the policy's device, and the host runs ahead of it until the end of the operation. Then all figures
 are transferred at once, including the checks for non-finite values. The row at fault is searched for only if one fails.
 """
@@ -19,23 +23,27 @@ are transferred at once, including the checks for non-finite values. The row at 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
+from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.failures import is_fatal
+from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.model.layers.dropout import seed_generators
 from gradwire_server.engine.model.packing import Packing
 from gradwire_server.engine.model.placement import total_norms
 from gradwire_server.engine.scoring.forward import Reading
 from gradwire_server.engine.scoring.parts import Part
 from gradwire_server.engine.scoring.planner import Budget, split_for_training
-from gradwire_server.engine.training.accumulation import GradientAccumulator, GradientCollector, Key
-from gradwire_server.engine.training.differentiable_scores import DifferentiableScores
-from gradwire_server.engine.training.loss_call import LossOnBatch
+from gradwire_server.engine.training.accumulation import GradientAccumulator, GradientCollector
+from gradwire_server.engine.training.differentiable_scores import DifferentiableScores, combined
+from gradwire_server.engine.training.lanes import Lanes
+from gradwire_server.engine.training.loss_call import LossOnBatch, LossOnPart
 from gradwire_server.engine.training.loss_report import LossEvaluation, LossSums, reported
 
 
@@ -47,9 +55,11 @@ class Training:
         accumulator: Receives the gradient; an error leaves it unchanged.
         budget: Memory limits.
         dropout_seed: Identifies the run and operation for dropout masks.
+        agreement: This process's agreement with the others of the engine.
 
     Attributes:
         loss: The same.
+        lanes: The lanes of the micro-batches.
         reading: The scores wanted of the whole batch.
         micros: The micro-batches that go through the model.
         parts: What the loss is evaluated on: each micro-batch if it streams, else the whole batch.
@@ -59,9 +69,16 @@ class Training:
     """
 
     def __init__(
-        self, loss: LossOnBatch, accumulator: GradientAccumulator, *, budget: Budget, dropout_seed: str = ""
+        self,
+        loss: LossOnBatch,
+        accumulator: GradientAccumulator,
+        *,
+        budget: Budget,
+        dropout_seed: str = "",
+        agreement: Agreement | None = None,
     ) -> None:
         self.loss, self.dropout_seed = loss, dropout_seed
+        self.lanes = Lanes(budget.lanes, agreement)
         self.reading = Reading(loss.policy, loss.batch, loss.names, loss.temperature, loss.teacher, budget)
         self.micros = split_for_training(loss.policy, loss.batch, budget)
         whole = [Part(loss.batch, self.micros)]
@@ -119,38 +136,101 @@ def forward_backward(trainings: Sequence[Training]) -> list[LossEvaluation | Non
     """
     first, alone, recomputed = trainings[0], len(trainings) == 1, False
     failed: set[Training] = set()
+    # Either the parts are spread over the processes, or the micro-batches of the one part there is.
+    outer, inner = (first.lanes, Lanes()) if first.loss.streams else (Lanes(), first.lanes)
+    scored: dict[int, DifferentiableScores] = {}
+    losses: dict[int, list[LossOnPart | None]] = {}
     with ExitStack() as stack:
         collectors = [
-            stack.enter_context(GradientCollector(training.loss.policy.trainable_parameters()))
+            stack.enter_context(GradientCollector(training.loss.policy.trainable_parameters(), first.lanes))
             for training in trainings
         ]
-        for parts in zip(*(training.parts for training in trainings), strict=True):
-            readings = [
-                replace(training.reading, batch=part.batch) for training, part in zip(trainings, parts, strict=True)
-            ]
-            scores = DifferentiableScores(readings, parts, keep_single=True, dropout_seed=first.dropout_seed)
-            gradients: list[Mapping[Key, Mapping[str, Tensor]]] = []
-            for training, part, own in zip(trainings, parts, scores.by_name, strict=True):
-                try:
-                    with training.rng():
-                        gradients.append(training.loss.evaluate(part, own, scores.routers))
-                except Exception as error:  # whatever a loss raises, the other runs go on
-                    if alone or is_fatal(error):
-                        raise
-                    failed.add(training)
-                    gradients.append({})
-            scores.backward(collectors, gradients)
-            recomputed |= scores.recomputed
-    found: list[LossEvaluation | None] = []
+        with outer.together("parts"):
+            for index in outer.steps(len(first.parts)):
+                readings, parts = _on_part(trainings, index)
+                scores = DifferentiableScores(
+                    readings, parts, keep_single=True, dropout_seed=first.dropout_seed, lanes=inner
+                )
+                with inner.together("loss"):
+                    found = losses[index] = _evaluated(trainings, index, scores.by_name, failed)
+                gradients = [
+                    {} if each is None else training.loss.gradients(each, scores.routers)
+                    for training, each in zip(trainings, found, strict=True)
+                ]
+                scores.backward(collectors, gradients, lane=index % outer.count)
+                recomputed |= scores.recomputed
+                scored[index] = scores
+    _take(trainings, outer, scored, losses)
+    for collector in collectors:
+        collector.share(first.loss.policy.device)
+    ends: list[LossEvaluation | None] = []
     norms = total_norms([collector.gradients for collector in collectors])
     for training, collector, norm in zip(trainings, collectors, norms, strict=True):
         try:
-            found.append(None if training in failed else training.end(collector, norm, recomputed=recomputed))
+            ends.append(None if training in failed else training.end(collector, norm, recomputed=recomputed))
         except Exception as error:  # as above
             if alone or is_fatal(error):
                 raise
+            ends.append(None)
+    return ends
+
+
+def _on_part(trainings: Sequence[Training], index: int) -> tuple[list[Reading], list[Part]]:
+    """The scores wanted of each training's part, and these parts."""
+    parts = [training.parts[index] for training in trainings]
+    return [replace(each.reading, batch=part.batch) for each, part in zip(trainings, parts, strict=True)], parts
+
+
+def _evaluated(
+    trainings: Sequence[Training], index: int, by_name: Sequence[Mapping[str, Tensor]], failed: set[Training]
+) -> list[LossOnPart | None]:
+    """Each training's loss on its part; None, and ``failed``, where that raises in company."""
+    found: list[LossOnPart | None] = []
+    for training, own in zip(trainings, by_name, strict=True):
+        try:
+            with training.rng(), _numbers_of_part(training, index):
+                found.append(training.loss.evaluate(training.parts[index], own))
+        except Exception as error:  # whatever a loss raises, the other runs go on
+            if len(trainings) == 1 or is_fatal(error):
+                raise
+            failed.add(training)
             found.append(None)
     return found
+
+
+@contextmanager
+def _numbers_of_part(training: Training, index: int) -> Iterator[None]:
+    """Let a loss that streams draw numbers that depend on its part alone, where processes have different parts."""
+    if training.lanes.count == 1 or not training.loss.streams:
+        yield
+        return
+    with preserved_rng():
+        seed_generators(f"{training.dropout_seed}/loss", index)
+        yield
+
+
+def _take(
+    trainings: Sequence[Training],
+    lanes: Lanes,
+    scored: Mapping[int, DifferentiableScores],
+    losses: Mapping[int, Sequence[LossOnPart | None]],
+) -> None:
+    """Take note of all parts in their order, those of other processes included, which are evaluated from their scores.
+
+    Args:
+        lanes: Those of the parts.
+        scored, losses: The scores and the losses of this process's parts, by number.
+    """
+    steps = lanes.gathered({index: each.own.get(0, ()) for index, each in scored.items()}, len(trainings[0].parts))
+    for index, step in enumerate(steps):
+        if index in scored:
+            by_name, routers, found = scored[index].by_name, scored[index].routers, losses[index]
+        else:
+            by_name, routers = combined(*_on_part(trainings, index), [step])
+            found = _evaluated(trainings, index, by_name, set())
+        for training, computed, own in zip(trainings, by_name, found, strict=True):
+            if own is not None:
+                training.loss.take(own, computed, routers)
 
 
 def can_join(training: Training) -> bool:

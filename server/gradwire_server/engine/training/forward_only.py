@@ -13,6 +13,7 @@ from gradwire_losses.outputs import settled
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
+from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.layers.routers import PROBABILITIES
 from gradwire_server.engine.model.policy import Policy
@@ -20,8 +21,9 @@ from gradwire_server.engine.scoring.forward import Reading, score_batch
 from gradwire_server.engine.scoring.parts import Part
 from gradwire_server.engine.scoring.planner import Budget, split, split_for_training
 from gradwire_server.engine.scoring.score_types import check_candidates, check_scores
-from gradwire_server.engine.training.accumulation import GradientAccumulator, GradientCollector, Key
+from gradwire_server.engine.training.accumulation import GradientAccumulator, GradientCollector
 from gradwire_server.engine.training.differentiable_scores import DifferentiableScores
+from gradwire_server.engine.training.lanes import Key, Lanes
 from gradwire_server.engine.training.loss_call import LossCall, check_finite
 from gradwire_server.engine.training.loss_report import LossEvaluation, LossSums, reported
 
@@ -68,13 +70,15 @@ def kept_forward(
     temperature: float = 1.0,
     budget: Budget,
     dropout_seed: str = "",
+    agreement: Agreement | None = None,
 ) -> tuple[DifferentiableScores, LossEvaluation]:
     """Compute scores for a loss on the client and keep their graph for :func:`custom_backward`."""
     check_scores(policy, names, field="scores")
     check_candidates(batch, names)
     reading = Reading(policy, batch, names, temperature, None, budget)
     whole = Part(batch, split_for_training(policy, batch, budget))
-    kept = DifferentiableScores([reading], [whole], dropout_seed=dropout_seed)
+    lanes = Lanes(budget.lanes, agreement)
+    kept = DifferentiableScores([reading], [whole], dropout_seed=dropout_seed, lanes=lanes)
     (scores,) = kept.by_name
     copies = host.fetched([scores[name] for name in names])
     evaluation = reported(batch, dict(zip(names, copies, strict=True)), kept.num_microbatches, None)
@@ -117,11 +121,12 @@ def custom_backward(
                 rule="shaped as the scores were",
             )
     check_finite(batch, gradients, torch.arange(batch.num_examples), "the gradient that the client computed for")
-    with GradientCollector(policy.trainable_parameters()) as collector:
+    with GradientCollector(policy.trainable_parameters(), kept.lanes) as collector:
         moved = {name: sent(gradient, policy.device) for name, gradient in gradients.items()}
         if kept.routers is not None and policy.router_aux_loss_coef:
             moved[PROBABILITIES] = kept.routers.balance_gradient() * policy.router_aux_loss_coef
         kept.backward([collector], [{CUSTOM: moved}])
+    collector.share(policy.device)
     if not collector.finite():
         raise OperationError(
             training_pb2.ERROR_CODE_NON_FINITE,

@@ -27,7 +27,7 @@ from gradwire_server.engine.scoring.score_types import (
     check_candidates,
     check_scores,
 )
-from gradwire_server.engine.training.accumulation import Key
+from gradwire_server.engine.training.lanes import Key
 
 Reference = Callable[[Batch, float], Tensor]
 """``(batch, temperature) -> [T]`` log-probabilities of the scored tokens under the loss's reference."""
@@ -146,8 +146,8 @@ class LossOnBatch:
         temperature: Divides the logits.
         teacher: The policy to compare with, or None.
         ref_logprobs: ``[T]`` reference log-probabilities, on the policy's device; None if the loss needs none.
-        evaluated: What :meth:`evaluate` found, in its order.
-        output_scores: Scores by name: ``outputs`` of the parts evaluated so far, in the places of the whole batch.
+        evaluated: What :meth:`evaluate` found of the parts taken so far, in their order.
+        output_scores: Scores by name: ``outputs`` of these parts, in the places of the whole batch.
         routers: What routers of a mixture of experts decided on these parts; None for another model.
     """
 
@@ -183,18 +183,11 @@ class LossOnBatch:
         with torch.no_grad():
             return _call(self.call, self.batch.to(self.policy.device), scores)
 
-    def evaluate(
-        self, part: Part, computed: Mapping[str, Tensor], routers: RouterSums | None = None
-    ) -> Mapping[Key, Mapping[str, Tensor]]:
+    def evaluate(self, part: Part, computed: Mapping[str, Tensor]) -> LossOnPart:
         """Evaluate the loss on a part, and compute the gradient of each of its units.
 
         Args:
             computed: Scores of the part, on the policy's device.
-            routers: What the routers of a mixture of experts decided on it.
-
-        Returns:
-            Key -> gradient by score name. With the load-balancing loss, the first key has its gradient too, as that of
-            :data:`.routers.PROBABILITIES`: times its coefficient, and times the divisor of the key's unit.
 
         Raises:
             OperationError: INVALID_BATCH.
@@ -219,18 +212,36 @@ class LossOnBatch:
             }
         floating = (*scores.values(), *(one for by_name in by_key.values() for one in by_name.values()))
         totals = [values.sum() for values in floating if values.is_floating_point()]
-        self.evaluated.append(LossOnPart(call, part, scores, output, by_key, totals))
+        return LossOnPart(call, part, scores, output, by_key, totals)
+
+    def take(self, found: LossOnPart, computed: Mapping[str, Tensor], routers: RouterSums | None) -> None:
+        """Take note of a part; of all parts in their order.
+
+        Args:
+            found: What :meth:`evaluate` found.
+            computed: The same scores.
+            routers: What the routers of a mixture of experts decided on it.
+        """
+        self.evaluated.append(found)
         for name in self.outputs:
-            part.place(self.batch, name, computed[name], self.output_scores)
-        if routers is None:
-            return by_key
-        self.routers = routers if self.routers is None else self.routers + routers
-        if not self.policy.router_aux_loss_coef or not by_key:
+            found.part.place(self.batch, name, computed[name], self.output_scores)
+        if routers is not None:
+            self.routers = routers if self.routers is None else self.routers + routers
+
+    def gradients(self, found: LossOnPart, routers: RouterSums | None) -> Mapping[Key, Mapping[str, Tensor]]:
+        """The gradients of a part: key -> gradient by score name.
+
+        With the load-balancing loss, the first key has its gradient too, as that of :data:`.routers.PROBABILITIES`:
+        times its coefficient, and times the divisor of the key's unit.
+        """
+        by_key = found.gradients
+        if routers is None or not self.policy.router_aux_loss_coef or not by_key:
             return by_key
         first = next(iter(by_key))
-        count = next(term.count for term in output.terms.values() if (call.loss.name, term.unit) == first)
+        terms = found.output.terms.values()
+        count = next(term.count for term in terms if (self.call.loss.name, term.unit) == first)
         balance = routers.balance_gradient() * (self.policy.router_aux_loss_coef * count)
-        return by_key | {first: by_key[first] | {PROBABILITIES: balance}}
+        return {**by_key, first: {**by_key[first], PROBABILITIES: balance}}
 
 
 def _call(call: LossCall, batch: Batch, scores: Mapping[str, Tensor], rows: Tensor | None = None) -> LossOutput:

@@ -114,6 +114,9 @@ class Agreement:
     def confirm(self, answer: engine_pb2.EngineReply) -> None:
         """Confirm that every process has come to the same answer, before it is sent."""
 
+    def alike(self, what: str, digest: Callable[[], int]) -> None:
+        """Confirm that every process has the same digest of what each keeps a copy of."""
+
     def attempt(self, work: Callable[[], T]) -> T | Failure:
         """Do work in every process, which may fail; where memory ran out, what the work held is freed.
 

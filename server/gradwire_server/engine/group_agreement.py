@@ -100,6 +100,15 @@ class GroupAgreement(Agreement):
         if len(set(self._numbers("answer", zlib.crc32(_compared(answer))))) > 1:
             raise GroupBroken(f"the ranks have different answers to request {answer.id}; rank {self.rank}: {answer}")
 
+    def alike(self, what: str, digest: Callable[[], int]) -> None:
+        """See :class:`.agreement.Agreement`.
+
+        Raises:
+            GroupBroken: The ranks have different digests.
+        """
+        if len(set(self._numbers(what, digest()))) > 1:
+            raise GroupBroken(f"the ranks have different {what}; all runs are restored")
+
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """See :class:`.agreement.Agreement`. The error is that of the first rank, or one that memory ran out.

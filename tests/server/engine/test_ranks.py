@@ -26,6 +26,8 @@ OFTEN = ("causal_lm", "dpo", "grpo", "enhanced_ppo")
 """Losses tried in the short form: with a stream, with a reference, over groups, with a value head."""
 LOSSES = [loss.name for loss in all_losses() if loss.function.__module__.startswith("gradwire_losses.")]
 FAILING = """
+import gc
+
 import torch
 import torch.distributed as dist
 
@@ -43,6 +45,13 @@ def failing(name, error, streams):
         return LossOutput({"mine": Term(-scores.logprobs.sum(), batch.num_scored, "tokens")})
 
     register_loss(name, fields=[INPUT_IDS], metrics={}, reference="none", formula="none", streams=streams)(fails)
+
+@register_loss("spoils", fields=[INPUT_IDS], metrics={}, reference="none", formula="none", streams=True)
+def spoils(batch, scores, config):
+    if dist.get_rank() == 1:
+        (run,) = (each for each in gc.get_objects() if type(each).__name__ == "EngineRun")
+        next(iter(run.policy.masters().values())).data.flatten()[0] += 1e-3
+    return LossOutput({"mine": Term(-scores.logprobs.sum(), batch.num_scored, "tokens")})
 
 failing("memory", torch.OutOfMemoryError("injected"), False)
 failing("memory_in_its_part", torch.OutOfMemoryError("injected"), True)
@@ -180,5 +189,19 @@ def test_a_group_that_loses_a_rank_ends_as_one(tiny_model_path: Path, tmp_path: 
                 engine.receive()
         assert engine.process.wait(60) == BROKEN
         wait_for("the other rank's end", lambda: not Path(f"/proc/{other}").exists())
+    finally:
+        engine.kill()
+
+
+@pytest.mark.slow
+def test_ranks_with_different_weights_end_before_a_checkpoint_is_written(tiny_model_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "losses.py").write_text(FAILING)
+    engine = EngineProcess({"tiny": tiny_model_path}, tmp_path, ranks=2, losses=[tmp_path / "losses.py"])
+    try:
+        engine.create("run-a", seed=1, lora=4)
+        engine.do("run-a", ROWS, forward_backward=pb.LossCall(loss_fn="spoils"))
+        with pytest.raises(LinkClosed):
+            engine.do("run-a", save_checkpoint=pb.SaveCheckpoint(name="now"))
+        assert not list(tmp_path.rglob("*.safetensors"))
     finally:
         engine.kill()

@@ -31,6 +31,7 @@ def save_checkpoint(
         )
         return manifest.to_proto()
 
+    context.agreement.alike(f"weights of {run.run_id}", run.digest)
     return Outcome(training_pb2.OperationResult(checkpoint=context.agreement.once(save)))
 
 

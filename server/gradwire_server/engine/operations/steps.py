@@ -16,6 +16,8 @@ from gradwire_server.engine.training.optimizer import StepOutcome
 
 LEARNING_RATE, RL_LEARNING_RATE = 1e-4, 1e-5
 """Learning rates of steps without one, for runs in general and for reinforcement learning."""
+COMPARED_STEPS = 8
+"""The ranks' copies of a run's weights are compared each time after so many steps."""
 
 
 def for_rl(config: training_pb2.RunConfig) -> bool:
@@ -34,7 +36,7 @@ def optim_step(
     threads = suited_threads(context.pool.device, STEP_TOKENS, run.policy.num_trainable_parameters)
     with context.tracing.span("gradwire.optimizer.step"), threads:
         done = run.optimizer.step(run.accumulator, settings)
-    return _taken(run, settings, done)
+    return _taken(context, run, settings, done)
 
 
 def optim_steps(
@@ -52,7 +54,7 @@ def optim_steps(
             [RunStep(run.optimizer, run.accumulator, own) for run, own in zip(runs, settings, strict=True)]
         )
     return [
-        each if isinstance(each, Exception) else _taken(run, own, each)
+        each if isinstance(each, Exception) else _taken(context, run, own, each)
         for run, own, each in zip(runs, settings, done, strict=True)
     ]
 
@@ -67,8 +69,10 @@ def _settings(run: EngineRun, call: training_pb2.OptimStep) -> training_pb2.Opti
     return settings
 
 
-def _taken(run: EngineRun, settings: training_pb2.OptimStep, done: StepOutcome) -> Outcome:
+def _taken(context: EngineContext, run: EngineRun, settings: training_pb2.OptimStep, done: StepOutcome) -> Outcome:
     run.step += not done.skipped
+    if run.step % COMPARED_STEPS == 0:
+        context.agreement.alike(f"weights of {run.run_id}", run.digest)
     result = training_pb2.OptimStepResult(
         grad_norm=done.grad_norm,
         learning_rate=settings.learning_rate,

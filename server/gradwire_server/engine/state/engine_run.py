@@ -134,6 +134,12 @@ class EngineRun:
         """Dropout seed of the next operation that accumulates; a recovery reproduces it."""
         return f"{self.config.seed}/{self.step}/{self.accumulator.num_operations}"
 
+    def digest(self) -> int:
+        """A number that differs if any bit of the trained weights does, but for chance; waits for the device."""
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+        masters = [master.detach().contiguous() for master in self.policy.masters().values()]
+        return int(torch.stack([each.view(bits[each.element_size()]).sum() for each in masters]).sum())
+
     def drop_accumulated(self, step_seq: int) -> None:
         """Clear the accumulation for a step that was dropped unexecuted, if the step is newer than :attr:`seq`.
 

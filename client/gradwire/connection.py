@@ -116,7 +116,7 @@ async def open_service(
                 rule="at least one",
             )
         folder = Path(state_dir) if state_dir else None
-        embedded = EmbeddedServer([os.fspath(each) for each in models], folder, server_args)
+        embedded = EmbeddedServer([os.fspath(each) for each in models], folder, server_args, api_key or "")
     elif models or state_dir or server_args:
         raise InvalidArgumentError(
             "models, state_dir and server_args apply only to a server that connect() starts; remove them or the "
@@ -134,7 +134,7 @@ async def open_service(
             address = await embedded.listening(start_timeout)
         transport = Transport(
             address or "",
-            api_key=api_key or (embedded.key if embedded else os.environ.get("GRADWIRE_API_KEY")),
+            api_key=embedded.key if embedded else api_key or os.environ.get("GRADWIRE_API_KEY"),
             tls=tls,
             patience_s=reconnect_timeout,
             check_alive=embedded.check_alive if embedded else lambda: None,

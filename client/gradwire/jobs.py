@@ -257,7 +257,7 @@ class Files:
 
     async def delete(self, file_id: str) -> None:
         """Delete a file; one that a job needs is refused."""
-        await self._transport.job_call(lambda stub: stub.DeleteFile, pb.DeleteFileRequest(file_id=file_id))
+        await self._transport.job_delete(lambda stub: stub.DeleteFile, pb.DeleteFileRequest(file_id=file_id))
 
     async def download(self, file_id: str, path: str | PathLike) -> Path:
         """Write a file's content to ``path``."""
@@ -345,7 +345,7 @@ class Jobs:
 
     async def delete(self, job_id: str) -> None:
         """Delete a job that has ended, with its events and its log; its run stays."""
-        await self._transport.job_call(lambda stub: stub.DeleteJob, pb.DeleteJobRequest(job_id=job_id))
+        await self._transport.job_delete(lambda stub: stub.DeleteJob, pb.DeleteJobRequest(job_id=job_id))
 
     async def wait(self, job_id: str, timeout: float | None = None) -> Job:
         """Wait until a job has ended.

@@ -245,7 +245,7 @@ class ServiceClient:
     async def delete_upload(self, upload: str | Upload) -> None:
         """Delete an upload; runs that were created from it stay as they are."""
         upload_id = upload.upload_id if isinstance(upload, Upload) else upload
-        await self._transport.unary(lambda stub: stub.DeleteUpload, pb.DeleteUploadRequest(upload_id=upload_id))
+        await self._transport.delete(lambda stub: stub.DeleteUpload, pb.DeleteUploadRequest(upload_id=upload_id))
 
     async def _uploaded(self, kind: Kind, given: str | PathLike | Upload, base_model: str) -> str:
         upload_id = as_upload_id(given)
@@ -307,7 +307,7 @@ class ServiceClient:
 
     async def delete_run(self, run_id: str) -> None:
         """Delete a run with its checkpoints."""
-        await self._transport.unary(lambda stub: stub.DeleteRun, pb.DeleteRunRequest(run_id=run_id))
+        await self._transport.delete(lambda stub: stub.DeleteRun, pb.DeleteRunRequest(run_id=run_id))
 
     async def move_run(self, run_id: str, engine: int | None = None) -> int:
         """Move a run to another engine of the server; whoever trains it notices a pause.

@@ -64,7 +64,7 @@ class TrainingClient(Operations):
     async def delete_checkpoint(self, checkpoint: str | Checkpoint) -> None:
         """Delete a checkpoint: ``"NAME"`` of this run, or ``"RUN_ID/NAME"``."""
         request = pb.DeleteCheckpointRequest(checkpoint=self._path_of(checkpoint))
-        await self._transport.unary(lambda stub: stub.DeleteCheckpoint, request)
+        await self._transport.delete(lambda stub: stub.DeleteCheckpoint, request)
 
     async def download_checkpoint(self, checkpoint: str | Checkpoint, path: str | os.PathLike[str]) -> Path:
         """Copy a checkpoint's files to a local folder, which is created if missing."""

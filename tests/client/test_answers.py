@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import gradwire
+import grpc
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.doors.grpc.errors import GRPC_STATUS
@@ -94,6 +95,24 @@ async def test_a_full_disk_is_waited_for_when_a_run_is_opened() -> None:
 
     async with scripted_server(Script(), service=Full) as (address, _), gradwire.connect(address) as service:
         assert (await (await service.create_run("tiny")).optim_step()).step == 1
+
+
+async def test_a_run_that_a_repeated_call_does_not_find_is_deleted() -> None:
+    runs = {"run-1"}
+
+    class Killed(ScriptedService):
+        async def DeleteRun(self, request: pb.DeleteRunRequest, context: Any) -> pb.DeleteRunResponse:
+            if request.run_id not in runs:
+                await refuse(context, pb.ERROR_CODE_UNKNOWN_RUN)
+            runs.remove(request.run_id)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "killed before it could answer")
+            raise AssertionError
+
+    async with scripted_server(Script(), service=Killed) as (address, _), gradwire.connect(address) as service:
+        await service.delete_run("run-1")
+        with pytest.raises(gradwire.UnknownRunError):
+            await service.delete_run("run-1")
+    assert not runs
 
 
 async def test_one_that_was_accepted_long_ago_is_not_refused_when_it_comes_again() -> None:

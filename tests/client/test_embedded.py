@@ -20,7 +20,8 @@ async def test_what_it_wrote_is_shown_when_it_does_not_start() -> None:
 
 
 async def test_a_service_of_ones_own(tiny_model_path: Path) -> None:
-    async with gradwire.connect(models=[f"tiny={tiny_model_path}"]) as service:
+    async with gradwire.connect(models=[f"tiny={tiny_model_path}"], api_key="mine") as service:
+        assert service.api_key == "mine"
         run = await service.create_run("tiny", lora=2)
         fb, step = run.forward_backward({"input_ids": [[4, 5, 6]]}, "causal_lm"), run.optim_step()
         assert (await fb).num_loss_tokens == 2

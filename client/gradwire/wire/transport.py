@@ -202,6 +202,18 @@ class Transport:
         """Make one call and repeat it while the server is away. Every unary method of the service may be repeated."""
         return await self._repeated(lambda: method(self._stub), request, timeout_s, patience_s)
 
+    async def delete(
+        self, method: Callable[[TrainingServiceAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Q, R]], request: Q
+    ) -> None:
+        """Make a call that deletes something, and repeat it likewise: what a repeated call does not find is deleted."""
+        await self._deleted(lambda: method(self._stub), request)
+
+    async def job_delete(
+        self, method: Callable[[JobServiceAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Q, R]], request: Q
+    ) -> None:
+        """Make one of the job service, likewise."""
+        await self._deleted(lambda: method(self._jobs), request)
+
     async def job_call(
         self, method: Callable[[JobServiceAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Q, R]], request: Q
     ) -> R:
@@ -242,6 +254,20 @@ class Transport:
             except errors.RETRYABLE as error:
                 await backoff.pause(error)
                 self.check_alive()
+
+    async def _deleted(self, method: Callable[[], grpc.aio.UnaryUnaryMultiCallable[Q, R]], request: Q) -> None:
+        attempts = 0
+
+        def counted() -> grpc.aio.UnaryUnaryMultiCallable[Q, R]:
+            nonlocal attempts
+            attempts += 1
+            return method()
+
+        try:
+            await self._repeated(counted, request, 60.0, None)
+        except errors.NotFoundError:
+            if attempts == 1:
+                raise
 
     async def _once(self, method: grpc.aio.UnaryUnaryMultiCallable[Q, R], request: Q, timeout_s: float | None) -> R:
         if self._closed:

@@ -117,7 +117,9 @@ async def _serve(
     from gradwire_server.server import Server, start_failure
 
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for name in (signal.SIGTERM, signal.SIGINT):
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if name is signal.SIGHUP and signal.getsignal(name) is signal.SIG_IGN:
+            continue  # of nohup: it stays when its terminal goes
         loop.add_signal_handler(name, _be_told, stop, config.grace)
     watcher = loop.create_task(_watch_parent(parent, stop)) if parent else None
     server = Server(config, own_key=own_key)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -209,6 +210,24 @@ async def test_what_it_cannot_reach(passes: RewardFunction, what: str) -> None:
     code, test = LIMITS[what]
     (verdict,) = await verdicts(passes, code, tests=[test])
     assert (verdict.score, verdict.reason, verdict.error) == (1.0, "", "")
+
+
+@pytest.mark.parametrize("wall", ["bubblewrap", "own namespaces"])
+def test_packages_below_tmp_are_found(wall: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if wall == "bubblewrap" and shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        packages = Path(folder) / "site-packages"
+        packages.mkdir()
+        (packages / "of_a_clone.py").write_text("VALUE = 3")
+        monkeypatch.syspath_prepend(packages)
+        if wall == "own namespaces":
+            monkeypatch.setenv("PATH", "/nowhere")
+        scorer = code_passes(limits=SandboxLimits(time_s=5.0), workers=1)
+        code = "import of_a_clone\ndef add(a, b):\n    open('note', 'w').close()\n    return of_a_clone.VALUE"
+        (score,) = asyncio.run(scores(scorer, code, tests=["assert add(1, 2) == 3"]))
+        scorer.close()
+    assert score == 1.0
 
 
 @pytest.mark.parametrize("passes", ["own namespaces"], indirect=True)

@@ -127,18 +127,16 @@ def see_only(folders: list[str], root: str, size_bytes: int) -> bool:
         return False
     if _libc.mount(b"none", top, b"tmpfs", MS_NOSUID | MS_NODEV, b"size=65536") != 0:
         return False
+    tmp = top + b"/tmp"
     try:
+        os.makedirs(tmp)  # first, as some of the folders may lie in it
+        if _libc.mount(b"none", tmp, b"tmpfs", MS_NOSUID | MS_NODEV, b"size=%d" % size_bytes) != 0:
+            return False
         paths = [*folders, "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
         bound = all(bind(path) for path in paths if os.path.lexists(path))
-        os.makedirs(top + b"/tmp", exist_ok=True)
     except OSError:
         return False
-    return bool(
-        bound
-        and set_read_only(top, AT_RECURSIVE, on=True)
-        and _libc.mount(b"none", top + b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV, b"size=%d" % size_bytes) == 0
-        and _enter(top)
-    )
+    return bool(bound and set_read_only(top, AT_RECURSIVE, on=True) and set_read_only(tmp, 0, on=False) and _enter(top))
 
 
 def _enter(root: bytes) -> bool:

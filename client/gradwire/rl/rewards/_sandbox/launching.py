@@ -63,8 +63,9 @@ def _in_bubblewrap(bubblewrap: str, limits: Mapping[str, Any]) -> list[str]:
             binds += ["--ro-bind", folder, folder]
     return [
         bubblewrap, "--unshare-all", "--unshare-user", *(["--share-net"] if limits["network"] else []),
-        "--die-with-parent", "--cap-drop", "ALL", *binds, "--dev", "/dev",
-        "--size", str(limits["file_bytes"]), "--tmpfs", "/tmp", "--chdir", "/tmp", "--",
+        "--die-with-parent", "--cap-drop", "ALL",
+        "--size", str(limits["file_bytes"]), "--tmpfs", "/tmp",  # first, as some of the folders may lie in it
+        *binds, "--dev", "/dev", "--chdir", "/tmp", "--",
         *_python(limits, isolated=True),
     ]  # fmt: skip
 

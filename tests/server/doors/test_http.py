@@ -21,6 +21,7 @@ from gradwire_server.cli.preflight import check
 from gradwire_server.cli.settings_file import SettingsError
 from gradwire_server.config import ServerConfig
 from gradwire_server.doors.http.errors import HTTP_STATUS
+from gradwire_server.doors.http.openai import events
 from gradwire_server.server import Server
 from support.front import Start
 
@@ -76,7 +77,21 @@ async def test_requests_under_way_are_bounded_and_more_fit_later(start: Start) -
         async with door.server.core.calls.turn("", CallKind.HTTP):
             refused = await http.get("/v1/models")
             assert refused.status_code == 429 and "key_streams=N" in refused.json()["error"]["message"]
+            assert refused.headers["retry-after"] == "1"
         assert (await http.get("/v1/models")).status_code == 200
+
+
+async def test_who_waits_for_a_turn_hears_that_it_waits(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.05)
+    async with start(http="127.0.0.1:0") as door, _http(door.server) as http:
+        door.engine.gate.clear()
+        asked = {"model": "tiny", "prompt": [1, 2], "max_tokens": 3, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=asked, timeout=60) as answer:
+            assert answer.status_code == 200
+            lines = answer.aiter_lines()
+            assert [await anext(lines) for _ in range(4)] == [": waiting", "", ": waiting", ""]
+            door.engine.gate.set()
+            assert [line async for line in lines if line.startswith("data")] == ["data: [DONE]"]
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "zstd"])

@@ -81,6 +81,13 @@ def status_of(error: pb.Error) -> int:
     return HTTP_STATUS.get(error.code, 500)
 
 
+def _retry_after_s(status: int, error: pb.Error) -> int | None:
+    """Seconds after which the same request may fit; None where a client knows better, or where it never will."""
+    if status == 429 and error.code == pb.ERROR_CODE_LIMIT_EXCEEDED:
+        return 15 if error.rule.partition(" ")[0].endswith("tokens_per_minute") else 1
+    return 5 if status == 503 else None
+
+
 def error_response(error: pb.Error, body: ErrorBody, status: int | None = None) -> JSONResponse:
     """The response for an error; ``status`` replaces that of its code."""
     given = pb.Error()
@@ -90,7 +97,10 @@ def error_response(error: pb.Error, body: ErrorBody, status: int | None = None) 
         given.message = given.message[:MAX_MESSAGE_CHARS] + "…"
     status = status or status_of(given)
     log.info("request %s refused with %d: %s", given.request_id, status, pb.ErrorCode.Name(given.code))
-    return JSONResponse(dict(body(status, given)), status, {"X-Request-Id": given.request_id})
+    headers = {"X-Request-Id": given.request_id}
+    if (retry_after_s := _retry_after_s(status, given)) is not None:
+        headers["Retry-After"] = str(retry_after_s)
+    return JSONResponse(dict(body(status, given)), status, headers)
 
 
 def internal_error(error: Exception, path: str) -> pb.Error:

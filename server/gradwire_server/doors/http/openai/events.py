@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
@@ -13,22 +14,27 @@ from gradwire_server.doors.http.errors import internal_error, status_of
 from gradwire_server.doors.http.protocol import ErrorBody
 from gradwire_server.errors import ServiceError
 
+KEEP_ALIVE_S = 5.0
+"""Seconds without an event after which a comment says that the request waits for its turn."""
+WAITING = b": waiting\n\n"
+"""A comment, which clients skip; proxies and people see that the connection lives."""
+Event = Mapping[str, Any]
 
-async def event_stream(
-    events: AsyncGenerator[Mapping[str, Any]], error_body: ErrorBody, path: str
-) -> StreamingResponse:
-    """A response with these events; an error before the first one is raised, a later one is the last event.
+
+async def event_stream(events: AsyncGenerator[Event], error_body: ErrorBody, path: str) -> StreamingResponse:
+    """A response with these events; a first error within ``KEEP_ALIVE_S`` is raised, a later one is the last event.
 
     Raises:
         ServiceError: The request is refused.
     """
-    first = await anext(events)
+    kept_alive = _kept_alive(events)
+    first = await anext(kept_alive)
 
     async def lines() -> AsyncIterator[bytes]:
-        async with aclosing(events):
+        async with aclosing(kept_alive):
             try:
                 yield _line(first)
-                async for event in events:
+                async for event in kept_alive:
                     yield _line(event)
             except ServiceError as error:
                 yield _line(error_body(status_of(error.error), error.error))
@@ -40,7 +46,33 @@ async def event_stream(
     return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-def _line(event: Mapping[str, Any]) -> bytes:
+async def _kept_alive(events: AsyncGenerator[Event]) -> AsyncGenerator[Event | None]:
+    """Yield the events, and None whenever none has come for ``KEEP_ALIVE_S``."""
+
+    async def next_event() -> Event | None:
+        return await anext(events, None)
+
+    task = asyncio.create_task(next_event())
+    try:
+        while True:
+            await asyncio.wait([task], timeout=KEEP_ALIVE_S)
+            if not task.done():
+                yield None
+                continue
+            event = task.result()
+            if event is None:
+                return
+            yield event
+            task = asyncio.create_task(next_event())
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await events.aclose()
+
+
+def _line(event: Event | None) -> bytes:
+    if event is None:
+        return WAITING
     text = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
     for char in "\x85\u2028\u2029":  # httpx and others take these for the end of a line
         text = text.replace(char, f"\\u{ord(char):04x}")

@@ -58,6 +58,7 @@ class Limits(BaseModel):
     max_tags: int = Field(default=64, ge=0, description="tags of a run, and modules that an adapter is put on")
     max_images: int = Field(default=4096, ge=0, description="distinct images of one batch or sampling")
     max_image_bytes: int = Field(default=32 << 20, ge=1, description="one image, as it is sent")
+    max_pixels: int = Field(default=1 << 28, ge=1, description="pixels of the images of one batch or sampling")
     max_row_tokens: int = Field(default=1 << 20, ge=1, description="tokens of one row")
     max_batch_tokens: int = Field(default=1 << 26, ge=1, description="tokens of one batch")
     max_samples: int = Field(default=65_536, ge=1, description="prompts times n of one sampling")
@@ -68,6 +69,7 @@ class Limits(BaseModel):
     max_top_logprobs: int = Field(default=128, ge=0, description="most probable tokens returned in each place")
     max_text_chars: int = Field(default=1 << 20, ge=1, description="characters of one prompt or text to encode")
     max_kwargs_chars: int = Field(default=1 << 18, ge=2, description="characters of a loss's arguments or a schema")
+    max_schema_entries: int = Field(default=4096, ge=1, description="lists, objects and keys of a JSON schema")
     max_string_chars: int = Field(default=4096, ge=1, description="characters of any other string of an operation")
     max_checkpoints: int = Field(default=1000, ge=1, description="checkpoints that a run keeps")
     max_checkpoint_bytes: int = Field(default=1 << 40, ge=1, description="what the checkpoints of a run hold together")
@@ -90,6 +92,9 @@ class Limits(BaseModel):
     key_waiting_calls: int = Field(default=4096, ge=1, description="calls of one key that wait for their turn")
     key_call_bytes: int = Field(
         default=256 << 20, ge=1, description="bodies of one key's calls in memory, operations not included"
+    )
+    key_records: int = Field(
+        default=50_000, ge=1, description="sessions, models and samplers of one key through Tinker's protocol"
     )
     key_streams: int = Field(
         default=1024, ge=1, description="streams of operations and results of one key, and HTTP requests"

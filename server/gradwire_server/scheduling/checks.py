@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from gradwire_http.json_bounds import JsonBounds, UnboundedJsonError
 from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.quotas import IDS
 from gradwire_server.config import Limits
+from gradwire_server.image_sizes import MAX_PIXELS, pixels
 from gradwire_server.journal.checkpoint_records import AUTOMATIC, NAME, ORIGIN, SNAPSHOT
 from gradwire_server.operation_kinds import UNKNOWN, kind_of, loss_call
 
 UNKNOWN_LENGTH = 1 << 62
 """Context length of a model that is not loaded yet."""
+SCHEMA_LEVELS = 64
+"""Lists and objects inside each other in a JSON schema."""
+CHUNKS_OF_HEADER = 3
+"""Chunks in which an image's header is; chunks are larger than headers, but for the last one of a frame."""
 SAMPLED_BYTES = 8
 """Bytes of a sampled token in a result, and of each of its top_logprobs: an id and a log-probability."""
 
@@ -141,6 +150,32 @@ def check_sample(call: pb.SampleCall, rows: int, limits: Limits) -> pb.Error | N
     for field, value, name, limit in counts:
         if value > limit:
             return _limit(f"sample: {value} in {field}", name, limit, field)
+    return _check_schema(call.json_schema, limits)
+
+
+def _check_schema(schema: str, limits: Limits) -> pb.Error | None:
+    """Return the error of a JSON schema that would take long to compile; None for one that would not."""
+    most = limits.max_schema_entries
+    try:
+        for _ in JsonBounds(limits.max_kwargs_chars, most, SCHEMA_LEVELS).counted(schema.encode(errors="replace")):
+            pass
+    except UnboundedJsonError as error:
+        if error.what == "containers":
+            what = "a JSON schema with more lists, objects and keys"
+            return _limit(what, "max_schema_entries", most, "json_schema")
+        return _invalid(f"json_schema cannot be read: {error}", "json_schema")
+    return None
+
+
+def _check_pixels(counts: Sequence[int], limits: Limits) -> pb.Error | None:
+    largest = max(counts, default=0)
+    if largest > MAX_PIXELS:
+        message = f"an image has {largest:,} pixels, and may have {MAX_PIXELS:,}; make it smaller before sending"
+        return pb.Error(
+            code=pb.ERROR_CODE_LIMIT_EXCEEDED, message=message, field=codec.IMAGES, rule=f"pixels <= {MAX_PIXELS}"
+        )
+    if sum(counts) > limits.max_pixels:
+        return _limit(f"{sum(counts):,} pixels in images", "max_pixels", limits.max_pixels, codec.IMAGES)
     return None
 
 
@@ -186,6 +221,12 @@ def check_sample_request(request: pb.SampleRequest, limits: Limits) -> pb.Error 
     largest = max(map(len, request.images), default=0)
     if largest > limits.max_image_bytes:
         return _limit(f"an image of {largest} bytes", "max_image_bytes", limits.max_image_bytes, codec.IMAGES)
+    if (
+        error := _check_pixels(
+            [pixels(partial(_beginning, [image], 0, len(image))) for image in request.images], limits
+        )
+    ) is not None:
+        return error
     if len(request.model) > limits.max_string_chars:
         what = f"{len(request.model)} characters in model"
         return _limit(what, "max_string_chars", limits.max_string_chars, "model")
@@ -201,6 +242,9 @@ def check_rows(header: pb.OperationHeader, chunks: Sequence[bytes], limits: Limi
             lengths = np.frombuffer(_cut(chunks, offset, offset + 4 * sizes[0]), "<u4")
             if lengths.size and (largest := int(lengths.max())) > limits.max_image_bytes:
                 return _limit(f"an image of {largest} bytes", "max_image_bytes", limits.max_image_bytes, codec.IMAGES)
+            counts = _pixels(chunks, offset + 4 * sizes[0], lengths.tolist())
+            if (error := _check_pixels(counts, limits)) is not None:
+                return error
         if sizes and spec.name.endswith(IDS):
             begin = offset + 4 * sum(sizes[:-1])
             lengths = np.frombuffer(_cut(chunks, begin, begin + 4 * sizes[-1]), "<u4")
@@ -236,6 +280,22 @@ def check_room(save: pb.SaveCheckpoint, checkpoints: Mapping[str, pb.Checkpoint]
         what = f"the run's checkpoints hold {size} bytes already"
         return _limit(what, "max_checkpoint_bytes", limits.max_checkpoint_bytes)
     return None
+
+
+def _pixels(chunks: Sequence[bytes], begin: int, lengths: Sequence[int]) -> list[int]:
+    """Pixels of images whose contents follow each other in a payload from ``begin`` on."""
+    starts = [0, *accumulate(map(len, chunks))]
+    counts = []
+    for length in lengths:
+        first = bisect_right(starts, begin) - 1
+        near, at = chunks[first : first + CHUNKS_OF_HEADER], begin - starts[first]
+        counts.append(pixels(partial(_beginning, near, at, length)))
+        begin += length
+    return counts
+
+
+def _beginning(chunks: Sequence[bytes], begin: int, length: int, size: int) -> bytes:
+    return _cut(chunks, begin, begin + min(length, size))
 
 
 def _cut(chunks: Sequence[bytes], begin: int, end: int) -> bytes:

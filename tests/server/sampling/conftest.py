@@ -12,6 +12,7 @@ import torch
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.tokenizers import TextTokenizer, find_tokenizer
+from support.tiny import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 PROMPTS = [[1, 40, 41, 42], [1, 5], [1, 90, 17, 33, 64, 21, 8], [1, 40, 41]]
@@ -29,8 +30,27 @@ SHAPE = {
     "eos_token_id": 2,
 }
 
+TEXTS = ["the cat sat on the mat; naïve café, \U0001f600 says the cat", '{"name": "cat", "age": 3, "tags": ["a", "b"]}']
+
 MakePolicy = Callable[..., Policy]
 FullLogprobs = Callable[..., torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("bpe") / "bpe", texts=TEXTS, vocab_size=330)
+
+
+@pytest.fixture(scope="module")
+def bpe(folder: Path) -> Policy:
+    return Policy(ModelPool({"bpe": str(folder)}).load("bpe"))
+
+
+@pytest.fixture(scope="module")
+def tokens(folder: Path) -> TextTokenizer:
+    file = find_tokenizer(str(folder))
+    assert file is not None
+    return TextTokenizer(file)
 
 
 @pytest.fixture

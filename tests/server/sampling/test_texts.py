@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -12,9 +11,8 @@ import torch
 from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.model.tokenizers import TextTokenizer, find_tokenizer
+from gradwire_server.engine.model.tokenizers import TextTokenizer
 from gradwire_server.engine.sampling.growing.growing_text import GrowingText, StopString
 from gradwire_server.engine.sampling.pages.pages import Pages
 from gradwire_server.engine.sampling.prompt_scores import score_prompts
@@ -24,9 +22,7 @@ from gradwire_server.engine.scoring.planner import Budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.sampling import samples_of
-from support.tiny import tiny_model
 
-TEXTS = ["the cat sat on the mat; naïve café, \U0001f600 says the cat", '{"name": "cat", "age": 3, "tags": ["a", "b"]}']
 PERSON = {
     "type": "object",
     "properties": {
@@ -37,23 +33,6 @@ PERSON = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("bpe") / "bpe", texts=TEXTS, vocab_size=330)
-
-
-@pytest.fixture(scope="module")
-def bpe(folder: Path) -> Policy:
-    return Policy(ModelPool({"bpe": str(folder)}).load("bpe"))
-
-
-@pytest.fixture(scope="module")
-def tokens(folder: Path) -> TextTokenizer:
-    file = find_tokenizer(str(folder))
-    assert file is not None
-    return TextTokenizer(file)
 
 
 @settings(max_examples=150)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,12 @@ def images(*contents: bytes) -> dict[str, Any]:
     return {"payload": b"".join(buffers), "tensors": specs}
 
 
+def gray(width: int, height: int) -> bytes:
+    stream = BytesIO()
+    np.save(stream, np.zeros((height, width), np.uint8))
+    return stream.getvalue()
+
+
 LOSS = {"forward_backward": pb.LossCall(loss_fn="a")}
 SAMPLE: dict[str, Any] = {"prompts": ["x", "y"], "n": 1, "max_tokens": 1}
 
@@ -49,6 +56,7 @@ OPERATIONS: list[tuple[str, int, dict[str, Any]]] = [
     ("max_row_tokens", 2, {**LOSS, **ids([1], [1, 2, 3], name="chosen_input_ids")}),
     ("max_images", 1, {**LOSS, **images(b"a", b"b")}),
     ("max_image_bytes", 2, {**LOSS, **images(b"a", b"abc")}),
+    ("max_pixels", 2_000, {**LOSS, **images(gray(50, 20), gray(50, 21))}),
     ("max_batch_tokens", 3, {**LOSS, **ids([1, 2], [3, 4])}),
     ("max_rows", 1, sample()),
     ("max_samples", 9, sample(n=5)),
@@ -62,6 +70,7 @@ OPERATIONS: list[tuple[str, int, dict[str, Any]]] = [
     ("max_top_logprobs", 2, sample(top_logprobs=3)),
     ("max_top_logprobs", 2, sample(prompt_logprobs=True, top_prompt_logprobs=3)),
     ("max_kwargs_chars", 10, sample(json_schema='{"a": "0123456"}')),
+    ("max_schema_entries", 4, sample(json_schema='{"properties": {"a": {}}}')),
     ("max_kwargs_chars", 10, {"forward": pb.LossCall(loss_kwargs_json='{"a": "0123456"}')}),
     ("max_string_chars", 5, {"forward": pb.LossCall(loss_fn="abcdef")}),
     ("max_string_chars", 5, {"forward": pb.LossCall(outputs=["abcdef"])}),
@@ -74,6 +83,7 @@ CALLS: list[tuple[str, int, str, Any]] = [
     ("max_row_tokens", 2, "Sample", pb.SampleRequest(model="tiny", prompt_ids=[pb.TokenIds(ids=[1, 2, 3])])),
     ("max_images", 1, "Sample", pb.SampleRequest(model="tiny", images=[b"a", b"b"])),
     ("max_image_bytes", 2, "Sample", pb.SampleRequest(model="tiny", images=[b"abc"])),
+    ("max_pixels", 999, "Sample", pb.SampleRequest(model="tiny", images=[gray(50, 20)])),
     ("max_payload_bytes", 7, "Sample", pb.SampleRequest(model="tiny", call=pb.SampleCall(prompts=["x"], max_tokens=1))),
     ("max_string_chars", 5, "Sample", pb.SampleRequest(model="abcdef")),
     ("max_encode_texts", 1, "Encode", pb.EncodeRequest(model="tiny", texts=["a", "b"])),
@@ -92,6 +102,7 @@ CALLS: list[tuple[str, int, str, Any]] = [
     ("key_runs", 1, "CreateRun", pb.CreateRunRequest(config=pb.RunConfig(base_model="tiny"))),
 ]  # fmt: skip
 ELSEWHERE = {
+    "key_records": "tests/server/doors/test_tinker_growth.py",
     "max_json_values": "test_what_was_found_is_refused_in_a_sentence",
     "max_json_containers": "test_what_was_found_is_refused_in_a_sentence",
     "max_message_fields": "test_what_was_found_is_refused_in_a_sentence",

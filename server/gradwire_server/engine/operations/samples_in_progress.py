@@ -14,6 +14,7 @@ from itertools import chain
 from gradwire_proto.v1 import engine_pb2, training_pb2
 
 from gradwire_server.crash_points import crash_point
+from gradwire_server.engine.errors import panics_as_errors
 from gradwire_server.engine.failures import is_fatal, to_error
 from gradwire_server.engine.interruption import interruptible
 from gradwire_server.engine.operations.context import EngineContext
@@ -121,12 +122,12 @@ class SamplesInProgress:
         context, message = self._context, request.message
         if message.HasField("sample"):
             crash_point("engine.before_operation")
-            with interruptible(lambda: context.agreement.check(message)):
+            with panics_as_errors(), interruptible(lambda: context.agreement.check(message)):
                 sampling.started = begin_outside(context, message)
             return
         execution = sampling.execution = Execution(context, message.operation)
         call = message.operation.operation.sample
-        with interruptible(lambda: context.agreement.check(message)):
+        with panics_as_errors(), interruptible(lambda: context.agreement.check(message)):
             sampling.started = begin_in_run(
                 context, execution.run, message.operation.seq, call, request.columns, message.owner
             )

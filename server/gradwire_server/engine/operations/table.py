@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from gradwire_proto.v1 import engine_pb2
 
-from gradwire_server.engine.errors import invalid
+from gradwire_server.engine.errors import invalid, panics_as_errors
 from gradwire_server.engine.interruption import between_micro_batches, interruptible
 from gradwire_server.engine.operations import batches, checkpoints, limits, steps, train_steps
 from gradwire_server.engine.operations.context import EngineContext
@@ -52,7 +52,7 @@ def carry_out(context: EngineContext, request: engine_pb2.EngineRequest, columns
     asked = request.operation
     execution = Execution(context, asked)
     try:
-        with execution.span(), interruptible(partial(context.agreement.check, request)):
+        with execution.span(), panics_as_errors(), interruptible(partial(context.agreement.check, request)):
             between_micro_batches()
             outcome = _handled(context, execution.run, asked, columns, budget)
     except Exception as error:  # the boundary: the error becomes the operation's result

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from gradwire_proto.v1 import training_pb2
 
-from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.errors import OperationError, panics_as_errors
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.tokenizers import TextTokenizer
 from gradwire_server.engine.sampling.drawing.json_grammar import JsonGrammar
@@ -72,12 +72,26 @@ class LocalJob:
         self._left = len(self._ended)
         self._stops = [StopString(text) for text in params.stop]
         self._grammar: JsonGrammar | None = None
-        if params.json_schema and tokenizer is not None:
-            self._grammar = JsonGrammar(params.json_schema, tokenizer, facts.vocab_size, tuple(sorted(eos)))
         self._handed = [Handed(row) for row in range(len(self.limits))] if params.stream else []
         if not params.max_tokens:
             for row in range(len(self.limits)):
                 self.end(row, np.zeros(0, np.int32), np.zeros(0, np.float32), False, None)
+
+    @property
+    def has_grammar(self) -> bool:
+        return bool(self.params.json_schema)
+
+    def compile(self) -> None:
+        """Compile the grammar, before the first :meth:`begin`; an error is the job's."""
+        assert self.tokenizer is not None
+        end_tokens = tuple(sorted(self.policy.facts.eos_token_ids))
+        try:
+            with panics_as_errors():
+                self._grammar = JsonGrammar(
+                    self.params.json_schema, self.tokenizer, self.policy.facts.vocab_size, end_tokens
+                )
+        except Exception as error:  # the boundary of a thread: whoever waits for the samples receives it
+            self.error = error
 
     @property
     def done(self) -> bool:

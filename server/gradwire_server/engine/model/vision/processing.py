@@ -20,12 +20,11 @@ from torch import Tensor
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.tokenizers import find_tokenizer, load_tokenizer
+from gradwire_server.image_sizes import MAX_PIXELS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_PIXELS = 1 << 26
-"""Maximum pixels of an image; a small file may hold many."""
 FORMATS = ("PNG", "JPEG", "WEBP")
 ARRAY = b"\x93NUMPY"
 """Beginning of an array as ``numpy.save`` writes it."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from gradwire_proto.v1 import training_pb2
 
-from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.errors import OperationError, panics_as_errors
 from gradwire_server.engine.model.tokenizers import TextTokenizer
 
 
@@ -59,7 +59,8 @@ class JsonText:
         Raises:
             OperationError: LIMIT_EXCEEDED if the text became too complex for llguidance.
         """
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        with panics_as_errors():
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(np.bool_)
         if self._matcher.is_error() or not allowed.any():
             raise OperationError(
@@ -71,7 +72,8 @@ class JsonText:
 
     def add(self, token: int) -> None:
         """Add one of the tokens that were allowed."""
-        self._matcher.consume_token(token)
+        with panics_as_errors():
+            self._matcher.consume_token(token)
 
 
 @lru_cache(maxsize=8)

@@ -21,6 +21,7 @@ from gradwire_server.engine.model.split_model import SplitModel
 from gradwire_server.engine.model.tokenizers import TextTokenizer
 from gradwire_server.engine.sampling.batch import Batch
 from gradwire_server.engine.sampling.drawing.draw import Uniforms
+from gradwire_server.engine.sampling.drawing.grammars import Grammars
 from gradwire_server.engine.sampling.image_prompt import ImagePrompt
 from gradwire_server.engine.sampling.jobs import LocalJob
 from gradwire_server.engine.sampling.pages.key_values import KeyValues, Together
@@ -81,6 +82,8 @@ class LocalSampler:
         self._serial = itertools.count()
         self._token_bytes: WeakKeyDictionary[SplitModel, int] = WeakKeyDictionary()
         self._keeps: WeakKeyDictionary[SplitModel, bool] = WeakKeyDictionary()
+        self._grammars: Grammars[LocalJob] = Grammars(waits=self._agreement.ranks > 1)
+        self._to_join: dict[LocalJob, _Key] = {}
 
     def begin(
         self,
@@ -108,16 +111,26 @@ class LocalSampler:
             )
         mixed = mixed and not alone and not has_images and can_share(policy) and self._fits_pages(policy)
         key = _Key(split_model, None if mixed else policy.adapter or "", job if alone else None)
+        if job.has_grammar:
+            self._to_join[job] = key
+            self._grammars.add(job)
+        else:
+            self._join(job, key)
+        return job
+
+    def _join(self, job: LocalJob, key: _Key) -> None:
+        policy = job.policy
         if key not in self._batches:
             rows = max(1, self._logits_elements // policy.facts.vocab_size)
-            self._owners[key] = split_model if mixed else policy
+            self._owners[key] = key.split_model if key.adapter is None else policy
             values, tokens = self._values(policy, key), self._cache_bytes // self._bytes_of_token(policy)
-            self._batches[key] = Batch(split_model, values, tokens, rows, self._uniforms, self._agreement)
+            self._batches[key] = Batch(key.split_model, values, tokens, rows, self._uniforms, self._agreement)
         self._batches[key].add(job)
-        return job
 
     def cancel(self, job: LocalJob) -> None:
         """See :class:`.sampler.Sampler`."""
+        self._to_join.pop(job, None)
+        self._grammars.remove(job)
         for key, batch in list(self._batches.items()):
             if job in batch.jobs:
                 batch.remove(job)
@@ -127,14 +140,20 @@ class LocalSampler:
 
     def uses(self, policy: Policy) -> bool:
         """See :class:`.sampler.Sampler`."""
-        return any(job.policy is policy for batch in self._batches.values() for job in batch.jobs)
+        joined = (job for batch in self._batches.values() for job in batch.jobs)
+        return any(job.policy is policy for job in (*joined, *self._to_join) if not job.done)
 
     def turn(self) -> Collection[LocalJob]:
         """See :class:`.sampler.Sampler`."""
-        return next(iter(self._batches.values())).jobs if self._batches else ()
+        jobs = next(iter(self._batches.values())).jobs if self._batches else ()
+        return {*jobs, *self._grammars.compiling}
 
     def step(self) -> None:
         """See :class:`.sampler.Sampler`."""
+        self._join_compiled()
+        if not self._batches:
+            self._grammars.wait()
+            return
         key = next(iter(self._batches))
         batch = self._batches.pop(key)
         batch.step()
@@ -142,6 +161,16 @@ class LocalSampler:
             self._batches[key] = batch
         else:
             self._end(key, batch)
+
+    def _join_compiled(self) -> None:
+        while (job := self._grammars.take()) is not None:
+            key = self._to_join.pop(job, None)
+            if key is None or job.error is not None:  # it was cancelled, or its grammar could not be compiled
+                continue
+            try:
+                self._join(job, key)
+            except Exception as error:  # as of begin(); whoever waits for the samples receives it
+                job.error = error
 
     def _fits_pages(self, policy: Policy) -> bool:
         split_model = policy.split_model

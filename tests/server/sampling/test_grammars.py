@@ -1,0 +1,88 @@
+"""Grammars are compiled beside the engine's thread, a key at a time, and what goes wrong is the request's error."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from gradwire_proto.v1 import training_pb2
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.tokenizers import TextTokenizer
+from gradwire_server.engine.sampling import jobs
+from gradwire_server.engine.sampling.drawing.grammars import Grammars
+from gradwire_server.engine.sampling.jobs import LocalJob
+from gradwire_server.engine.sampling.samplers.local import LocalSampler
+from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
+
+GUIDED = SamplingParams(max_tokens=5, seed=0, json_schema='{"type": "boolean"}')
+
+
+def test_samples_go_on_while_a_schema_is_compiled(
+    bpe: Policy, tokens: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, compile_now = threading.Event(), LocalJob.compile
+    monkeypatch.setattr(LocalJob, "compile", lambda job: (go_on.wait(60), compile_now(job))[1])
+    sampler = LocalSampler()
+    guided = sampler.begin(bpe, [[1, 7]], GUIDED, tokens)
+    free = sampler.begin(bpe, [[1, 7]], SamplingParams(max_tokens=5, seed=0), tokens)
+    assert {guided, free} == set(sampler.turn()) and sampler.uses(bpe)
+    while not free.done:
+        sampler.step()
+    assert set(sampler.turn()) == {guided} and not guided.done and sampler.uses(bpe)
+    go_on.set()
+    while not guided.done:
+        sampler.step()
+    assert guided.samples().texts is not None and not sampler.turn() and not sampler.uses(bpe)
+
+
+def test_a_cancelled_schema_begins_no_sample(
+    bpe: Policy, tokens: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, compile_now = threading.Event(), LocalJob.compile
+    monkeypatch.setattr(LocalJob, "compile", lambda job: (go_on.wait(60), compile_now(job))[1])
+    sampler = LocalSampler()
+    compiled, waiting = (sampler.begin(bpe, [[1, 7]], GUIDED, tokens) for _ in range(2))
+    sampler.cancel(waiting)
+    sampler.cancel(compiled)
+    assert not sampler.uses(bpe)
+    go_on.set()
+    while sampler.turn():
+        sampler.step()
+    assert not compiled.done and not waiting.done
+
+
+def test_keys_take_turns() -> None:
+    class Job:
+        def __init__(self, owner: str) -> None:
+            self.owner = owner
+
+        def compile(self) -> None: ...
+
+    first, second, other = Job("many"), Job("many"), Job("one")
+    grammars: Grammars[Job] = Grammars()
+    for job in (first, second, other):
+        grammars.add(job)
+    order = []
+    while grammars.compiling:
+        grammars.wait()
+        if (job := grammars.take()) is not None:
+            order.append(job)
+    assert order == [first, other, second]
+
+
+def test_a_panic_is_the_requests_error(bpe: Policy, tokens: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        """As pyo3 raises one."""
+
+    def panic(*_: object) -> None:
+        raise PanicException("index out of range")
+
+    monkeypatch.setattr(jobs, "JsonGrammar", panic)
+    sampler = LocalSampler()
+    job = sampler.begin(bpe, [[1, 7]], GUIDED, tokens)
+    while sampler.turn():
+        sampler.step()
+    with pytest.raises(OperationError, match="index out of range") as caught:
+        job.samples()
+    assert caught.value.code == training_pb2.ERROR_CODE_INVALID_ARGUMENT

@@ -19,7 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from gradwire_server.durable_files import make_folder, replacing_file, sync_tree
-from gradwire_server.journal.schema import OPERATION, RESULT, RUN, VERSION, connect, migrate, newest_commit, version_of
+from gradwire_server.journal.schema import (
+    GIVE_BACK,
+    OPERATION,
+    RESULT,
+    RUN,
+    VERSION,
+    connect,
+    migrate,
+    newest_commit,
+    version_of,
+)
 from gradwire_server.journal.segments import CorruptRecord, Segments
 from gradwire_server.journal.state_folder import DATABASE, SEGMENTS, StateFolderError
 
@@ -42,7 +52,7 @@ class MirroredConnection(sqlite3.Connection):
     def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
         """Execute a statement here and, unless it only reads, in the mirror."""
         cursor = super().execute(sql, parameters)
-        if self.mirror is not None and not sql.startswith(("SELECT", "PRAGMA")):
+        if self.mirror is not None and (sql.startswith(GIVE_BACK) or not sql.startswith(("SELECT", "PRAGMA"))):
             try:
                 self.mirror.execute(sql, parameters).fetchall()
             except sqlite3.Error as error:

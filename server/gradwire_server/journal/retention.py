@@ -6,7 +6,7 @@ import asyncio
 import sqlite3
 
 from gradwire_server.journal.database import Database
-from gradwire_server.journal.schema import OPERATION
+from gradwire_server.journal.schema import OPERATION, give_back_space
 from gradwire_server.journal.segments import Segments
 
 COLLECTED_BYTES = 4 << 20
@@ -61,6 +61,7 @@ class Retention:
         """
 
         def end(connection: sqlite3.Connection) -> set[int]:
+            give_back_space(connection)
             self._segments.end_file(COLLECTED_BYTES)
             return self._segments.closed()
 

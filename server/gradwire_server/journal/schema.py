@@ -234,6 +234,22 @@ def newest_commit(connection: sqlite3.Connection) -> int:
     return max(commits or 0 for (commits,) in connection.execute(query))
 
 
+WAL_BYTES = 8 << 20
+"""The size to which the write-ahead log is cut once its content is in the database."""
+FREE_PAGES = 256
+"""Pages that nothing uses and that a database keeps: the next rows take them."""
+GIVEN_BACK_PAGES = 4096
+"""Pages that a database gives back to the file system at a time, at most: tens of milliseconds."""
+
+
+def give_back_space(connection: sqlite3.Connection) -> None:
+    """Shorten a database by some of the pages that deletions have left unused, in the present transaction."""
+    [(free,)] = connection.execute("PRAGMA freelist_count").fetchall()
+    if free > FREE_PAGES:
+        connection.execute(f"{GIVE_BACK}({min(free - FREE_PAGES, GIVEN_BACK_PAGES)})").fetchall()
+
+
+GIVE_BACK = "PRAGMA incremental_vacuum"
 C = TypeVar("C", bound=sqlite3.Connection)
 
 
@@ -245,7 +261,9 @@ def connect(path: Path) -> sqlite3.Connection:
 def connect_as(kind: type[C], path: Path) -> C:
     """Open a database with a connection of a class of one's own."""
     connection = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False, factory=kind)
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a database that is about to be made
     connection.execute("PRAGMA synchronous = FULL")
+    connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
     connection.text_factory = lambda raw: raw.decode(errors="replace")  # row digests detect flipped bits
     connection.create_function("digest", -1, row_digest, deterministic=True)
     return connection

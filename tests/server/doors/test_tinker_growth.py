@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from gradwire_proto.v1 import tinker_pb2 as pb
 from gradwire_server.access.keys import ANYONE
-from gradwire_server.doors.http.tinker.collection import SNAPSHOTS_KEPT
+from gradwire_server.doors.http.tinker.collection import SESSION_KEPT_S, SNAPSHOTS_KEPT
 from gradwire_server.doors.http.tinker.samplers import MANY_SNAPSHOTS
 from gradwire_server.journal.retention import COLLECTED_BYTES
+from gradwire_server.journal.schema import WAL_BYTES
 from support.front import Start
 from support.server import free_port
 from support.tinker import HttpServer, TinkerClient, forward_backward
@@ -121,6 +122,76 @@ async def test_a_run_that_another_writer_took_over_keeps_no_other_results(start:
         await core.open_run(ANYONE, runs[0], "of another door", takeover=True)
         await tinker.models.release_delivered(time.time() + 1, 0)
         assert [core.runs.get(ANYONE, run).released_seq for run in runs] == [0, 1]
+
+
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize(
+    ("sessions", "runs"), [(200, 10), pytest.param(100_000, 10_000, marks=pytest.mark.slow)], ids=str
+)
+async def test_sessions_and_runs_that_are_gone_leave_nothing(
+    start: Start, tmp_path: Path, sessions: int, runs: int
+) -> None:
+    """All are made and deleted in rounds; the files are as large after the last as after the second."""
+    rounds, seen = 4, []
+    said = {"tags": ["x" * 200] * 32, "user_metadata": {"notes": "y" * 10_000}}
+    async with start(http="127.0.0.1:0") as door, httpx.AsyncClient(base_url=door.server.http.url, timeout=300) as http:
+        tinker, core = door.server.http._tinker, door.server.core
+        for _ in range(rounds):
+            for _ in range(sessions // rounds):
+                made = await TinkerClient(http).post("create_session", said)
+                await TinkerClient(http).post(f"sessions/{made['session_id']}/finish", {})
+            client = await TinkerClient(http).begin()
+            for number in range(runs // rounds):
+                model = await client.model(number)
+                await core.runs.delete(ANYONE, tinker.store.models[model].run_id)
+            failed = {"session_id": client.session_id, "model_seq_id": 10**9, "base_model": "none of ours"}
+            await client.post("create_model", failed | {"lora_config": {"rank": 4}}, status=404)
+            await client.post(f"sessions/{client.session_id}/finish", {})
+            await tinker.collection.collect()
+            assert not (tinker.store.sessions or tinker.store.models or tinker.store.samplers)
+            await core.storage.journal.retention.collect()
+            for _ in range(sessions // 1000):  # each gives back so many pages
+                await tinker.store.give_back_space()
+            seen.append({name: size for name, size in _sizes(tmp_path) if name.endswith((".db", "-wal"))})
+    for name in ("tinker.db", "gradwire.db"):
+        sizes = [each[name] for each in seen]
+        assert max(sizes[2:]) <= sizes[1] + (512 << 10), (name, sizes)
+        assert max(each.get(name + "-wal", 0) for each in seen) <= 4 * WAL_BYTES
+
+
+async def test_a_key_has_so_many_sessions_and_each_is_small(start: Start) -> None:
+    async with (
+        start(http="127.0.0.1:0", limits={"key_records": 2}) as door,
+        httpx.AsyncClient(base_url=door.server.http.url, timeout=300) as http,
+    ):
+        client, tinker = TinkerClient(http), door.server.http._tinker
+        for said in ({"tags": ["x" * 201]}, {"sdk_version": "x" * 201}, {"user_metadata": {"a": "x" * 20_000}}):
+            await client.post("create_session", said, status=422)
+        first = await client.begin()
+        await first.model()
+        refused = await client.post("create_session", {}, status=400)
+        assert "key_records" in refused["detail"]
+        await client.post(f"sessions/{first.session_id}/finish", {})
+        await tinker.collection.collect()
+        await client.post("create_session", {}, status=400)  # the model belongs to its session
+        (model,) = tinker.store.models.values()
+        await door.server.core.runs.delete(ANYONE, model.run_id)
+        await tinker.collection.collect()
+        await client.post("create_session", {})
+
+
+async def test_a_session_without_its_client_ends(start: Start) -> None:
+    async with start(http="127.0.0.1:0") as door, httpx.AsyncClient(base_url=door.server.http.url, timeout=300) as http:
+        left, kept = await TinkerClient(http).begin(), await TinkerClient(http).begin()
+        tinker = door.server.http._tinker
+        for client in (left, kept):
+            asked = {"session_id": client.session_id, "sampling_session_seq_id": 0, "base_model": "tiny"}
+            await client.post("create_sampling_session", asked)
+            tinker.store.session_used_at[client.session_id] = time.time() - SESSION_KEPT_S - 1
+        await kept.post("session_heartbeat", {"session_id": kept.session_id})
+        await tinker.collection.collect()
+        await left.post("session_heartbeat", {"session_id": left.session_id}, status=404)
+        assert [each.session_id for each in tinker.store.samplers.values()] == [kept.session_id]
 
 
 def _at_most(count: int, folder: Path) -> list[str]:

@@ -188,6 +188,9 @@ async def test_an_expired_checkpoint_is_deleted_and_one_that_is_needed_is_tried_
         async def release_delivered(self, before: float, most: int) -> None:
             pass
 
+        async def forget(self, *models: object) -> None:
+            assert not models
+
     class Samplers:
         many_made = asyncio.Event()
 

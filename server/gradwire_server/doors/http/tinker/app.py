@@ -42,7 +42,7 @@ class Tinker:
 
     def __init__(self, core: Core, stopping: asyncio.Event) -> None:
         self.core, self.stopping = core, stopping
-        self.store = TinkerStore(core.config.state_dir)
+        self.store = TinkerStore(core.config.state_dir, core.config.limits.key_records)
         self.batches = BatchPool(core.config)
         self.saved = SavedWeights(core, self.store)
         self.models = Models(core, self.store, self.saved)

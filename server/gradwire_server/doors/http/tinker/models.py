@@ -19,7 +19,7 @@ from gradwire_server.access.calls import CallKind
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.tinker.datums import EncodedBatch
-from gradwire_server.doors.http.tinker.names import request_id_of
+from gradwire_server.doors.http.tinker.names import TinkerPath, request_id_of
 from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.store import ModelRecord, TinkerStore
 from gradwire_server.errors import ServiceError
@@ -285,6 +285,20 @@ class Models:
         for done in [done for done in sent if done <= seq]:
             del sent[done]
             await self._store.delete(self._store.widths, request_id_of(model.model_id, done, "loss"))
+
+    async def forget(self, *models: ModelRecord) -> None:
+        """Forget models that are gone, and what belongs to them."""
+        ids, store = {model.model_id for model in models}, self._store
+        for model_id in ids:
+            self._delivered.pop(model_id, None)
+            await store.drop_early_of(model_id)
+        await store.delete(store.widths, *[key for key in store.widths if key.rsplit(":", 2)[0] in ids])
+        await store.delete(store.saved, *[path for path in store.saved if TinkerPath.read(path).model_id in ids])
+        await store.delete(store.models, *ids)
+
+    def being_made(self, model_id: str) -> bool:
+        """Whether a model is being made now."""
+        return model_id in self._making
 
     async def failure_delivered(self, model_id: str, seq: int) -> None:
         """Note that the client knows of a failure: operations that it sends from now on are not aborted by it."""

@@ -21,7 +21,7 @@ from gradwire_server.doors.http.tinker.results import add_samples
 from gradwire_server.doors.http.tinker.samplers import Samplers
 from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.sessions import session_of
-from gradwire_server.doors.http.tinker.store import SamplerRecord, TinkerStore
+from gradwire_server.doors.http.tinker.store import Name, SamplerRecord, TinkerStore
 from gradwire_server.errors import ServiceError, limit_exceeded
 
 MAX_NUMBER = 2**31
@@ -32,10 +32,10 @@ StopId = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
 class CreateSamplerRequest(BoundedModel):
     """A new sampler of a base model or a checkpoint."""
 
-    session_id: str
+    session_id: Name
     sampling_session_seq_id: int = Field(ge=0, lt=MAX_NUMBER)
-    base_model: str | None = None
-    model_path: str | None = None
+    base_model: Name | None = None
+    model_path: Name | None = None
 
 
 class PromptChunk(BoundedModel):
@@ -94,7 +94,7 @@ class SampleSettings(BoundedModel):
 class AsampleRequest(WantedScores):
     """A prompt to sample from."""
 
-    sampling_session_id: str | None = None
+    sampling_session_id: Name | None = None
     seq_id: int | None = Field(default=None, ge=0, lt=MAX_SAMPLE_NUMBER)
     num_samples: int = Field(default=1, ge=1)
     prompt: PromptTokens

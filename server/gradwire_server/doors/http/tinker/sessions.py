@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from gradwire_http.models import BoundedModel
@@ -13,10 +14,11 @@ from pydantic import Field
 
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.protocol import CallerOf
-from gradwire_server.doors.http.tinker.store import Metadata, SessionRecord, TinkerStore
+from gradwire_server.doors.http.tinker.store import Metadata, Name, SessionRecord, TinkerStore
 from gradwire_server.errors import ServiceError
 
 MAX_TAGS = 64
+Tag = Annotated[str, Field(max_length=200)]
 CLIENT_CONFIG = {
     "parallel_fwdbwd_chunks": False,
     "proto_compress_fwdbwd": False,
@@ -32,15 +34,15 @@ DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "s
 class SessionRequest(BoundedModel):
     """A new session."""
 
-    tags: list[str] = Field(default=[], max_length=MAX_TAGS)
+    tags: list[Tag] = Field(default=[], max_length=MAX_TAGS)
     user_metadata: Metadata | None = None
-    sdk_version: str = ""
+    sdk_version: Tag = ""
 
 
 class SessionIdRequest(BoundedModel):
     """A request about a session."""
 
-    session_id: str
+    session_id: Name
 
 
 def routes(core: Core, store: TinkerStore, stopping: asyncio.Event) -> APIRouter:
@@ -91,7 +93,7 @@ def routes(core: Core, store: TinkerStore, stopping: asyncio.Event) -> APIRouter
     @router.post("/session_heartbeat")
     async def session_heartbeat(caller: CallerOf, request: SessionIdRequest) -> dict[str, str]:
         """Keep a session alive."""
-        session_of(store, caller.name, request.session_id)
+        store.session_used_at[session_of(store, caller.name, request.session_id).session_id] = time.time()
         return {"type": "session_heartbeat"}
 
     @router.post("/sessions/{session_id}/finish")

@@ -11,6 +11,7 @@ import json
 import secrets
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,11 +20,13 @@ from typing import Annotated, Any, TypeVar
 from gradwire_proto.v1 import training_pb2 as pb
 from pydantic import AfterValidator, BaseModel, Field
 
-from gradwire_server.errors import ServiceError
+from gradwire_server.errors import ServiceError, limit_exceeded
+from gradwire_server.journal.schema import WAL_BYTES, give_back_space
 
 FILE = "tinker.db"
 MAX_TTL_S = 10 * 365 * 86_400
 MAX_METADATA_CHARS = 16_384
+MAX_NAME_CHARS = 4096
 
 
 def _small(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -34,6 +37,8 @@ def _small(metadata: dict[str, Any]) -> dict[str, Any]:
 
 Metadata = Annotated[dict[str, Any], AfterValidator(_small)]
 """What a client says of a session, a model or a checkpoint."""
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+"""An id, a path or the name of a model, as a client gives it."""
 _TABLES = """
 CREATE TABLE IF NOT EXISTS records (kind TEXT NOT NULL, key TEXT NOT NULL, record TEXT NOT NULL,
     PRIMARY KEY (kind, key)) WITHOUT ROWID;
@@ -169,9 +174,17 @@ class TinkerStore:
 
     Args:
         state_dir: Folder of ``tinker.db``.
+        key_records: Maximum sessions, models and samplers of a key.
+
+    Attributes:
+        session_used_at: Unix time at which a client last said that its session goes on, since the server started.
     """
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, key_records: int = 1 << 62) -> None:
+        self._key_records = key_records
+        self._counts: Counter[str] = Counter()
+        self._opened_at = time.time()
+        self.session_used_at: dict[str, float] = {}
         self.sessions = Table("session", SessionRecord, lambda record: record.session_id)
         self.models = Table("model", ModelRecord, lambda record: record.model_id)
         self.samplers = Table("sampler", SamplerRecord, lambda record: record.sampler_id)
@@ -188,7 +201,9 @@ class TinkerStore:
 
         def run() -> list[tuple[str, str]]:
             self._connection = connection = sqlite3.connect(self._path, check_same_thread=False)
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
             connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
             connection.execute("PRAGMA synchronous = FULL")
             connection.executescript(_TABLES)
             return connection.execute("SELECT kind, record FROM records").fetchall()
@@ -197,6 +212,7 @@ class TinkerStore:
         for kind, text in await self._run(run):
             record = tables[kind].model.model_validate_json(text)
             tables[kind][tables[kind].key(record)] = record
+        self._counts.update(record.owner for table in self._counted() for record in table.values())
         self.models_by_run.update((model.run_id, model) for model in self.models.values() if model.run_id)
         if not self.secrets:
             await self.put(self.secrets, SecretRecord(owner="", secret=secrets.token_hex(32)))
@@ -209,21 +225,52 @@ class TinkerStore:
         self._thread.shutdown()
 
     async def put(self, table: Table[R], record: R) -> None:
-        """Add or change a record; durable when this returns."""
+        """Add or change a record; durable when this returns.
+
+        Raises:
+            ServiceError: LIMIT_EXCEEDED if the key has too many; STORAGE_FULL.
+        """
         key, text = table.key(record), record.model_dump_json()
-        await self._execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", (table.kind, key, text))
+        counts = key not in table and any(table is each for each in self._counted())
+        if counts and self._counts[record.owner] >= self._key_records:
+            what = f"the key's {self._counts[record.owner]:,} sessions, models and samplers"
+            raise limit_exceeded(what, "key_records", self._key_records, "session_id")
+        self._counts[record.owner] += counts
+        try:
+            await self._execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", (table.kind, key, text))
+        except ServiceError:
+            self._counts[record.owner] -= counts
+            raise
         table[key] = record
         if isinstance(record, ModelRecord) and record.run_id:
             self.models_by_run[record.run_id] = record
 
-    async def delete(self, table: Table[R], key: str) -> None:
-        """Delete a record, if it is there."""
-        record = table.pop(key, None)
-        if record is None:
-            return
-        if isinstance(record, ModelRecord):
-            self.models_by_run.pop(record.run_id, None)
-        await self._execute("DELETE FROM records WHERE kind = ? AND key = ?", (table.kind, key))
+    async def delete(self, table: Table[R], *keys: str) -> None:
+        """Delete those of these records that are there."""
+        found = [(table.kind, key) for key in keys if key in table]
+        for _, key in found:
+            record = table.pop(key)
+            if any(table is each for each in self._counted()):
+                self._counts[record.owner] -= 1
+            if isinstance(record, ModelRecord):
+                self.models_by_run.pop(record.run_id, None)
+            if isinstance(record, SessionRecord):
+                self.session_used_at.pop(key, None)
+        if found:
+            await self._execute("DELETE FROM records WHERE kind = ? AND key = ?", *found)
+
+    def used_at(self, session: SessionRecord) -> float:
+        """Unix time at which a session was last used; not before the server's start, which clients may have awaited."""
+        return self.session_used_at.get(session.session_id, max(session.created_at, self._opened_at))
+
+    async def give_back_space(self) -> None:
+        """Shorten the file by some of what deletions have left."""
+
+        def run() -> None:
+            assert self._connection is not None
+            give_back_space(self._connection)
+
+        await self._run(run)
 
     async def keep_early(self, model_id: str, seq: int, operation: bytes) -> None:
         """Keep an operation that waits for an earlier number."""
@@ -243,14 +290,21 @@ class TinkerStore:
 
         return await self._run(run)
 
+    def _counted(self) -> tuple[Table[Any], ...]:
+        return self.sessions, self.models, self.samplers
+
     def _tables(self) -> Iterator[Table[Any]]:
         yield from (self.sessions, self.models, self.samplers, self.saved, self.widths, self.secrets)
 
-    async def _execute(self, sql: str, values: tuple[Any, ...]) -> None:
+    async def drop_early_of(self, model_id: str) -> None:
+        """Drop those of a model that is gone."""
+        await self._execute("DELETE FROM early WHERE model_id = ?", (model_id,))
+
+    async def _execute(self, sql: str, *rows: tuple[Any, ...]) -> None:
         def run() -> None:
             assert self._connection is not None
             with self._connection:
-                self._connection.execute(sql, values)
+                self._connection.executemany(sql, rows)
 
         try:
             await self._run(run)

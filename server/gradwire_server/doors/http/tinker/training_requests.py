@@ -7,7 +7,7 @@ from typing import Any, Literal
 from gradwire_http.models import BoundedModel
 from pydantic import Field
 
-from gradwire_server.doors.http.tinker.store import MAX_TTL_S, Metadata
+from gradwire_server.doors.http.tinker.store import MAX_TTL_S, Metadata, Name
 
 MAX_NUMBER = 2**31
 """Numbers of models, samplers and operations are below this."""
@@ -32,9 +32,9 @@ class OptimizerConfig(BoundedModel):
 class CreateModelRequest(BoundedModel):
     """A new model."""
 
-    session_id: str
+    session_id: Name
     model_seq_id: int = Field(ge=0, lt=MAX_NUMBER)
-    base_model: str
+    base_model: Name
     user_metadata: Metadata | None = None
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
@@ -43,15 +43,15 @@ class CreateModelRequest(BoundedModel):
 class LoadWeightsRequest(BoundedModel):
     """A checkpoint to load, into a new model of a session or into one that is there."""
 
-    path: str
+    path: Name
     optimizer: bool
-    session_id: str | None = None
+    session_id: Name | None = None
     model_seq_id: int | None = Field(default=None, ge=0, lt=MAX_NUMBER)
-    base_model: str | None = None
+    base_model: Name | None = None
     user_metadata: Metadata | None = None
     optimizer_config: OptimizerConfig | None = None
-    weights_access_token: str | None = None
-    model_id: str | None = None
+    weights_access_token: Name | None = None
+    model_id: Name | None = None
     seq_id: int | None = Field(default=None, ge=1, lt=MAX_NUMBER)
 
 
@@ -70,7 +70,7 @@ class AdamParams(BoundedModel):
 class OperationRequest(BoundedModel):
     """A request about a model, in order of its numbers."""
 
-    model_id: str
+    model_id: Name
     seq_id: int = Field(ge=1, lt=MAX_NUMBER)
 
 
@@ -84,7 +84,7 @@ class OptimStepRequest(OperationRequest):
 class SaveWeightsRequest(OperationRequest):
     """A checkpoint to save, with the optimizer's state."""
 
-    path: str
+    path: Name
     overwrite: bool = False
     ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL_S)
     user_metadata: Metadata | None = None
@@ -93,7 +93,7 @@ class SaveWeightsRequest(OperationRequest):
 class SaveForSamplerRequest(OperationRequest):
     """A checkpoint to sample from: named, or for one sampler."""
 
-    path: str | None = None
+    path: Name | None = None
     sampling_session_seq_id: int | None = Field(default=None, ge=0, lt=MAX_NUMBER)
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL_S)
@@ -103,4 +103,4 @@ class SaveForSamplerRequest(OperationRequest):
 class ModelIdRequest(BoundedModel):
     """A request about a model."""
 
-    model_id: str
+    model_id: Name

@@ -30,7 +30,7 @@ class Grammars(Generic[J]):
     """The jobs whose grammars are not compiled yet.
 
     Args:
-        waits: Whether :meth:`take` waits for the grammar, so that every process of a group takes a job at the same step.
+        waits: Whether :meth:`take` waits, so that all processes of a group take a job at the same step.
     """
 
     def __init__(self, *, waits: bool = False) -> None:

@@ -95,6 +95,6 @@ class JobReporter(Observer):
 
 
 def _sentence(step: int, total: int, metrics: Mapping[str, float]) -> str:
-    shown = {"train/loss": "training loss", "eval/loss": "validation loss", "rewards/mean": "mean reward"}
+    shown = {"train/loss": "training loss", "eval/loss": "validation loss", "rewards/reward": "mean reward"}
     figures = [f"{label}={metrics[name]:.4f}" for name, label in shown.items() if name in metrics]
     return ", ".join([f"Step {step}/{total}", *figures])

@@ -19,6 +19,7 @@ from gradwire.recipes.settings import Settings, SettingsError, setting
 from gradwire.recipes.training import loggers_of, open_folder, open_service, save_state, warn_of_warmup
 from gradwire.rl import Algorithm, AlgorithmConfig, last_number, math_answer, multiple_choice
 from gradwire.rl.datasets import final_answer
+from gradwire.rl.rewards.graders import GraderError, grader_of
 from gradwire.rl.types import Message, Task
 
 GRADERS: Mapping[str, Callable[[], Any]] = {
@@ -42,12 +43,18 @@ class RLSettings(Settings):
     answer_tokens: int = setting(256, "tokens of an answer at most")
     temperature: float = setting(1.0, "of sampling")
     grader: str = setting("last_number", "last_number, math_answer (symbolic; needs gradwire[math]), multiple_choice")
+    grading: dict[str, Any] = setting({}, "a grader of OpenAI's form, over each row's columns; in place of grader")
     eval_problems: int = setting(64, "held-out problems of an evaluation at most; answered greedily")
 
     def check(self) -> None:
         super().check()
         if self.grader not in GRADERS:
             raise SettingsError(f"grader is {self.grader!r}; it must be one of {', '.join(GRADERS)}")
+        if self.grading:
+            try:
+                grader_of(self.grading)
+            except GraderError as error:
+                raise SettingsError(f"grading: {error}") from None
         if self.schedule != "constant":
             raise SettingsError("schedule is set, and must be constant here")
         if self.optimizer != "adamw":
@@ -63,8 +70,10 @@ async def train_with(
     dry_run: bool = False,
 ) -> Estimate | None:
     """Train a run with an algorithm, from the state in its folder."""
-    kept, held_out = rows_of(data.prompts, settings)
-    tasks, problems = [_task(each) for each in kept], [_task(each) for each in held_out[: settings.eval_problems]]
+    kept, held_out = rows_of(_items if settings.grading else data.prompts, settings)
+    task = _graded_task if settings.grading else _task
+    tasks, problems = [task(each) for each in kept], [task(each) for each in held_out[: settings.eval_problems]]
+    reward = grader_of(settings.grading) if settings.grading else GRADERS[settings.grader]()
     per_epoch = -(-len(tasks) // settings.batch_size)
     total = settings.max_steps or per_epoch * settings.epochs
     folder = Path(settings.folder)
@@ -87,7 +96,7 @@ async def train_with(
             if not dry_run:
                 save_state(folder / "run.json", {"run_id": run.run_id}, settings)
         loggers = [] if dry_run else loggers_of(settings)
-        arguments = (service, run, tasks, GRADERS[settings.grader](), config)
+        arguments = (service, run, tasks, reward, config)
         async with algorithm(*arguments, eval_tasks=problems, loggers=loggers) as training:
             if dry_run:
                 try:
@@ -124,3 +133,12 @@ async def _estimate(
 
 def _task(row: data.Prompt) -> Task:
     return Task(cast("tuple[Message, ...]", row.prompt), final_answer(str(row.answer)))
+
+
+def _items(source: Any, mapping: Mapping[str, Any], **options: Any) -> data.Dataset[data.Prompt]:
+    """Prompts whose answer is the whole row, which graders of OpenAI's form name as ``item``."""
+    return data.prompts(source, mapping={**mapping, "answer": dict}, **options)
+
+
+def _graded_task(row: data.Prompt) -> Task:
+    return Task(cast("tuple[Message, ...]", row.prompt), row.answer)

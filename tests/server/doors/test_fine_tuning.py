@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from support.chats import chat_model
 from support.server import free_port
 from support.tinker import HttpServer
 
+DOCUMENTED = "Qwen/Qwen3-0.6B"
 WORD = "four"
 NUMBERS = {"n_epochs": 2, "batch_size": 8, "learning_rate_multiplier": 100}
 
@@ -70,7 +72,9 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def server(keys: dict[str, str]) -> Iterator[HttpServer]:
     folder = Path(keys["folder"])
     model = chat_model(folder / "marked", "marked")
-    running = HttpServer(model, folder / "state", free_port(), "--threads", "1", name="org/marked")
+    running = HttpServer(
+        model, folder / "state", free_port(), "--threads", "1", "--model", f"{DOCUMENTED}={model}", name="org/marked"
+    )
     running.start()
     yield running
     assert running.end() == 0
@@ -192,6 +196,71 @@ def test_dpo_and_the_end_of_its_model(client: openai.OpenAI) -> None:
     }
 
 
+RIGHT = {
+    "type": "string_check", "name": "right", "input": "{{ sample.output_text }}", "reference": "{{ item.answer }}",
+    "operation": "ilike",
+}  # fmt: skip
+SHORT = {
+    "type": "python",
+    "name": "short",
+    "source": "def grade(sample, item):\n    text = sample['output_text']\n    return text.count(item['answer']) / 8",
+}
+BOTH = {"type": "multi", "graders": {"right": RIGHT, "short": SHORT}, "calculate_output": "0.2 * right + short"}
+
+
+def test_reinforcement_learns_by_its_graders(client: openai.OpenAI) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"{a} and"}], "answer": "e"} for a in range(16)]
+    job = client.fine_tuning.jobs.create(
+        model="org/marked",
+        training_file=upload(client, lines(rows), "problems.jsonl"),
+        method={
+            "type": "reinforcement",
+            "reinforcement": {
+                "grader": BOTH,  # type: ignore[typeddict-item]
+                "hyperparameters": {"n_epochs": 4, "batch_size": 8, "learning_rate_multiplier": 1000},
+            },
+        },
+        seed=1,
+        extra_body={"gradwire": {"answer_tokens": 8, "lora_rank": 0}},
+    )
+    job = ended(client, job.id)
+    method = job.method
+    assert method is not None and method.reinforcement is not None
+    assert method.reinforcement.grader.model_dump(exclude_unset=True) == BOTH
+    events = [event for event in client.fine_tuning.jobs.list_events(job.id) if event.type == "metrics"]
+    rewards: list[float] = [event.data["train_reward_mean"] for event in reversed(events)]  # type: ignore[index]
+    assert len(rewards) == 8 and sum(rewards[-2:]) > 2 * sum(rewards[:2]), rewards
+    assert all(event.data["rewards/not_scored"] == 0 for event in events)  # type: ignore[index]
+    assert job.fine_tuned_model in {model.id for model in client.models.list()}
+
+
+def test_graders_are_tried(client: openai.OpenAI) -> None:
+    graders: Any = client.fine_tuning.alpha.graders
+    for grader, sample, reward in [(RIGHT, "five", 1.0), (SHORT, "ee", 0.25), (BOTH, "ee", 0.45)]:
+        assert graders.validate(grader=grader).grader.type == grader["type"]
+        run = graders.run(grader=grader, model_sample=sample, item={"answer": "e"})
+        assert run.reward == pytest.approx(reward)
+        assert (run.metadata.type, any(run.metadata.errors.model_dump().values())) == (grader["type"], False)
+    assert graders.run(grader=BOTH, model_sample="ee", item={"answer": "e"}).sub_rewards == {"right": 1, "short": 0.25}
+    broken = graders.run(grader=SHORT, model_sample="e", item={})
+    assert broken.metadata.errors.python_grader_runtime_error
+    assert "KeyError" in broken.metadata.errors.python_grader_runtime_error_details
+    assert graders.run(grader=RIGHT, model_sample="e", item={}).metadata.errors.other_error
+    for wrong, sentence in [
+        ({"type": "magic"}, "type is 'magic'; it must be one of string_check, python, multi"),
+        (RIGHT | {"operation": "is"}, "operation must be one of eq, ne, like, ilike"),
+        (RIGHT | {"input": "{{ secret.x }}"}, "there are item.FIELD, sample.output_text"),
+        (SHORT | {"source": "def grade(:"}, "source is no Python"),
+        (SHORT | {"source": "x = 1"}, "no function grade"),
+        (BOTH | {"calculate_output": "right + wrong"}, "names 'wrong'; there are right, short"),
+        (BOTH | {"calculate_output": "__import__('os')"}, "no arithmetic on the graders' names"),
+        ({"type": "score_model"}, "score_model is not served yet"),
+    ]:
+        with pytest.raises(openai.BadRequestError) as caught:
+            graders.validate(grader=wrong)
+        assert caught.value.param == "grader" and sentence in caught.value.message
+
+
 def test_a_job_is_paused_resumed_and_cancelled(client: openai.OpenAI, data: str) -> None:
     job = client.fine_tuning.jobs.create(model="org/marked", training_file=data, hyperparameters={"n_epochs": 50})
     assert client.fine_tuning.jobs.pause(job.id).status == "paused"
@@ -265,7 +334,7 @@ def test_data_that_cannot_be_used_fails_the_job(client: openai.OpenAI, content: 
 
 
 MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
-    ({"model": "gpt-9"}, 404, "model", "there is no model 'gpt-9' here; there are org/marked"),
+    ({"model": "gpt-9"}, 404, "model", f"there is no model 'gpt-9' here; there are {DOCUMENTED}, org/marked"),
     ({"training_file": "file-none"}, 404, "training_file", "there is no file 'file-none'"),
     ({"validation_file": "file-none"}, 404, "validation_file", "there is no file"),
     ({"suffix": "x" * 65}, 400, "suffix", "at most 64 characters"),
@@ -350,6 +419,17 @@ def test_an_unknown_hyperparameter_is_a_warning(client: openai.OpenAI, data: str
         4,
         1,
     )
+
+
+def test_the_code_of_the_page_runs(
+    server: HttpServer, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{server.url}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", keys["anna"])
+    page = (Path(__file__).parents[3] / "docs" / "openai_fine_tuning.md").read_text()
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, {})
+    assert "The job has successfully completed" in capsys.readouterr().out
 
 
 def test_auto_follows_the_written_rules() -> None:

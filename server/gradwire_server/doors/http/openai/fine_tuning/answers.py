@@ -19,10 +19,19 @@ METRICS = {
     "valid_mean_token_accuracy": "eval/token_accuracy",
     "full_valid_loss": "eval/loss",
     "full_valid_mean_token_accuracy": "eval/token_accuracy",
-    "train_reward_mean": "rewards/mean",
-    "full_valid_reward_mean": "eval/reward",
+    "train_reward_mean": "rewards/reward",
+    "full_valid_reward_mean": "eval/score",
 }
 """OpenAI's metrics -> ours."""
+ERRORS = (
+    "formula_parse_error", "invalid_variable_error", "model_grader_parse_error", "model_grader_refusal_error",
+    "model_grader_server_error", "other_error", "python_grader_runtime_error", "python_grader_server_error",
+    "sample_parse_error", "truncated_observation_error", "unresponsive_reward_error",
+)  # fmt: skip
+ERROR_DETAILS = (
+    "model_grader_server_error_details", "python_grader_runtime_error_details", "python_grader_server_error_type",
+)  # fmt: skip
+"""What a trial of a grader tells: whether each of these happened, and their details."""
 
 
 def job_body(job: jobs.Job) -> dict[str, Any]:
@@ -87,6 +96,30 @@ def checkpoint_body(job: jobs.Job, checkpoint: jobs.JobCheckpoint) -> dict[str, 
         "fine_tuned_model_checkpoint": checkpoint_name(job, checkpoint),
         "metrics": {"step": checkpoint.step, **_metrics(json.loads(checkpoint.metrics or "{}"))},
         "gradwire": {"checkpoint": checkpoint.path},
+    }
+
+
+def graded_body(grader: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """A trial of a grader. The reward of a sample that could not be graded is 0, and the error says why."""
+    errors: dict[str, Any] = dict.fromkeys(ERRORS, False) | dict.fromkeys(ERROR_DETAILS)
+    if found["error"]:
+        errors[found["error"]] = True
+        if found["error"] == "python_grader_runtime_error":
+            errors["python_grader_runtime_error_details"] = found["details"]
+    return {
+        "reward": found["reward"],
+        "sub_rewards": found["scores"],
+        "model_grader_token_usage_per_model": {},
+        "metadata": {
+            "name": found["name"],
+            "type": grader["type"],
+            "scores": found["scores"],
+            "execution_time": found["seconds"],
+            "token_usage": None,
+            "sampled_model_name": None,
+            "errors": errors,
+        },
+        "gradwire": {"error": found["details"] or None},
     }
 
 

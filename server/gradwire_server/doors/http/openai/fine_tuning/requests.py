@@ -69,3 +69,18 @@ class CreateJob(BoundedModel):
             if not isinstance(value, str) or len(value) > MAX_VALUE_CHARS:
                 raise ValueError(f"the value of {key} is no text of at most {MAX_VALUE_CHARS} characters")
         return metadata
+
+
+class ValidateGrader(BoundedModel):
+    """``POST /v1/fine_tuning/alpha/graders/validate``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    grader: dict[str, Any]
+
+
+class RunGrader(ValidateGrader):
+    """``POST /v1/fine_tuning/alpha/graders/run``."""
+
+    model_sample: str
+    item: dict[str, Any] | None = None

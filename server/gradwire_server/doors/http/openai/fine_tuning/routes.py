@@ -1,4 +1,4 @@
-"""``/v1/fine_tuning/jobs``."""
+"""``/v1/fine_tuning``: jobs, and trials of graders."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from gradwire_proto.v1 import jobs_pb2 as jobs
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
+from gradwire_server.core.jobs import grading
 from gradwire_server.core.jobs.files import DATA, page_of
 from gradwire_server.doors.http.openai.files import listing, problems
-from gradwire_server.doors.http.openai.fine_tuning.answers import checkpoint_body, event_body, job_body
+from gradwire_server.doors.http.openai.fine_tuning.answers import checkpoint_body, event_body, graded_body, job_body
 from gradwire_server.doors.http.openai.fine_tuning.hyperparameters import RECIPES, resolve
-from gradwire_server.doors.http.openai.fine_tuning.requests import CreateJob
+from gradwire_server.doors.http.openai.fine_tuning.requests import CreateJob, RunGrader, ValidateGrader
 from gradwire_server.doors.http.openai.names import PREFIX, find_model
 from gradwire_server.doors.http.openai.requests import check_encodable, invalid, named, unsupported
 from gradwire_server.doors.http.openai.tuned_models import JOB, checkpoints_of
@@ -34,14 +35,14 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 
 def routes(core: Core) -> APIRouter:
     """The routes."""
-    router = APIRouter(prefix="/fine_tuning/jobs")
+    router = APIRouter(prefix="/fine_tuning")
 
-    @router.post("")
+    @router.post("/jobs")
     async def create_job(asked: CreateJob, http: Request, caller: CallerOf) -> dict[str, Any]:
         with named(PARAMETERS):
             return job_body(await _create(core, caller, asked, http))
 
-    @router.get("")
+    @router.get("/jobs")
     async def list_jobs(http: Request, caller: CallerOf, after: str = "", limit: Limit = 20) -> dict[str, Any]:
         metadata = {key[9:-1]: value for key, value in http.query_params.items() if _METADATA.fullmatch(key)}
         found, more = core.jobs.page(caller, limit, after, metadata, noted=True)
@@ -53,23 +54,23 @@ def routes(core: Core) -> APIRouter:
             raise unknown_job(job_id)
         return job
 
-    @router.get("/{job_id}")
+    @router.get("/jobs/{job_id}")
     async def get_job(job_id: str, caller: CallerOf) -> dict[str, Any]:
         return job_body(known(caller, job_id))
 
-    @router.post("/{job_id}/cancel")
+    @router.post("/jobs/{job_id}/cancel")
     async def cancel_job(job_id: str, caller: CallerOf) -> dict[str, Any]:
         return job_body(await core.jobs.cancel(caller, known(caller, job_id).job_id))
 
-    @router.post("/{job_id}/pause")
+    @router.post("/jobs/{job_id}/pause")
     async def pause_job(job_id: str, caller: CallerOf) -> dict[str, Any]:
         return job_body(await core.jobs.pause(caller, known(caller, job_id).job_id))
 
-    @router.post("/{job_id}/resume")
+    @router.post("/jobs/{job_id}/resume")
     async def resume_job(job_id: str, caller: CallerOf) -> dict[str, Any]:
         return job_body(await core.jobs.resume(caller, known(caller, job_id).job_id))
 
-    @router.get("/{job_id}/events")
+    @router.get("/jobs/{job_id}/events")
     async def list_events(job_id: str, caller: CallerOf, after: str = "", limit: Limit = 20) -> dict[str, Any]:
         known(caller, job_id)
         number = _EVENT.fullmatch(after)
@@ -78,12 +79,22 @@ def routes(core: Core) -> APIRouter:
         found, more = await core.jobs.events(caller, job_id, int(number[1]) if number else 0, limit)
         return listing([event_body(job_id, event) for event in found], more)
 
-    @router.get("/{job_id}/checkpoints")
+    @router.get("/jobs/{job_id}/checkpoints")
     async def list_checkpoints(job_id: str, caller: CallerOf, after: str = "", limit: Limit = 10) -> dict[str, Any]:
         job = known(caller, job_id)
         found = [checkpoint_body(job, each) for each in reversed(checkpoints_of(job))]
         page, more = page_of(found, [each["id"] for each in found], limit, after, "after")
         return listing(page, more)
+
+    @router.post("/alpha/graders/validate")
+    async def validate_grader(asked: ValidateGrader, caller: CallerOf) -> dict[str, Any]:
+        await grading.validate(asked.grader, "grader")
+        return {"grader": asked.grader}
+
+    @router.post("/alpha/graders/run")
+    async def run_grader(asked: RunGrader, caller: CallerOf) -> dict[str, Any]:
+        found = await grading.run(asked.grader, asked.model_sample, asked.item or {}, "grader")
+        return graded_body(asked.grader, found)
 
     return router
 
@@ -101,9 +112,8 @@ async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -
         given, param = settings.hyperparameters, f"method.{method}.hyperparameters"
     if asked.integrations:
         raise unsupported("integrations are not served: poll the job's events, or its result file", "integrations")
-    if method == "reinforcement":
-        raise unsupported("the method reinforcement is not served: use supervised or dpo", "method")
-    if settings is not None and settings.grader is not None:
+    grader = settings.grader if settings is not None else None
+    if method != "reinforcement" and grader is not None:
         raise invalid(f"the method {method} takes no grader", f"method.{method}.grader")
     name = asked.model.removeprefix(PREFIX) if asked.model not in core.config.all_models else asked.model
     model = find_model(core, caller, name)
@@ -116,6 +126,11 @@ async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -
     resolved = resolve(
         method, given or {}, file, core.model_info(model.base), param, evaluates=asked.validation_file is not None
     )
+    if method == "reinforcement":
+        if grader is None:
+            raise invalid("reinforcement needs a grader", "method.reinforcement.grader")
+        await grading.validate(grader, "method.reinforcement.grader")
+        resolved.settings["grading"] = grader
     body = asked.model_dump_json()
     check_encodable(body, "body")
     seed = zlib.crc32(body.encode()) >> 1 if asked.seed is None else asked.seed
@@ -129,7 +144,7 @@ async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -
     note = {
         "model": asked.model, "method": method, "hyperparameters": resolved.numbers, "seed": seed,
         "suffix": asked.suffix, "training_file": asked.training_file, "validation_file": asked.validation_file,
-        "grader": None,
+        "grader": grader,
     }  # fmt: skip
     spec = jobs.JobSpec(
         recipe=RECIPES[method], settings=json.dumps(recipe), name=asked.suffix or "", metadata=asked.metadata,

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import Core
 from gradwire_server.core.startable import Startable
-from gradwire_server.doors.grpc.door import GrpcDoor
+from gradwire_server.doors.registered import DOORS
 from gradwire_server.engine_client.client import EngineClient
 from gradwire_server.errors import ServiceError
 from gradwire_server.observability.exposition import Exposition
 from gradwire_server.observability.tracing import Tracing
 
 if TYPE_CHECKING:
+    from gradwire_server.doors.grpc.door import GrpcDoor
     from gradwire_server.doors.http.door import HttpDoor
 
 
@@ -30,8 +31,7 @@ class Server(Startable):
 
     Attributes:
         core: The core, which executes every call.
-        door: The gRPC door.
-        http: The HTTP door; None if it is off.
+        doors: The doors by name.
     """
 
     def __init__(
@@ -45,9 +45,8 @@ class Server(Startable):
         self.core = Core(
             config, engines, tracing, own_key=own_key, on_parked=lambda count: self.door.parked_changed(count)
         )
-        self.door = GrpcDoor(self.core)
+        self.doors = {name: door for name, make in DOORS.items() if (door := make(self.core)) is not None}
         self.core.engines.watch(self.door.engine_changed)
-        self.http: HttpDoor | None = _http_door(self.core) if config.http else None
         self._exposition: Exposition | None = None
 
     async def start(self) -> None:
@@ -60,9 +59,8 @@ class Server(Startable):
         self._check_keys()
         await self.core.start()
         self._start_metrics()
-        if self.http is not None:
-            await self.http.open()
-        await self.door.open()
+        for door in self.doors.values():
+            await door.open()
         self.core.job_workers.start(self.door.local_address)
 
     async def stop(self) -> None:
@@ -70,19 +68,27 @@ class Server(Startable):
 
         A second call does nothing.
         """
-        if self.http is not None:
-            self.http.announce_end()
+        for door in self.doors.values():
+            await door.announce_end()
         if self.door.is_open:
-            await self.door.announce_end()
             await self.core.job_workers.stop()
             await self.core.drain()
-            await self.door.close()
-        if self.http is not None:
-            await self.http.close()
+        for door in reversed(self.doors.values()):
+            await door.close()
         await self.core.stop()
         exposition, self._exposition = self._exposition, None
         if exposition is not None:
             await asyncio.to_thread(exposition.close)
+
+    @property
+    def door(self) -> GrpcDoor:
+        """The gRPC door."""
+        return cast("GrpcDoor", self.doors["grpc"])
+
+    @property
+    def http(self) -> HttpDoor | None:
+        """The HTTP door; None if it is off."""
+        return cast("HttpDoor | None", self.doors.get("http"))
 
     @property
     def address(self) -> str:
@@ -126,9 +132,3 @@ def start_failure(error: ServiceError) -> str:
 
 def _beyond_loopback(config: ServerConfig) -> str:
     return " and ".join(address for address in (config.address, config.http) if address)
-
-
-def _http_door(core: Core) -> HttpDoor:
-    from gradwire_server.doors.http.door import HttpDoor  # FastAPI is in an extra of its own
-
-    return HttpDoor(core)

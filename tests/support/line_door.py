@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import sys
 from collections.abc import Awaitable, Callable
@@ -19,21 +20,23 @@ from gradwire_server.access.keys import Caller
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import Core
 from gradwire_server.core.session import Session
+from gradwire_server.doors.registered import Door
 from gradwire_server.errors import ServiceError
 
 ANN = Caller("ann")
 Answer = dict[str, Any]
 
 
-class LineDoor:
+class LineDoor(Door):
     """Translates lines to calls on the core, and back."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, core: Core, address: str) -> None:
+        self._core, self.address = core, address
+        self._server: asyncio.Server | None = None
         self._sessions: dict[str, Session] = {}
         self._calls: dict[str, Callable[..., Awaitable[Answer]]] = {
             "create": self.create,
-            "open": self.open,
+            "open": self.open_run,
             "train": self.train,
             "accept": self.accept,
             "result": self.result,
@@ -41,22 +44,43 @@ class LineDoor:
             "modules": self.modules,
         }
 
+    async def open(self) -> None:
+        self._server = await asyncio.start_unix_server(self.serve, self.address)
+
+    async def announce_end(self) -> None:
+        """Nobody asks this door whether the server is about to stop."""
+
+    async def close(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
-            asked = json.loads(line)
             try:
-                answer = await self._calls[asked.pop("do")](**asked)
+                answer = await self._answer(line)
             except ServiceError as error:
                 answer = {"error": pb.ErrorCode.Name(error.code), "message": str(error), "field": error.error.field}
             writer.write(json.dumps(answer).encode() + b"\n")
             await writer.drain()
         writer.close()
 
+    async def _answer(self, line: bytes) -> Answer:
+        try:
+            asked = json.loads(line)
+            call = self._calls[asked.pop("do")]
+            inspect.signature(call).bind(**asked)
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            code, known = pb.ERROR_CODE_INVALID_ARGUMENT, ", ".join(self._calls)
+            message = f'a line is a JSON object with "do", one of {known}, and its arguments ({error})'
+            raise ServiceError(code, message, field="do") from error
+        return await call(**asked)
+
     async def create(self, model: str, rank: int) -> Answer:
         run = await self._core.runs.create(ANN, pb.RunConfig(base_model=model, lora=pb.LoraSettings(rank=rank), seed=1))
-        return await self.open(run.run_id)
+        return await self.open_run(run.run_id)
 
-    async def open(self, run_id: str) -> Answer:
+    async def open_run(self, run_id: str) -> Answer:
         self._sessions[run_id] = await self._core.open_session(ANN, run_id, takeover=True, keep_results=True)
         return {"run_id": run_id, "step": self._core.runs.get(ANN, run_id).step}
 
@@ -103,9 +127,9 @@ def _batch(rows: list[list[int]]) -> dict[str, Column]:
 async def main(socket: str, state_dir: str, model: str) -> None:
     config = ServerConfig(state_dir=Path(state_dir), models={"tiny": model}, device="cpu", threads=1)
     async with Core(config) as core:
-        server = await asyncio.start_unix_server(LineDoor(core).serve, socket)
+        await LineDoor(core, socket).open()
         print("open", flush=True)
-        await server.serve_forever()
+        await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

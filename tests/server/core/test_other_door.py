@@ -80,6 +80,9 @@ def test_a_door_without_grpc_trains_samples_and_recovers(client: LineClient) -> 
 
 
 def test_an_error_says_what_and_where(client: LineClient) -> None:
+    for do, values in (("crate", {}), ("create", {"models": "tiny"})):
+        error = client.ask(do, **values)  # and the connection goes on
+        assert error["error"] == "ERROR_CODE_INVALID_ARGUMENT" and "create, open, train" in error["message"]
     error = client.ask("create", model="tinny", rank=4)
     assert (error["error"], error["field"]) == ("ERROR_CODE_UNKNOWN_MODEL", "base_model") and "tiny" in error["message"]
     run_id = client.ask("create", model="tiny", rank=4)["run_id"]

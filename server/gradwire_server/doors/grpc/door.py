@@ -19,6 +19,7 @@ from gradwire_server.core.core import Core
 from gradwire_server.doors.grpc.interceptors import Guard
 from gradwire_server.doors.grpc.jobs import JobService
 from gradwire_server.doors.grpc.service import TrainingService
+from gradwire_server.doors.registered import Door
 
 SERVICE = "gradwire.v1.TrainingService"
 RUNS = "gradwire.v1.Runs"
@@ -26,7 +27,7 @@ RUNS = "gradwire.v1.Runs"
 STREAMS_GRACE_S = 5.0
 
 
-class GrpcDoor:
+class GrpcDoor(Door):
     """The gRPC server in front of a started core.
 
     Args:
@@ -96,7 +97,8 @@ class GrpcDoor:
 
     async def announce_end(self) -> None:
         """Report to health checks that the server is about to stop."""
-        await self._health.enter_graceful_shutdown()
+        if self.is_open:
+            await self._health.enter_graceful_shutdown()
 
     async def close(self) -> None:
         """End the streams, then every remaining call. A second call does nothing."""

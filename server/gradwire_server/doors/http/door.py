@@ -24,6 +24,7 @@ from gradwire_server.doors.http.guard import GuardedProtocol
 from gradwire_server.doors.http.openai import app as openai
 from gradwire_server.doors.http.protocol import Protocol
 from gradwire_server.doors.http.tinker import app as tinker
+from gradwire_server.doors.registered import Door
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ REFUSAL_CODES = {
 """Of the statuses with which requests of browsers are refused."""
 
 
-class HttpDoor:
+class HttpDoor(Door):
     """The HTTP server in front of a started core.
 
     Args:
@@ -97,7 +98,7 @@ class HttpDoor:
         """Build the routes, which takes FastAPI a few tenths of a second."""
         return tinker.protocol(self._tinker), openai.protocol(self._core, self._stopping)
 
-    def announce_end(self) -> None:
+    async def announce_end(self) -> None:
         """Answer health checks with 503, and end the requests that wait for a result."""
         self._stopping.set()
 

@@ -161,8 +161,13 @@ async def test_a_queued_operation_is_cancelled_without_waiting_for_those_before_
 
 
 async def test_every_operation_takes_a_timeout(service: Any, tmp_path: Path) -> None:
-    run = await service.create_run("tiny", lora=2, head="value")
-    first = long_sample(run)
+    run, enough = await service.create_run("tiny", lora=2, head="value"), threading.Event()
+
+    def held(batch: Any, scores: Any) -> Any:
+        enough.wait(60)
+        return 0.0, {"logprobs": [np.zeros_like(row) for row in scores["logprobs"]]}
+
+    first = run.forward_backward_custom(SMALL, held, framework="numpy")  # nothing behind it begins while it waits
 
     def never(batch: Any, scores: Any) -> Any:
         raise AssertionError("its scores were not computed in time")
@@ -185,7 +190,8 @@ async def test_every_operation_takes_a_timeout(service: Any, tmp_path: Path) -> 
         with pytest.raises(gradwire.DeadlineExceededError):
             await future
     assert not first.done()
-    first.cancel()
+    enough.set()
+    await first
     await run.forward_backward(SMALL, "causal_lm")
     assert await run.list_checkpoints() == [] and not (tmp_path / "exported").exists()
 

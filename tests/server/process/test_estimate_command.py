@@ -115,11 +115,18 @@ def test_a_configuration_of_no_model_is_one_sentence(
         assert_one_sentence(words, f"gradwire: --reference {tmp_path}: ", sentence)
 
 
-def test_a_model_that_takes_no_adapters_by_default_is_named(tmp_path: Path) -> None:
-    given = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2}
+def test_a_model_whose_code_loops_over_tokens_is_estimated_in_proportion(tmp_path: Path) -> None:
+    given = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(given))
-    words = ["--model", str(tmp_path), "--device", "1 GiB"]
-    assert_one_sentence(words, f"gradwire: --model {tmp_path}: ", "is incompatible with Mamba-based models")
+
+    def activations(tokens: int) -> int:
+        words = ["--model", str(tmp_path), "--device", "1 GiB", "--rows", "1", "--tokens", str(tokens), "--json"]
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code in (0, 1), result.output
+        return int(json.loads(result.stdout)["bytes"]["activations"])
+
+    short, longer = activations(12), activations(24)  # computed to their end
+    assert activations(100_000) == pytest.approx(short + (longer - short) * (100_000 - 12) / 12, rel=0.01)
 
 
 @pytest.mark.parametrize(

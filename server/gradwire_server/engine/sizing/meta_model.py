@@ -25,12 +25,19 @@ from gradwire_server.engine.model.policy_from_config import make_policy
 from gradwire_server.engine.scoring.memory import TokenBytes, measured_image_bytes, measured_token_bytes
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.sizing.meta_pool import MetaPool, layers_alike
-from gradwire_server.engine.sizing.meta_step import step_bytes
+from gradwire_server.engine.sizing.meta_step import TooManyOperationsError, step_bytes
 from gradwire_server.engine.sizing.parts import master_bytes, weight_bytes
 
 MODEL = "model"
 """Name of the model in a run's configuration."""
 SHORT = (2, 3)
+MOST_OPERATIONS = 20_000
+"""Operations of a step that are computed one by one, besides half of one a token: some seconds.
+
+Without loops over the tokens a layer has about 100, and scoring has one for each third token.
+"""
+WALKED = (8, 16)
+"""Tokens of the short rows from which a model whose code loops over the tokens is extrapolated."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,7 @@ class MetaModel:
         kind: DeviceKind = "cpu",
     ) -> None:
         self._kind = kind
+        self._walks = False
         self._path, self._dtype, self._config, self._quantize = path, dtype, config, quantize
         pool = MetaPool({MODEL: path}, dtype)
         self.model: PreTrainedModel = pool.meta_model(MODEL)
@@ -118,13 +126,31 @@ class MetaModel:
     def step(
         self, rows: int, tokens: int, scores: set[str], budget: Budget, activations: Activations
     ) -> dict[str, float]:
-        """Bytes of a micro-batch: ``activations``, ``logits`` and ``passing``; see :func:`.meta_step.step_bytes`."""
+        """Bytes of a micro-batch: ``activations``, ``logits`` and ``passing``; see :func:`.meta_step.step_bytes`.
+
+        Code that loops over the tokens (Mamba's) takes minutes for a long row. Its bytes are extrapolated from two
+        short rows, in proportion to the tokens: more than there are where logits are computed in parts.
+        """
+        most = None if tokens <= WALKED[1] else MOST_OPERATIONS + tokens // 2
+        if most is None or not self._walks:
+            try:
+                return self._step(rows, tokens, scores, budget, activations, most)
+            except TooManyOperationsError:
+                self._walks = True
+        short, longer = (self._step(rows, count, scores, budget, activations, None) for count in WALKED)
+        times = (tokens - WALKED[0]) / (WALKED[1] - WALKED[0])
+        return {name: max(short[name], short[name] + times * (longer[name] - short[name])) for name in short}
+
+    def _step(
+        self, rows: int, tokens: int, scores: set[str], budget: Budget, activations: Activations, most: int | None
+    ) -> dict[str, float]:
         with _without_numbers(self._kind):
-            found = [
-                step_bytes(policy, rows, tokens, scores, budget, activations, self._kind) for policy in self._policies
+            steps = [
+                step_bytes(policy, rows, tokens, scores, budget, activations, self._kind, most)
+                for policy in self._policies
             ]
         return {
-            name: self._extrapolated([getattr(each, name) for each in found])
+            name: self._extrapolated([getattr(each, name) for each in steps])
             for name in ("activations", "logits", "passing")
         }
 
@@ -162,7 +188,7 @@ def _without_numbers(kind: DeviceKind) -> Iterator[None]:
     try:
         with estimating(kind):
             yield
-    except OperationError:
+    except (OperationError, TooManyOperationsError):
         raise
     except NotCausal:
         raise OperationError(

@@ -47,23 +47,36 @@ class StepBytes:
         return self.activations + self.logits + self.passing
 
 
+class TooManyOperationsError(Exception):
+    """A step has more operations than are computed one by one here, as the model's own code loops over the tokens."""
+
+
 class AllocationMeter(TorchDispatchMode):
     """Count the bytes of tensors allocated in the context and not freed yet.
 
     Args:
         known: Tensors that were there before and do not count.
+        most_operations: How many operations the context may have; None for any number.
+
+    Raises:
+        TooManyOperationsError: In the context, at the first operation beyond.
 
     Attributes:
         bytes: Bytes at present.
         peak: Largest number of bytes so far.
     """
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    def __init__(self, known: Iterable[Tensor], most_operations: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.peak = 0
+        self._left = most_operations
         self._seen = {storage_address(tensor) for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._left is not None:
+            if not self._left:
+                raise TooManyOperationsError
+            self._left -= 1
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
             if isinstance(value, Tensor) and value.is_meta:
@@ -91,6 +104,7 @@ def step_bytes(
     budget: Budget,
     activations: Activations = Activations.KEEP,
     kind: DeviceKind = "cpu",
+    most_operations: int | None = None,
 ) -> StepBytes:
     """Count a micro-batch of equal rows.
 
@@ -102,6 +116,10 @@ def step_bytes(
         budget: Limits for the logits.
         activations: What becomes of the activations, besides what the policy's own setting says.
         kind: The device that computes.
+        most_operations: How many operations are computed at most; None for any number.
+
+    Raises:
+        TooManyOperationsError: The step has more.
     """
     lengths = torch.full((rows,), tokens)
     scored = torch.ones(rows, tokens, dtype=torch.bool)
@@ -117,7 +135,7 @@ def step_bytes(
         }
         model = policy.model
         known = [*model.parameters(), *model.buffers(), *parameters.values(), *collector.by_key[KEY].values()]
-        meter = AllocationMeter(known)
+        meter = AllocationMeter(known, most_operations)
         kept: dict[str, int] = {}
 
         def compute() -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-# make setup | demo | feedback-demo | notebook | test | test-slow | test-vllm | test-faults | test-ranks | bench | rivals | lint | docs | site | proto
+# make setup | demo | feedback-demo | console-demo | notebook | test | test-slow | test-vllm | test-faults | test-ranks | bench | rivals | lint | docs | site | proto
 # Without a GPU, torch's CPU build is a tenth of the size: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup
 
 PYTHON ?= python3.11
@@ -6,13 +6,13 @@ BIN := .venv/bin
 PROTO_BIN := .venv-proto/bin
 PROTO_OUT ?= proto
 
-.PHONY: setup openai demo feedback-demo notebook test test-slow test-vllm test-faults test-ranks parity bench rivals architectures lint docs proto site
+.PHONY: setup openai demo feedback-demo console-demo notebook test test-slow test-vllm test-faults test-ranks parity bench rivals architectures lint docs proto site
 
 setup: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,http,guided,quantize,images,feedback,otel,gpu,math,openai,examples,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,http,guided,quantize,images,feedback,console,otel,gpu,math,openai,examples,dev]'
 	touch $@
 
 demo: setup
@@ -21,6 +21,10 @@ demo: setup
 # Two rounds of ratings, reward model, PPO and A/B through the feedback service.
 feedback-demo: setup
 	$(BIN)/python examples/feedback_loop.py
+
+# A few small trainings, and the console over them at http://127.0.0.1:8080.
+console-demo: setup
+	PYTHONPATH=examples $(BIN)/python tools/console_demo.py
 
 # JupyterLab on the example notebook; `make notebook ARGS=--no-browser` prints the address only.
 notebook: .venv/.notebook

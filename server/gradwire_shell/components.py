@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from nicegui import ui
 from nicegui.element import Element
 from nicegui.elements import echart as _library  # noqa: F401  it offers the library that plot.js imports
 from nicegui.events import GenericEventArguments
+
+E = TypeVar("E", bound=Element)
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,12 @@ def title(text: str, level: int = 1) -> Element:
     return heading
 
 
+def named(element: E, name: str) -> E:
+    """The element, with a name for screen readers."""
+    element.props["aria-label"] = name
+    return element
+
+
 def plain(text: str, classes: str = "", tag: str = "span") -> Element:
     """A text, whatever it contains."""
     element = ui.label(text).classes(classes)
@@ -162,9 +170,7 @@ def sdk_line(code: str) -> None:
     """A line of code that does the same, with a button that copies it."""
     with ui.element("div").classes("gw-sdk"):
         plain(code, tag="code").props("tabindex=0")
-        button("", lambda: _copy(code), kind="icon", icon="content_copy").props("dense").props["aria-label"] = (
-            "Copy the code"
-        )
+        named(button("", lambda: _copy(code), kind="icon", icon="content_copy").props("dense"), "Copy the code")
 
 
 def _copy(code: str) -> None:

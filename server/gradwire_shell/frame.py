@@ -9,7 +9,7 @@ from pathlib import Path
 from nicegui import app, events, ui
 from nicegui.element import Element
 
-from gradwire_shell.components import button, plain, title
+from gradwire_shell.components import button, named, plain, title
 
 CSS = (Path(__file__).parent / "theme.css").read_text(encoding="utf-8")
 THEMES: dict[bool | None, tuple[str, str]] = {
@@ -54,7 +54,7 @@ def frame(
         status = ui.element("div").classes("gw-server").props("role=status")
         _theme()
         shown = _help(keys)
-        button("", shown.open, kind="icon", icon="keyboard").props("dense").props["aria-label"] = "Keys"
+        named(button("", shown.open, kind="icon", icon="keyboard").props("dense"), "Keys")
     with ui.element("div").classes("gw-main" + (" narrow" if narrow else "")).props("id=content"):  # inside the main
         yield status
 
@@ -73,10 +73,10 @@ def _theme() -> None:
 
 
 def _help(keys: dict[str, str]) -> ui.dialog:
-    with ui.dialog() as dialog, ui.card().props("aria-label=Keys"):
+    with named(ui.dialog(), "Keys") as dialog, ui.card():
         title("Keys", 2)
         with ui.element("dl").classes("gw-facts"):
-            for key, meaning in keys.items():
+            for key, meaning in (keys | {"?": "this help"}).items():
                 with ui.element("dt"):
                     plain(key, tag="kbd")
                 plain(meaning, tag="dd")

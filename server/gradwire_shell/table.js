@@ -10,7 +10,7 @@ export default {
       <div class="gw-table" tabindex="0" role="region" :aria-label="label">
         <table>
           <thead><tr>
-            <th v-if="selectable" aria-label="select"></th>
+            <td v-if="selectable"></td>
             <th v-for="c in columns" :key="c.name" :class="{num: c.num}" scope="col">
               <abbr v-if="c.hint" :title="c.hint">{{ c.label }}</abbr><template v-else>{{ c.label }}</template>
             </th>

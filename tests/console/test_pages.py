@@ -19,6 +19,7 @@ pytestmark = pytest.mark.browser
 
 expect.set_options(timeout=PATIENCE_MS)
 ROWS = {"input_ids": [[5, 6, 7, 8, 9, 10]] * 2}
+AXE = Path(__file__).parents[2] / "node_modules/axe-core/axe.min.js"
 PAYLOADS = (
     "<img src=x onerror=alert(1)>",
     "<script>alert(2)</script>",
@@ -208,6 +209,37 @@ def test_a_restarted_server_is_found_again(tiny_model_path: Path, tmp_path: Path
         server.end()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_stands_in_the_way_of_assistive_technology(
+    console: Console, service: sync.ServiceClient, browser: Browser, scheme: Any
+) -> None:
+    if not AXE.exists():
+        pytest.skip("axe-core is not installed: npm install --no-save axe-core")
+    runs = [service.create_run("tiny", lora={"rank": rank}, name=f"axe-{rank}") for rank in (1, 2)]
+    train(runs[0], 2)
+    runs[0].save_checkpoint("kept").result(60)
+    paths = {
+        "": "", f"run/{runs[0].run_id}": "Delete", f"compare?runs={runs[0].run_id},{runs[1].run_id}": "",
+        "jobs": "New training", "playground": "", "run/none": "",
+    }  # fmt: skip
+    with page_of(browser) as page:
+        page.emulate_media(color_scheme=scheme)
+        for path, opened in paths.items():
+            page.goto(f"{console.url}/{path}")
+            expect(page.get_by_role("heading", level=1)).to_be_visible()
+            if opened:
+                page.get_by_role("button", name=opened).click()
+            page.wait_for_timeout(500)  # dialogs fade in, and are pale until then
+            page.evaluate(AXE.read_text())
+            found = page.evaluate("axe.run().then((r) => r.violations.map((v) => [v.impact, v.id, v.nodes[0].html]))")
+            assert [each for each in found if each[0] in ("serious", "critical")] == [], path
+            for width in (400, 2560):
+                page.set_viewport_size({"width": width, "height": 800})
+                assert page.evaluate("document.documentElement.scrollWidth") <= width, path
+            page.set_viewport_size({"width": 1280, "height": 800})
+
+
 def _port() -> int:
     from support.server import free_port
 
@@ -233,7 +265,7 @@ def test_a_job_is_started_from_its_form(tiny_model_path: Path, tmp_path: Path, p
         page.get_by_role("button", name="Start the training").click()
         expect(page.get_by_role("dialog")).to_contain_text('service.jobs.submit("sft"')
         page.get_by_role("dialog").get_by_role("button", name="Start", exact=True).click()
-        page.wait_for_url("**/jobs/job-*")
+        page.wait_for_url("**/jobs/*job-*")
         expect(page.locator("h1 + div .gw-state")).to_have_text(re.compile("succeeded"))
         page.get_by_role("button", name="Curves").click()
         expect(page.locator(".gw-plot-title", has_text="loss").first).to_be_visible()

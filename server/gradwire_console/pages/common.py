@@ -10,7 +10,7 @@ from urllib.parse import quote
 import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire.recipes.settings import SettingsError
-from gradwire_shell.components import button, error, plain, sdk_line, state, title
+from gradwire_shell.components import button, error, named, plain, sdk_line, state, title
 from gradwire_shell.frame import frame
 from nicegui import app, ui
 
@@ -98,7 +98,7 @@ def ask(
     Args:
         typed: What has to be typed before it can be carried out; "" for nothing.
     """
-    with ui.dialog() as dialog, ui.card().classes("gw-panel").style("width: 34rem; max-width: 92vw"):
+    with named(ui.dialog(), heading) as dialog, ui.card().classes("gw-panel").style("width: 34rem; max-width: 92vw"):
         title(heading, 2)
         ui.label(sentence)
         sdk_line(code)

@@ -130,9 +130,9 @@ class _Form:
                 "outlined dense options-dense"
             ).style("min-width: 9rem")  # fmt: skip
             self._name = ui.input("Name").props("outlined dense")
-            ui.upload(label="Data from this computer", on_upload=self._upload, auto_upload=True).props(
-                "flat bordered dense accept=.jsonl,.json,.csv,.parquet"
-            ).style("max-width: 16rem")
+            picker = ui.upload(on_upload=self._upload, auto_upload=True).props("accept=.jsonl,.json,.csv,.parquet")
+            picker.style("display: none")  # the button opens it; an element without visibility takes no upload
+            button("Upload data…", lambda: picker.run_method("pickFiles"))
         self._body = ui.element("div").classes("gw-grid")
         self._code = ui.element("div")
         self._build()

@@ -6,7 +6,20 @@ from typing import Any
 
 import gradwire
 from fastapi.responses import RedirectResponse
-from gradwire_shell.components import Column, Table, button, empty, error, facts, panel, plain, sdk_line, state, title
+from gradwire_shell.components import (
+    Column,
+    Table,
+    button,
+    empty,
+    error,
+    facts,
+    named,
+    panel,
+    plain,
+    sdk_line,
+    state,
+    title,
+)
 from nicegui import ui
 
 from gradwire_console.pages.common import act, ago, ask, entrance, on_change, page, short
@@ -126,8 +139,7 @@ class _Run:
                     self._button("Try", self._try, each)
 
     def _button(self, text: str, do: Any, checkpoint: gradwire.Checkpoint) -> None:
-        made = button(text, lambda: do(checkpoint)).props("dense")
-        made.props["aria-label"] = f"{text} {checkpoint.name}"
+        named(button(text, lambda: do(checkpoint)).props("dense"), f"{text} {checkpoint.name}")
 
     def _try(self, checkpoint: gradwire.Checkpoint) -> None:
         ui.navigate.to(f"/playground?models={checkpoint.path}")

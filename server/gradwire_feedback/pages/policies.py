@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi.responses import RedirectResponse
+from gradwire_shell.components import Plot, title
 from nicegui import ui
 from starlette.concurrency import run_in_threadpool
 
@@ -13,7 +14,7 @@ from gradwire_feedback.context import Context
 from gradwire_feedback.pages import charts
 from gradwire_feedback.pages.deployment_card import DeploymentCard
 from gradwire_feedback.pages.overview import Overview, load
-from gradwire_feedback.pages.session import STYLE, entrance, signed_in
+from gradwire_feedback.pages.session import entrance, shell, signed_in
 from gradwire_feedback.pages.training_card import TrainingCard
 from gradwire_feedback.store.keys import Role
 from gradwire_feedback.store.problems import ProblemError
@@ -27,8 +28,8 @@ def register(context: Context) -> None:
         caller = entrance(context, "read", agent_id, f"/policies/{agent_id}")
         if caller is None or isinstance(caller, RedirectResponse):
             return caller
-        ui.add_css(STYLE)
-        await _Policies(context, agent_id, caller.may("train")).show()
+        with shell(agent_id, "policies"):
+            await _Policies(context, agent_id, caller.may("train")).show()
         return None
 
 
@@ -40,10 +41,8 @@ class _Policies:
 
     async def show(self) -> None:
         self._shown = await run_in_threadpool(load, self._context, self._agent_id)
-        with ui.column().classes("page q-pa-md gap-3"):
-            with ui.row().classes("full-width items-baseline justify-between"):
-                ui.label(f"Policies of {self._agent_id}").classes("text-h5")
-                ui.link("Rate answers", f"/rate/{self._agent_id}")
+        with ui.column().classes("full-width gap-3"):
+            title(f"Policies of {self._agent_id}")
             self._scores()
             training = TrainingCard(self._context, self._agent_id, self._may_train, self._act)
             training.show()
@@ -79,8 +78,8 @@ class _Policies:
                 figures += f", agreement of raters (Krippendorff's alpha) {self._shown.agreement:.2f}"
             ui.label(figures)
             for sentence in found.advice:
-                with ui.row().classes("items-center no-wrap bg-orange-1 q-pa-sm rounded-borders full-width"):
-                    ui.icon("info", color="orange-9")
+                with ui.row().classes("gw-note items-center no-wrap full-width"):
+                    ui.icon("info")
                     ui.label(sentence).mark("advice")
             if found.count:
                 ui.echart(charts.histogram(found.histogram)).style("height: 14rem")
@@ -112,7 +111,7 @@ class _Policies:
             histories = {each.version: each.reward_history for each in self._shown.versions if each.reward_history}
             if histories:
                 ui.label("Mean reward of each training step").classes("quiet")
-                ui.echart(charts.curves(histories)).style("height: 16rem")
+                Plot(charts.curves(histories), title="Mean reward of each training step")
 
     @ui.refreshable_method
     def _comparison(self) -> None:

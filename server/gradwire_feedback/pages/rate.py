@@ -6,18 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastapi.responses import RedirectResponse
+from gradwire_shell.components import title
 from nicegui import events, ui
 from starlette.concurrency import run_in_threadpool
 
 from gradwire_feedback.context import Context
 from gradwire_feedback.database.tables import Item
-from gradwire_feedback.pages.session import STYLE, entrance, rater_of, signed_in
+from gradwire_feedback.pages.session import entrance, rater_of, shell, signed_in
 from gradwire_feedback.settings import LIMITS
 from gradwire_feedback.store import rating
 from gradwire_feedback.store.problems import ConflictError
 
 GRADES = {"1": ("Poor", 0.0), "2": ("Weak", 0.25), "3": ("Fair", 0.5), "4": ("Good", 0.75), "5": ("Excellent", 1.0)}
-KEYS = "1 to 5 rate · ← → choose the answer · Enter next · S skip · U undo · N note"
+KEYS = {"1 to 5": "rate", "← →": "choose the answer", "Enter": "next", "S": "skip", "U": "undo", "N": "note"}
 
 
 def register(context: Context) -> None:
@@ -26,8 +27,8 @@ def register(context: Context) -> None:
         caller = entrance(context, "rate", agent_id, f"/rate/{agent_id}")
         if caller is None or isinstance(caller, RedirectResponse):
             return caller
-        ui.add_css(STYLE)
-        await _Rating(context, agent_id, rater_of(caller)).show()
+        with shell(agent_id, "rate", KEYS):
+            await _Rating(context, agent_id, rater_of(caller)).show()
         return None
 
 
@@ -68,9 +69,9 @@ class _Rating:
     @ui.refreshable_method
     def _body(self) -> None:
         item = self._state.item
-        with ui.column().classes("page q-pa-md gap-3"):
+        with ui.column().classes("full-width gap-3"):
             with ui.row().classes("full-width items-baseline justify-between"):
-                ui.label(f"Rate answers of {self._agent_id}").classes("text-h5")
+                title(f"Rate answers of {self._agent_id}")
                 ui.label(f"{self._state.waiting} waiting").classes("quiet").mark("waiting")
             if item is None:
                 with ui.card().classes("full-width"):
@@ -83,7 +84,7 @@ class _Rating:
             with ui.card().classes("full-width"):
                 ui.label("Prompt").classes("quiet")
                 ui.label(item.prompt).classes("text")
-            with ui.row().classes("full-width no-wrap gap-3"):
+            with ui.element("div").classes("gw-answers full-width"):
                 for position in range(len(item.answers)):
                     self._answer(position)
             self._note = ui.textarea("Note (optional)", value=self._state.notes, on_change=self._keep_note)
@@ -94,13 +95,13 @@ class _Rating:
                 ui.button("Next (Enter)", on_click=self._submit).props("no-caps").set_enabled(done)
                 ui.button("Skip (S)", on_click=self._skip).props("no-caps flat")
                 ui.button("Undo (U)", on_click=self._undo).props("no-caps flat")
-                ui.label(KEYS).classes("quiet")
+                ui.label(" · ".join(f"{key} {meaning}" for key, meaning in KEYS.items())).classes("quiet")
 
     def _answer(self, position: int) -> None:
         item, several = self._state.item, len(self._state.grades) > 1
         assert item is not None
-        frame = "border: 2px solid #1976d2" if several and position == self._state.chosen else "border: 2px solid white"
-        with ui.card().classes("col").style(frame).mark(f"answer-{position}"):
+        frame = "border: 2px solid var(--accent)" if several and position == self._state.chosen else "border-width: 2px"
+        with ui.card().style(frame).mark(f"answer-{position}"):
             ui.label(f"Answer {'AB'[position]}" if several else "Answer").classes("quiet")
             ui.label(item.answers[position].response or "(empty)").classes("text")
             with ui.row().classes("gap-1"):

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from urllib.parse import quote
 
 from fastapi.responses import RedirectResponse
+from gradwire_shell.frame import frame
 from nicegui import app, ui
+from nicegui.element import Element
 
 from gradwire_feedback.context import Context
 from gradwire_feedback.names import is_agent_id
 from gradwire_feedback.store.keys import Caller, Role, caller_of
 from gradwire_feedback.store.problems import UnauthenticatedError
 
-STYLE = """
-body { background: #f5f6f8; }
-.page { max-width: 1100px; margin: 0 auto; width: 100%; }
-.text { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 1.05rem; line-height: 1.55; }
-.quiet { color: #5b6470; font-size: .9rem; }
-"""
+
+def shell(agent_id: str, here: str, keys: dict[str, str] | None = None) -> AbstractContextManager[Element]:
+    """The frame of an agent's page; its content goes into the body of ``with``.
+
+    Args:
+        here: ``"rate"`` or ``"policies"``.
+        keys: What keys do, for the help.
+    """
+    sections = (("Rate", f"/rate/{agent_id}"), ("Policies", f"/policies/{agent_id}"))
+    return frame("feedback", sections, f"/{here}/{agent_id}", narrow=True, keys=keys or {})
 
 
 def signed_in(context: Context) -> Caller | None:

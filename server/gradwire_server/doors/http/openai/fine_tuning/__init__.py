@@ -2,4 +2,6 @@
 
 Files: ``routes``; ``requests``, the bodies; ``hyperparameters``, how ``auto`` becomes a number and numbers become
 settings of a recipe; ``answers``, jobs, events and checkpoints in OpenAI's form.
+
+May import: the rest of this protocol, and the core.
 """

@@ -107,7 +107,7 @@ test-ranks: setup
 bench: setup .venv-parity/.installed .venv-sb3/.installed .venv-tinker/.installed
 	$(BIN)/python -m benchmarks $(ARGS)
 
-# Which architectures train and sample with the numbers of transformers, from tiny configurations; 10 minutes.
+# The table docs/architectures.md: which architectures have the numbers of transformers, from tiny models; 10 minutes.
 # `make architectures ARGS=Falcon` checks one.
 architectures: setup
 	$(BIN)/python tools/make_architectures.py $(ARGS)

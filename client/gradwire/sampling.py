@@ -130,6 +130,7 @@ class SamplingClient:
         json_schema: Mapping[str, Any] | str | None = None,
         top_logprobs: int = 0,
         images: Sequence[Sequence[Any]] | None = None,
+        deterministic: bool = False,
     ) -> Future[SampleResult]:
         """Generate continuations of prompts: see :meth:`gradwire.TrainingClient.sample`.
 
@@ -156,6 +157,7 @@ class SamplingClient:
         logit_bias: Mapping[int, float] = NO_BIAS,
         json_schema: Mapping[str, Any] | str | None = None,
         top_logprobs: int = 0,
+        deterministic: bool = False,
     ) -> TokenStream:
         """Generate one continuation of a prompt token by token; the arguments as for :meth:`sample`.
 

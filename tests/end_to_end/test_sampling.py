@@ -153,6 +153,21 @@ async def test_in_a_runs_queue_the_options_are_the_same(service: gradwire.Servic
     assert first.top_logprobs is not None and first.top_logprobs.shape == (len(first.token_ids), 4)
 
 
+async def test_a_deterministic_sample_has_the_same_bits_beside_others(service: gradwire.ServiceClient) -> None:
+    client = service.sampling_client("tiny")
+    options: dict[str, Any] = {"max_tokens": 40, "seed": 7, "ignore_eos": True, "deterministic": True}
+    ((alone,),) = (await client.sample("hello", **options)).samples
+    others = [
+        client.sample(["hello you", "b" * 30], n=3, max_tokens=20 + number, seed=number, ignore_eos=True)
+        for number in range(4)
+    ]
+    ((beside,),) = (await client.sample("hello", **options)).samples
+    streamed = [token.logprob async for token in client.stream("hello", **options)]
+    await asyncio.gather(*others)
+    assert np.array_equal(alone.token_ids, beside.token_ids)
+    assert np.array_equal(alone.logprobs, beside.logprobs) and alone.logprobs.tolist() == streamed
+
+
 async def test_the_most_probable_tokens_feed_top_k_distillation(
     service: gradwire.ServiceClient, tiny_model_path: Path
 ) -> None:

@@ -89,6 +89,7 @@ class ScoringOperations(Submitter):
         json_schema: Mapping[str, Any] | str | None = None,
         top_logprobs: int = 0,
         images: Sequence[Sequence[Any]] | None = None,
+        deterministic: bool = False,
     ) -> Future[SampleResult]:
         """Generate continuations of prompts with the run's weights at this point of the program.
 
@@ -117,6 +118,9 @@ class ScoringOperations(Submitter):
             top_logprobs: Also return this many most probable tokens in each place, for ``top_k_distillation``.
             images: A list of images for each prompt, as in a batch; a prompt has the model's image token in the place
                 of each, as its chat template writes it.
+            deterministic: Compute the samples in a batch of their own: with a seed, the same call gives the same bits
+                of log-probabilities on the same machine, whatever else is asked of the server at the time. Other
+                requests' batches then take turns with it, and it finds no prompt that others have left in the cache.
 
         Returns:
             A future; ``.samples[p][k]`` is the k-th sample of prompt p: token ids, text, log-probabilities.

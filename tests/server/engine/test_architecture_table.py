@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 from gradwire_losses.registry import load_builtin_losses
-from make_architectures import CONFIGURATIONS, check
+from gradwire_proto.v1.training_pb2 import LoraSettings, RunConfig
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model import split_model
+from gradwire_server.engine.model.loading.pool import ModelPool
+from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.engine.state.exports import export_run
+from make_architectures import CONFIGURATIONS, check, save_model
 
 MENDED = (
     "Phi-3, LongRoPE",  # factors chosen by the longest row of a forward
@@ -22,6 +32,47 @@ def test_training_and_samples_have_the_numbers_of_transformers(name: str) -> Non
     load_builtin_losses()
     found = check(name)
     assert not found.wrong and not found.refusal, found
+
+
+def run_of(name: str, folder: Path, dtype: torch.dtype = torch.float32, **lora: Any) -> EngineRun:
+    save_model(name, folder)
+    pool = ModelPool({"m": str(folder)}, "cpu", dtype)
+    return EngineRun(pool, "run-a", RunConfig(base_model="m", lora=LoraSettings(rank=2, **lora)))
+
+
+def test_a_bound_of_logits_that_is_not_known_is_refused_in_bfloat16_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split_model, "SOFTCAPS", ())
+    with pytest.raises(OperationError, match="around its output head changes logits of up to 20"):
+        run_of("Gemma 2", tmp_path, torch.bfloat16)
+
+
+def test_a_model_whose_rows_depend_on_their_neighbours_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split_model, "fix_rotary_factors", lambda *_: None)
+    with pytest.raises(OperationError, match=r"a row of .* tokens has states beside rows of up to 17 that differ"):
+        run_of("Phi-3, LongRoPE", tmp_path)
+
+
+def test_a_forward_that_fails_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(OperationError, match=r"not supported: its forward fails in torch.bfloat16: RuntimeError"):
+        run_of("xLSTM", tmp_path, torch.bfloat16)
+
+
+def test_a_layer_that_the_model_does_not_call_gets_no_adapter(tmp_path: Path) -> None:
+    names = run_of("Gemma 3n", tmp_path).policy.trainable_parameters()
+    assert any("modality_router" in name for name in names) and not any("correction_coefs" in name for name in names)
+    with pytest.raises(OperationError, match="would be passed over: leave it out of target_modules"):
+        run_of("Gemma 3n", tmp_path, target_modules=["q_proj", "correction_coefs"])
+
+
+def test_adapters_on_shared_weights_are_exported_and_not_merged(tmp_path: Path) -> None:
+    run = run_of("Zamba", tmp_path)
+    with pytest.raises(OperationError, match="share their weights"):
+        export_run(run._pool, run, tmp_path / "merged", "merged")
+    assert export_run(run._pool, run, tmp_path / "adapter", "auto").format == "peft"
 
 
 @pytest.mark.slow

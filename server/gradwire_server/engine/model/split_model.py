@@ -9,7 +9,8 @@ Both run inside the forward of one module, the *root*: see :meth:`SplitModel.com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -25,10 +26,12 @@ from gradwire_server.engine.model.attention.paged import PagedDecode, PagedPrefi
 from gradwire_server.engine.model.layers.dropout import DropoutPlaces, jittered
 from gradwire_server.engine.model.layers.embedding import add_rows_in_place
 from gradwire_server.engine.model.layers.feed_forward import FeedForward
+from gradwire_server.engine.model.layers.read_weights import observe_reads
 from gradwire_server.engine.model.layers.rotary import fix_rotary_factors
 from gradwire_server.engine.model.layers.routers import Routers
 from gradwire_server.engine.model.packing import Layout, Packing, Padded
 from gradwire_server.engine.model.placement import Placement
+from gradwire_server.engine.model.trunk import trunk_of
 
 if TYPE_CHECKING:
     from gradwire_losses.images import ImageTokens
@@ -38,6 +41,9 @@ if TYPE_CHECKING:
     from gradwire_server.engine.model.vision.image_tokens import Vision
 
 T = TypeVar("T")
+
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""What configurations call the bound of the logits: Gemma and others, RecurrentGemma, xLSTM."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +165,8 @@ class SplitModel:
         self._logit_scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
         )
-        self._softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0) or None
-        self.trunk = cast(nn.Module, model.get_decoder())
+        self._softcap = next((float(cap) for name in SOFTCAPS if (cap := getattr(config, name, None))), None)
+        self.trunk = cast(nn.Module, trunk_of(model))
         self.mixed = mixed
         if mixed:
             self.trunk.forward = torch.autocast(self.device.type, torch.bfloat16)(self.trunk.forward)
@@ -326,11 +332,30 @@ def _set_checkpointing(model: PreTrainedModel, enabled: bool) -> None:
         model.gradient_checkpointing_disable()
 
 
+@contextmanager
+def explained_failures(split_model: SplitModel) -> Iterator[None]:
+    """Refuse a model whose own code raises whatever it may in the forwards within, with a sentence.
+
+    Raises:
+        OperationError: UNSUPPORTED.
+    """
+    try:
+        yield
+    except (OperationError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        sentence = str(error).partition("\n")[0].strip()
+        raise _unsupported(
+            split_model.facts, f"its forward fails in {split_model.dtype}: {type(error).__name__}: {sentence}"
+        ) from error
+
+
 @torch.no_grad()
 def check_split(split_model: SplitModel) -> None:
     """Check that trunk and output head reproduce the model's logits, alone and beside a longer sequence.
 
-    Also checks that nothing is drawn in training mode without dropout.
+    Also checks that nothing is drawn in training mode without dropout, and finds the layers whose weights the model
+    reads itself.
 
     Raises:
         OperationError: UNSUPPORTED.
@@ -345,18 +370,62 @@ def check_split(split_model: SplitModel) -> None:
         bias = 0.0 if head.bias is None else head.bias.float()
         return head.transform(hidden.float() @ head.weight.float().T + bias)
 
-    ours = split_model.compute(split_logits)
     tolerance = 1e-3 if split_model.dtype in (torch.float32, torch.float64) else 5e-2
+    with observe_reads(split_model.model):
+        ours = split_model.compute(split_logits)
+        _check_training_mode(split_model, ids, tolerance)
     for row, width in enumerate((length, max(1, length // 2))):
         theirs = split_model.model(input_ids=ids[row : row + 1, :width], use_cache=False).logits[0].float()
         error = (ours[row, :width] - theirs).abs().max().item()
         if not error <= tolerance * (1.0 + theirs.abs().max().item()):
-            raise OperationError(
-                training_pb2.ERROR_CODE_UNSUPPORTED,
-                f"model {facts.name!r} ({facts.architecture}) is not supported: its logits differ by {error:.3g} from "
-                "those of its output head on its causal hidden states",
+            raise _unsupported(
+                facts, f"its logits differ by {error:.3g} from those of its output head on its causal hidden states"
             )
-    _check_training_mode(split_model, ids, tolerance)
+    _check_around_head(split_model, ids[:1])
+
+
+def _check_around_head(split_model: SplitModel, ids: Tensor) -> None:
+    """Check in float32, whatever the model's dtype, all that the model does before and after the head's product.
+
+    The model's own forward runs with other numbers in two places: its trunk's states, and a product of few factors
+    for its head's, so large that a bound of the logits shows.
+    """
+    model, facts, head = split_model.model, split_model.facts, split_model.model.get_output_embeddings()
+    hidden = _numbers((*ids.shape, facts.hidden_size), ids.device).to(split_model.weight_dtype).float()
+    into, out = _numbers((facts.hidden_size, 4), ids.device), _numbers((4, head.weight.shape[0]), ids.device)
+    into = into * 20.0 / (hidden @ into @ out).abs().max()
+
+    def put_states(module: nn.Module, arguments: object, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (hidden, *output[1:])
+        output.last_hidden_state = hidden
+        return output
+
+    hook = split_model.trunk.register_forward_hook(put_states)
+    kept = vars(head).get("forward")
+    vars(head)["forward"] = lambda states: states.float() @ into @ out
+    try:
+        theirs = model(input_ids=ids, use_cache=False).logits.float()
+    finally:
+        hook.remove()
+        del vars(head)["forward"]
+        if kept is not None:
+            vars(head)["forward"] = kept
+    ours = OutputHead(head.weight, None, split_model._logit_scale, split_model._softcap).transform(hidden @ into @ out)
+    error = (ours - theirs).abs().max().item()
+    if not error <= 1e-4 * (1.0 + theirs.abs().max().item()):
+        raise _unsupported(facts, f"what it does around its output head changes logits of up to 20 by {error:.3g}")
+
+
+def _numbers(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    count = int(torch.tensor(shape).prod())
+    return torch.sin(torch.arange(count, dtype=torch.float64) * 1.7).float().view(shape).to(device)
+
+
+def _unsupported(facts: ModelFacts, reason: str) -> OperationError:
+    return OperationError(
+        training_pb2.ERROR_CODE_UNSUPPORTED, f"model {facts.name!r} ({facts.architecture}) is not supported: {reason}"
+    )
 
 
 def _check_training_mode(split_model: SplitModel, ids: Tensor, tolerance: float) -> None:
@@ -369,8 +438,8 @@ def _check_training_mode(split_model: SplitModel, ids: Tensor, tolerance: float)
     finally:
         split_model.activate()
     if not (first - second).abs().max().item() <= tolerance * (1.0 + first.abs().max().item()):
-        raise OperationError(
-            training_pb2.ERROR_CODE_UNSUPPORTED,
-            f"model {split_model.facts.name!r} ({split_model.facts.architecture}) is not supported: it draws random"
-            " numbers in training mode also without dropout, so that a loss would compare two different policies",
+        raise _unsupported(
+            split_model.facts,
+            "it draws random numbers in training mode also without dropout, so that a loss would compare two different"
+            " policies",
         )

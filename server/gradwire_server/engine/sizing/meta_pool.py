@@ -17,6 +17,7 @@ from gradwire_server.engine.model.loading.quantization import Quantization, Quan
 from gradwire_server.engine.model.packing import Packing
 from gradwire_server.engine.model.placement import Placement
 from gradwire_server.engine.model.split_model import SplitModel
+from gradwire_server.engine.model.trunk import trunk_of
 from gradwire_server.engine.model.vision.image_tokens import Vision
 
 
@@ -86,7 +87,7 @@ def layers_alike(model: PreTrainedModel) -> bool:
     """Whether all layers of a model have the same shapes and kind, so that fewer of them tell what each takes."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
-    stack = getattr(model.get_decoder(), "layers", None)
+    stack = getattr(trunk_of(model), "layers", None)
     if len(kinds) > 1 or not isinstance(stack, nn.ModuleList) or len(stack) != config.num_hidden_layers:
         return False
     shapes = [[(name, each.shape) for name, each in layer.named_parameters()] for layer in stack]

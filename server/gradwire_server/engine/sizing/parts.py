@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from gradwire_server.engine.model.loading.configuration import size_of
 from gradwire_server.engine.model.loading.quantization import Quantization, quantized_layers
 
 GRADIENT_BYTES = 4
@@ -52,7 +53,7 @@ def key_value_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
     if not getattr(config, "num_attention_heads", None):
         return 0  # a recurrent state (Mamba) does not grow with the tokens
     heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    size = int(size_of(config, "head_dim") or config.hidden_size // config.num_attention_heads)
     return 2 * int(config.num_hidden_layers) * heads * size * dtype.itemsize
 
 

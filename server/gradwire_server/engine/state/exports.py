@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from gradwire_proto.v1 import training_pb2
 from peft import PeftModel, set_peft_model_state_dict
+from peft.tuners.lora.layer import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -126,8 +127,20 @@ def _merged(pool: ModelPool, run: EngineRun) -> PreTrainedModel:
     if unknown := loaded.unexpected_keys:
         raise ValueError(f"peft does not know {len(unknown)} tensors of the adapter, first {unknown[0]}")
     _untie(base)
+    _refuse_shared(merged)
     model: PreTrainedModel = merged.merge_and_unload(adapter_names=["merged"])
     return model
+
+
+def _refuse_shared(model: nn.Module) -> None:
+    """Refuse to merge several adapters into a weight that several layers share (Zamba's blocks)."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    weights = [id(layer.get_base_layer().weight) for layer in layers]
+    if len(set(weights)) < len(weights):
+        raise _refuse(
+            "layers of this model share their weights, and the run's adapter is another one in each of them: it cannot"
+            " be merged. Use format 'peft'"
+        )
 
 
 @torch.no_grad()

@@ -15,7 +15,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.layers.read_weights import layers_read
 from gradwire_server.engine.model.loading.quantization import QuantizedLinear
+from gradwire_server.engine.model.trunk import trunk_of
 from gradwire_server.engine.model.vision.image_tokens import takes_images
 
 if TYPE_CHECKING:
@@ -54,6 +56,13 @@ def lora_config(model: PreTrainedModel, settings: training_pb2.LoraSettings) -> 
     if not 0 <= settings.dropout < 1:
         raise refuse("dropout", f"lora dropout is {settings.dropout}; it is in [0, 1)", "0 <= dropout < 1")
     named = _named(model, settings.target_modules)
+    if passed_over := [name for name in sorted(layers_read(model)) if _matches(name, named)]:
+        raise refuse(
+            "target_modules",
+            f"the model reads the weight of {passed_over[0]!r} itself and does not call the layer for it, so that an"
+            " adapter there would be passed over: leave it out of target_modules",
+            "layers that the model calls",
+        )
     every = not settings.target_modules or ALL_LINEAR in settings.target_modules
     targets: str | list[str] = ALL_LINEAR if every else named
     if takes_images(model.config):
@@ -81,10 +90,16 @@ def lora_config(model: PreTrainedModel, settings: training_pb2.LoraSettings) -> 
 def _left_out(model: PreTrainedModel) -> list[str] | None:
     """Names of linear layers that "all-linear" leaves out, because models read their weights or their tuples.
 
-    They are projections of state-space layers, and routers that return more than a product.
+    They are those of which :func:`.layers_read` tells, projections of state-space layers whose kernels do so on a GPU
+    alone, and routers that return more than a product.
     """
     names = {"dt_proj"} | ({"out_proj"} if model.config.model_type in MAMBA else set())
-    found = [name for name, module in model.named_modules() if _is_router(module) or name.rpartition(".")[2] in names]
+    read = layers_read(model)
+    found = [
+        name
+        for name, module in model.named_modules()
+        if _is_router(module) or name in read or name.rpartition(".")[2] in names
+    ]
     return found or None
 
 
@@ -109,11 +124,13 @@ def _head_name(model: PreTrainedModel) -> str:
 def _linear_layers(model: PreTrainedModel) -> list[str]:
     """Names of all linear layers but the output head, adapters' own left out."""
     named, head = dict(model.named_modules()), _head_name(model)
+    read = layers_read(model)
     wrapped = {name for name, module in named.items() if hasattr(module, "base_layer")}
     return [
         name
         for name, module in named.items()
         if name != head
+        and name not in read
         and not _is_router(module)
         and isinstance(getattr(module, "base_layer", module), (nn.Linear, Conv1D))
         and not any(name.startswith(layer + ".") for layer in wrapped)
@@ -122,7 +139,7 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 
 def _parts(model: PreTrainedModel, *, language: bool, vision: bool) -> list[str]:
     """Names of the linear layers of the language model, and of the vision part of the same model."""
-    language_model: nn.Module = model.get_decoder()
+    language_model: nn.Module = trunk_of(model)
     own = {id(module) for module in language_model.modules()}
     named = dict(model.named_modules())
     return [name for name in _linear_layers(model) if (language if id(named[name]) in own else vision)]

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.trunk import trunk_of
 
 LOADS, PROBABILITIES, ENTROPY = "router_loads", "router_probabilities", "router_entropy"
 ROUTER_SCORES = frozenset({LOADS, PROBABILITIES, ENTROPY})
@@ -167,7 +168,7 @@ class Routers:
 
 def _modules(model: PreTrainedModel) -> tuple[list[nn.Module], int]:
     """A model's routers, and the place of the logits in their results."""
-    trunk: Any = model.get_decoder()
+    trunk: Any = trunk_of(model)
     recorder = (getattr(type(trunk), "_can_record_outputs", None) or {}).get("router_logits")
     if not isinstance(recorder, OutputRecorder) or recorder.target_class is None:
         return [], 0

@@ -97,11 +97,19 @@ def _given(path: str) -> object:
 def _check(config: PreTrainedConfig) -> None:
     """Check the sizes by their common names, whatever the model's own configuration calls them."""
     text = config.get_text_config()
-    sizes = {name: getattr(text, name, None) for name in SIZES}
+    sizes = {name: size_of(text, name) for name in SIZES}
     for name in NEEDED_SIZES:
         if not isinstance(sizes[name], int):
             raise ConfigurationError(f"its config.json gives {name} as {sizes[name]!r}, and it is a number above 0")
     _check_sizes(sizes)
+
+
+def size_of(config: PreTrainedConfig, name: str) -> Any:
+    """A size by its common name; of one that layers have of their own (Gemma 4), what the configuration says of all."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers refuses to give one for all layers
+        return vars(config).get(name)
 
 
 def _check_sizes(given: Mapping[str, Any]) -> None:

@@ -7,6 +7,8 @@ from accelerate import cpu_offload
 from torch import nn
 from transformers import PreTrainedModel
 
+from gradwire_server.engine.model.trunk import trunk_of
+
 
 def offload_layers(model: PreTrainedModel, device: torch.device) -> None:
     """Keep the layers of a frozen model, loaded on the host, there; each weight is on the device while it computes.
@@ -15,7 +17,7 @@ def offload_layers(model: PreTrainedModel, device: torch.device) -> None:
     run at the full speed of the bus. A forward copies all layers once, whatever it computes.
     """
     whole: nn.Module = model  # the type of transformers' own method knows no device
-    trunk = model.get_decoder()
+    trunk = trunk_of(model)
     layers = trunk.layers
     trunk.layers = nn.ModuleList()
     whole.to(device)
@@ -28,4 +30,4 @@ def offload_layers(model: PreTrainedModel, device: torch.device) -> None:
 
 def num_layer_bytes(model: PreTrainedModel) -> int:
     """Bytes of the weights that :func:`offload_layers` keeps on the host."""
-    return sum(weight.nbytes for weight in model.get_decoder().layers.parameters())
+    return sum(weight.nbytes for weight in trunk_of(model).layers.parameters())

@@ -1,5 +1,8 @@
 """Check at load whether a model can take packed sequences, by comparing states and gradients with padded ones.
 
+Then rows whose lengths lie around every boundary that the configuration names are compared, in the form chosen, with
+each of them alone: a row's numbers may not depend on the rows beside it.
+
 Most decoders can. Sequences stay padded for models with a recurrent state along the tokens (Mamba, linear attention),
 with an attention implementation of their own, with biases from a mask, or with windows that their layers do not pass to
 the attention function.
@@ -8,17 +11,25 @@ the attention function.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
+from typing import Any
 
 import torch
+from gradwire_proto.v1 import training_pb2
 from torch import Tensor, nn
 
+from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.attention import packed
 from gradwire_server.engine.model.packing import MIN_SAVED, Packing, arrange, lay_out
 from gradwire_server.engine.model.split_model import SplitModel
 
 logger = logging.getLogger(__name__)
 
+BOUNDARIES = ("window", "chunk", "block_size", "local_attention", "original_max_position_embeddings", "index_topk")
+"""Parts of the names by which configurations give lengths at which a model changes what it computes."""
+MOST_TRIED = 1024
+"""Longest boundary around which rows are tried on a CPU, where 4,096 tokens of a large model take minutes."""
 TRIED_IDS = 512
 """Token ids among which those are chosen that models are compared with."""
 
@@ -39,6 +50,46 @@ def choose_packing(split_model: SplitModel) -> Packing:
     if reason:
         logger.warning("%s is given %s sequences: %s", split_model.facts.name, packing.name.lower(), reason)
     return packing
+
+
+@torch.no_grad()
+def check_rows(split_model: SplitModel) -> None:
+    """Check that rows around the boundaries of a model have the states together that each has alone.
+
+    Raises:
+        OperationError: UNSUPPORTED.
+    """
+    facts, usable = split_model.facts, _usable_ids(split_model)
+    found = boundaries(split_model.model.config.get_text_config().to_dict())
+    if split_model.device.type == "cpu":
+        found = {each for each in found if each <= MOST_TRIED}
+    lengths = sorted({length for each in found for length in (each - 1, each, each + 1)} | {3, 7})
+    lengths = [length for length in lengths if 0 < length <= facts.context_length]
+    rows = [usable[(torch.arange(length) * 5 + number) % len(usable)] for number, length in enumerate(lengths)]
+    ones = torch.ones(len(rows), dtype=torch.long)
+    arranged = arrange(split_model.packing, torch.cat(rows), torch.tensor(lengths), ones)
+    together = split_model.states(arranged)[arranged.places.to(split_model.device)].float()
+    tolerance = _tolerance(split_model.dtype)
+    for row, mine in zip(rows, together.split(lengths), strict=True):
+        alone = split_model.states(arrange(Packing.PADDED, row, torch.tensor([len(row)]), ones[:1])).float()
+        error = (mine - alone).abs().max().item()
+        if not error <= tolerance * (1.0 + alone.abs().max().item()):
+            raise OperationError(
+                training_pb2.ERROR_CODE_UNSUPPORTED,
+                f"model {facts.name!r} ({facts.architecture}) is not supported: a row of {len(row)} tokens has states"
+                f" beside rows of up to {lengths[-1]} that differ by {error:.3g} from those that it has alone",
+            )
+
+
+def boundaries(config: Mapping[str, Any]) -> set[int]:
+    """Lengths that a configuration names as such, also those of its rotary embeddings."""
+    found: set[int] = set()
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            found |= boundaries(value)
+        elif type(value) is int and value > 0 and any(part in name for part in BOUNDARIES):
+            found.add(value)
+    return found
 
 
 def _compare(split_model: SplitModel) -> tuple[Packing, str]:
@@ -107,8 +158,12 @@ def _states_and_gradient(
 
 
 def _alike(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: torch.dtype) -> bool:
-    tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
+    tolerance = _tolerance(dtype)
     return all(
         (mine.float() - theirs.float()).abs().max().item() <= tolerance * (1.0 + theirs.float().abs().max().item())
         for mine, theirs in zip(found, expected, strict=True)
     )
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2

@@ -23,10 +23,10 @@ from gradwire_server.engine.model.loading import quantization
 from gradwire_server.engine.model.loading.compilation import compile_layers
 from gradwire_server.engine.model.loading.configuration import ConfigurationError, read_configuration, without_weights
 from gradwire_server.engine.model.loading.offload import offload_layers
-from gradwire_server.engine.model.loading.packing_check import choose_packing
+from gradwire_server.engine.model.loading.packing_check import check_rows, choose_packing
 from gradwire_server.engine.model.loading.quantization import Quantization
 from gradwire_server.engine.model.placement import Placement
-from gradwire_server.engine.model.split_model import ModelFacts, SplitModel, check_split
+from gradwire_server.engine.model.split_model import ModelFacts, SplitModel, check_split, explained_failures
 from gradwire_server.engine.model.vision.image_tokens import Vision, auto_class, image_token_of, takes_images
 
 logger = logging.getLogger(__name__)
@@ -169,8 +169,10 @@ class ModelPool:
             quantization.release_file(model)
         if facts.takes_images:
             split_model.vision = Vision(model, facts.path, mixed=split_model.mixed)
-        check_split(split_model)
-        split_model.packing = choose_packing(split_model)
+        with explained_failures(split_model):
+            check_split(split_model)
+            split_model.packing = choose_packing(split_model)
+            check_rows(split_model)
         if self._compiled and not offload:
             compile_layers(split_model.trunk)
         self.placement.place(split_model.root)

@@ -9,12 +9,14 @@ from pydantic import Field
 from gradwire_losses.kl import KL_ESTIMATORS, KLEstimator
 from gradwire_losses.reduction import Reduction, ReductionConfig
 from gradwire_losses.registry import PolicyConfig
-from gradwire_losses.sampler import SamplerConfig
+from gradwire_losses.sampler import SamplerRejectionConfig
 
-Surrogate = Literal["clip", "cispo", "sapo", "gmpo", "reinforce", "vespo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"]
+Surrogate = Literal[
+    "clip", "cispo", "sapo", "gmpo", "reinforce", "vespo", "topr", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"
+]
 
 
-class GRPOConfig(SamplerConfig, PolicyConfig, ReductionConfig):
+class GRPOConfig(SamplerRejectionConfig, PolicyConfig, ReductionConfig):
     """Arguments of ``grpo``."""
 
     beta: float = Field(
@@ -57,7 +59,8 @@ class GRPOConfig(SamplerConfig, PolicyConfig, ReductionConfig):
         "clip",
         description="clip: PPO's. cispo: the clipped ratio as a weight without gradient. sapo: a soft gate. gmpo: a "
         "response's geometric mean of clipped ratios. reinforce: log-probability times advantage, no ratio. vespo: a "
-        "smooth weight of the response's ratio. dppo_tv, dppo_kl: the ratio as a weight, where a divergence of the "
+        "smooth weight of the response's ratio. topr: the response's ratio within 0 and 1 as a weight, where A < 0. "
+        "dppo_tv, dppo_kl: the ratio as a weight, where a divergence of the "
         "token's probability is within clip_epsilon. clip_cov, kl_cov: tokens whose covariance of log-probability and "
         "advantage is high have no gradient, or a penalty",
     )
@@ -73,7 +76,12 @@ class GRPOConfig(SamplerConfig, PolicyConfig, ReductionConfig):
     cov_min: float = Field(1.0, description="for surrogate clip_cov: lower bound of the covariance of selected tokens")
     cov_max: float = Field(5.0, description="for surrogate clip_cov: upper bound of the covariance of selected tokens")
     cov_seed: int = Field(0, ge=0, description="for surrogate clip_cov: seed of the choice among them")
-    kl_cov_coef: float = Field(1.0, ge=0, description="for surrogate kl_cov: weight of the absolute log-ratio")
+    kl_cov_coef: float = Field(
+        1.0,
+        ge=0,
+        description="for surrogate kl_cov: weight of the absolute log-ratio; 1 as in "
+        "the paper, while verl's default is 0.1",
+    )
     sapo_temperature_pos: float = Field(
         1.0, gt=0, description="for surrogate sapo: temperature of the gate where A > 0"
     )

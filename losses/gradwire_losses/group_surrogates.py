@@ -94,6 +94,8 @@ def _token_losses(tokens: Tokens, config: GRPOConfig) -> tuple[Tensor, Tensor]:
         case "dppo_tv" | "dppo_kl":
             measure: Literal["tv", "kl"] = "tv" if config.surrogate == "dppo_tv" else "kl"
             return trust_region_surrogate(logprobs, old, advantages, measure, low, high, config.ratio_max)
+        case "topr":
+            return tapered_surrogate(logprobs, old, advantages, lengths)
     ratio = token_ratios(logprobs, old, lengths, config)
     match config.surrogate:
         case "cispo":
@@ -111,6 +113,19 @@ def _token_losses(tokens: Tokens, config: GRPOConfig) -> tuple[Tensor, Tensor]:
         detached = _drawn(among, config.cov_share, config.cov_seed)
         return torch.where(detached, 0.0, losses), detached
     return losses, clipped
+
+
+def tapered_surrogate(logprobs: Tensor, old: Tensor, advantages: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """``[T], [T] bool``: ``-w A log p``, w without gradient: 1 where A >= 0, else the response's ratio, 1 at most.
+
+    TOPR: what the policy has unlearned already is not pushed down further, and gains need no ratio (Le Roux et al.
+    2025, Tapered Off-Policy REINFORCE, arXiv 2503.14286).
+
+    Returns:
+        The loss of each token, and whether its ratio is cut to 1."""
+    whole = spread(segment_sum((logprobs - old).detach(), lengths), lengths)
+    weight = torch.where(advantages >= 0, 1.0, whole.clamp(max=0.0).exp())
+    return -weight * advantages * logprobs, (advantages < 0) & (whole > 0)
 
 
 def vespo_surrogate(

@@ -30,6 +30,8 @@ from gradwire_losses.registry import ScoreName, register_loss
 from gradwire_losses.sampler import (
     SAMPLER_METRICS,
     SAMPLER_RATIO_METRIC,
+    SAMPLER_WHOLE_BATCH,
+    rejected_by_sampler,
     sampler_metrics,
     sampler_ratio,
     sampler_weights,
@@ -48,7 +50,7 @@ GRPO_METRICS = {
     "group_reward_mean": "mean over groups of the group's mean reward",
     "group_reward_std": "mean over groups of the standard deviation of the group's rewards",
     "zero_spread_groups": "share of groups whose rewards are all equal, which give no gradient",
-    "kept_fraction": "share of scored tokens left by mask_truncated and mask_zero_spread",
+    "kept_fraction": "share of scored tokens left by mask_truncated, mask_zero_spread and sampler_rejection",
     **SAMPLER_RATIO_METRIC,
     **SAMPLER_METRICS,
     "planning_fraction": "share of scored tokens that planning_mask marks; NaN without it",
@@ -62,11 +64,13 @@ def grpo_scores(config: GRPOConfig, present: frozenset[str]) -> frozenset[ScoreN
 
 def needs_whole_batch(config: GRPOConfig) -> bool:
     """Whether the surrogate compares a token with all other tokens of the batch."""
-    return config.top_entropy_quantile < 1 or config.surrogate in ("clip_cov", "kl_cov")
+    normalized = config.sampler_normalize and config.sampler_correction is not None
+    return normalized or config.top_entropy_quantile < 1 or config.surrogate in ("clip_cov", "kl_cov")
 
 
 COMPARED_TOKENS = (
-    'the entropy\'s quantile, with top_entropy_quantile; covariances over tokens, with surrogate "clip_cov" or "kl_cov"'
+    'the entropy\'s quantile, with top_entropy_quantile; covariances over tokens, with surrogate "clip_cov" or '
+    f'"kl_cov"; {SAMPLER_WHOLE_BATCH}'
 )
 GRPO_WHOLE_BATCH = (
     'unless the batch has advantages, their mean and variance, with whiten_advantages or scale_rewards="batch", or the '
@@ -234,6 +238,8 @@ def _kept_sequences(batch: Batch, config: GRPOConfig) -> Tensor:
     kept = torch.ones(batch.num_sequences, dtype=torch.bool)
     if config.mask_zero_spread and "advantages" not in batch.fields:
         kept &= spread(group_spread(given["rewards"], batch.group_sizes)[2], batch.group_sizes)
+    if config.sampler_rejection is not None:
+        kept &= ~rejected_by_sampler(batch, config)
     if config.mask_truncated and "truncated" in batch.fields:
         kept &= ~given["truncated"]
     elif config.mask_truncated and "mask_truncated" in config.model_fields_set:  # set explicitly, not by default

@@ -260,6 +260,21 @@ variant(
 )
 
 variant(
+    "topr",
+    """Off-policy REINFORCE that stays stable without a KL: only bad responses have an importance ratio, 1 at most.
+
+    A is the reward minus the group's mean; give the paper's rewards of 1 and -1, without a baseline, as
+    ``advantages``.
+    """,
+    reference="Le Roux et al. 2025, Tapered Off-Policy REINFORCE (arXiv 2503.14286)",
+    formula="-1/S sum_i w_i A_i sum_t log p_it, w_i = 1 where A_i >= 0, else min(prod_t r_it, 1)",
+    surrogate="topr",
+    scale_rewards=False,
+    reduction="sequence_mean_token_sum",
+    beta=0.0,
+)
+
+variant(
     "kl_cov",
     """GRPO without a clip that preserves entropy by a penalty on the tokens that covary most with their advantage.""",
     reference="Cui et al. 2025, The Entropy Mechanism of Reinforcement Learning (arXiv 2505.22617)",

@@ -42,6 +42,7 @@ from gradwire_losses.registry import PolicyConfig, ScoreName, register_loss
 from gradwire_losses.sampler import (
     SAMPLER_METRICS,
     SAMPLER_RATIO_METRIC,
+    SAMPLER_WHOLE_BATCH,
     SamplerConfig,
     sampler_metrics,
     sampler_ratio,
@@ -131,12 +132,13 @@ PPO_METRICS = {
 
 PPO_WHOLE_BATCH = (
     "mean and variance of the advantages, with whiten_advantages, unless the batch has advantages; variance of the "
-    "rewards, with whiten_rewards"
+    f"rewards, with whiten_rewards; {SAMPLER_WHOLE_BATCH}"
 )
 
 
 def ppo_streams(config: PPOConfig, present: frozenset[str]) -> bool:
-    return not (config.whiten_rewards or (config.whiten_advantages and "advantages" not in present))
+    normalized = config.sampler_normalize and config.sampler_correction is not None
+    return not (normalized or config.whiten_rewards or (config.whiten_advantages and "advantages" not in present))
 
 
 def ppo_scores(config: PPOConfig, present: frozenset[str]) -> frozenset[ScoreName]:

@@ -6,14 +6,14 @@ A sampler computes the same policy with other kernels, and often with another pr
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from gradwire_losses.batch import Batch, BatchError, segment_sum, spread
-from gradwire_losses.kl import kl_estimate
+from gradwire_losses.batch import Batch, BatchError, segment_mean, segment_sum, spread
+from gradwire_losses.kl import exp_minus_one, kl_estimate
 from gradwire_losses.outputs import Max, Mean, Metric
 from gradwire_losses.policy import probability_ratio
 from gradwire_losses.registry import LossConfig
@@ -29,6 +29,36 @@ class SamplerConfig(LossConfig):
     )
     sampler_ratio_max: float = Field(3.0, gt=0, description="for sampler_correction: the largest weight")
     sampler_ratio_min: float = Field(0.0, ge=0, description="for sampler_correction: the smallest weight")
+    sampler_normalize: bool = Field(
+        False,
+        description="for sampler_correction: divide the weights by their mean over the batch's tokens, or over its "
+        "responses if there is one for each",
+    )
+
+
+class SamplerRejectionConfig(SamplerConfig):
+    """Arguments of a loss over groups that can leave out responses because of the sampler."""
+
+    sampler_rejection: Literal["seq_mean_k1", "seq_mean_k3"] | None = Field(
+        None,
+        description="leave out responses by the difference d of their tokens' old_log_probs and sampler_log_probs. "
+        "seq_mean_k1: whose geometric mean of ratios, exp(mean d), is outside sampler_rejection_min ... _max; "
+        "seq_mean_k3: whose mean of exp(d) - 1 - d exceeds sampler_rejection_max",
+    )
+    sampler_rejection_max: float | None = Field(
+        None, gt=0, description="required with sampler_rejection: its bound; for seq_mean_k1 above 1, about 1.001"
+    )
+    sampler_rejection_min: float | None = Field(
+        None, gt=0, description="for seq_mean_k1: the lower bound; 1 / sampler_rejection_max if None"
+    )
+
+    @model_validator(mode="after")
+    def _bounds_go_with_rejection(self) -> Self:
+        if (self.sampler_rejection is None) != (self.sampler_rejection_max is None):
+            raise ValueError("sampler_rejection and sampler_rejection_max come together")
+        if self.sampler_rejection_min is not None and self.sampler_rejection != "seq_mean_k1":
+            raise ValueError("sampler_rejection_min goes with sampler_rejection seq_mean_k1")
+        return self
 
 
 SAMPLER_METRICS = {
@@ -67,6 +97,37 @@ def sampler_metrics(batch: Batch, logprobs: Tensor, old: Tensor | None) -> dict[
     }
 
 
+SAMPLER_WHOLE_BATCH = "the mean weight, with sampler_normalize"
+"""For ``whole_batch``."""
+
+
+def rejected_by_sampler(batch: Batch, config: SamplerRejectionConfig) -> Tensor:
+    """``[S]`` bool, on the host: the responses whose log-probabilities differ too much between sampler and trainer.
+
+    Li et al. 2025, "When Speed Kills Stability"; as in verl's rollout correction, ``d = old_log_probs -
+    sampler_log_probs``, a rejected response leaves loss and mean.
+
+    Raises:
+        BatchError: The batch has not both log-probabilities.
+    """
+    given, lengths = batch.host, batch.row_lengths
+    for name in ("old_log_probs", "sampler_log_probs"):
+        if name not in batch.fields:
+            raise BatchError(
+                f"sampler_rejection needs {name}: it compares old_log_probs with sampler_log_probs",
+                field=name,
+                rule="required with sampler_rejection",
+            )
+    difference = given["old_log_probs"] - given["sampler_log_probs"]
+    largest = config.sampler_rejection_max
+    assert largest is not None
+    if config.sampler_rejection == "seq_mean_k3":
+        return segment_mean(exp_minus_one(difference) - difference, lengths) > largest
+    smallest = 1 / largest if config.sampler_rejection_min is None else config.sampler_rejection_min
+    mean = segment_mean(difference, lengths)
+    return (mean > math.log(largest)) | (mean < math.log(smallest))
+
+
 def sampler_weights(batch: Batch, old: Tensor, config: SamplerConfig) -> Tensor | None:
     """``[T]``: truncated or masked importance weights between the trainer's and the sampler's log-probabilities.
 
@@ -89,8 +150,16 @@ def sampler_weights(batch: Batch, old: Tensor, config: SamplerConfig) -> Tensor 
     weights = probability_ratio(difference, torch.zeros_like(difference))
     low, high = config.sampler_ratio_min, config.sampler_ratio_max
     if action == "truncate":
-        return weights.clamp(low, high)
-    return torch.where((weights >= low) & (weights <= high), weights, 0.0)
+        weights = weights.clamp(low, high)
+    else:
+        weights = torch.where((weights >= low) & (weights <= high), weights, 0.0)
+    if not config.sampler_normalize or not len(weights):
+        return weights
+    if level == "sequence":
+        mean = segment_mean(weights, batch.row_lengths).sum() / int((batch.row_lengths > 0).sum())
+    else:
+        mean = weights.mean()
+    return weights / mean.clamp(min=1e-8)
 
 
 def sampler_ratio(weights: Tensor | None) -> Mean:

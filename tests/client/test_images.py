@@ -46,6 +46,16 @@ def test_a_pillow_image_travels_as_a_png_file() -> None:
     assert np.array_equal(np.asarray(Image.open(BytesIO(content))), PIXELS)
 
 
+def test_a_pillow_image_is_turned_as_its_file_says() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    stream = BytesIO()
+    Image.fromarray(PIXELS).save(stream, format="PNG", exif=exif)
+    content = columns([[Image.open(BytesIO(stream.getvalue()))], [], []])["image_bytes"].values.tobytes()
+    sent = Image.open(BytesIO(content))
+    assert np.array_equal(np.asarray(sent), np.rot90(PIXELS, -1)) and 0x0112 not in sent.getexif()
+
+
 @pytest.mark.parametrize(
     ("images", "row", "message"),
     [

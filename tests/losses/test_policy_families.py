@@ -131,6 +131,29 @@ CASES = [
         cov_max=0.6,
         cov_share=1.0,
     ),
+    case("topr", lambda r: samples(r, "old_log_probs"), plain.groups, gradcheck=False),
+    *(
+        case(
+            "grpo",
+            lambda r: samples(r, "old_log_probs", "sampler_log_probs"),
+            plain.groups,
+            f"{mode}-normalised",
+            sampler_correction=mode,
+            sampler_normalize=True,
+        )
+        for mode in ("token_truncate", "sequence_mask")
+    ),
+    *(
+        case(
+            "dapo",
+            lambda r: samples(r, "old_log_probs", "sampler_log_probs"),
+            plain.groups,
+            mode,
+            sampler_rejection=mode,
+            sampler_rejection_max=bound,
+        )
+        for mode, bound in (("seq_mean_k1", 1.3), ("seq_mean_k3", 0.15))
+    ),
     case("kl_cov", lambda r: samples(r, "old_log_probs"), plain.groups, gradcheck=False, cov_share=0.2),
     case(
         "grpo",

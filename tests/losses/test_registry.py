@@ -159,6 +159,9 @@ ASKED_FOR: dict[str, list[dict[str, object]]] = {
     "value_only": [{}],
     "grpo": [
         *({"sampler_correction": f"{level}_{way}"} for level in ("token", "sequence") for way in ("truncate", "mask")),
+        {"sampler_rejection": "seq_mean_k1", "sampler_rejection_max": 1.001},
+        {"sampler_rejection": "seq_mean_k3", "sampler_rejection_max": 0.005},
+        {"sampler_correction": "sequence_truncate", "sampler_normalize": True},
         {"top_entropy_quantile": 0.2},
         {"dual_clip": 4.0},  # two-sided clip
     ],
@@ -180,6 +183,7 @@ ASKED_FOR: dict[str, list[dict[str, object]]] = {
     "dppo_tv": [{}],
     "dppo_kl": [{}],
     "clip_cov": [{}],
+    "topr": [{}],
     "kl_cov": [{}],
     "gkd": [{"reference_model": "base", "beta": beta} for beta in (0.0, 0.5, 1.0)],
     "on_policy_distillation": [{"reference_model": "base"}],

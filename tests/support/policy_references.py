@@ -204,10 +204,10 @@ def covariances(samples: list[SimpleNamespace], advantages: list[list[float]]) -
 def special_losses(
     samples: list[SimpleNamespace], advantages: list[list[float]], config: Any
 ) -> list[tuple[list[float], list[bool]]] | None:
-    """The losses of VESPO, DPPO, Clip-Cov and KL-Cov for each response; None for any other surrogate.
+    """The losses of VESPO, TOPR, DPPO, Clip-Cov and KL-Cov for each response; None for any other surrogate.
 
     A batch in which Clip-Cov would have to draw at random has no reference."""
-    if config.surrogate not in ("vespo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"):
+    if config.surrogate not in ("vespo", "topr", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"):
         return None
     low = config.clip_epsilon
     high = low if config.clip_epsilon_high is None else config.clip_epsilon_high
@@ -232,6 +232,9 @@ def special_losses(
                     else (config.vespo_k_neg, config.vespo_lambda_neg)
                 )
                 loss, active = -math.exp(rate + k * log_w - rate * math.exp(log_w)) * a * lp, False
+            elif config.surrogate == "topr":
+                product = math.prod(math.exp(x - y) for x, y in zip(sample.score_logprobs, old, strict=True))
+                loss, active = -(min(product, 1.0) if a < 0 else 1.0) * a * lp, a < 0 and product > 1
             elif config.surrogate.startswith("dppo"):
                 if config.surrogate == "dppo_tv":
                     active = p - q > high if a > 0 else q - p > low
@@ -264,6 +267,29 @@ def sampler_weights(sample: SimpleNamespace, config: Any) -> list[float] | None:
     if action == "truncate":
         return [clip(w, low, high) for w in weights]
     return [w if low <= w <= high else 0.0 for w in weights]
+
+
+def all_sampler_weights(samples: list[SimpleNamespace], config: Any) -> list[list[float] | None]:
+    """Each response's weights, divided by their mean over all tokens or all responses, as the arguments say."""
+    found = [sampler_weights(sample, config) for sample in samples]
+    if not (config.sampler_correction and config.sampler_normalize):
+        return found
+    per_token = config.sampler_correction.startswith("token")
+    counted = [w for own in found if own for w in (own if per_token else own[:1])]
+    centre = math.fsum(counted) / len(counted)
+    return [own and [w / centre for w in own] for own in found]
+
+
+def rejected(sample: SimpleNamespace, config: Any) -> bool:
+    """Whether a response's log-probabilities differ too much between sampler and trainer."""
+    if config.sampler_rejection is None or not sample.n:
+        return False
+    ratios = [math.exp(o - s) for o, s in zip(sample.old_log_probs, sample.sampler_log_probs, strict=True)]
+    if config.sampler_rejection == "seq_mean_k3":
+        return mean([r - 1 - math.log(r) for r in ratios]) > config.sampler_rejection_max
+    geometric = math.prod(ratios) ** (1 / sample.n)
+    low = config.sampler_rejection_min or 1 / config.sampler_rejection_max
+    return not low <= geometric <= config.sampler_rejection_max
 
 
 def groups(examples: Examples, config: Any, given: list[list[float]] | None = None) -> Result:
@@ -323,6 +349,7 @@ def groups(examples: Examples, config: Any, given: list[list[float]] | None = No
     differs = [len({sample.rewards for sample in group}) > 1 for group in examples]
     surrogates, kls, entropies, approx, clips, weights_all, kept_tokens = [], [], [], [], [], [], []
     every_kl: list[float] = []
+    all_weights = all_sampler_weights(samples, config)
     place = 0
     for group, differ in zip(examples, differs, strict=True):
         for sample in group:
@@ -331,8 +358,8 @@ def groups(examples: Examples, config: Any, given: list[list[float]] | None = No
                 losses, active = sample_losses(sample, advantages[place], uncertain, config)
             else:
                 losses, active = special[place]
+            weights = all_weights[place]
             place += 1
-            weights = sampler_weights(sample, config)
             weights_all += weights or []
             losses = [
                 x * (weights[t] if weights else 1.0) * float(uncertain[t] or config.surrogate == "gmpo")
@@ -345,6 +372,7 @@ def groups(examples: Examples, config: Any, given: list[list[float]] | None = No
             ]
             kept = not (config.mask_zero_spread and not differ and not hasattr(sample, "advantages"))
             kept = kept and not (config.mask_truncated and getattr(sample, "truncated", 0))
+            kept = kept and not rejected(sample, config)
             for into, part in zip(
                 (surrogates, kls, entropies), (losses, divergences, sample.score_entropy), strict=True
             ):

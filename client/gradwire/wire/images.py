@@ -70,8 +70,11 @@ def _content(image: Image, row: int, place: int) -> bytes:
             raise _error(f"image {place} is empty", row)
         return bytes(image)
     stream = BytesIO()
-    if callable(save := getattr(image, "save", None)) and hasattr(image, "getbands"):  # Pillow's, without importing it
-        save(stream, format="PNG")
+    if callable(getattr(image, "save", None)) and hasattr(image, "getbands"):  # Pillow's, without importing it so far
+        from PIL import ImageOps
+
+        turned = ImageOps.exif_transpose(image)  # as the server turns the same image that is sent as a file
+        turned.save(stream, format="PNG")
         return stream.getvalue()
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or not (image.ndim == 2 or (image.ndim == 3 and image.shape[2] in (1, 3, 4))):

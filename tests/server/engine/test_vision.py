@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from gradwire.wire.images import to_image_columns
 from gradwire_proto.codec import IMAGE_BYTES, IMAGES, Column
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine.model.vision.processing import opened
 from peft import PeftModel
+from PIL import Image
 from support.engine import LocalEngine, token_rows
 from support.vision import KINDS, image_mark, picture, plain_processor, png, vision_model
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -325,6 +328,24 @@ def test_a_damaged_image_is_refused_with_its_row(plain: Plain, engine: LocalEngi
     error = engine.op("run-a", batch, forward_backward=pb.LossCall(loss_fn="causal_lm")).proto.error
     assert (error.code, error.field, error.row) == (pb.ERROR_CODE_INVALID_BATCH, "images", 1)
     assert message in error.message and "row 1, image 0" in error.message
+
+
+def test_what_is_transparent_is_read_as_the_models_own_processor_reads_it(plain: Plain) -> None:
+    """In a file, an array, and a file with a palette: on white, whatever color the transparent pixels hide."""
+    alpha = np.where(np.arange(24) < 12, 0, 160).astype(np.uint8)
+    pixels = np.dstack([CAT, np.broadcast_to(alpha, CAT.shape[:2])])
+    image = Image.fromarray(pixels)
+    palette, stream = image.quantize(16), BytesIO()
+    palette.save(stream, format="PNG", transparency=3)
+    array = to_image_columns([[pixels]], 1)[IMAGE_BYTES].values.tobytes()
+    for content, given in ((png(pixels), image), (array, image), (stream.getvalue(), Image.open(stream))):
+        tiles = [[given]] if plain.kind in ("idefics3", "smolvlm") else [given]
+        expected = plain.processor.image_processor(images=tiles, return_tensors="pt")["pixel_values"]
+        found = plain.processor.image_processor(
+            images=[[opened(content)]] if tiles == [[given]] else [opened(content)], return_tensors="pt"
+        )["pixel_values"]
+        assert torch.equal(found, expected)
+    assert np.asarray(opened(png(pixels)))[0, 0].tolist() == [255, 255, 255]
 
 
 def test_a_model_of_text_refuses_images(tiny_model_path: Path, tmp_path: Path) -> None:

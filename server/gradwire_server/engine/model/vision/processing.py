@@ -142,19 +142,23 @@ class ImageProcessor:
 
 
 def opened(content: bytes) -> Image:
-    """Decode an image to red, green and blue, turned as its file says.
+    """Decode an image to red, green and blue, turned as its file says, on white where it is transparent.
+
+    It is what transformers' own processors make of it.
 
     Raises:
         ImageRefused: As for :meth:`ImageProcessor.read`.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
+    from transformers.image_transforms import convert_to_rgb
 
     if content.startswith(ARRAY):
-        return Image.fromarray(_array(content)).convert("RGB")
+        return Image.fromarray(convert_to_rgb(Image.fromarray(_array(content)), return_numpy=True))
     try:
         with Image.open(BytesIO(content), formats=FORMATS) as image:
             _check_size(*image.size)
-            return ImageOps.exif_transpose(image).convert("RGB")
+            turned = ImageOps.exif_transpose(image)
+            return Image.fromarray(convert_to_rgb(turned, return_numpy=True))
     except ImageRefused:
         raise
     except UnidentifiedImageError:

@@ -157,9 +157,10 @@ SEAM = {
     "DTensor": {"model/placement.py"},
     "data_ptr": {"model/placement.py"},
     "save_file": {"model/layers/heads.py", "state/checkpoints.py", "state/exports.py"},
-    # The adapter's settings ask for its name, quantization leaves it out; an export unties the heads of a copy.
+    # The adapter's settings ask for its name, quantization and the search for weights that are read leave it out; an export unties the heads of a copy.
     "get_output_embeddings": {
         "model/adapters/lora_settings.py",
+        "model/layers/read_weights.py",
         "model/loading/quantization.py",
         "model/split_model.py",
         "state/exports.py",
@@ -167,9 +168,10 @@ SEAM = {
     "get_input_embeddings": {
         "model/loading/packing_check.py",
         "model/split_model.py",
+        "model/trunk.py",
         "model/vision/image_tokens.py",
         "state/exports.py",
-    },  # the check hooks its output, and the vision part calls it
+    },  # the check hooks its output, the trunk is what holds it, and the vision part calls it
 }
 
 

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 BOUNDARIES = ("window", "chunk", "block_size", "local_attention", "original_max_position_embeddings", "index_topk")
 """Parts of the names by which configurations give lengths at which a model changes what it computes."""
-MOST_TRIED = 1024
-"""Longest boundary around which rows are tried on a CPU, where 4,096 tokens of a large model take minutes."""
+MOST_TRIED, MOST_TRIED_ON_CPU = 4096, 1024
+"""Longest boundary around which rows are tried: longer rows take gigabytes, and on a CPU minutes."""
 TRIED_IDS = 512
 """Token ids among which those are chosen that models are compared with."""
 
@@ -61,8 +61,8 @@ def check_rows(split_model: SplitModel) -> None:
     """
     facts, usable = split_model.facts, _usable_ids(split_model)
     found = boundaries(split_model.model.config.get_text_config().to_dict())
-    if split_model.device.type == "cpu":
-        found = {each for each in found if each <= MOST_TRIED}
+    most = MOST_TRIED_ON_CPU if split_model.device.type == "cpu" else MOST_TRIED
+    found = {each for each in found if each <= most}
     lengths = sorted({length for each in found for length in (each - 1, each, each + 1)} | {3, 7})
     lengths = [length for length in lengths if 0 < length <= facts.context_length]
     rows = [usable[(torch.arange(length) * 5 + number) % len(usable)] for number, length in enumerate(lengths)]

@@ -354,8 +354,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "architectures.md"
 HEAD = f"""# Architectures
 
 Every architecture below trains and samples with the numbers of transformers alone, or is refused when a run is created,
-with a sentence. `make architectures` made this table with transformers {transformers.__version__}: each line is a tiny random
-model with all that makes the architecture different. The figure is the largest difference of log-probabilities
+with a sentence. `make architectures` made this table with transformers {transformers.__version__}: each line is a
+tiny random model with all that makes the architecture different. The figure is the largest difference of log-probabilities
 and gradients (relative to the largest) of all weights and of LoRA in float64, of rows of different lengths and of each
 alone, and of samples in float32. Where transformers computes a part in float32 itself, or its own cache of a recurrent
 state rounds more than a forward, the figure is of that size.

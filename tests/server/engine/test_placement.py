@@ -157,7 +157,8 @@ SEAM = {
     "DTensor": {"model/placement.py"},
     "data_ptr": {"model/placement.py"},
     "save_file": {"model/layers/heads.py", "state/checkpoints.py", "state/exports.py"},
-    # The adapter's settings ask for its name, quantization and the search for weights that are read leave it out; an export unties the heads of a copy.
+    # The adapter's settings ask for its name, quantization and the search for read weights leave it out; an export
+    # unties the heads of a copy.
     "get_output_embeddings": {
         "model/adapters/lora_settings.py",
         "model/layers/read_weights.py",

@@ -41,7 +41,7 @@ from gradwire_server.engine.training.forward_backward import Training, forward_b
 from gradwire_server.engine.training.loss_call import LossCall
 from peft import get_peft_model
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, __version__
 from transformers.pytorch_utils import Conv1D
 
 LENGTHS = (12, 40, 2, 5, 16, 17, 7)
@@ -353,12 +353,12 @@ FORMS = {"shared": "packed, prefixes shared", "packed": "packed", "padded": "pad
 PAGE = Path(__file__).parent.parent / "docs" / "architectures.md"
 HEAD = f"""# Architectures
 
-Every architecture below trains and samples with the numbers of transformers alone, or is refused when a run is created,
-with a sentence. `make architectures` made this table with transformers {transformers.__version__}: each line is a
-tiny random model with all that makes the architecture different. The figure is the largest difference of log-probabilities
-and gradients (relative to the largest) of all weights and of LoRA in float64, of rows of different lengths and of each
-alone, and of samples in float32. Where transformers computes a part in float32 itself, or its own cache of a recurrent
-state rounds more than a forward, the figure is of that size.
+Every architecture below trains and samples with the numbers of transformers alone, or is refused when a run is
+created, with a sentence. `make architectures` made this table with transformers {__version__}: each line is a tiny
+random model with all that makes the architecture different. The figure is the largest difference of log-probabilities
+and gradients (relative to the largest) of all weights and of LoRA in float64, of rows of different lengths and of
+each alone, and of samples in float32. Where transformers computes a part in float32 itself, or its own cache of a
+recurrent state rounds more than a forward, the figure is of that size.
 
 *Form*: whether rows are packed without padding and share prefixes (fastest), and whether samples grow in pages of keys
 and values or in transformers' own cache. A model is checked in the same way when it is loaded, whatever its name.

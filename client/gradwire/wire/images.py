@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import PurePath
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -73,7 +73,7 @@ def _content(image: Image, row: int, place: int) -> bytes:
     if callable(getattr(image, "save", None)) and hasattr(image, "getbands"):  # Pillow's, without importing it so far
         from PIL import ImageOps
 
-        turned = ImageOps.exif_transpose(image)  # as the server turns the same image that is sent as a file
+        turned = ImageOps.exif_transpose(cast(Any, image))  # as the server turns the same image that is sent as a file
         turned.save(stream, format="PNG")
         return stream.getvalue()
     if isinstance(image, np.ndarray):

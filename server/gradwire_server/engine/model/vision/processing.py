@@ -150,15 +150,13 @@ def opened(content: bytes) -> Image:
         ImageRefused: As for :meth:`ImageProcessor.read`.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
-    from transformers.image_transforms import convert_to_rgb
 
     if content.startswith(ARRAY):
-        return Image.fromarray(convert_to_rgb(Image.fromarray(_array(content)), return_numpy=True))
+        return _on_white(Image.fromarray(_array(content)))
     try:
         with Image.open(BytesIO(content), formats=FORMATS) as image:
             _check_size(*image.size)
-            turned = ImageOps.exif_transpose(image)
-            return Image.fromarray(convert_to_rgb(turned, return_numpy=True))
+            return _on_white(ImageOps.exif_transpose(image))
     except ImageRefused:
         raise
     except UnidentifiedImageError:
@@ -167,6 +165,13 @@ def opened(content: bytes) -> Image:
         ) from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ImageRefused(f"the file is damaged: {error}") from error
+
+
+def _on_white(image: Image) -> Image:
+    from PIL import Image
+    from transformers.image_transforms import convert_to_rgb
+
+    return Image.fromarray(np.asarray(convert_to_rgb(image, return_numpy=True)))
 
 
 def _array(content: bytes) -> np.ndarray[Any, Any]:

@@ -12,7 +12,6 @@ import asyncio
 import logging
 import os
 import shutil
-import time
 from collections.abc import Sequence
 
 from gradwire_proto.v1 import engine_pb2
@@ -82,7 +81,7 @@ class AutoCheckpoint:
 
     async def take(self, queue: RunQueue, seq: int) -> None:
         """Save the run in its state after operation ``seq``, which must be the last one that the engine executed."""
-        record, since, began = queue.record, queue.recovery_cost, time.monotonic()
+        record, since = queue.record, queue.recovery_cost
         since.attempt()  # a failed attempt is repeated only after another interval
         save = pb.SaveCheckpoint(name=f"{AUTOMATIC}{seq}", note="automatic", overwrite=True)
         request = engine_pb2.EngineOperation(
@@ -99,7 +98,7 @@ class AutoCheckpoint:
             await self._checkpoints.add(record, reply.result.checkpoint)
             since.saved()
             await self.saved(record, reply.result.checkpoint)
-            self._took(record, since, time.monotonic() - began)
+            self._took(record, since, reply.result.timings.engine_s)  # without its wait for a turn
         except EngineDied:
             log.error("the engine died while it took checkpoint %s of %s", save.name, record.run_id)
         except Exception as error:  # a run can train without the checkpoint; a bad disk also fails its other writes

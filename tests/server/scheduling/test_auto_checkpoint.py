@@ -17,7 +17,7 @@ from gradwire_server.access.keys import Caller
 from gradwire_server.journal.checkpoint_records import uses
 from gradwire_server.journal.journal import Journal
 from gradwire_server.observability.metrics import Present
-from gradwire_server.scheduling import auto_checkpoint, executor
+from gradwire_server.scheduling import executor
 from gradwire_server.server import Server
 from support.fake_engine import FakeEngine
 from support.front import Client, Door, Start, error_of
@@ -180,10 +180,10 @@ async def test_a_save_waits_for_room_on_the_disk(
 
 
 async def test_checkpoints_that_take_long_to_save_are_taken_less_often_which_is_said(
-    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(auto_checkpoint, "time", SimpleNamespace(monotonic=iter(range(0, 90_000, 9)).__next__))
     async with start(prepare=slow) as door:
+        door.engine.seconds["save_checkpoint"] = 9.0  # of the engine, whose turn it may have awaited for longer
         client = await (await door.client()).begin()
         for seq in range(1, 4):
             await client.fb(seq, "slow")

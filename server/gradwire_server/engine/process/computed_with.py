@@ -9,24 +9,25 @@ import inspect
 import json
 import logging
 from pathlib import Path
-from types import ModuleType
 
+import gradwire_losses
 import torch
 from gradwire_losses.registry import all_losses
 from transformers.utils.hub import cached_file
 
+import gradwire_server.engine
 from gradwire_server.checkpoint_files import StoredFile
 from gradwire_server.durable_files import replace_text
-from gradwire_server.engine import generators
-from gradwire_server.engine.model.layers import dropout
 from gradwire_server.engine.model.loading.pool import ModelPool
-from gradwire_server.engine.sampling.drawing import draw
 from gradwire_server.engine.state.checkpoints import versions
 
 log = logging.getLogger(__name__)
 
 BASE_FILES = ("*.safetensors", "*.json", "*.model")
 HASHES = "base_files.json"
+ENGINE = Path(gradwire_server.engine.__file__).parent
+COMPUTING = ("model", "operations", "sampling", "scoring", "state", "training")
+"""The engine's folders on which a result may depend."""
 
 
 class ComputedWith:
@@ -45,7 +46,7 @@ class ComputedWith:
     def facts(self, base_model: str) -> dict[str, str]:
         """Name -> value of everything that a run on a model depends on."""
         if not self._code:
-            self._code = versions() | {"dropout": _source(dropout), "sampler": _source(draw) + _source(generators)}
+            self._code = versions() | {"code": _digest_of_code()}
             for loss in all_losses():
                 self._code[f"loss {loss.name}"] = _digest(inspect.getsourcefile(loss.function))
         device = self._pool.device
@@ -100,8 +101,14 @@ class ComputedWith:
             return {}
 
 
-def _source(module: ModuleType) -> str:
-    return _digest(module.__file__)
+def _digest_of_code() -> str:
+    """Digest of the code that computes: a version is the same between two commits, and rounding may not be."""
+    folders = [*(ENGINE / name for name in COMPUTING), Path(gradwire_losses.__file__).parent]
+    files = [ENGINE / "generators.py", *(file for folder in folders for file in sorted(folder.rglob("*.py")))]
+    state = hashlib.blake2b(digest_size=8)
+    for file in files:
+        state.update(_digest(str(file)).encode())
+    return state.hexdigest()
 
 
 def _digest(file: str | None) -> str:

@@ -151,7 +151,7 @@ def test_help_lists_each_flag_under_a_subject_and_says_what_goes_before_what(tmp
     assert found["Options"] == {"--help", "--config"}
     assert found["Process"] == {"--console", "--ready-file", "--die-with-parent", "--key-on-stdin", "--parent-pid"}
     flags = set().union(*found.values())
-    singular = {"models": "model", "allow_models": "allow-model", "limits": "limit"}
+    singular = {"models": "model", "allow_models": "allow-model", "limits": "limit", "host_names": "host-name"}
     assert flags - found["Process"] - found["Options"] == {
         f"--{singular.get(name, name.replace('_', '-'))}" for name in ServerConfig.model_fields
     }

@@ -20,7 +20,7 @@ from gradwire_server.access.keys import Caller
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import Core
 from gradwire_server.core.session import Session
-from gradwire_server.doors.registered import Door
+from gradwire_server.doors.door import Door
 from gradwire_server.errors import ServiceError
 
 ANN = Caller("ann")

@@ -1,37 +1,11 @@
-"""The doors of a server, in one list, and what the server asks of each."""
+"""The doors of a server, in one list."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
 from gradwire_server.core.core import Core
-
-
-class Door(ABC):
-    """A protocol's way to a started core: see ``doors/__init__.py``.
-
-    Attributes:
-        address: Where it listens, once it is open; empty before.
-    """
-
-    address: str = ""
-
-    @abstractmethod
-    async def open(self) -> None:
-        """Listen on the configured address.
-
-        Raises:
-            SystemExit: The address cannot be used; with a message.
-        """
-
-    @abstractmethod
-    async def announce_end(self) -> None:
-        """Say to those who ask that the server is about to stop; operations go on until the core is drained."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Accept nothing more, and end what still waits. A second call does nothing."""
+from gradwire_server.doors.door import Door
 
 
 def _grpc(core: Core) -> Door:

@@ -16,10 +16,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from gradwire_server.config import Limits, ServerConfig
 from gradwire_server.core.core import Core
+from gradwire_server.doors.door import Door
 from gradwire_server.doors.grpc.interceptors import Guard
 from gradwire_server.doors.grpc.jobs import JobService
 from gradwire_server.doors.grpc.service import TrainingService
-from gradwire_server.doors.registered import Door
 
 SERVICE = "gradwire.v1.TrainingService"
 RUNS = "gradwire.v1.Runs"

@@ -18,13 +18,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import Core
+from gradwire_server.doors.door import Door
 from gradwire_server.doors.http.errors import error_response
 from gradwire_server.doors.http.gathering import GatheringProtocol
 from gradwire_server.doors.http.guard import GuardedProtocol
 from gradwire_server.doors.http.openai import app as openai
 from gradwire_server.doors.http.protocol import Protocol
 from gradwire_server.doors.http.tinker import app as tinker
-from gradwire_server.doors.registered import Door
 
 log = logging.getLogger(__name__)
 

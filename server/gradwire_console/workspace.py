@@ -18,6 +18,8 @@ RATE_S = 20.0
 TRAINING_S = 5.0
 PATIENCE_S = 5.0
 AGAIN_S = 1.0
+CHECK_S = 1.0
+"""Seconds between two questions whether a key is still good; a page asks when it is opened."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Workspace:
         self.runs: dict[str, LiveRun] = {}
         self.revision = 0
         self.away = ""
+        self._checked_at = time.monotonic()
         self._records = Records()
         self._clients: dict[str, TrainingClient] = {}
         self._loading: dict[str, asyncio.Lock] = {}
@@ -79,6 +82,23 @@ class Workspace:
         self._listed = asyncio.Event()
         self._changed = asyncio.Event()
         self._watching = asyncio.create_task(self._watch())
+
+    async def check_key(self) -> None:
+        """Ask the server whether it still takes the key, unless it was asked a moment ago.
+
+        Raises:
+            UnauthenticatedError: It does not.
+        """
+        now = time.monotonic()
+        if now - self._checked_at < CHECK_S:
+            return
+        self._checked_at = now
+        try:
+            await self.service.server_info()
+        except gradwire.UnauthenticatedError:
+            raise
+        except gradwire.GradwireError as error:
+            self._says(str(error))
 
     async def close(self) -> None:
         self._watching.cancel()
@@ -221,14 +241,27 @@ class Workspaces:
         Raises:
             GradwireError: The server is away, and has not been reached so far.
         """
-        key = self._own_key if self._own_key is not None else self._keys.get(browser)
-        return None if key is None else await self._workspace(key)
+        key = self._keys.get(browser, self._own_key)
+        if key is None:
+            return None
+        try:
+            return await self._workspace(key)
+        except gradwire.UnauthenticatedError:  # revoked since
+            self._keys.pop(browser, None)
+            return None
 
     async def _workspace(self, key: str) -> Workspace:
         async with self._opening:
             if key not in self._by_key:
                 self._by_key[key] = Workspace(await self.server.connect(key))
-            return self._by_key[key]
+            workspace = self._by_key[key]
+            try:
+                await workspace.check_key()
+            except gradwire.UnauthenticatedError:
+                del self._by_key[key]
+                await workspace.close()
+                raise
+            return workspace
 
     async def close(self) -> None:
         await asyncio.gather(*(workspace.close() for workspace in self._by_key.values()))

@@ -182,6 +182,13 @@ def test_keys_of_the_server_are_asked_for(tiny_model_path: Path, tmp_path: Path,
             page.get_by_label("Key of the server").fill(keys["ada"])
             page.keyboard.press("Enter")
             expect(row(page, run)).to_contain_text("of-ada")
+            page.wait_for_timeout(1500)  # longer than a console trusts a key without asking
+            KeyFile(tmp_path / "state").revoke("ada")
+            page.reload()
+            page.wait_for_url("**/login?next=*")
+            page.get_by_label("Key of the server").fill(keys["bob"])
+            page.keyboard.press("Enter")
+            expect(page.get_by_text("No run yet.")).to_be_visible()
             server.end()
             expect(page.locator(".gw-state.away")).to_be_visible()
     finally:

@@ -46,7 +46,15 @@ async def main(address: str, runs_only: bool) -> None:
     ) as service:
         page = None
         if not runs_only:
-            command = ["-m", "gradwire_console.cli", service.address, "--address", address]
+            command = [
+                "-m",
+                "gradwire_console.cli",
+                service.address,
+                "--address",
+                address,
+                "--parent-pid",
+                str(os.getpid()),
+            ]
             page = await asyncio.create_subprocess_exec(
                 sys.executable, *command, env=os.environ | {"GRADWIRE_API_KEY": service.api_key}
             )

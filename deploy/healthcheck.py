@@ -22,8 +22,8 @@ def main() -> str:
             lines = answer.read().decode().splitlines()
     except OSError as error:
         return f"no metrics on port {port}: {error}"
-    values = [float(line.split()[1]) for line in lines if line.startswith(f"{READY} ")]
-    return "" if values == [1.0] else f"{READY} is {values}: the engine starts, or does not answer"
+    values = [float(line.split()[1]) for line in lines if line.startswith(f"{READY}{{")]
+    return "" if 1.0 in values else f"{READY} is {values}: no engine is ready; it starts, or does not answer"
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ export default {
       <div class="gw-tools" v-if="searchable">
         <input class="gw-search" type="search" v-model="sought" ref="search" :aria-label="search" :placeholder="search"
                @keydown.escape="leave" @keydown.enter="first">
-        <span class="quiet" role="status">{{ sought ? shown.length + ' of ' + rows.length : rows.length + ' ' + unit }}</span>
+        <span class="quiet" role="status">{{ sought ? shown.length + ' of ' + rows.length : rows.length + ' ' + (rows.length === 1 ? unit.replace(/s$/, '') : unit) }}</span>
       </div>
       <div class="gw-table" tabindex="0" role="region" :aria-label="label">
         <table>

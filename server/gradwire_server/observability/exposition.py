@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Thread
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import ProcessCollector, start_http_server
 
-from gradwire_server.engine_link.vitals import Vitals
-from gradwire_server.observability.metrics import Backlog, Metrics, Present
+from gradwire_server.observability.metrics import Backlog, Metrics, Present, Watched
 
 LOOP_PATIENCE_S = 5.0
 
@@ -22,8 +21,7 @@ class Exposition:
         metrics: The server's counters, gauges and histograms.
         address: ``HOST:PORT``; port 0 picks a free port.
         backlog: Returns the present backlog; called on the running event loop.
-        vitals: The engine's heartbeats.
-        ready: Returns whether the engine is ready.
+        engines: The engines of the server.
 
     Raises:
         OSError: The address cannot be bound.
@@ -33,7 +31,7 @@ class Exposition:
     """
 
     def __init__(
-        self, metrics: Metrics, address: str, backlog: Callable[[], Backlog], vitals: Vitals, ready: Callable[[], bool]
+        self, metrics: Metrics, address: str, backlog: Callable[[], Backlog], engines: Sequence[Watched]
     ) -> None:
         loop = asyncio.get_running_loop()
 
@@ -43,7 +41,7 @@ class Exposition:
         def from_thread() -> Backlog:
             return asyncio.run_coroutine_threadsafe(ask(), loop).result(LOOP_PATIENCE_S)
 
-        metrics.registry.register(Present(from_thread, vitals, ready))
+        metrics.registry.register(Present(from_thread, engines))
         ProcessCollector(registry=metrics.registry)
         host, _, port = address.rpartition(":")
         self._server: WSGIServer

@@ -6,10 +6,10 @@ Runs are a label only if the server is configured so, and then at most ``MAX_RUN
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from gradwire_proto.v1 import training_pb2 as pb
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -76,26 +76,28 @@ CATALOGUE = (
     Spec("gradwire_queue_bytes", "gauge", (), "Payloads of operations without a result."),
     Spec("gradwire_queue_oldest_seconds", "gauge", (), "Age of the oldest operation without a result."),
     Spec("gradwire_queue_early_operations", "gauge", (), "Operations that wait for a number before theirs."),
-    Spec("gradwire_engine_ready", "gauge", (), "1 while the engine's heartbeat is fresh."),
-    Spec("gradwire_engine_heartbeat_age_seconds", "gauge", (), "Since the engine's last sign of life."),
-    Spec("gradwire_engine_restarts_total", "counter", (), "Engine processes started after the first."),
-    Spec("gradwire_engine_start_seconds", "gauge", (), "What the engine took to start and load its models."),
-    Spec("gradwire_engine_busy_ratio", "gauge", (), "Share of the last second in which the engine computed."),
-    Spec("gradwire_engine_request_seconds", "gauge", (), "How long the engine has worked on its present request."),
-    Spec("gradwire_engine_memory_bytes", "gauge", (), "Resident memory of the engine's process."),
-    Spec("gradwire_device_memory_bytes", "gauge", ("state",),
+    Spec("gradwire_engine_ready", "gauge", ("engine",), "1 while the engine's heartbeat is fresh."),
+    Spec("gradwire_engine_heartbeat_age_seconds", "gauge", ("engine",), "Since the engine's last sign of life."),
+    Spec("gradwire_engine_restarts_total", "counter", ("engine",), "Engine processes started after the first."),
+    Spec("gradwire_engine_start_seconds", "gauge", ("engine",), "What the engine took to start and load its models."),
+    Spec("gradwire_engine_busy_ratio", "gauge", ("engine",), "Share of the last second in which the engine computed."),
+    Spec("gradwire_engine_request_seconds", "gauge", ("engine",),
+         "How long the engine has worked on its present request."),
+    Spec("gradwire_engine_memory_bytes", "gauge", ("engine",), "Resident memory of the engine's process."),
+    Spec("gradwire_device_memory_bytes", "gauge", ("engine", "state"),
          "Memory of the GPU: allocated and peak by this engine, used by everyone, total. Absent on a CPU."),
-    Spec("gradwire_device_utilization_ratio", "gauge", (),
+    Spec("gradwire_device_utilization_ratio", "gauge", ("engine",),
          "How busy the driver says the GPU is. Needs gradwire[gpu]."),
-    Spec("gradwire_engine_runs", "gauge", ("place",),
+    Spec("gradwire_engine_runs", "gauge", ("engine", "place"),
          "Runs that the engine holds on the device, in host memory (host) and on disk."),
-    Spec("gradwire_engine_runs_bytes", "gauge", ("place",), "Weights, moments and accumulated gradients of these."),
-    Spec("gradwire_run_moves_total", "counter", ("move",),
+    Spec("gradwire_engine_runs_bytes", "gauge", ("engine", "place"),
+         "Weights, moments and accumulated gradients of these."),
+    Spec("gradwire_run_moves_total", "counter", ("engine", "move"),
          "Runs moved: to_host, to_device, to_disk, from_disk."),
-    Spec("gradwire_run_moves_bytes_total", "counter", ("move",), "Bytes of these moves."),
-    Spec("gradwire_run_moves_seconds_total", "counter", ("move",),
+    Spec("gradwire_run_moves_bytes_total", "counter", ("engine", "move"), "Bytes of these moves."),
+    Spec("gradwire_run_moves_seconds_total", "counter", ("engine", "move"),
          "Time of these moves; those to and from the disk are made while the engine computes."),
-    Spec("gradwire_cache_requests_total", "counter", ("cache", "result"),
+    Spec("gradwire_cache_requests_total", "counter", ("engine", "cache", "result"),
          "Hits and misses of reference models (references) and of their kept log-probabilities (logprobs)."),
 )  # fmt: skip
 
@@ -124,6 +126,22 @@ class Backlog:
     oldest_s: float = 0.0
     parked: int = 0
     recovery_s: float = 0.0
+
+
+class Watched(Protocol):
+    """What the metrics of an engine are taken from."""
+
+    @property
+    def number(self) -> int:
+        """Its number among the engines of the server, from 0."""
+
+    @property
+    def vitals(self) -> Vitals:
+        """Its heartbeats."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it gives signs of life."""
 
 
 class Metrics:
@@ -263,17 +281,15 @@ class Present(Collector):
 
     Args:
         backlog: Returns the present backlog; called in the thread that serves the scrape.
-        vitals: The engine's heartbeats.
-        ready: Returns whether the engine is ready.
+        engines: Whose number is the label ``engine``.
     """
 
-    def __init__(self, backlog: Callable[[], Backlog], vitals: Vitals, ready: Callable[[], bool]) -> None:
-        self._backlog, self._vitals, self._ready = backlog, vitals, ready
+    def __init__(self, backlog: Callable[[], Backlog], engines: Sequence[Watched]) -> None:
+        self._backlog, self._engines = backlog, engines
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the gauges, and the counters that the engine's heartbeats carry."""
-        backlog, vitals = self._backlog(), self._vitals
-        beat = vitals.beat
+        """Yield the gauges, and the counters that the engines' heartbeats carry."""
+        backlog = self._backlog()
         yield _one("gradwire_runs", backlog.runs)
         yield _one("gradwire_runs_parked", backlog.parked)
         yield _one("gradwire_recovery_seconds", backlog.recovery_s)
@@ -281,35 +297,38 @@ class Present(Collector):
         yield _one("gradwire_queue_bytes", backlog.bytes)
         yield _one("gradwire_queue_oldest_seconds", backlog.oldest_s)
         yield _one("gradwire_queue_early_operations", backlog.early)
-        yield _one("gradwire_engine_ready", self._ready())
-        yield _one("gradwire_engine_heartbeat_age_seconds", vitals.age_s)
-        yield _one("gradwire_engine_restarts_total", vitals.restarts)
-        yield _one("gradwire_engine_start_seconds", vitals.start_s)
-        yield _one("gradwire_engine_busy_ratio", vitals.busy)
-        yield _one("gradwire_engine_request_seconds", beat.request_s)
-        yield _one("gradwire_engine_memory_bytes", beat.memory_bytes)
-        if beat.HasField("device"):
-            memory = _family("gradwire_device_memory_bytes")
-            for state in ("allocated", "peak", "used", "total"):
-                memory.add_metric([state], getattr(beat.device, f"{state}_bytes"))
-            yield memory
-            if beat.device.HasField("utilization"):
-                yield _one("gradwire_device_utilization_ratio", beat.device.utilization)
-        held, held_bytes = _family("gradwire_engine_runs"), _family("gradwire_engine_runs_bytes")
-        for place in sorted(beat.runs):
-            held.add_metric([place], beat.runs[place].runs)
-            held_bytes.add_metric([place], beat.runs[place].bytes)
-        yield from (held, held_bytes)
-        for unit, suffix in (("runs", ""), ("bytes", "_bytes"), ("seconds", "_seconds")):
-            moves = _family(f"gradwire_run_moves{suffix}_total")
-            for move in sorted(beat.run_moves):
-                moves.add_metric([move], getattr(beat.run_moves[move], unit))
-            yield moves
-        caches = _family("gradwire_cache_requests_total")
-        for name in sorted(beat.caches):
-            caches.add_metric([name, "hit"], beat.caches[name].hits)
-            caches.add_metric([name, "miss"], beat.caches[name].misses)
-        yield caches
+        families = {spec.name: _family(spec.name) for spec in CATALOGUE if "engine" in spec.labels}
+        for engine in self._engines:
+            for name, labels, value in _of_engine(engine.vitals, engine.is_ready):
+                families[name].add_metric([str(engine.number), *labels], value)
+        yield from families.values()
+
+
+def _of_engine(vitals: Vitals, ready: bool) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """Metrics of one engine, by name and further labels."""
+    beat = vitals.beat
+    yield "gradwire_engine_ready", (), ready
+    yield "gradwire_engine_heartbeat_age_seconds", (), vitals.age_s
+    yield "gradwire_engine_restarts_total", (), vitals.restarts
+    yield "gradwire_engine_start_seconds", (), vitals.start_s
+    yield "gradwire_engine_busy_ratio", (), vitals.busy
+    yield "gradwire_engine_request_seconds", (), beat.request_s
+    yield "gradwire_engine_memory_bytes", (), beat.memory_bytes
+    if beat.HasField("device"):
+        for state in ("allocated", "peak", "used", "total"):
+            yield "gradwire_device_memory_bytes", (state,), getattr(beat.device, f"{state}_bytes")
+        if beat.device.HasField("utilization"):
+            yield "gradwire_device_utilization_ratio", (), beat.device.utilization
+    for place, held in beat.runs.items():
+        yield "gradwire_engine_runs", (place,), held.runs
+        yield "gradwire_engine_runs_bytes", (place,), held.bytes
+    for move, moved in beat.run_moves.items():
+        yield "gradwire_run_moves_total", (move,), moved.runs
+        yield "gradwire_run_moves_bytes_total", (move,), moved.bytes
+        yield "gradwire_run_moves_seconds_total", (move,), moved.seconds
+    for name, use in beat.caches.items():
+        yield "gradwire_cache_requests_total", (name, "hit"), use.hits
+        yield "gradwire_cache_requests_total", (name, "miss"), use.misses
 
 
 def _family(name: str) -> CounterMetricFamily | GaugeMetricFamily:

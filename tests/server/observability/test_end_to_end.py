@@ -174,18 +174,22 @@ def test_a_step_is_one_trace_from_the_client_to_the_optimizer(running: Running, 
 def test_operations_are_counted(running: Running, trained: Trained) -> None:
     one = 'gradwire_operations_total{kind="%s",loss="%s",outcome="%s"}'
     last = one % ("forward_backward", "causal_lm", "invalid_batch")
-    wait_for(lambda: scrape(running.metrics).get('gradwire_cache_requests_total{cache="logprobs",result="hit"}') == 2)
+    wait_for(
+        lambda: (
+            scrape(running.metrics).get('gradwire_cache_requests_total{cache="logprobs",engine="0",result="hit"}') == 2
+        )
+    )
     wait_for(lambda: scrape(running.metrics).get(last) == 1)
     page = scrape(running.metrics)
     assert page[one % ("optim_step", "", "succeeded")] == 1
     assert page[one % ("forward", "dpo", "succeeded")] == 2
-    assert page['gradwire_cache_requests_total{cache="logprobs",result="miss"}'] == 2
+    assert page['gradwire_cache_requests_total{cache="logprobs",engine="0",result="miss"}'] == 2
     assert page['gradwire_tokens_total{use="trained"}'] == 7 and page['gradwire_tokens_total{use="sampled"}'] >= 1
     assert page[f'gradwire_loss_metric{{loss="dpo",metric="reward_margin",run="{trained.run_id}"}}'] is not None
     assert page[f'gradwire_run_step{{run="{trained.run_id}"}}'] == 1
     assert page['gradwire_operation_engine_seconds_sum{kind="optim_step"}'] > 0
-    assert page["gradwire_engine_memory_bytes"] > 1e7
-    wait_for(lambda: scrape(running.metrics)["gradwire_engine_ready"] == 1)
+    assert page['gradwire_engine_memory_bytes{engine="0"}'] > 1e7
+    wait_for(lambda: scrape(running.metrics)['gradwire_engine_ready{engine="0"}'] == 1)
     assert page["gradwire_journal_commit_seconds_count"] > 0
 
 
@@ -251,7 +255,10 @@ def test_a_stopped_engine_is_live_and_not_ready_until_it_goes_on(running: Runnin
             wait_for(lambda: status(READY) == NOT_SERVING)
             assert status("") == SERVING
             page = scrape(running.metrics)
-            assert page["gradwire_engine_ready"] == 0 and page["gradwire_engine_heartbeat_age_seconds"] > 3
+            assert (
+                page['gradwire_engine_ready{engine="0"}'] == 0
+                and page['gradwire_engine_heartbeat_age_seconds{engine="0"}'] > 3
+            )
         finally:
             os.kill(pid, signal.SIGCONT)
         wait_for(lambda: status(READY) == SERVING)

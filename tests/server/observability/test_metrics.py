@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,6 +115,13 @@ def test_runs_are_labels_when_asked_for_and_then_only_so_many() -> None:
     assert value(metrics, "gradwire_loss", loss="ppo", run="run-new") == 0.25
 
 
+@dataclass
+class Engine:
+    number: int
+    vitals: Vitals
+    is_ready: bool = True
+
+
 def full() -> Metrics:
     """Metrics with a sample of every family."""
     metrics = knowing(per_run=True)
@@ -136,7 +144,9 @@ def full() -> Metrics:
             request_s=1.5, memory_bytes=10, device=device, caches=caches, runs=runs, run_moves=moves
         )
     )
-    metrics.registry.register(Present(lambda: Backlog(1, 2, 3, 4, 5.0), vitals, lambda: True))
+    metrics.registry.register(
+        Present(lambda: Backlog(1, 2, 3, 4, 5.0), [Engine(0, vitals), Engine(1, Vitals(), is_ready=False)])
+    )
     return metrics
 
 
@@ -156,16 +166,17 @@ def test_what_is_now() -> None:
     metrics = full()
     assert value(metrics, "gradwire_queue_operations") == 2
     assert value(metrics, "gradwire_queue_oldest_seconds") == 5.0
-    assert value(metrics, "gradwire_device_memory_bytes", state="total") == 4
-    assert value(metrics, "gradwire_device_utilization_ratio") == 0.5
-    assert value(metrics, "gradwire_cache_requests_total", cache="logprobs", result="hit") == 9
-    assert value(metrics, "gradwire_engine_runs", place="disk") == 5
-    assert value(metrics, "gradwire_engine_runs_bytes", place="device") == 64
-    assert value(metrics, "gradwire_run_moves_total", move="to_disk") == 7
-    assert value(metrics, "gradwire_run_moves_bytes_total", move="to_disk") == 448
-    assert value(metrics, "gradwire_run_moves_seconds_total", move="to_disk") == 0.5
-    assert value(metrics, "gradwire_engine_ready") == 1
-    assert value(metrics, "gradwire_engine_restarts_total") == 0
+    assert value(metrics, "gradwire_device_memory_bytes", engine="0", state="total") == 4
+    assert value(metrics, "gradwire_device_utilization_ratio", engine="0") == 0.5
+    assert value(metrics, "gradwire_cache_requests_total", engine="0", cache="logprobs", result="hit") == 9
+    assert value(metrics, "gradwire_engine_runs", engine="0", place="disk") == 5
+    assert value(metrics, "gradwire_engine_runs_bytes", engine="0", place="device") == 64
+    assert value(metrics, "gradwire_run_moves_total", engine="0", move="to_disk") == 7
+    assert value(metrics, "gradwire_run_moves_bytes_total", engine="0", move="to_disk") == 448
+    assert value(metrics, "gradwire_run_moves_seconds_total", engine="0", move="to_disk") == 0.5
+    assert value(metrics, "gradwire_engine_ready", engine="0") == 1
+    assert value(metrics, "gradwire_engine_ready", engine="1") == 0
+    assert value(metrics, "gradwire_engine_restarts_total", engine="0") == 0
 
 
 def test_every_metric_is_in_the_manual_with_its_labels_and_meaning() -> None:
@@ -239,7 +250,7 @@ async def test_a_server_shows_what_waits_and_what_was_done(start: Start) -> None
     assert done['gradwire_submissions_refused_total{code="seq_reused"}'] == 1
     assert done["gradwire_journal_commit_seconds_count"] >= 4
     assert done['gradwire_operation_queue_seconds_count{kind="optim_step"}'] == 1
-    assert not math.isnan(done["gradwire_engine_heartbeat_age_seconds"])
+    assert not math.isnan(done['gradwire_engine_heartbeat_age_seconds{engine="0"}'])
 
 
 async def test_a_recovery_is_timed_and_counted(start: Start) -> None:

@@ -161,14 +161,15 @@ def conversations(
         source: See :func:`gradwire.data.read`.
         split: See :func:`gradwire.data.read`.
         options: See :func:`gradwire.data.read`.
-        mapping: Field (``messages``, or ``prompt``, ``completion``, ``system``, ``tools``) -> column or function.
+        mapping: Field (``messages``, or ``prompt``, ``completion``, ``system``, ``tools``, ``weight``) -> column or
+            function.
         limit: Maximum number of rows.
         on_error: ``"raise"`` stops at the first row that does not fit; ``"skip"`` counts them in ``skipped``.
 
     Raises:
         DataError: A row does not fit; names file, line and reason.
     """
-    fields = ("messages", "prompt", "completion", "system", "tools")
+    fields = ("messages", "prompt", "completion", "system", "tools", "weight")
     return _load(layouts.conversation, fields, source, mapping, split, limit, on_error, options)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gradwire.data.sources import Row
@@ -22,6 +22,10 @@ ROLES = {
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")
 ANSWERS = ("completion", "response", "answer", "output", "solution", "ground_truth")
 CONVERSATIONS = ("messages", "conversations", "conversation")
+RENDERED = ("messages", "tools", "add_generation_prompt", "model", "train_on")
+"""What a template gets otherwise."""
+UNREAD = ("images", "image", "videos", "video", "audio", "audios")
+"""Columns of what is no text."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +33,17 @@ class Conversation:
     """Messages to learn from.
 
     Attributes:
-        messages: With ``role`` and ``content``, for :meth:`gradwire.ServiceClient.render`.
+        messages: With ``role`` and ``content``, for :meth:`gradwire.ServiceClient.render`; ``weight`` is 1 or 0 where
+            the row says of a message whether it is learned.
         tools: JSON schemas of the tools that it calls, if the row has any.
+        template_kwargs: Further variables of the chat template.
+        weight: Of its tokens, in the loss and in the number that it is averaged over.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Any, ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
 
     @property
     def prompt(self) -> tuple[Message, ...]:
@@ -85,9 +94,15 @@ class Unfit(ValueError):
 def conversation(row: Row, mapping: Mapped) -> Conversation:
     """Read a conversation: ``messages``, ShareGPT ``conversations``, prompt and completion, or Alpaca's columns.
 
+    ``weight`` of the row, and ``weight`` (0 or 1), ``train`` or ``masked`` of a message say what is learned.
+
     Raises:
-        Unfit: The row is none of these.
+        Unfit: The row is none of these, or has what is not learned here: an image, or a completion that it calls bad.
     """
+    if unread := [name for name in UNREAD if row.get(name)]:
+        raise Unfit(f"there is more than text, in {unread[0]}, which would be left out; drop the column, or the row")
+    if str(row.get("label")).lower() == "false":
+        raise Unfit("label is false: the completion is a bad one, and it would be learned; leave such rows out")
     given = _pick(row, mapping, "messages", CONVERSATIONS)
     if given is not None:
         messages = [*_system(row, mapping), *_messages(given, "messages")]
@@ -105,7 +120,10 @@ def conversation(row: Row, mapping: Mapped) -> Conversation:
     if not any(message["role"] == "assistant" for message in messages):
         raise Unfit("there is no message of the assistant to learn from")
     tools = _pick(row, mapping, "tools", ("tools",)) or ()
-    return Conversation(tuple(messages), tuple(_parsed(tools)))
+    variables = _parsed(row.get("chat_template_kwargs") or {})
+    if not isinstance(variables, Mapping) or any(name in variables for name in RENDERED):
+        raise Unfit(f"chat_template_kwargs maps variables of the template, none of {', '.join(RENDERED)}, to values")
+    return Conversation(tuple(messages), tuple(_parsed(tools)), variables, _weight(row, mapping))
 
 
 def preference(row: Row, mapping: Mapped) -> Preference:
@@ -170,6 +188,17 @@ def _pick(row: Row, mapping: Mapped, field: str, usual: Sequence[str]) -> Any:
     return next((row[name] for name in usual if row.get(name) is not None), None)
 
 
+def _weight(row: Row, mapping: Mapped) -> float:
+    given = _pick(row, mapping, "weight", ("weight",))
+    try:
+        weight = 1.0 if given is None else float(given)
+    except (TypeError, ValueError):
+        weight = -1.0
+    if not 0 <= weight < float("inf"):
+        raise Unfit(f"weight is a number from 0 on; this is {given!r:.60}")
+    return weight
+
+
 def _system(row: Row, mapping: Mapped) -> list[Message]:
     text = _pick(row, mapping, "system", ("system", "system_prompt"))
     return [{"role": "system", "content": text}] if isinstance(text, str) and text else []
@@ -200,15 +229,28 @@ def _messages(value: Any, field: str) -> list[Message]:
             raise Unfit(f"message {number} of {field} has no content")
         rest = {
             key: each for key, each in message.items()
-            if key not in ("role", "from", "content", "value") and each is not None
+            if key not in ("role", "from", "content", "value", "train", "masked", "weight") and each is not None
         }  # fmt: skip
+        if (learned := _learned(message, known, f"message {number} of {field}")) is not None:
+            rest["weight"] = int(learned)
         found.append({"role": known, "content": content if content is not None else "", **rest})
     return found
 
 
+def _learned(message: Message, role: str, where: str) -> bool | None:
+    """Whether the message is learned; None if it does not say so."""
+    for name, value in (("train", True), ("masked", False)):
+        if isinstance(given := message.get(name), bool):
+            return given is value
+    weight = message.get("weight")
+    if weight is not None and weight not in (0, 1):
+        raise Unfit(f"{where} has the weight {weight!r:.20}; it is 0 (not learned) or 1. A row's own may be any number")
+    return None if weight is None or role != "assistant" else bool(weight)
+
+
 def _parsed(value: Any) -> Any:
-    """Return a list, which a CSV column holds as JSON."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
+    """Return a list or mapping, which a CSV column holds as JSON."""
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         try:
             return json.loads(value)
         except json.JSONDecodeError as error:

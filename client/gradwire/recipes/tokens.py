@@ -34,23 +34,32 @@ class Tokens:
         self.cut = 0
 
     async def rows(self, conversations: Sequence[Conversation], train_on: str = "assistant") -> list[Any]:
-        """Encode conversations into rows with ``input_ids`` and ``loss_mask``."""
-        if not await self._chats():
-            return [self._short(row) for row in await self._plain([each.messages for each in conversations], train_on)]
+        """Encode conversations into rows with ``input_ids``, ``loss_mask`` and, where one has a weight, ``weights``."""
+        if train_on != "assistant" and any("weight" in message for each in conversations for message in each.messages):
+            self._warn_once("train_on is %s: what messages say of being learned is not used", train_on)
+        if await self._chats():
+            rows = await self._rendered(conversations, train_on)
+        else:
+            rows = await self._plain([each.messages for each in conversations], train_on)
+        if any(each.weight != 1.0 for each in conversations):
+            for row, each in zip(rows, conversations):
+                row["weights"] = np.full(len(row["input_ids"]), each.weight, np.float32)
+        return [self._short(row) for row in rows]
+
+    async def _rendered(self, conversations: Sequence[Conversation], train_on: str) -> list[Any]:
         chosen: Any = train_on
         if train_on == "assistant" and any("weight" in message for each in conversations for message in each.messages):
             chosen = _weighted
-        if not any(each.tools for each in conversations):
+        if not any(each.tools or each.template_kwargs for each in conversations):
             messages = [each.messages for each in conversations]
-            found = await self._service.render(messages, train_on=chosen, model=self._model.name)
-        else:
-            found = [
-                await self._service.render(
-                    each.messages, tools=each.tools or None, train_on=chosen, model=self._model.name
-                )
-                for each in conversations
-            ]
-        return [self._short(row) for row in found]
+            return list(await self._service.render(messages, train_on=chosen, model=self._model.name))
+        return [
+            await self._service.render(
+                each.messages, tools=each.tools or None, train_on=chosen, model=self._model.name,
+                **each.template_kwargs,
+            )
+            for each in conversations
+        ]  # fmt: skip
 
     async def pairs(self, preferences: Sequence[Preference]) -> list[dict[str, Any]]:
         """Encode pairs into rows with the ids of both answers and the length of their common prompt."""
@@ -101,9 +110,12 @@ class Tokens:
         return [
             {
                 "input_ids": np.array([*before, *answer, *ends]),
-                "loss_mask": np.array([int(train_on == "all")] * len(before) + [1] * (len(answer) + len(ends))),
+                "loss_mask": np.array(
+                    [int(train_on == "all")] * len(before)
+                    + [int(train_on != "assistant" or _weighted(each[-1]))] * (len(answer) + len(ends))
+                ),
             }
-            for before, answer in zip(befores, answers)
+            for before, answer, each in zip(befores, answers, conversations)
         ]
 
     def _short(self, row: Any) -> Any:
@@ -127,8 +139,8 @@ class Tokens:
 
 
 def _weighted(message: Any) -> bool:
-    """Whether a message is the assistant's and not one that its row gives no weight."""
-    return bool(message["role"] == "assistant" and message.get("weight", 1) != 0)
+    """Whether a message is learned: the assistant's, if the message does not say it itself."""
+    return bool(message.get("weight", message["role"] == "assistant"))
 
 
 def _answers(messages: Sequence[Any]) -> int:

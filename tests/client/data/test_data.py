@@ -52,6 +52,20 @@ def test_a_conversation_keeps_what_templates_read() -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "learned"),
+    [
+        ({"weight": 0}, 0), ({"weight": 1.0}, 1), ({"train": False}, 0), ({"train": True}, 1), ({"masked": True}, 0),
+        ({"masked": False}, 1), ({"weight": None}, None), ({}, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_message_says_of_being_learned_is_kept(said: dict[str, Any], learned: int | None) -> None:
+    (found,) = conversations([{"messages": [USER, FOUR | said], "weight": "0.25", "chat_template_kwargs": '{"a": 1}'}])
+    assert found.messages[1] == FOUR | ({} if learned is None else {"weight": learned})
+    assert found.weight == 0.25 and found.template_kwargs == {"a": 1}
+
+
+@pytest.mark.parametrize(
     "row",
     [
         {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
@@ -101,6 +115,15 @@ MISTAKES: list[tuple[Any, Any, str]] = [
         {"chosen": "b", "rejected": "c"},
         'as prompt; the row has chosen, rejected: name its columns, mapping={"prompt": "COLUMN"}',
     ),
+    (
+        conversations,
+        {"messages": [USER, FOUR | {"weight": 0.5}]},
+        "message 1 of messages has the weight 0.5; it is 0 .not learned. or 1",
+    ),
+    (conversations, {"messages": TALK, "weight": "much"}, "weight is a number from 0 on; this is 'much'"),
+    (conversations, {"messages": TALK, "images": ["a.png"]}, "there is more than text, in images"),
+    (conversations, {"prompt": "a", "completion": "b", "label": False}, "label is false: the completion is a bad one"),
+    (conversations, {"messages": TALK, "chat_template_kwargs": {"model": "b"}}, "chat_template_kwargs maps variables"),
     (preferences, {"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
     (prompts, ["a"], "a row is a mapping from column to value; this is list"),
 ]

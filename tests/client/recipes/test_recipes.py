@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import gradwire
+import numpy as np
 import pytest
+from gradwire.data import Conversation
 from gradwire.recipes import command, distill, dpo, grpo, ppo, reward, sft
 from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.tokens import Tokens
 from support.chats import chat_model
 from support.server import Server
 from support.tiny import tiny_model
@@ -68,6 +71,28 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, lines in rows.items():
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return {name: str(folder / f"{name}.jsonl") for name in rows}
+
+
+@pytest.mark.parametrize("name", ["marked", "plain"])
+async def test_what_a_row_says_of_its_weight_is_trained_on(server: Server, name: str) -> None:
+    asked, answered = {"role": "user", "content": "2 and 2?"}, {"role": "assistant", "content": "4"}
+    async with gradwire.connect(server.address) as service:
+        model = next(each for each in await service.list_models() if each.name == name)
+        tokens = Tokens(service, model, 256)
+        whole, unlearned, half, other = await tokens.rows(
+            [
+                Conversation((asked, answered)),
+                Conversation((asked, answered | {"weight": 0})),
+                Conversation((asked, answered), weight=0.5),
+                Conversation((asked, {"role": "assistant", "content": "44"})),
+            ]
+        )
+        run = await service.create_run(name, lora=2)
+        losses = [(await run.forward([row], "causal_lm")).loss for row in (whole, other)]
+        mixed = (await run.forward([half, other, unlearned], "causal_lm")).loss
+    assert whole["loss_mask"].sum() > 0 == unlearned["loss_mask"].sum()
+    counts = [0.5 * whole["loss_mask"].sum(), other["loss_mask"].sum()]
+    assert mixed == pytest.approx(np.average(losses, weights=counts), rel=1e-5)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

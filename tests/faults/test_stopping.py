@@ -161,13 +161,8 @@ async def test_a_queued_operation_is_cancelled_without_waiting_for_those_before_
 
 
 async def test_every_operation_takes_a_timeout(service: Any, tmp_path: Path) -> None:
-    run, enough = await service.create_run("tiny", lora=2, head="value"), threading.Event()
-
-    def held(batch: Any, scores: Any) -> Any:
-        enough.wait(60)
-        return 0.0, {"logprobs": [np.zeros_like(row) for row in scores["logprobs"]]}
-
-    first = run.forward_backward_custom(SMALL, held, framework="numpy")  # nothing behind it begins while it waits
+    run = await service.create_run("tiny", lora=2, head="value")
+    before = [long_sample(run) for _ in range(4)]  # none of the others begins while these take their time
 
     def never(batch: Any, scores: Any) -> Any:
         raise AssertionError("its scores were not computed in time")
@@ -189,9 +184,9 @@ async def test_every_operation_takes_a_timeout(service: Any, tmp_path: Path) -> 
     for future in futures:
         with pytest.raises(gradwire.DeadlineExceededError):
             await future
-    assert not first.done()
-    enough.set()
-    await first
+    assert not before[-1].done()
+    for sample in reversed(before):
+        sample.cancel()
     await run.forward_backward(SMALL, "causal_lm")
     assert await run.list_checkpoints() == [] and not (tmp_path / "exported").exists()
 

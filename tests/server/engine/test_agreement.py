@@ -27,6 +27,7 @@ REPORTS = {
     "process/heartbeat.py": "tells the front, and chooses nothing",
     "process/memory_owners.py": "tells the front, and chooses nothing",
     "process/ranks.py": "opens the page of marks",
+    "model/split_model.py": "explains other errors of a model's own code at load",
     "state/checkpoints.py": "writes the time into a manifest",
     "operations/train_steps.py": "words an error",
 }

@@ -90,6 +90,7 @@ async def test_what_a_row_says_of_its_weight_is_trained_on(server: Server, name:
         run = await service.create_run(name, lora=2)
         losses = [(await run.forward([row], "causal_lm")).loss for row in (whole, other)]
         mixed = (await run.forward([half, other, unlearned], "causal_lm")).loss
+        await service.delete_run(run.run_id)
     assert whole["loss_mask"].sum() > 0 == unlearned["loss_mask"].sum()
     counts = [0.5 * whole["loss_mask"].sum(), other["loss_mask"].sum()]
     assert mixed == pytest.approx(np.average(losses, weights=counts), rel=1e-5)

@@ -30,6 +30,8 @@ from support.tinker import HttpServer
 DOCUMENTED = "Qwen/Qwen3-0.6B"
 WORD = "four"
 NUMBERS = {"n_epochs": 2, "batch_size": 8, "learning_rate_multiplier": 100}
+LEARNED = {"n_epochs": 2, "batch_size": 2, "learning_rate_multiplier": 300}
+"""All weights learn the word in 32 steps; adapters in 8 steps leave it to rounding which token is the likeliest."""
 
 
 def lines(rows: list[dict[str, Any]]) -> bytes:
@@ -123,8 +125,8 @@ def supervised(client: openai.OpenAI, data: str) -> FineTuningJob:
         suffix="my answers",
         seed=7,
         metadata={"team": "red"},
-        method={"type": "supervised", "supervised": {"hyperparameters": dict(NUMBERS)}},
-        extra_body={"gradwire": {"lora_rank": 4}},
+        method={"type": "supervised", "supervised": {"hyperparameters": dict(LEARNED)}},
+        extra_body={"gradwire": {"lora_rank": 0}},
     )
     assert job.status in ("queued", "running") and job.fine_tuned_model is None and job.trained_tokens is None
     return ended(client, job.id)
@@ -133,9 +135,9 @@ def supervised(client: openai.OpenAI, data: str) -> FineTuningJob:
 def test_a_supervised_job_tells_everything(client: openai.OpenAI, supervised: FineTuningJob, data: str) -> None:
     job = supervised
     assert job.hyperparameters is not None and job.method is not None and job.method.supervised is not None
-    assert job.hyperparameters.model_dump() == NUMBERS
+    assert job.hyperparameters.model_dump() == LEARNED
     assert job.method.supervised.hyperparameters is not None
-    assert job.method.supervised.hyperparameters.model_dump() == NUMBERS
+    assert job.method.supervised.hyperparameters.model_dump() == LEARNED
     assert (job.seed, job.metadata, job.training_file) == (7, {"team": "red"}, data)
     assert job.fine_tuned_model == f"ft:org/marked:anna:my-answers:{job.id.removeprefix('ftjob-')}"
     assert job.trained_tokens and job.finished_at and job.error is None
@@ -145,15 +147,15 @@ def test_a_supervised_job_tells_everything(client: openai.OpenAI, supervised: Fi
     assert events[-1].message == f"Created fine-tuning job: {job.id}"
     steps = [event for event in reversed(events) if event.type == "metrics"]
     curve: list[Any] = [event.data for event in steps]
-    assert [each["step"] for each in curve] == list(range(1, 9))
-    assert curve[-1]["train_loss"] < curve[0]["train_loss"] and "valid_loss" in curve[3]
+    assert [each["step"] for each in curve] == list(range(1, 33))
+    assert curve[-1]["train_loss"] < curve[0]["train_loss"] and "valid_loss" in curve[15]
     checkpoints = list(client.fine_tuning.jobs.checkpoints.list(job.id, limit=1))
-    assert [each.step_number for each in checkpoints] == [8, 4]  # each epoch's end
-    assert checkpoints[0].metrics.full_valid_loss == checkpoints[0].metrics.valid_loss == curve[7]["valid_loss"]
-    assert checkpoints[0].fine_tuned_model_checkpoint == f"{job.fine_tuned_model}:ckpt-step-8"
+    assert [each.step_number for each in checkpoints] == [32, 16]  # each epoch's end
+    assert checkpoints[0].metrics.full_valid_loss == checkpoints[0].metrics.valid_loss == curve[31]["valid_loss"]
+    assert checkpoints[0].fine_tuned_model_checkpoint == f"{job.fine_tuned_model}:ckpt-step-32"
     table = client.files.content(job.result_files[0]).text
     rows = list(csv.DictReader(io.StringIO(table)))
-    assert float(rows[7]["train_loss"]) == curve[7]["train_loss"] and rows[0]["valid_loss"] == ""
+    assert float(rows[31]["train_loss"]) == curve[31]["train_loss"] and rows[0]["valid_loss"] == ""
     assert client.files.retrieve(job.result_files[0]).purpose == "fine-tune-results"
 
 
@@ -164,8 +166,8 @@ def test_what_a_job_made_answers_like_any_model(
     assert name is not None
     asked: list[Any] = [{"role": "user", "content": "3 and two?"}]
     known = {model.id for model in client.models.list()}
-    assert {name, f"{name}:ckpt-step-4", f"{name}:ckpt-step-8"} <= known
-    for each in (name, f"openai/{name}", f"{name}:ckpt-step-8"):
+    assert {name, f"{name}:ckpt-step-16", f"{name}:ckpt-step-32"} <= known
+    for each in (name, f"openai/{name}", f"{name}:ckpt-step-32"):
         answer = client.chat.completions.create(model=each, messages=asked, max_tokens=8, temperature=0)
         assert answer.choices[0].message.content == WORD and answer.model == each
     untrained = client.chat.completions.create(model="org/marked", messages=asked, max_tokens=8, temperature=0)

@@ -11,8 +11,9 @@ from typing import Any
 import gradwire
 import pytest
 from gradwire import sync
-from playwright.sync_api import Browser, Page, expect, sync_playwright
-from support.console import CHROMIUM, PATIENCE_MS, Console, page_of
+from playwright.sync_api import Browser, Page, expect
+from support.chromium import PATIENCE_MS, launched
+from support.console import Console, page_of
 from support.server import Server
 
 pytestmark = pytest.mark.browser
@@ -30,12 +31,8 @@ PAYLOADS = (
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed: apt-get install chromium")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with launched() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

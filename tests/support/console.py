@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +12,7 @@ from contextlib import contextmanager
 
 from playwright.sync_api import Browser, Page, Route
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-PATIENCE_MS = 120_000
+from support.chromium import PATIENCE_MS
 
 
 class Console:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from pathlib import Path
 
 import httpx
 import pytest
 from gradwire_http.browsers import BrowserGuard, local_path
 from gradwire_server.access.keys import KeyFile
+from support.chromium import launched
 from support.front import Start
 
 PATH = "/api/v1/create_session"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ATTACK = """async address => {
     const send = (mode, type) => fetch(address, {method: "POST", mode, body: "{}", headers: {"Content-Type": type}})
         .then(answer => answer.status, () => "unread")
@@ -77,19 +76,12 @@ async def test_with_keys_a_server_has_every_name_and_serves_no_foreign_page(star
 
 
 @pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
 async def test_a_real_browser_gets_nothing_for_a_foreign_page(start: Start) -> None:
     def attack(url: str, rebound: str) -> tuple[list[object], int, int]:
         """What a foreign page's requests, its requests by a name of its own, and the server's own page get."""
-        from playwright.sync_api import sync_playwright
-
         name = httpx.URL(rebound).host
-        args = ["--no-sandbox", f"--host-resolver-rules=MAP {name} 127.0.0.1"]
-        args.append(
-            "--disable-features=LocalNetworkAccessChecks,BlockInsecurePrivateNetworkRequests"
-        )  # newer ones help
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=args)
+        lax = "--disable-features=LocalNetworkAccessChecks,BlockInsecurePrivateNetworkRequests"  # newer ones help
+        with launched(f"--host-resolver-rules=MAP {name} 127.0.0.1", lax) as browser:
             page = browser.new_page()
             for site in (f"http://{name}:1", rebound, url):
                 page.route(site + "/page", lambda route: route.fulfill(body="<html>", content_type="text/html"))
@@ -99,7 +91,6 @@ async def test_a_real_browser_gets_nothing_for_a_foreign_page(start: Start) -> N
             for site in (rebound, url):
                 page.goto(site + "/page")
                 statuses.append(page.evaluate(ATTACK, PATH)[1])
-            browser.close()
         return foreign, statuses[0], statuses[1]
 
     async with start(http="127.0.0.1:0") as door:

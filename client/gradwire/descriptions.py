@@ -149,6 +149,29 @@ class RunsHeld:
 
 
 @dataclass(frozen=True)
+class RankInfo:
+    """A rank of an engine: one of the processes that share the work of its runs.
+
+    Attributes:
+        device: For example ``"cpu"`` or ``"cuda:1"``.
+        busy: Share of the time between the engine's last two heartbeats spent computing, 0 to 1.
+        waits: Share of the same time spent waiting for the other ranks.
+        memory_bytes: Memory of the process.
+        device_memory_used_bytes: Memory in use on the device, by all processes; 0 without a device.
+        device_memory_total_bytes: Memory of the device.
+        heartbeat_age_s: Seconds since it gave a sign of life.
+    """
+
+    device: str = ""
+    busy: float = 0.0
+    waits: float = 0.0
+    memory_bytes: int = 0
+    device_memory_used_bytes: int = 0
+    device_memory_total_bytes: int = 0
+    heartbeat_age_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class EngineInfo:
     """An engine, a process of the server with models.
 
@@ -171,6 +194,7 @@ class EngineInfo:
         placed_runs: Number of runs that are on it, or will be when they are used next.
         drains: Whether it gets no more runs; see :meth:`gradwire.ServiceClient.drain_engine`.
         models: Names of the models that it has loaded.
+        ranks: The processes of an engine that has several, by number; empty for an engine of one process.
     """
 
     restarts: int = 0
@@ -189,11 +213,13 @@ class EngineInfo:
     placed_runs: int = 0
     drains: bool = False
     models: tuple[str, ...] = ()
+    ranks: tuple[RankInfo, ...] = ()
 
     @staticmethod
     def from_message(engine: pb.EngineStatus) -> EngineInfo:
         runs = {place: RunsHeld(held.runs, held.bytes) for place, held in sorted(engine.runs.items())}
-        return described(EngineInfo, engine, runs=runs)
+        ranks = tuple(described(RankInfo, rank) for rank in engine.ranks)
+        return described(EngineInfo, engine, runs=runs, ranks=ranks)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable
@@ -32,6 +33,13 @@ async def trained(service: gradwire.ServiceClient, batches: list[dict[str, Any]]
     return figures, [row.tolist() for row in await run.compute_logprobs([[5, 9, 11, 30, 7], list(range(3, 40))])]
 
 
+async def told_of(service: gradwire.ServiceClient) -> tuple[gradwire.RankInfo, ...]:
+    """The ranks of the engine, which tells of them in its first heartbeats."""
+    while len(ranks := (await service.server_info()).engines[0].ranks) < 2:  # noqa: ASYNC110  nobody announces it
+        await asyncio.sleep(0.1)
+    return ranks
+
+
 async def test_a_killed_rank_costs_a_run_nothing(
     tiny_model_path: Path, tmp_path: Path, rng: np.random.Generator
 ) -> None:
@@ -44,6 +52,9 @@ async def test_a_killed_rank_costs_a_run_nothing(
             assert await trained(service, batches, lambda: kill_the_other_rank(server)) == calm
             assert server.engine_pid != before
             assert {run.lanes for run in await service.list_runs()} == {2}
+            ranks = await told_of(service)
+            assert all(rank.device == "cpu" and rank.memory_bytes > 10 << 20 for rank in ranks)
+            assert all(0 <= rank.heartbeat_age_s < 60 for rank in ranks)
             with pytest.raises(gradwire.InvalidArgumentError, match="power of two"):
                 await service.create_run("tiny", lanes=3)
         assert server.end() == 0

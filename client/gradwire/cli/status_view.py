@@ -15,7 +15,7 @@ from rich.text import Text
 from gradwire import sync
 from gradwire.cli.listing import fits
 from gradwire.cli.text import duration, plain, precise, size
-from gradwire.descriptions import EngineInfo, ModelInfo, RunInfo, ServerInfo
+from gradwire.descriptions import EngineInfo, ModelInfo, RankInfo, RunInfo, ServerInfo
 
 Interval = Annotated[float, typer.Option(min=0.1, help="Seconds between two looks, from which the rates are taken.")]
 
@@ -83,10 +83,7 @@ def _engine(engine: EngineInfo, *, alone: bool) -> Iterator[str]:
     if not alone:
         state = ("draining" if engine.drains else "ready") if engine.ready else "not ready"
         parts = [f"engine {engine.number} on {plain(engine.device)}: {state}", f"{engine.placed_runs} runs"]
-    parts += [f"busy {engine.busy:.0%}", f"memory {size(engine.memory_bytes)}"]
-    if engine.device_memory_total_bytes:
-        used, total = engine.device_memory_used_bytes, engine.device_memory_total_bytes
-        parts.append(f"device memory {size(used)} of {size(total)}")
+    parts += [f"busy {engine.busy:.0%}", *_memory(engine)]
     if engine.device_utilization is not None:
         parts.append(f"device {engine.device_utilization:.0%}")
     places = [f"{each.runs} {plain(place)} {size(each.nbytes)}" for place, each in engine.runs.items() if each.runs]
@@ -95,6 +92,18 @@ def _engine(engine: EngineInfo, *, alone: bool) -> Iterator[str]:
     owners = [f"{plain(owner)} {size(count)}" for owner, count in engine.memory_by_owner.items() if count]
     if owners:
         yield "memory of " + ", ".join(owners)
+    for number, rank in enumerate(engine.ranks):
+        parts = [f"rank {number} on {plain(rank.device)}: busy {rank.busy:.0%}, waits {rank.waits:.0%}"]
+        parts += _memory(rank)
+        yield ", ".join([*parts, f"heartbeat {rank.heartbeat_age_s:.1f} s ago"])
+
+
+def _memory(of: EngineInfo | RankInfo) -> list[str]:
+    """Memory of a process and of its device."""
+    parts = [f"memory {size(of.memory_bytes)}"]
+    if of.device_memory_total_bytes:
+        parts.append(f"device memory {size(of.device_memory_used_bytes)} of {size(of.device_memory_total_bytes)}")
+    return parts
 
 
 def _models(models: list[ModelInfo]) -> Table:

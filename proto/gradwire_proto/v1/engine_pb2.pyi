@@ -561,6 +561,7 @@ class EngineHeartbeat(_message.Message):
     OWNERS_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
     RUN_MOVES_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     busy_s: _builtins.float
     """time spent on requests, including the current one"""
     request_s: _builtins.float
@@ -587,6 +588,10 @@ class EngineHeartbeat(_message.Message):
     def run_moves(self) -> _containers.MessageMap[_builtins.str, Global___RunMoves]:
         """"to_host", "to_device", "to_disk", "from_disk" """
 
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineRank]:
+        """by number; empty in an engine of one process"""
+
     def __init__(
         self,
         *,
@@ -598,14 +603,57 @@ class EngineHeartbeat(_message.Message):
         owners: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         runs: _abc.Mapping[_builtins.str, _training_pb2.RunsHeld] | None = ...,
         run_moves: _abc.Mapping[_builtins.str, Global___RunMoves] | None = ...,
+        ranks: _abc.Iterable[Global___EngineRank] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "caches", b"caches", "device", b"device", "memory_bytes", b"memory_bytes", "owners", b"owners", "request_s", b"request_s", "run_moves", b"run_moves", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "caches", b"caches", "device", b"device", "memory_bytes", b"memory_bytes", "owners", b"owners", "ranks", b"ranks", "request_s", b"request_s", "run_moves", b"run_moves", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineHeartbeat: _TypeAlias = EngineHeartbeat  # noqa: Y015
+
+@_typing.final
+class EngineRank(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    BUSY_S_FIELD_NUMBER: _builtins.int
+    WAITED_S_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    SILENT_S_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    busy_s: _builtins.float
+    """time spent on decisions, without waiting for other ranks"""
+    waited_s: _builtins.float
+    """time spent waiting for them"""
+    memory_bytes: _builtins.int
+    """resident memory of the process"""
+    used_bytes: _builtins.int
+    """of the device, by all processes; 0 on a CPU"""
+    total_bytes: _builtins.int
+    silent_s: _builtins.float
+    """since its last pulse"""
+    def __init__(
+        self,
+        *,
+        device: _builtins.str = ...,
+        busy_s: _builtins.float = ...,
+        waited_s: _builtins.float = ...,
+        memory_bytes: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+        silent_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "device", b"device", "memory_bytes", b"memory_bytes", "silent_s", b"silent_s", "total_bytes", b"total_bytes", "used_bytes", b"used_bytes", "waited_s", b"waited_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineRank: _TypeAlias = EngineRank  # noqa: Y015
 
 @_typing.final
 class DeviceUse(_message.Message):
@@ -775,3 +823,106 @@ class EngineStopped(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineStopped: _TypeAlias = EngineStopped  # noqa: Y015
+
+@_typing.final
+class EngineSampled(_message.Message):
+    """What a rank tells the others after a step of samples: of each request that has something new."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineSampledJob]: ...
+    def __init__(
+        self,
+        *,
+        jobs: _abc.Iterable[Global___EngineSampledJob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineSampled: _TypeAlias = EngineSampled  # noqa: Y015
+
+@_typing.final
+class EngineSampledJob(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACE_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    DELTAS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    place: _builtins.int
+    """of the request in the batch"""
+    @_builtins.property
+    def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineEndedSample]: ...
+    @_builtins.property
+    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[_training_pb2.SampleDelta]:
+        """new tokens of samples that stream"""
+
+    @_builtins.property
+    def error(self) -> _training_pb2.Error:
+        """that ends the request"""
+
+    def __init__(
+        self,
+        *,
+        place: _builtins.int = ...,
+        ended: _abc.Iterable[Global___EngineEndedSample] | None = ...,
+        deltas: _abc.Iterable[_training_pb2.SampleDelta] | None = ...,
+        error: _training_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "ended", b"ended", "error", b"error", "place", b"place"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineSampledJob: _TypeAlias = EngineSampledJob  # noqa: Y015
+
+@_typing.final
+class EngineEndedSample(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    BY_TOKEN_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    token_ids: _builtins.bytes
+    """int32, little-endian"""
+    logprobs: _builtins.bytes
+    """float32, little-endian"""
+    by_token: _builtins.bool
+    """the last token ended it"""
+    text: _builtins.str
+    """before the stop string, if it ended with one"""
+    top_token_ids: _builtins.bytes
+    """int32, [tokens, k]"""
+    top_logprobs: _builtins.bytes
+    """float32, [tokens, k]"""
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        token_ids: _builtins.bytes = ...,
+        logprobs: _builtins.bytes = ...,
+        by_token: _builtins.bool = ...,
+        text: _builtins.str | None = ...,
+        top_token_ids: _builtins.bytes = ...,
+        top_logprobs: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "by_token", b"by_token", "logprobs", b"logprobs", "row", b"row", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__text: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
+    _WhichOneofArgType__text: _TypeAlias = _typing.Literal["_text", b"_text"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__text) -> _WhichOneofReturnType__text | None: ...
+
+Global___EngineEndedSample: _TypeAlias = EngineEndedSample  # noqa: Y015

@@ -493,6 +493,7 @@ class EngineStatus(_message.Message):
     PLACED_RUNS_FIELD_NUMBER: _builtins.int
     DRAINS_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     restarts: _builtins.int
     """since the server started"""
     heartbeat_age_s: _builtins.float
@@ -529,6 +530,10 @@ class EngineStatus(_message.Message):
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """the models that it has loaded"""
 
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]:
+        """by number; empty for an engine of one process"""
+
     def __init__(
         self,
         *,
@@ -548,16 +553,61 @@ class EngineStatus(_message.Message):
         placed_runs: _builtins.int = ...,
         drains: _builtins.bool = ...,
         models: _abc.Iterable[_builtins.str] | None = ...,
+        ranks: _abc.Iterable[Global___RankStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization", "device_utilization", b"device_utilization"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization", "busy", b"busy", "device", b"device", "device_memory_total_bytes", b"device_memory_total_bytes", "device_memory_used_bytes", b"device_memory_used_bytes", "device_utilization", b"device_utilization", "drains", b"drains", "heartbeat_age_s", b"heartbeat_age_s", "memory_by_owner", b"memory_by_owner", "memory_bytes", b"memory_bytes", "models", b"models", "number", b"number", "placed_runs", b"placed_runs", "ready", b"ready", "restarts", b"restarts", "runs", b"runs", "start_s", b"start_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization", "busy", b"busy", "device", b"device", "device_memory_total_bytes", b"device_memory_total_bytes", "device_memory_used_bytes", b"device_memory_used_bytes", "device_utilization", b"device_utilization", "drains", b"drains", "heartbeat_age_s", b"heartbeat_age_s", "memory_by_owner", b"memory_by_owner", "memory_bytes", b"memory_bytes", "models", b"models", "number", b"number", "placed_runs", b"placed_runs", "ranks", b"ranks", "ready", b"ready", "restarts", b"restarts", "runs", b"runs", "start_s", b"start_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_utilization: _TypeAlias = _typing.Literal["device_utilization"]  # noqa: Y015
     _WhichOneofArgType__device_utilization: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__device_utilization) -> _WhichOneofReturnType__device_utilization | None: ...
 
 Global___EngineStatus: _TypeAlias = EngineStatus  # noqa: Y015
+
+@_typing.final
+class RankStatus(_message.Message):
+    """A rank of an engine at its last heartbeat: a process, on one device."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    BUSY_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_MEMORY_USED_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_MEMORY_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_AGE_S_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    """"cpu", "cuda:1" """
+    busy: _builtins.float
+    """share of the time between the engine's last two heartbeats spent computing"""
+    waits: _builtins.float
+    """the same of waiting for the other ranks"""
+    memory_bytes: _builtins.int
+    """of its process"""
+    device_memory_used_bytes: _builtins.int
+    """by all processes on the device; 0 without a device"""
+    device_memory_total_bytes: _builtins.int
+    heartbeat_age_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        device: _builtins.str = ...,
+        busy: _builtins.float = ...,
+        waits: _builtins.float = ...,
+        memory_bytes: _builtins.int = ...,
+        device_memory_used_bytes: _builtins.int = ...,
+        device_memory_total_bytes: _builtins.int = ...,
+        heartbeat_age_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "device", b"device", "device_memory_total_bytes", b"device_memory_total_bytes", "device_memory_used_bytes", b"device_memory_used_bytes", "heartbeat_age_s", b"heartbeat_age_s", "memory_bytes", b"memory_bytes", "waits", b"waits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankStatus: _TypeAlias = RankStatus  # noqa: Y015
 
 @_typing.final
 class RunsHeld(_message.Message):

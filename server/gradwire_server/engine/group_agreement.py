@@ -8,6 +8,7 @@ because a rank may have changed its run where another one has not.
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ class GroupAgreement(Agreement):
     Attributes:
         collective: Number of the newest collective.
         inside: Whether this rank waits in it.
+        waited_s: Seconds spent in collectives.
     """
 
     def __init__(self, rank: int, ranks: int, marks: CrashMarks | None = None) -> None:
@@ -51,6 +53,7 @@ class GroupAgreement(Agreement):
         self.rank, self.ranks = rank, ranks
         self._apart = False  # within a piece of work, in which ranks do different things
         self.collective, self.inside = 0, False
+        self.waited_s = 0.0
 
     def join(self, store: Path) -> None:
         """Wait for the other ranks.
@@ -187,12 +190,14 @@ class GroupAgreement(Agreement):
     def _collective(self, work: Callable[[], object]) -> None:
         self.collective += 1
         self.inside = True
+        since = time.perf_counter()
         try:
             work()
         except RuntimeError as error:
             raise GroupBroken(f"rank {self.rank} lost the others: {error}") from error
         finally:
             self.inside = False
+            self.waited_s += time.perf_counter() - since
 
 
 def _compared(answer: engine_pb2.EngineReply) -> bytes:

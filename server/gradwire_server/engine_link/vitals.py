@@ -21,6 +21,7 @@ class Vitals:
         beat: The last heartbeat; empty before the first one of a process.
         busy: Share of the time between the last two heartbeats that the engine spent on requests, 0 to 1.
         start_s: Seconds that the newest process took to start and load its models.
+        ranks: The engine's ranks at the last heartbeat, by number; none of an engine of one process.
     """
 
     def __init__(self, stale_s: float = STALE_S) -> None:
@@ -28,21 +29,35 @@ class Vitals:
         self._at = float("-inf")
         self.starts = 0
         self.busy = self.start_s = 0.0
+        self.ranks: list[pb.RankStatus] = []
         self.beat = engine_pb2.EngineHeartbeat()
 
     def started(self, start_s: float = 0.0) -> None:
         """Count a new engine process, which has just said hello, and reset the heartbeat."""
         self.starts += 1
         self.start_s = start_s
-        self.busy = 0.0
+        self.busy, self.ranks = 0.0, []
         self.beat = engine_pb2.EngineHeartbeat()
         self._at = time.monotonic()
 
     def take(self, beat: engine_pb2.EngineHeartbeat) -> None:
         """Record a heartbeat."""
         now = time.monotonic()
-        worked = beat.busy_s - self.beat.busy_s
-        self.busy = min(max(worked / max(now - self._at, 1e-3), 0.0), 1.0)
+        since = max(now - self._at, 1e-3)
+        self.busy = _share(beat.busy_s - self.beat.busy_s, since)
+        before = [*self.beat.ranks, *[engine_pb2.EngineRank()] * len(beat.ranks)]
+        self.ranks = [
+            pb.RankStatus(
+                device=rank.device,
+                busy=_share(rank.busy_s - earlier.busy_s, since),
+                waits=_share(rank.waited_s - earlier.waited_s, since),
+                memory_bytes=rank.memory_bytes,
+                device_memory_used_bytes=rank.used_bytes,
+                device_memory_total_bytes=rank.total_bytes,
+                heartbeat_age_s=rank.silent_s,
+            )
+            for rank, earlier in zip(beat.ranks, before, strict=False)
+        ]
         self.beat, self._at = beat, now
 
     @property
@@ -74,6 +89,14 @@ class Vitals:
             memory_by_owner=self.beat.owners,
             runs=self.beat.runs,
         )
+        for rank in self.ranks:
+            shown = status.ranks.add()
+            shown.CopyFrom(rank)
+            shown.heartbeat_age_s += self.age_s
         if device.HasField("utilization"):
             status.device_utilization = device.utilization
         return status
+
+
+def _share(part_s: float, whole_s: float) -> float:
+    return min(max(part_s / whole_s, 0.0), 1.0)

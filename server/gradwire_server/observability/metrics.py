@@ -88,6 +88,14 @@ CATALOGUE = (
          "Memory of the GPU: allocated and peak by this engine, used by everyone, total. Absent on a CPU."),
     Spec("gradwire_device_utilization_ratio", "gauge", ("engine",),
          "How busy the driver says the GPU is. Needs gradwire[gpu]."),
+    Spec("gradwire_rank_busy_ratio", "gauge", ("engine", "rank"),
+         "Share of the last second in which a rank of an engine of several computed."),
+    Spec("gradwire_rank_waits_ratio", "gauge", ("engine", "rank"),
+         "Share of the last second in which the rank waited for the others."),
+    Spec("gradwire_rank_memory_bytes", "gauge", ("engine", "rank"), "Resident memory of the rank's process."),
+    Spec("gradwire_rank_device_memory_bytes", "gauge", ("engine", "rank", "state"),
+         "Memory of the rank's GPU: used by everyone, total. Absent on a CPU."),
+    Spec("gradwire_rank_heartbeat_age_seconds", "gauge", ("engine", "rank"), "Since the rank's last sign of life."),
     Spec("gradwire_engine_runs", "gauge", ("engine", "place"),
          "Runs that the engine holds on the device, in host memory (host) and on disk."),
     Spec("gradwire_engine_runs_bytes", "gauge", ("engine", "place"),
@@ -319,6 +327,14 @@ def _of_engine(vitals: Vitals, ready: bool) -> Iterator[tuple[str, tuple[str, ..
             yield "gradwire_device_memory_bytes", (state,), getattr(beat.device, f"{state}_bytes")
         if beat.device.HasField("utilization"):
             yield "gradwire_device_utilization_ratio", (), beat.device.utilization
+    for number, rank in enumerate(vitals.to_proto().ranks):
+        yield "gradwire_rank_busy_ratio", (str(number),), rank.busy
+        yield "gradwire_rank_waits_ratio", (str(number),), rank.waits
+        yield "gradwire_rank_memory_bytes", (str(number),), rank.memory_bytes
+        if rank.device_memory_total_bytes:
+            yield "gradwire_rank_device_memory_bytes", (str(number), "used"), rank.device_memory_used_bytes
+            yield "gradwire_rank_device_memory_bytes", (str(number), "total"), rank.device_memory_total_bytes
+        yield "gradwire_rank_heartbeat_age_seconds", (str(number),), rank.heartbeat_age_s
     for place, held in beat.runs.items():
         yield "gradwire_engine_runs", (place,), held.runs
         yield "gradwire_engine_runs_bytes", (place,), held.bytes

@@ -124,3 +124,10 @@ def test_top_outlives_a_server_that_is_away(monkeypatch: pytest.MonkeyPatch) -> 
     top_command._watch(console, None, snapshot(0.0, run_of("first")), 0.01)  # type: ignore[arg-type]
     page = out.getvalue()
     assert page.index("run-first") < page.index("no answer; trying again") < page.index("run-back")
+
+
+def test_every_rank_of_an_engine_has_a_line() -> None:
+    ranks = [pb.RankStatus(device="cpu", busy=0.5, waits=0.25, memory_bytes=1 << 30), pb.RankStatus(device="cpu")]
+    page = shown(snapshot(0.0, engines=[pb.EngineStatus(ranks=ranks)]))
+    assert "rank 0 on cpu: busy 50%, waits 25%, memory 1 GiB, heartbeat 0.0 s ago" in page
+    assert "rank 1 on cpu" in page and "rank 0" not in shown(snapshot(0.0, engines=[pb.EngineStatus()]))

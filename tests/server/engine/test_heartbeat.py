@@ -20,7 +20,7 @@ def test_it_reports_what_the_engine_does_while_it_does_it(tiny_model_path: Path,
     heartbeat.start()
     idle = sent.get(timeout=60).heartbeat
     assert idle.busy_s == idle.request_s == 0 and idle.memory_bytes > 10 << 20 and not idle.HasField("device")
-    with heartbeat.working():
+    with heartbeat.activity.working():
         time.sleep(0.1)
         while (at_work := sent.get(timeout=60).heartbeat).request_s < 0.05:
             pass

@@ -141,7 +141,13 @@ def full() -> Metrics:
     moves = {"to_disk": engine_pb2.RunMoves(runs=7, bytes=448, seconds=0.5)}
     vitals.take(
         engine_pb2.EngineHeartbeat(
-            request_s=1.5, memory_bytes=10, device=device, caches=caches, runs=runs, run_moves=moves
+            request_s=1.5,
+            memory_bytes=10,
+            device=device,
+            caches=caches,
+            runs=runs,
+            run_moves=moves,
+            ranks=[engine_pb2.EngineRank(device="cuda:0"), engine_pb2.EngineRank(memory_bytes=7, total_bytes=4)],
         )
     )
     metrics.registry.register(
@@ -174,6 +180,8 @@ def test_what_is_now() -> None:
     assert value(metrics, "gradwire_run_moves_total", engine="0", move="to_disk") == 7
     assert value(metrics, "gradwire_run_moves_bytes_total", engine="0", move="to_disk") == 448
     assert value(metrics, "gradwire_run_moves_seconds_total", engine="0", move="to_disk") == 0.5
+    assert value(metrics, "gradwire_rank_memory_bytes", engine="0", rank="1") == 7
+    assert value(metrics, "gradwire_rank_device_memory_bytes", engine="0", rank="1", state="total") == 4
     assert value(metrics, "gradwire_engine_ready", engine="0") == 1
     assert value(metrics, "gradwire_engine_ready", engine="1") == 0
     assert value(metrics, "gradwire_engine_restarts_total", engine="0") == 0
@@ -208,10 +216,14 @@ def test_vitals_tell_a_silent_engine_and_how_busy_it_was(monkeypatch: pytest.Mon
     assert vitals.fresh
     now += 6.0
     assert not vitals.fresh
-    vitals.take(engine_pb2.EngineHeartbeat(busy_s=3.0, memory_bytes=5))
+    ranks = [engine_pb2.EngineRank(busy_s=1.5, waited_s=3.0, silent_s=0.2), engine_pb2.EngineRank(device="cuda:1")]
+    vitals.take(engine_pb2.EngineHeartbeat(busy_s=3.0, memory_bytes=5, ranks=ranks))
     assert vitals.fresh and vitals.busy == 0.5 and vitals.to_proto().memory_bytes == 5
+    now += 1.0
+    first, second = vitals.to_proto().ranks
+    assert (first.busy, first.waits, first.heartbeat_age_s) == (0.25, 0.5, 1.2) and second.device == "cuda:1"
     vitals.started()
-    assert vitals.restarts == 1 and vitals.to_proto().memory_bytes == 0
+    assert vitals.restarts == 1 and vitals.to_proto().memory_bytes == 0 and not vitals.to_proto().ranks
 
 
 def scrape(address: str) -> dict[str, float]:

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         link.send(hello)
         reading = (link, requests, residency, ReadBack(context.store, link.send))
         threading.Thread(target=_read_ahead, args=reading, name="reader", daemon=True).start()
-        heartbeat = Heartbeat(engine, link.send)
+        heartbeat = Heartbeat(engine, link.send, lambda activity: ranks.report(activity, context.pool.device))
         heartbeat.start()
         Loop(
             context.decisions,
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             requests,
             ranks,
             lambda answer: link.send(answer.reply, answer.buffers),
-            heartbeat.working,
+            heartbeat.activity.working,
         ).run()
     except LinkClosed:
         logger.info("the front is gone")

@@ -17,9 +17,11 @@ from gradwire_server.config import EngineSettings
 from gradwire_server.engine.group_agreement import GroupAgreement
 from gradwire_server.engine.machine import Share
 from gradwire_server.engine.operations.samples_in_progress import SamplesInProgress
+from gradwire_server.engine.process.activity import Activity
 from gradwire_server.engine.process.decision_link import Leader
 from gradwire_server.engine.process.engine import Engine
 from gradwire_server.engine.process.loop import carried_out
+from gradwire_server.engine.process.pulse import Pulse
 from gradwire_server.engine.process.setup import load_losses, set_up
 from gradwire_server.engine.process.watch import BROKEN, send_pulses
 
@@ -34,16 +36,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_up(settings, f"engine rank {options.rank}", share)
     load_losses(settings)
     agreement = GroupAgreement(options.rank, settings.ranks)
-    send_pulses(agreement, options.pulse)
+    activity, device = Activity(), None
+    send_pulses(lambda: Pulse.take(agreement, activity, device), options.pulse)
     leader = Leader(socket.socket(fileno=options.fd))
     agreement.join(options.store)
     engine = Engine(settings, agreement, share=share, rank=options.rank)
+    device = engine.context.pool.device
     samples = SamplesInProgress(engine.context)
     gc.freeze()
     while True:
         decision = leader.receive()
-        for _ in carried_out(decision, engine, samples):
-            pass
+        with activity.working():
+            for _ in carried_out(decision, engine, samples):
+                pass
         if any(request.ends for request in decision.requests):
             engine.context.residency.close()
             return 0

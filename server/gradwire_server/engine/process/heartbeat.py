@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from gradwire_proto.v1 import engine_pb2, training_pb2
 
 from gradwire_server.engine.machine import resident_bytes
+from gradwire_server.engine.process.activity import Activity
 from gradwire_server.engine.process.engine import Engine
 from gradwire_server.engine.process.memory_owners import MemoryOwners
 from gradwire_server.engine_link.frames import LinkClosed
@@ -23,35 +23,33 @@ class Heartbeat:
     Args:
         engine: The engine whose caches and device are reported.
         send: Called with each report; LinkClosed ends the thread.
+        ranks: Describes the ranks of the engine, of which this one is the first; none in an engine of one process.
         interval_s: Seconds between reports.
+
+    Attributes:
+        activity: Counts the time spent on requests.
     """
 
-    def __init__(self, engine: Engine, send: Callable[[engine_pb2.EngineReply], None], interval_s: float = BEAT_S):
+    def __init__(
+        self,
+        engine: Engine,
+        send: Callable[[engine_pb2.EngineReply], None],
+        ranks: Callable[[Activity], Sequence[engine_pb2.EngineRank]] = lambda activity: (),
+        interval_s: float = BEAT_S,
+    ) -> None:
         self._engine, self._send, self._interval_s = engine, send, interval_s
-        self._busy_s = 0.0
-        self._since: float | None = None
+        self.activity = Activity()
+        self._ranks = ranks
         self._memory = MemoryOwners(engine.context)
         self._utilization = _utilization(engine.context.pool.device)
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Count the body's time as time spent on requests."""
-        since = self._since = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._since = None
-            self._busy_s += time.perf_counter() - since
-
     def report(self) -> engine_pb2.EngineHeartbeat:
-        since = self._since
-        present = time.perf_counter() - since if since is not None else 0.0
-        cached = self._engine.context.references
+        (busy, present), cached = self.activity.seconds(), self._engine.context.references
         beat = engine_pb2.EngineHeartbeat(
-            busy_s=self._busy_s + present,
+            busy_s=busy,
             request_s=present,
             memory_bytes=resident_bytes(),
             caches={
@@ -77,6 +75,7 @@ class Heartbeat:
             share = self._utilization()
             if share is not None:
                 beat.device.utilization = share
+        beat.ranks.extend(self._ranks(self.activity))
         return beat
 
     def _run(self) -> None:

@@ -11,14 +11,20 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+
+import torch
+from gradwire_proto.v1 import engine_pb2
 
 from gradwire_server.config import EngineSettings
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.group_agreement import GroupAgreement
 from gradwire_server.engine.machine import Share
 from gradwire_server.engine.operations.decisions import Decision
+from gradwire_server.engine.process.activity import Activity
 from gradwire_server.engine.process.decision_link import Followers
+from gradwire_server.engine.process.pulse import Pulse
 from gradwire_server.engine.process.watch import Watch
 from gradwire_server.engine_link.crash_marks import CrashMarks
 
@@ -48,6 +54,22 @@ class Ranks:
         if self._watch is not None and any(request.ends for request in decision.requests):
             self._watch.stop()
         self._followers.send(decision)
+
+    def report(self, activity: Activity, device: torch.device) -> list[engine_pb2.EngineRank]:
+        """The ranks that have told of themselves, by number; none in an engine of one process.
+
+        Args:
+            activity: This process's.
+            device: This process's.
+        """
+        if self._watch is None or not isinstance(self.agreement, GroupAgreement):
+            return []
+        now = time.perf_counter()
+        heard = {0: (Pulse.take(self.agreement, activity, device), now)} | self._watch.heard
+        return [
+            pulse.to_proto(f"cuda:{rank}" if device.type == "cuda" else device.type, now - at)
+            for rank, (pulse, at) in sorted(heard.items())
+        ]
 
     def _start(self, settings: EngineSettings, marks: CrashMarks | None, share: Share) -> None:
         agreement = self.agreement = GroupAgreement(0, settings.ranks, marks)

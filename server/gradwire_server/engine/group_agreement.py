@@ -152,6 +152,8 @@ class GroupAgreement(Agreement):
     def gathered(self, own: bytes) -> list[bytes]:
         """See :class:`.agreement.Agreement`."""
         sizes = self._numbers("sizes", len(own))
+        if not any(sizes):
+            return [own] * self.ranks
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else padded[:0]
         found = [torch.empty_like(padded) for _ in sizes]

@@ -16,11 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradwire_server.engine.agreement import Agreement, Failure
+from gradwire_server.engine.agreement import Failure
 from gradwire_server.engine.model.attention.paged import PAGE
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.split_model import SplitModel
 from gradwire_server.engine.sampling.admission import QUANTUM, Held, Waiting, WaitingRows
+from gradwire_server.engine.sampling.division import Division
 from gradwire_server.engine.sampling.drawing.draw import Uniforms
 from gradwire_server.engine.sampling.drawing.kinds import Kinds
 from gradwire_server.engine.sampling.growing.growing_sample import GrowingSample
@@ -47,7 +48,7 @@ class Batch:
         cache_tokens: Tokens of key-value cache that several rows may take; one row may have what it needs.
         rows: Maximum rows at a time.
         uniforms: Source of random numbers.
-        agreement: Tells whether a step failed.
+        division: Says which of the rows are this process's.
 
     Attributes:
         values: Keys and values of the rows in progress.
@@ -60,7 +61,7 @@ class Batch:
         cache_tokens: int,
         rows: int,
         uniforms: Uniforms,
-        agreement: Agreement,
+        division: Division,
     ) -> None:
         self._split_model = split_model
         self._make_values = values
@@ -71,7 +72,7 @@ class Batch:
         self._steps = self._formed = 0
         self._kinds = Kinds(split_model.facts.vocab_size)
         self._jobs: list[LocalJob] = []
-        self._uniforms, self._agreement = uniforms, agreement
+        self._uniforms, self._division = uniforms, division
         self.values = values()
         self._rows = self._begin([])
 
@@ -93,9 +94,10 @@ class Batch:
     def step(self) -> None:
         """Prefill new rows if there is room, and add one token to every sample."""
         with torch.no_grad():
-            found = self._agreement.attempt(lambda: self._split_model.compute(self._step))
+            found = self._division.attempt(lambda: self._split_model.compute(self._step))
         if isinstance(found, Failure):  # reported by the jobs, to whoever waits for their samples
             self._give_up(found)
+        self._division.exchange(self._jobs)
         for job in [job for job in self._jobs if job.error is not None]:
             self.remove(job)
         self._jobs = [job for job in self._jobs if not job.done]

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from gradwire_proto.v1 import training_pb2
+from gradwire_proto.v1 import engine_pb2, training_pb2
 
 from gradwire_server.engine.errors import OperationError, panics_as_errors
+from gradwire_server.engine.failures import to_error
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.tokenizers import TextTokenizer
 from gradwire_server.engine.sampling.drawing.json_grammar import JsonGrammar
@@ -43,6 +44,7 @@ class LocalJob:
         ends: Tokens that end a sample.
         limits: ``[R]`` maximum tokens of each sample.
         error: The error that ended the job, or None.
+        own: The rows that this process computes; all of them, unless they are divided among ranks.
 
     Raises:
         OperationError: The request is invalid.
@@ -67,6 +69,10 @@ class LocalJob:
             [min(params.max_tokens, facts.context_length - len(prompt)) for prompt in prompts], params.n
         )
         self.error: Exception | None = None
+        self.own: Sequence[int] = range(len(self.limits))
+        self._news: list[int] = []
+        self._told_error = False
+        self._deltas: list[training_pb2.SampleDelta] = []
         self._eos = eos - stops
         self._ended: list[_Ended | None] = [None] * len(self.limits)
         self._left = len(self._ended)
@@ -98,9 +104,8 @@ class LocalJob:
         return not self._left or self.error is not None
 
     def order(self) -> list[int]:
-        """All rows, longest prompts first, with a prompt's samples side by side."""
-        rows = range(len(self.limits))
-        return sorted(rows, key=lambda row: (-len(self.prompt_of(row)), row))
+        """The rows of this process, longest prompts first, with a prompt's samples side by side."""
+        return sorted(self.own, key=lambda row: (-len(self.prompt_of(row)), row))
 
     def prompt_of(self, row: int) -> tuple[int, ...]:
         return self.prompts[row // self.params.n]
@@ -134,7 +139,38 @@ class LocalJob:
         """See :class:`.sampler.Job`."""
         if self.error is not None:
             return []
-        return [handed.take() for handed in self._handed if handed.waiting]
+        others, self._deltas = self._deltas, []
+        own = [handed.take() for handed in self._handed if handed.waiting]
+        return sorted([*own, *others], key=lambda delta: delta.row)
+
+    def news(self, *, deltas: bool) -> engine_pb2.EngineSampledJob | None:
+        """Take what this process has computed since the last call, for the other ranks; None if nothing.
+
+        Args:
+            deltas: Whether to take the new tokens of samples that stream, too.
+        """
+        ended, self._news = self._news, []
+        told = engine_pb2.EngineSampledJob(
+            ended=[_on_the_wire(row, found) for row in ended if (found := self._ended[row]) is not None],
+            deltas=self.new_tokens() if deltas else [],
+            error=None if self.error is None else to_error(self.error, "request sample"),
+        )
+        return told if told.ByteSize() else None
+
+    def learn(self, told: engine_pb2.EngineSampledJob, *, own: bool) -> None:
+        """Take note of what a rank has told, rank by rank: the error of the first one is that of the job.
+
+        Args:
+            own: Whether it is this process's :meth:`news`.
+        """
+        if told.HasField("error") and not self._told_error:
+            self._told_error, self.error = True, OperationError.from_proto(told.error)
+        if own:
+            return
+        for each in told.ended:
+            self._left -= self._ended[each.row] is None
+            self._ended[each.row] = _from_the_wire(each)
+        self._deltas += told.deltas
 
     def end(
         self,
@@ -154,6 +190,7 @@ class LocalJob:
         """
         self._left -= self._ended[row] is None
         ended = self._ended[row] = _Ended(token_ids, logprobs, by_token, text, top)
+        self._news.append(row)
         if self._handed:
             (whole,) = self._texts([ended]) if self.tokenizer is not None else ("",)
             self._handed[row].end(whole, self._reason(ended))
@@ -190,6 +227,31 @@ class LocalJob:
             decoded = iter(self.tokenizer.decode(whole))
             texts += [next(decoded) if row.text is None else row.text for row in rows]
         return texts
+
+
+def _on_the_wire(row: int, ended: _Ended) -> engine_pb2.EngineEndedSample:
+    top_ids, top_logprobs = (b"", b"") if ended.top is None else (each.tobytes() for each in ended.top)
+    return engine_pb2.EngineEndedSample(
+        row=row,
+        token_ids=ended.token_ids.tobytes(),
+        logprobs=ended.logprobs.tobytes(),
+        by_token=ended.by_token,
+        text=ended.text,
+        top_token_ids=top_ids,
+        top_logprobs=top_logprobs,
+    )
+
+
+def _from_the_wire(told: engine_pb2.EngineEndedSample) -> _Ended:
+    token_ids, logprobs = np.frombuffer(told.token_ids, np.int32), np.frombuffer(told.logprobs, np.float32)
+    top = None
+    if told.top_token_ids:
+        shape = (len(token_ids), -1)
+        top = (
+            np.frombuffer(told.top_token_ids, np.int32).reshape(shape),
+            np.frombuffer(told.top_logprobs, np.float32).reshape(shape),
+        )
+    return _Ended(token_ids, logprobs, told.by_token, told.text if told.HasField("text") else None, top)
 
 
 def _together(parts: Sequence[TopTokens]) -> TopTokens | None:

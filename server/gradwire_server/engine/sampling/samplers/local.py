@@ -20,6 +20,7 @@ from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.split_model import SplitModel
 from gradwire_server.engine.model.tokenizers import TextTokenizer
 from gradwire_server.engine.sampling.batch import Batch
+from gradwire_server.engine.sampling.division import Division
 from gradwire_server.engine.sampling.drawing.draw import Uniforms
 from gradwire_server.engine.sampling.drawing.grammars import Grammars
 from gradwire_server.engine.sampling.image_prompt import ImagePrompt
@@ -54,7 +55,7 @@ class LocalSampler:
     """Sample on the engine's own weights. Batches take turns.
 
     Args:
-        agreement: Tells whether a step failed.
+        agreement: This process's agreement with the others of the engine, which share the samples.
         cache_bytes: Maximum bytes of a batch's keys and values; one sample alone may have what it needs.
         logits_elements: Maximum entries of ``[R, V]`` at a time.
         kept_bytes: Maximum bytes of keys and values to keep of a batch whose requests are done, for prompts that begin
@@ -71,6 +72,7 @@ class LocalSampler:
         kept_bytes: int = 128 << 20,
     ) -> None:
         self._agreement = agreement or Agreement()
+        self._division = Division(self._agreement)
         self._cache_bytes = cache_bytes
         self._logits_elements = logits_elements
         self._uniforms = Uniforms()
@@ -100,6 +102,7 @@ class LocalSampler:
         job = LocalJob(policy, prompts, params, tokenizer, owner)
         if job.done:
             return job
+        self._division.divide(job)
         split_model = policy.split_model
         has_images = any(isinstance(prompt, ImagePrompt) for prompt in prompts)
         if has_images and not self._fits_pages(policy):
@@ -124,7 +127,7 @@ class LocalSampler:
             rows = max(1, self._logits_elements // policy.facts.vocab_size)
             self._owners[key] = key.split_model if key.adapter is None else policy
             values, tokens = self._values(policy, key), self._cache_bytes // self._bytes_of_token(policy)
-            self._batches[key] = Batch(key.split_model, values, tokens, rows, self._uniforms, self._agreement)
+            self._batches[key] = Batch(key.split_model, values, tokens, rows, self._uniforms, self._division)
         self._batches[key].add(job)
 
     def cancel(self, job: LocalJob) -> None:

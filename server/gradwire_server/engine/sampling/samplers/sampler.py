@@ -48,6 +48,7 @@ class SamplingParams:
         json_schema: JSON schema of the sample's text; empty for any text.
         top_logprobs: Most probable tokens to return in each place.
         stream: Whether new tokens are handed out while the sample grows.
+        deterministic: Whether one rank of the engine computes all samples, for the same bits on any number of ranks.
     """
 
     max_tokens: int
@@ -67,6 +68,7 @@ class SamplingParams:
     json_schema: str = ""
     top_logprobs: int = 0
     stream: bool = False
+    deterministic: bool = False
 
     @classmethod
     def from_call(cls, call: training_pb2.SampleCall, seed: int, *, stream: bool = False) -> SamplingParams:
@@ -93,6 +95,7 @@ class SamplingParams:
             json_schema=call.json_schema,
             top_logprobs=call.top_logprobs,
             stream=stream,
+            deterministic=call.deterministic,
         )
         rules = {
             "max_tokens": (

@@ -1,12 +1,9 @@
-"""An engine of several ranks gives the bits that one process gives, and lives and dies as one."""
+"""Training on several ranks gives the bits that one process gives, and they live and die as one."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,79 +12,14 @@ from gradwire_losses.registry import LossSpec, all_losses, get_loss, load_builti
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.process.watch import BROKEN
 from gradwire_server.engine_link.frames import LinkClosed
-from support.engine import Driver, EngineProcess, LocalEngine, loss_call, token_rows
+from support.engine import Driver, EngineProcess, loss_call, token_rows
+from support.ranks import CAUSAL, FAILING, ROWS, STEP, Engines, children
 from support.stage import wait_for
 
 load_builtin_losses()
-ROWS = token_rows([[1, 20, 30, 40, 50], [1, 9, 8, 7, 6, 5, 4], [1, 60, 61], [1, 2, 3, 4], [1, 7]])
-STEP = pb.OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, max_grad_norm=1.0)
-CAUSAL = pb.LossCall(loss_fn="causal_lm", outputs=["logprobs"])
 OFTEN = ("causal_lm", "dpo", "grpo", "enhanced_ppo")
 """Losses tried in the short form: with a stream, with a reference, over groups, with a value head."""
 LOSSES = [loss.name for loss in all_losses() if loss.function.__module__.startswith("gradwire_losses.")]
-FAILING = """
-import gc
-
-import torch
-import torch.distributed as dist
-
-from gradwire_losses.fields import INPUT_IDS
-from gradwire_losses.outputs import LossOutput, Term
-from gradwire_losses.registry import register_loss
-
-def failing(name, error, streams):
-    '''A loss that fails once, on the last rank.'''
-    failures = [error]
-
-    def fails(batch, scores, config):
-        if failures and dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1:
-            raise failures.pop()
-        return LossOutput({"mine": Term(-scores.logprobs.sum(), batch.num_scored, "tokens")})
-
-    register_loss(name, fields=[INPUT_IDS], metrics={}, reference="none", formula="none", streams=streams)(fails)
-
-@register_loss("spoils", fields=[INPUT_IDS], metrics={}, reference="none", formula="none", streams=True)
-def spoils(batch, scores, config):
-    if dist.get_rank() == 1:
-        (run,) = (each for each in gc.get_objects() if type(each).__name__ == "EngineRun")
-        next(iter(run.policy.masters().values())).data.flatten()[0] += 1e-3
-    return LossOutput({"mine": Term(-scores.logprobs.sum(), batch.num_scored, "tokens")})
-
-failing("memory", torch.OutOfMemoryError("injected"), False)
-failing("memory_in_its_part", torch.OutOfMemoryError("injected"), True)
-failing("fault", ValueError("injected"), False)
-failing("fault_in_its_part", ValueError("injected"), True)
-"""
-
-
-@dataclass
-class Engines:
-    """One process, and a group of ranks, each with a state folder."""
-
-    one: LocalEngine
-    group: EngineProcess
-    folder: Path
-
-    def weights(self, name: str, run_id: str) -> str:
-        """A hash of a checkpoint's tensors: weights, moments, accumulation."""
-        found = hashlib.sha256()
-        files = sorted((self.folder / name / "runs" / run_id).rglob("*.safetensors"))
-        assert files
-        for file in files:
-            found.update(file.read_bytes())
-        return found.hexdigest()
-
-
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def engines(
-    request: pytest.FixtureRequest, tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engines]:
-    folder = tmp_path_factory.mktemp("ranks")
-    (folder / "losses.py").write_text(FAILING)
-    settings: dict[str, Any] = {"microbatch_tokens": 16, "threads": 1, "losses": [folder / "losses.py"]}
-    group = EngineProcess({"tiny": tiny_model_path}, folder / "group", ranks=request.param, **settings)
-    yield Engines(LocalEngine({"tiny": tiny_model_path}, folder / "one", **settings), group, folder)
-    group.kill()
 
 
 def trained(engine: Driver, run_id: str, **config: object) -> list[object]:
@@ -108,7 +40,7 @@ def trained(engine: Driver, run_id: str, **config: object) -> list[object]:
         figures.append(engine.do(run_id, optim_step=STEP).proto.optim_step)
     call = pb.SampleCall(max_tokens=6, temperature=1.0, ignore_eos=True)
     sampled = engine.do(run_id, token_rows([[1, 20, 30], [1, 5]], "prompt_ids"), sample=call)
-    figures += [sampled.columns[name].values.tolist() for name in ("token_ids", "logprobs")]
+    figures.append(sampled.columns["token_ids"].values.tolist())
     engine.do(run_id, ROWS, forward_backward=CAUSAL)
     engine.do(run_id, save_checkpoint=pb.SaveCheckpoint(name="now"))
     engine.do(run_id, export=pb.ExportModel(name="out"))
@@ -169,10 +101,6 @@ def test_an_error_of_one_rank_is_that_of_the_operation(engines: Engines) -> None
         else:
             assert "ValueError" in found.proto.error.message
     assert engines.group.do("run-errors", optim_step=STEP).proto.optim_step.num_accumulated == 2
-
-
-def children(pid: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.slow  # the end-to-end test kills a rank, too

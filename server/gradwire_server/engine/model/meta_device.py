@@ -21,7 +21,10 @@ _estimated: ContextVar[DeviceKind | None] = ContextVar("estimated", default=None
 
 @contextmanager
 def estimating(kind: DeviceKind) -> Iterator[None]:
-    """Compute on the meta device what a device of this kind would, to count its memory."""
+    """Compute on the meta device what a device of this kind would, to count its memory; may be within itself."""
+    if _estimated.get() == kind:
+        yield
+        return
     token = _estimated.set(kind)
     try:
         with _GroupedProducts():  # type: ignore[no-untyped-call]

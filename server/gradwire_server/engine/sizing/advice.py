@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from gradwire_server.engine.model.layers.activations import Activations
-from gradwire_server.engine.sizing.estimate import ENGINE_BYTES, Estimate, Workload, estimate
+from gradwire_server.engine.sizing.estimate import ENGINE_BYTES, Estimate, Workload
 from gradwire_server.engine.sizing.parts import readable
 
 TREATMENTS = {
@@ -74,7 +74,7 @@ def _changes(found: Estimate) -> Iterator[str]:
         yield f"It fits with {words}: {readable(fewer.total_bytes)}."
         return
     for words, workload in _alternatives(found):
-        other = estimate(workload, found.device)
+        other = found.again(workload)
         if other.fits:
             yield f"It fits with {words}: {readable(other.total_bytes)}."
             return
@@ -88,7 +88,7 @@ def _with_fewer_runs(found: Estimate) -> Estimate | None:
         runs = other.workload.runs + more_runs(other)
         if runs < 1:
             return None
-        other = estimate(replace(found.workload, runs=runs), found.device)
+        other = found.again(replace(found.workload, runs=runs))
         if other.fits:
             return other
     return None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from gradwire_proto.v1 import training_pb2
@@ -101,12 +102,11 @@ class Estimate:
         context_length: Of the model, in tokens.
         trained_parameters: Of each run.
         parts: Name -> bytes; the names are those of :data:`PARTS`.
-        activations: With (True) and without (False) gradient checkpointing.
         chosen: What becomes of the micro-batch's activations.
         microbatch_rows: Rows that go through the model together.
         budget: The engine's limits for an operation.
-        row_bytes: Bytes of a micro-batch of one row that is computed as longer rows are: all but what is held.
         key_value_token_bytes: Keys and values of a sampled token.
+        model: The model and run that it was computed from.
     """
 
     workload: Workload
@@ -115,12 +115,35 @@ class Estimate:
     context_length: int
     trained_parameters: int
     parts: Mapping[str, int]
-    activations: Mapping[bool, int]
     chosen: Activations
     microbatch_rows: int
     budget: Budget
-    row_bytes: int
     key_value_token_bytes: int
+    model: MetaModel = field(repr=False, compare=False)
+
+    @cached_property
+    def activations(self) -> Mapping[bool, int]:
+        """Bytes of a micro-batch's activations with (True) and without (False) gradient checkpointing."""
+        of = {False: Activations.KEEP, True: Activations.RECOMPUTE}
+        return {each: int(self._step(self.microbatch_rows, of[each])["activations"]) for each in of}
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of a micro-batch of one row that is computed as longer rows are: all but what is held."""
+        of_longer = Activations.RECOMPUTE | Activations.CHUNK if may_recompute(self.model.run) else Activations.KEEP
+        images = _image_bytes(self.workload, self.model, 1, of_longer)
+        return int(sum(self._step(1, of_longer).values())) + images
+
+    def again(self, workload: Workload) -> Estimate:
+        """The estimate of another workload on the same device."""
+        alike = all(
+            getattr(workload, name) == getattr(self.workload, name)
+            for name in ("model", "dtype", "run_config", "quantize")
+        )
+        return estimate(workload, self.device, self.model if alike else None)
+
+    def _step(self, rows: int, activations: Activations) -> Mapping[str, float]:
+        return _step_bytes(self.workload, self.model, self.budget, rows, activations)
 
     @property
     def total_bytes(self) -> int:
@@ -181,20 +204,10 @@ def estimate(workload: Workload, device: Device, model: MetaModel | None = None)
     budget = planned.budget(model.run, workload.tokens)
     of_row = workload.tokens + math.ceil(budget.image_cost * workload.image_tokens)
     per_microbatch = max(1, min(workload.rows, budget.microbatch_tokens // of_row))
-    scores = {SCORES[workload.head]} | ({"logprobs"} if workload.head != "reward" or workload.references else set())
-
-    def step(rows: int, activations: Activations) -> Mapping[str, float]:
-        return model.step(rows, workload.tokens, scores, budget, activations)
-
-    def images(rows: int, activations: Activations) -> int:
-        recompute = workload.checkpointing or Activations.RECOMPUTE in activations
-        return int(rows * workload.image_tokens * model.image_bytes(recompute=recompute))
-
     chosen = budget.activations(per_microbatch * of_row)
-    of_longer = Activations.RECOMPUTE | Activations.CHUNK if may_recompute(model.run) else Activations.KEEP
-    steps = {each: step(per_microbatch, each) for each in {Activations.KEEP, Activations.RECOMPUTE, chosen}}
-    parts |= {name: int(count) for name, count in steps[chosen].items()}
-    parts["images"] = images(per_microbatch, chosen)
+    step = _step_bytes(workload, model, budget, per_microbatch, chosen)
+    parts |= {name: int(count) for name, count in step.items()}
+    parts["images"] = _image_bytes(workload, model, per_microbatch, chosen)
     per_token = key_value_bytes(model.model, workload.dtype)
     parts["libraries"] = LIBRARY_BYTES[device.kind]
     parts["key_values"] = workload.samples * workload.tokens * per_token
@@ -205,16 +218,24 @@ def estimate(workload: Workload, device: Device, model: MetaModel | None = None)
         context_length=model.context_length,
         trained_parameters=model.trained_parameters,
         parts=parts,
-        activations={
-            checkpointing: int(steps[each]["activations"])
-            for checkpointing, each in ((False, Activations.KEEP), (True, Activations.RECOMPUTE))
-        },
         chosen=chosen,
         microbatch_rows=per_microbatch,
         budget=budget,
-        row_bytes=int(sum(step(1, of_longer).values())) + images(1, of_longer),
         key_value_token_bytes=per_token,
+        model=model,
     )
+
+
+def _step_bytes(
+    workload: Workload, model: MetaModel, budget: Budget, rows: int, activations: Activations
+) -> Mapping[str, float]:
+    scores = {SCORES[workload.head]} | ({"logprobs"} if workload.head != "reward" or workload.references else set())
+    return model.step(rows, workload.tokens, scores, budget, activations)
+
+
+def _image_bytes(workload: Workload, model: MetaModel, rows: int, activations: Activations) -> int:
+    recompute = workload.checkpointing or Activations.RECOMPUTE in activations
+    return int(rows * workload.image_tokens * model.image_bytes(recompute=recompute))
 
 
 def _check(workload: Workload, model: MetaModel) -> None:

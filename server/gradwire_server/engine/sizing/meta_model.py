@@ -73,6 +73,7 @@ class MetaModel:
     ) -> None:
         self._kind = kind
         self._walks = False
+        self._steps: dict[tuple[int, int, frozenset[str], Budget, Activations], dict[str, float]] = {}
         self._path, self._dtype, self._config, self._quantize = path, dtype, config, quantize
         pool = MetaPool({MODEL: path}, dtype)
         self.model: PreTrainedModel = pool.meta_model(MODEL)
@@ -142,6 +143,14 @@ class MetaModel:
         return {name: max(short[name], short[name] + times * (longer[name] - short[name])) for name in short}
 
     def _step(
+        self, rows: int, tokens: int, scores: set[str], budget: Budget, activations: Activations, most: int | None
+    ) -> dict[str, float]:
+        key = (rows, tokens, frozenset(scores), budget, activations)
+        if key not in self._steps:
+            self._steps[key] = self._computed(rows, tokens, scores, budget, activations, most)
+        return self._steps[key]
+
+    def _computed(
         self, rows: int, tokens: int, scores: set[str], budget: Budget, activations: Activations, most: int | None
     ) -> dict[str, float]:
         with _without_numbers(self._kind):

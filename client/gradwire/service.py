@@ -144,6 +144,7 @@ class ServiceClient:
         from_checkpoint: str | PathLike | Upload | None = None,
         router_aux_loss_coef: float | None = None,
         lanes: int | None = None,
+        keep_journal: bool = False,
     ) -> TrainingClient:
         """Create a run with its own weights, optimizer state and queue.
 
@@ -178,6 +179,8 @@ class ServiceClient:
             lanes: Least number of micro-batches that a batch of as many rows is divided into, a power of two: so many
                 ranks can share the work of the run, and its bits are the same on any number of ranks. By default as
                 many as the server's engine has ranks now.
+            keep_journal: Whether the server keeps every operation with its batch until the run is deleted, so that
+                ``gradwire record`` has the run from its beginning. They take the batches' size on the server's disk.
 
         Raises:
             UnknownModelError: The server does not hold the model.
@@ -214,6 +217,7 @@ class ServiceClient:
             from_upload=from_upload,
             router_aux_loss_coef=router_aux_loss_coef,
             lanes=lanes or 0,
+            keep_journal=keep_journal,
         )
         request = pb.CreateRunRequest(config=config, idempotency_key=secrets.token_hex(16))
         run = await self._transport.unary(lambda stub: stub.CreateRun, request, timeout_s=None)

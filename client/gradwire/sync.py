@@ -112,6 +112,7 @@ class TrainingClient(Operations):
     unshare = _blocking(training.TrainingClient.unshare)
     delete_checkpoint = _blocking(training.TrainingClient.delete_checkpoint)
     download_checkpoint = _blocking(training.TrainingClient.download_checkpoint)
+    download_record = _blocking(training.TrainingClient.download_record)
     push_to_hub = _blocking(training.TrainingClient.push_to_hub)
 
 

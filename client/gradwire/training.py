@@ -19,6 +19,7 @@ from gradwire.history import History
 from gradwire.losses import model_path
 from gradwire.operations import Operations
 from gradwire.results import Checkpoint, Columns, LossResult, OptimStepResult, SampleResult, TrainStepResult
+from gradwire.whole_files import write_tar
 from gradwire.wire.files import check_folder, download
 
 
@@ -71,6 +72,27 @@ class TrainingClient(Operations):
         check_folder("download_checkpoint", path)
         request = pb.DownloadRequest(checkpoint=self._path_of(checkpoint))
         return await download(self._transport, request, Path(path))
+
+    async def download_record(self, path: str | os.PathLike[str], *, sign: bool = False) -> Path:
+        """Write the record of this run to a tar file, from which ``gradwire verify`` computes the run again.
+
+        It has the operations that have results, with their batches, and what they gave: from the run's creation on with
+        ``create_run(keep_journal=True)``, otherwise from an early checkpoint that is still there, which it contains.
+
+        Args:
+            path: The file, which is replaced once the record is complete.
+            sign: Whether the server signs it with its key (Ed25519).
+
+        Raises:
+            PermissionDeniedError: The run is shared with this key to read.
+            UnsupportedError: It cannot be recorded: a batch or a checkpoint that it reads is not kept.
+        """
+        request, path = pb.DownloadRequest(record=self.run_id, sign=sign), Path(path)
+        check_folder("download_record", path.parent)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+            await download(self._transport, request, Path(folder))
+            await asyncio.to_thread(write_tar, Path(folder), path)
+        return path
 
     async def push_to_hub(
         self,

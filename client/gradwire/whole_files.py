@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +25,20 @@ def whole_file(path: Path | str) -> Iterator[BinaryIO]:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def write_tar(folder: Path, to: Path) -> None:
+    """Write the files below a folder to a tar file: the same files give the same bytes."""
+
+    def plain(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+        entry.uid = entry.gid = entry.mtime = 0
+        entry.uname = entry.gname = ""
+        entry.mode = 0o644
+        return entry
+
+    with whole_file(to) as file, tarfile.open(fileobj=file, mode="w") as archive:
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            archive.add(path, path.relative_to(folder).as_posix(), filter=plain)
 
 
 def replace_json(path: Path, content: Any, indent: int | None = None) -> None:

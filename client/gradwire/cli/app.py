@@ -11,6 +11,7 @@ from gradwire import __version__
 from gradwire.cli import jobs, runs, uploads
 from gradwire.cli.doctor import doctor
 from gradwire.cli.plugins import Commands
+from gradwire.cli.record import record
 from gradwire.cli.render import render
 from gradwire.cli.status import status
 from gradwire.cli.top import top
@@ -41,6 +42,7 @@ app.command()(status)
 app.command()(top)
 app.add_typer(runs.app, name="runs")
 app.add_typer(jobs.app, name="jobs")
+app.command()(record)
 app.command()(render)
 app.add_typer(uploads.app, name="uploads")
 app.command()(doctor)

@@ -34,6 +34,8 @@ class JournalRecord(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     FAILURE_SEQ_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     seq: _builtins.int
     at: _builtins.float
@@ -42,12 +44,16 @@ class JournalRecord(_message.Message):
     """Of a result: what the run's row says after it."""
     failure_seq: _builtins.int
     failure: _builtins.str
+    status: _training_pb2.Status.ValueType
+    """Of an operation in a run's record: what became of it, and what repeating it must give again."""
     @_builtins.property
     def operation(self) -> _training_pb2.OperationHeader: ...
     @_builtins.property
     def result(self) -> _training_pb2.OperationResult:
         """of an operation that did not succeed, together with the operation"""
 
+    @_builtins.property
+    def outcome(self) -> Global___Outcome: ...
     def __init__(
         self,
         *,
@@ -59,10 +65,12 @@ class JournalRecord(_message.Message):
         step: _builtins.int = ...,
         failure_seq: _builtins.int = ...,
         failure: _builtins.str = ...,
+        status: _training_pb2.Status.ValueType = ...,
+        outcome: Global___Outcome | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "outcome", b"outcome", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "failure", b"failure", "failure_seq", b"failure_seq", "operation", b"operation", "result", b"result", "run_id", b"run_id", "seq", b"seq", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "failure", b"failure", "failure_seq", b"failure_seq", "operation", b"operation", "outcome", b"outcome", "result", b"result", "run_id", b"run_id", "seq", b"seq", "status", b"status", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

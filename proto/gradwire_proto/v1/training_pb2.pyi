@@ -1282,6 +1282,7 @@ class RunConfig(_message.Message):
     FROM_UPLOAD_FIELD_NUMBER: _builtins.int
     ROUTER_AUX_LOSS_COEF_FIELD_NUMBER: _builtins.int
     LANES_FIELD_NUMBER: _builtins.int
+    KEEP_JOURNAL_FIELD_NUMBER: _builtins.int
     base_model: _builtins.str
     head: _builtins.str
     """"", "value" (one scalar per token), "reward" (one per sequence) or"""
@@ -1306,6 +1307,10 @@ class RunConfig(_message.Message):
     Number of sums in which gradients are added before they are added in pairs, a power of two: so many ranks can divide
     the work of the run, and its bits are the same on any number of ranks. 0: as many as ranks where it is created.
     """
+    keep_journal: _builtins.bool
+    """Whether every operation stays in the journal with its batch until the run is deleted, so that its record can be
+    executed again from the beginning; else operations go once a checkpoint contains them.
+    """
     @_builtins.property
     def lora(self) -> Global___LoraSettings:
         """absent: all weights are trained"""
@@ -1328,10 +1333,11 @@ class RunConfig(_message.Message):
         from_upload: _builtins.str = ...,
         router_aux_loss_coef: _builtins.float | None = ...,
         lanes: _builtins.int = ...,
+        keep_journal: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing", "_router_aux_loss_coef", b"_router_aux_loss_coef", "gradient_checkpointing", b"gradient_checkpointing", "lora", b"lora", "router_aux_loss_coef", b"router_aux_loss_coef"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing", "_router_aux_loss_coef", b"_router_aux_loss_coef", "base_model", b"base_model", "dropout", b"dropout", "from_upload", b"from_upload", "gradient_checkpointing", b"gradient_checkpointing", "head", b"head", "kind", b"kind", "lanes", b"lanes", "lora", b"lora", "name", b"name", "num_labels", b"num_labels", "router_aux_loss_coef", b"router_aux_loss_coef", "seed", b"seed", "tags", b"tags"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing", "_router_aux_loss_coef", b"_router_aux_loss_coef", "base_model", b"base_model", "dropout", b"dropout", "from_upload", b"from_upload", "gradient_checkpointing", b"gradient_checkpointing", "head", b"head", "keep_journal", b"keep_journal", "kind", b"kind", "lanes", b"lanes", "lora", b"lora", "name", b"name", "num_labels", b"num_labels", "router_aux_loss_coef", b"router_aux_loss_coef", "seed", b"seed", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gradient_checkpointing: _TypeAlias = _typing.Literal["gradient_checkpointing"]  # noqa: Y015
     _WhichOneofArgType__gradient_checkpointing: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing"]  # noqa: Y015
@@ -3829,21 +3835,29 @@ class DownloadRequest(_message.Message):
 
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     EXPORT_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
+    SIGN_FIELD_NUMBER: _builtins.int
     checkpoint: _builtins.str
     """"RUN_ID/NAME" """
     export: _builtins.str
     """"RUN_ID/NAME" """
+    record: _builtins.str
+    """"RUN_ID": its operations, for `gradwire verify`"""
+    sign: _builtins.bool
+    """of a record: sign it with the server's key"""
     def __init__(
         self,
         *,
         checkpoint: _builtins.str = ...,
         export: _builtins.str = ...,
+        record: _builtins.str = ...,
+        sign: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "export", b"export", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "export", b"export", "record", b"record", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "export", b"export", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "export", b"export", "record", b"record", "sign", b"sign", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["checkpoint", "export"]  # noqa: Y015
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["checkpoint", "export", "record"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
 

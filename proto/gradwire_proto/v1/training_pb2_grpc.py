@@ -443,7 +443,7 @@ class TrainingServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Download(self, request, context):
-        """The files of a checkpoint or of an export, in chunks of at most 1 MiB.
+        """The files of a checkpoint, of an export or of a run's record, in chunks of at most 1 MiB.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -131,7 +131,7 @@ class TrainingServiceStub:
     """---- Checkpoints (saving and loading are operations) ----"""
     DeleteCheckpoint: _grpc.UnaryUnaryMultiCallable[_training_pb2.DeleteCheckpointRequest, _training_pb2.DeleteCheckpointResponse]
     Download: _grpc.UnaryStreamMultiCallable[_training_pb2.DownloadRequest, _training_pb2.DownloadFrame]
-    """The files of a checkpoint or of an export, in chunks of at most 1 MiB."""
+    """The files of a checkpoint, of an export or of a run's record, in chunks of at most 1 MiB."""
 
 @_typing.type_check_only
 class TrainingServiceAsyncStub(TrainingServiceStub):
@@ -214,7 +214,7 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     """---- Checkpoints (saving and loading are operations) ----"""
     DeleteCheckpoint: _aio.UnaryUnaryMultiCallable[_training_pb2.DeleteCheckpointRequest, _training_pb2.DeleteCheckpointResponse]  # type: ignore[assignment]
     Download: _aio.UnaryStreamMultiCallable[_training_pb2.DownloadRequest, _training_pb2.DownloadFrame]  # type: ignore[assignment]
-    """The files of a checkpoint or of an export, in chunks of at most 1 MiB."""
+    """The files of a checkpoint, of an export or of a run's record, in chunks of at most 1 MiB."""
 
 class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -498,6 +498,6 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.DownloadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_training_pb2.DownloadFrame], _abc.AsyncIterator[_training_pb2.DownloadFrame]]:
-        """The files of a checkpoint or of an export, in chunks of at most 1 MiB."""
+        """The files of a checkpoint, of an export or of a run's record, in chunks of at most 1 MiB."""
 
 def add_TrainingServiceServicer_to_server(servicer: TrainingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from gradwire_server.cli import keys, serve, state
+from gradwire_server.cli import keys, serve, state, verify
 
 app = typer.Typer(
     help="The server's commands of gradwire.",
@@ -17,6 +17,7 @@ app.command()(serve.serve)
 app.command()(state.backup)
 app.command()(state.restore)
 app.command()(state.repair)
+app.command()(verify.verify)
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from gradwire_server.core.incoming import Incoming
 from gradwire_server.core.jobs.files import Files
 from gradwire_server.core.jobs.jobs import Jobs
 from gradwire_server.core.jobs.workers import JobWorkers
+from gradwire_server.core.recordings import Recordings
 from gradwire_server.core.runs import Runs
 from gradwire_server.core.sampling import Sampling
 from gradwire_server.core.session import Session
@@ -67,6 +68,7 @@ class Core(Startable):
         storage: The state folder: the journal, the rows of runs and checkpoints.
         texts: Conversions between text and token ids.
         runs: Creation, listing and deletion of runs, and their checkpoints; available after :meth:`start`.
+        recordings: Records of runs, to be executed again elsewhere; available after :meth:`start`.
         uploads: Uploaded weights that runs can start from; available after :meth:`start`.
         jobs, files: Trainings that the server runs by itself, and their data; available after :meth:`start`.
         job_workers: The processes that run jobs; a door gives them its address.
@@ -133,9 +135,10 @@ class Core(Startable):
             self.calls,
             self._models,
             self.uploads,
-            config.limits,
-            config.ranks,
+            config,
         )
+        self.recordings = Recordings(config.state_dir, storage)
+        await asyncio.to_thread(self.recordings.clean)
         self.files = Files(config, storage.files, self.keys.quota, lambda file_id: self.jobs.needs(file_id))
         await self.files.load()
         self.jobs = Jobs(config, storage.jobs, self.files, self.keys, self._models, lambda: self.job_workers.look())

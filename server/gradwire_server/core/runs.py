@@ -15,7 +15,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.calls import Calls
 from gradwire_server.access.keys import Caller, Keys
 from gradwire_server.access.model_names import ModelNames
-from gradwire_server.config import Limits
+from gradwire_server.config import ServerConfig
 from gradwire_server.core.uploads import Uploads
 from gradwire_server.errors import ServiceError, check_length, limit_exceeded, unknown_checkpoint
 from gradwire_server.journal.checkpoint_records import ORIGIN, CheckpointRecords
@@ -40,7 +40,7 @@ class Runs:
     Args:
         models: The models that a run may be created from.
         uploads: The uploads that it may be created from.
-        ranks: Number of ranks of an engine: the lanes of a run that is created without.
+        config: The server's settings.
     """
 
     def __init__(
@@ -52,12 +52,11 @@ class Runs:
         calls: Calls,
         models: ModelNames,
         uploads: Uploads,
-        limits: Limits,
-        ranks: int,
+        config: ServerConfig,
     ) -> None:
         self._scheduler, self._records, self._checkpoints = scheduler, records, checkpoints
         self._keys, self._calls, self._models, self._uploads = keys, calls, models, uploads
-        self._limits, self._ranks = limits, ranks
+        self._limits, self._ranks, self._durability = config.limits, config.ranks, config.durability
         self._creating: dict[str, tuple[RunRecord, asyncio.Task[None]]] = {}
 
     async def create(self, caller: Caller, given: pb.RunConfig, idempotency_key: str = "") -> pb.Run:
@@ -334,6 +333,8 @@ class Runs:
             )
         if config.lanes > MAX_LANES or config.lanes & (config.lanes - 1):
             raise _invalid(f"lanes is {config.lanes}; it is a power of two, up to {MAX_LANES}", "lanes")
+        if config.keep_journal and self._durability != "journal":
+            raise _invalid("keep_journal: the server keeps no journal (--durability checkpoint)", "keep_journal")
         if config.kind not in ("", "rl"):
             raise _invalid(f'kind is {config.kind[:50]!r}; it is "" or "rl"', "kind")
         if config.HasField("lora"):

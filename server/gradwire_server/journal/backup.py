@@ -19,6 +19,7 @@ from pathlib import Path
 from gradwire_proto.v1 import jobs_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.access.signing import SIGNING_KEY
 from gradwire_server.checkpoint_files import DamagedCheckpoint, read_manifest, read_sealed, sealed
 from gradwire_server.durable_files import make_folder, sync, sync_tree
 from gradwire_server.journal.checkpoint_records import ORIGIN
@@ -160,7 +161,7 @@ def _copy(state_dir: Path, partial: Path, say: Callable[[str], object]) -> Copie
     for folder in (partial / RUNS).glob("*"):
         if folder.name not in runs:
             shutil.rmtree(folder)
-    for name in ("keys.json",):
+    for name in ("keys.json", SIGNING_KEY):
         if (state_dir / name).exists():
             shutil.copy2(state_dir / name, partial / name)
     for name in DOOR_DATABASES:

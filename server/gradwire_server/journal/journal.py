@@ -207,6 +207,7 @@ class Journal:
         repeatable: bool = True,
         point: pb.HistoryPoint | None = None,
         with_operation: bool = False,
+        recorded: bool = False,
     ) -> asyncio.Future[None]:
         """Store a result, the changes to its run's row, its checkpoint, and its point in the run's record.
 
@@ -217,6 +218,7 @@ class Journal:
         Args:
             repeatable: Whether a recovery replays the operation; if not, its record need not be kept.
             with_operation: Whether the operation is still being appended.
+            recorded: Whether its record and its outcome are kept although no recovery replays it.
 
         Raises (through the future):
             LookupError: An earlier operation has no result in the journal, because storing it failed; or the operation
@@ -247,14 +249,14 @@ class Journal:
             )
             changes: dict[str, object] = {
                 "status": result.status,
-                "outcome": outcome_of(result, payload) if repeatable else None,
+                "outcome": outcome_of(result, payload) if repeatable or recorded else None,
                 "replay_s": result.timings.engine_s if repeatable else 0.0,
             }  # not those that stay: SQLite writes the index of every column that is set
-            if not repeatable:
+            if not (repeatable or recorded):
                 changes |= {"segment": None, "offset": None}
             if location and result.status != pb.STATUS_SUCCEEDED:
                 changes["outcome_segment"] = location.segment
-            kept = "?, segment, offset" if repeatable else "?, NULL, NULL"
+            kept = "?, segment, offset" if repeatable or recorded else "?, NULL, NULL"
             changed = connection.execute(
                 f"UPDATE operations SET {', '.join(f'{name} = ?' for name in changes)},"
                 f" digest = {OPERATION.replace('status, segment, offset', kept)} WHERE run_id = ? AND seq = ?",

@@ -9,8 +9,9 @@ import logging
 import math
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from google.protobuf import json_format
 from gradwire_proto.v1 import journal_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
@@ -170,27 +171,45 @@ def divergence(before: journal_pb2.Outcome, now: journal_pb2.Outcome, *, exact: 
     ):
         both_nan = math.isnan(was) and math.isnan(is_now)
         if not both_nan and not (was == is_now if exact else math.isclose(was, is_now, rel_tol=TOLERANCE)):
-            return f"its {name} was {was!r} and is {is_now!r}"
+            return f"its {name} {_apart(was, is_now)}"
     if not exact:
         return ""
-    if before.payload_digest != now.payload_digest:
-        return "its tensors are others"
-    same = _computed(one) == _computed(two)
-    return "" if same else f"its result was {_short(one)} and is {_short(two)}"
+    if _computed(one).SerializeToString(deterministic=True) != _computed(two).SerializeToString(deterministic=True):
+        was_said, says = (dict(_leaves(json_format.MessageToDict(_computed(each)))) for each in (one, two))
+        name = next(name for name in {**was_said, **says} if was_said.get(name) != says.get(name))
+        return f"its {name} {_apart(was_said.get(name, 'nothing'), says.get(name, 'nothing'))}"
+    return "" if before.payload_digest == now.payload_digest else "its tensors are others"
 
 
-def _computed(result: pb.OperationResult) -> bytes:
+def _apart(was: object, is_now: object) -> str:
+    """Two values, and the difference of numbers."""
+    numbers = isinstance(was, float) and isinstance(is_now, float) and math.isfinite(was) and math.isfinite(is_now)
+    by = f" ({is_now - was:+.3g})" if numbers else ""  # type: ignore[operator]
+    return f"was {was!s:.100} and is {is_now!s:.100}{by}"
+
+
+def _leaves(content: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """The values of a message as JSON, by name."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield from _leaves(value, f"{name}.{key}" if name else key)
+    elif isinstance(content, list):
+        for place, value in enumerate(content):
+            yield from _leaves(value, f"{name}[{place}]")
+    else:
+        yield name, content
+
+
+def _computed(result: pb.OperationResult) -> pb.OperationResult:
     """What of a result is computed, and not the way in which it was."""
     kept = pb.OperationResult()
     kept.CopyFrom(result)
     if has_loss(kept):
         for name in ("activations", "limits"):
             loss_result(kept).ClearField(name)
-    return kept.SerializeToString(deterministic=True)
-
-
-def _short(result: pb.OperationResult) -> str:
-    return " ".join(str(result).split())[:300]
+    if kept.HasField("checkpoint"):
+        kept.checkpoint.ClearField("created_at")
+    return kept
 
 
 def _digest(content: bytes) -> bytes:

@@ -2,8 +2,8 @@
 
 A run can always be restored from two points: its newest checkpoint and the one before it (at first, the state in which
 it was created); the journal is kept from the older point on. Once a new checkpoint has been read back successfully, the
-journal is trimmed up to the previous checkpoint and older automatic checkpoints are deleted. A user's checkpoints stay
-until the user deletes them, which is refused while a recovery could need them.
+journal is trimmed up to the previous checkpoint, unless the run keeps it, and older automatic checkpoints are deleted.
+A user's checkpoints stay until the user deletes them, which is refused while a recovery could need them.
 """
 
 from __future__ import annotations
@@ -129,8 +129,9 @@ class AutoCheckpoint:
         if not older:
             return
         previous = max(older)
-        await self._journal.retention.trim(record.run_id, previous)
-        record.trim(previous)
+        if not record.config.keep_journal:
+            await self._journal.retention.trim(record.run_id, previous)
+            record.trim(previous)
         for saved in list(record.checkpoints.values()):
             old = saved.name.startswith(AUTOMATIC) and saved.seq < previous
             if old and await self._checkpoints.user_of(record.run_id, saved.name) is None:

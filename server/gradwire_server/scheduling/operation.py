@@ -25,6 +25,16 @@ def is_replayed_with(operation: pb.Operation, status: pb.Status.ValueType) -> bo
     return status == pb.STATUS_SUCCEEDED and kind_of(operation).changes_state
 
 
+def is_recorded_with(operation: pb.Operation, status: pb.Status.ValueType) -> bool:
+    """Whether a run that keeps its journal keeps the batch and the outcome of an operation with this result's status.
+
+    True for what gives the same bits whenever it is repeated: a sample does if no other rows share its batch.
+    """
+    kind = kind_of(operation)
+    repeats = kind.changes_state or kind.divisible or operation.sample.deterministic
+    return status == pb.STATUS_SUCCEEDED and repeats
+
+
 def may_begin_early(operation: pb.Operation) -> bool:
     """Whether the engine may start the operation before it is in the journal.
 

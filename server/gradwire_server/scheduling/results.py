@@ -22,7 +22,7 @@ from gradwire_server.observability.metrics import Metrics
 from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling import progress
 from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint
-from gradwire_server.scheduling.operation import PayloadMemory, QueuedOperation, is_replayed_with
+from gradwire_server.scheduling.operation import PayloadMemory, QueuedOperation, is_recorded_with, is_replayed_with
 from gradwire_server.scheduling.run_feed import RunFeed
 from gradwire_server.scheduling.run_queue import RunQueue
 from gradwire_server.scheduling.states import OperationState
@@ -94,7 +94,7 @@ class Results:
         _address(result, operation, payload)
         marks = self._apply(queue, operation, result)
         run_id, rewound_epoch = queue.record.run_id, queue.record.rewound_epoch
-        kept = is_replayed_with(operation.header.operation, result.status)
+        kept, recorded = _kept(queue.record, operation, result)
         point = history_point(run_id, operation.header.operation, result, marks.step)
         loop = asyncio.get_running_loop()
         stored: asyncio.Future[None] = loop.create_future()
@@ -104,7 +104,7 @@ class Results:
             if queue.record.rewound_epoch != rewound_epoch:
                 end()  # after a rewind, another operation may have this number
                 return
-            put = self._journal.put_result(run_id, result, [payload], marks, checkpoint, kept, point)
+            put = self._journal.put_result(run_id, result, [payload], marks, checkpoint, kept, point, recorded=recorded)
             put.add_done_callback(durable)
 
         def durable(put: asyncio.Future[None]) -> None:
@@ -142,10 +142,12 @@ class Results:
             not journaled and has none.
         """
         _address(result, operation, payload)
-        run_id, kept = queue.record.run_id, is_replayed_with(operation.header.operation, result.status)
+        run_id, (kept, recorded) = queue.record.run_id, _kept(queue.record, operation, result)
         marks = progress.follow(copy.copy(queue.record), operation, result)
         point = history_point(run_id, operation.header.operation, result, marks.step)
-        put = self._journal.put_result(run_id, result, [payload], marks, None, kept, point, with_operation=True)
+        put = self._journal.put_result(
+            run_id, result, [payload], marks, None, kept, point, with_operation=True, recorded=recorded
+        )
         await asyncio.wait([put])
         if put.exception() is not None or operation.state is not OperationState.SENT:
             return False
@@ -241,6 +243,12 @@ class Results:
         if up_to_seq > record.released_seq:
             queue.released(up_to_seq)
             await self._journal.release(record.run_id, up_to_seq)
+
+
+def _kept(run: RunRecord, operation: QueuedOperation, result: pb.OperationResult) -> tuple[bool, bool]:
+    """Whether an operation's batch and outcome are kept for a recovery; whether they are for the run's record."""
+    about = operation.header.operation, result.status
+    return is_replayed_with(*about), run.config.keep_journal and is_recorded_with(*about)
 
 
 def _address(result: pb.OperationResult, operation: QueuedOperation, payload: Buffer) -> None:

@@ -332,12 +332,12 @@ async def test_a_checkpoint_is_written_once_what_it_contains_has_results_on_disk
     client = await (await door.client()).begin()
     real, held = Journal.put_result, asyncio.Event()
 
-    def late(journal: Journal, run_id: str, result: pb.OperationResult, *rest: Any) -> Any:
+    def late(journal: Journal, run_id: str, result: pb.OperationResult, *rest: Any, **named: Any) -> Any:
         async def put() -> None:
             await held.wait()
-            await real(journal, run_id, result, *rest)
+            await real(journal, run_id, result, *rest, **named)
 
-        return asyncio.ensure_future(put()) if result.seq == 1 else real(journal, run_id, result, *rest)
+        return asyncio.ensure_future(put()) if result.seq == 1 else real(journal, run_id, result, *rest, **named)
 
     monkeypatch.setattr(Journal, "put_result", late)
     await client.fb(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -170,10 +170,15 @@ class TrainingService(TrainingServiceServicer):
         return pb.DeleteCheckpointResponse()
 
     async def Download(self, request: pb.DownloadRequest, context: Any) -> AsyncIterator[pb.DownloadFrame]:
-        source = request.WhichOneof("source") or "checkpoint"
-        folder = await self._core.runs.folder(CALLER.get(), **{source: getattr(request, source)})
-        async with aclosing(files.frames(folder, partial(self._core.calls.slice, CALLER.get().name))) as frames:
-            async for frame in frames:
+        caller, source = CALLER.get(), request.WhichOneof("source") or "checkpoint"
+        async with AsyncExitStack() as used:
+            if source == "record":
+                recording = self._core.recordings.folder(caller, request.record, signed=request.sign)
+                folder = await used.enter_async_context(recording)
+            else:
+                folder = await self._core.runs.folder(caller, **{source: getattr(request, source)})
+            frames = files.frames(folder, partial(self._core.calls.slice, caller.name))
+            async for frame in await used.enter_async_context(aclosing(frames)):
                 yield frame
 
 

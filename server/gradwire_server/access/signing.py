@@ -1,0 +1,61 @@
+"""The server's key for signatures of runs' records: Ed25519, made when it is first needed."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from gradwire_server.durable_files import replace_text
+
+SIGNING_KEY = "signing_key.pem"
+"""File in the state folder with the private key."""
+RAW = serialization.Encoding.Raw, serialization.PublicFormat.Raw
+
+
+class BadSignature(Exception):
+    """A signature is not of this content, or is none; the message says so."""
+
+
+def sign(state_dir: Path, content: bytes) -> dict[str, str]:
+    """Sign a content with the key of a state folder; the key is made if there is none.
+
+    Returns:
+        The signature as :func:`signer` reads it.
+    """
+    file = state_dir / SIGNING_KEY
+    if not file.exists():
+        made = Ed25519PrivateKey.generate().private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        replace_text(file, made.decode(), 0o600)
+    key = serialization.load_pem_private_key(file.read_bytes(), None)
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ValueError(f"{file} is not an Ed25519 key; move it away, and a new one is made")
+    public = key.public_key().public_bytes(*RAW)
+    return {
+        "algorithm": "ed25519",
+        "public_key": base64.b64encode(public).decode(),
+        "signature": base64.b64encode(key.sign(content)).decode(),
+    }
+
+
+def signer(content: bytes, signature: object) -> str:
+    """The fingerprint of the key that signed a content: ``"ed25519:"`` and 32 hexadecimal digits.
+
+    Raises:
+        BadSignature: The signature is not of this content.
+    """
+    try:
+        if not isinstance(signature, dict) or signature["algorithm"] != "ed25519":
+            raise ValueError("not an ed25519 signature")
+        public = base64.b64decode(signature["public_key"], validate=True)
+        given = base64.b64decode(signature["signature"], validate=True)
+        Ed25519PublicKey.from_public_bytes(public).verify(given, content)
+    except (InvalidSignature, ValueError, KeyError, TypeError) as error:
+        raise BadSignature("the signature is not of this content") from error
+    return f"ed25519:{hashlib.blake2b(public, digest_size=16).hexdigest()}"

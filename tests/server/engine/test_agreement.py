@@ -26,6 +26,7 @@ REPORTS = {
     "failures.py": "says which errors mean that memory ran out",
     "process/heartbeat.py": "tells the front, and chooses nothing",
     "process/memory_owners.py": "tells the front, and chooses nothing",
+    "process/pulse.py": "tells rank 0, and chooses nothing",
     "process/ranks.py": "opens the page of marks",
     "model/split_model.py": "explains other errors of a model's own code at load",
     "state/checkpoints.py": "writes the time into a manifest",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gradwire_server.engine.agreement import Agreement
-from gradwire_server.engine.training.lanes import Lanes, LaneTree, Sums
+from gradwire_server.engine.lanes import Lanes, LaneTree, Sums
 
 
 def sums(*numbers: float) -> Sums:

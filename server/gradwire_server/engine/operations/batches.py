@@ -144,6 +144,7 @@ def forward(context: EngineContext, run: EngineRun, seq: int, call: training_pb2
         outputs=call.outputs,
         temperature=_temperature(call.temperature),
         budget=context.budget,
+        agreement=context.agreement,
     )
     return evaluated(found)
 

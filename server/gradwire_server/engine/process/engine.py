@@ -94,7 +94,7 @@ class Engine:
         self.context = EngineContext(
             pool=pool,
             store=store,
-            references=References(pool, store, cache_bytes=references, in_use=sampler.uses),
+            references=References(pool, store, cache_bytes=references, in_use=sampler.uses, agreement=agreement),
             sampler=sampler,
             memory=Memory(
                 pool.device,

@@ -11,13 +11,15 @@ import torch
 from gradwire_losses.batch import Batch, beside, sent
 from torch import Tensor
 
+from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.interruption import between_micro_batches
+from gradwire_server.engine.lanes import Lanes
 from gradwire_server.engine.model.layers.activations import Activations
 from gradwire_server.engine.model.layers.routers import ROUTER_SCORES
 from gradwire_server.engine.model.policy import LoraPolicy, Policy
 from gradwire_server.engine.model.shared_forward import hidden_together
 from gradwire_server.engine.scoring.divergence import score_divergence
-from gradwire_server.engine.scoring.planner import Budget, MicroBatch, split
+from gradwire_server.engine.scoring.planner import Budget, MicroBatch, split_for_scores
 from gradwire_server.engine.scoring.score_types import (
     HEAD_OF_SCORE,
     OWN_SCORES,
@@ -44,8 +46,12 @@ def score_batch(
     temperature: float = 1.0,
     teacher: Teacher | None = None,
     budget: Budget,
+    agreement: Agreement | None = None,
 ) -> dict[str, Tensor]:
-    """Compute scores without gradients, in evaluation mode.
+    """Compute scores without gradients, in evaluation mode; each process of the engine computes some micro-batches.
+
+    Args:
+        agreement: This process's agreement with the others; by default it is alone.
 
     Returns:
         Score name -> ``[T, ...]`` or (:data:`SEQUENCE_SCORES`) ``[S, ...]``.
@@ -56,14 +62,14 @@ def score_batch(
     check_scores(policy, names, teacher)
     check_candidates(batch, names)
     whole = Reading(policy, batch, names, temperature, teacher, budget)
-    micros = split(batch, budget.microbatch_tokens, policy.packing(), image_cost=budget.image_cost)
-
-    def compute(micro: MicroBatch) -> dict[str, Tensor]:
-        with torch.no_grad():
-            (scores,) = compute_scores([replace(whole, batch=micro.batch)], training=False)
-        return scores
-
-    return assemble(policy, batch, micros, [compute(micro) for micro in micros], names)
+    micros, lanes = split_for_scores(policy, batch, budget), Lanes(budget.lanes, agreement)
+    with lanes.together("scores"), torch.no_grad():
+        own = {
+            index: compute_scores([replace(whole, batch=micros[index].batch)], training=False)
+            for index in lanes.steps(len(micros))
+        }
+    parts = [scores for (scores,) in lanes.gathered(own, len(micros))]
+    return assemble(policy, batch, micros, parts, names)
 
 
 @dataclass(frozen=True, eq=False)

@@ -146,6 +146,11 @@ def _halves(examples: list[int], sizes: Sequence[int], widths: Sequence[int]) ->
     return [examples[:cut], examples[cut:]]
 
 
+def split_for_scores(policy: Policy, batch: Batch, budget: Budget) -> list[MicroBatch]:
+    """Split a batch into micro-batches for evaluation mode."""
+    return split(batch, budget.microbatch_tokens, policy.packing(), image_cost=budget.image_cost, lanes=budget.lanes)
+
+
 def split_for_training(policy: Policy, batch: Batch, budget: Budget) -> list[MicroBatch]:
     """Split a batch into micro-batches for training mode; one example each if the policy has dropout."""
     most = 0 if policy.has_dropout else budget.microbatch_tokens

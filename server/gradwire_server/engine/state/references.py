@@ -22,6 +22,7 @@ from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.checkpoint_files import Manifest
+from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.layers.heads import Head, make_head
 from gradwire_server.engine.model.loading.offload import num_layer_bytes
@@ -72,6 +73,7 @@ class References:
         cache_bytes: Maximum bytes of cached weights beside those that runs hold; the reference in use is always kept.
         logprob_bytes: Maximum bytes of cached log-probabilities.
         in_use: Whether a policy is being sampled from; such a policy is not evicted.
+        agreement: This process's agreement with the others of the engine; by default it is alone.
 
     Attributes:
         same_bits: Whether a batch's log-probabilities are bit-identical whatever is cached, as a replay of the journal
@@ -90,11 +92,12 @@ class References:
         cache_bytes: int = 8 << 30,
         logprob_bytes: int = 256 << 20,
         in_use: Callable[[Policy], bool] = lambda policy: False,
+        agreement: Agreement | None = None,
     ) -> None:
         self._pool = pool
         self._store = store
         self._cache_bytes = cache_bytes
-        self._in_use = in_use
+        self._in_use, self._agreement = in_use, agreement
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()
         self._logprobs = LogprobCache(logprob_bytes)
         self.same_bits = pool.device.type == "cpu"
@@ -206,7 +209,14 @@ class References:
         self.found_sequences += len(keys) - len(missing)
         if missing:
             wanted = _only(batch, torch.tensor(missing))
-            scores = score_batch(reference.policy, wanted, {"logprobs"}, temperature=temperature, budget=budget)
+            scores = score_batch(
+                reference.policy,
+                wanted,
+                {"logprobs"},
+                temperature=temperature,
+                budget=budget,
+                agreement=self._agreement,
+            )
             self._new = [keys[index] for index in missing], wanted.row_lengths.tolist(), scores["logprobs"]
             if len(missing) == len(keys):
                 return scores["logprobs"]

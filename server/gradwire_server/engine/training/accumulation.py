@@ -16,9 +16,9 @@ import torch
 from gradwire_losses import host
 from torch import Tensor, nn
 
+from gradwire_server.engine.lanes import Gradients, Key, Lanes, LaneTree, Sums
 from gradwire_server.engine.model.placement import placed_like, total_norm
 from gradwire_server.engine.training.batch_parts import BatchParts, is_part
-from gradwire_server.engine.training.lanes import Gradients, Key, Lanes, LaneTree, Sums
 
 
 class GradientCollector:

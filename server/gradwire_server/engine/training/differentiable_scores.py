@@ -11,6 +11,7 @@ from gradwire_losses.batch import Batch, beside
 from torch import Tensor
 
 from gradwire_server.engine.generators import generator_states, preserved_rng, set_generator_states
+from gradwire_server.engine.lanes import Key, Lanes
 from gradwire_server.engine.model.layers.dropout import seed_generators
 from gradwire_server.engine.model.layers.routers import ROUTER_SCORES, RouterSums
 from gradwire_server.engine.scoring.forward import Reading, assemble, compute_scores
@@ -20,7 +21,6 @@ from gradwire_server.engine.scoring.planner import MicroBatch
 from gradwire_server.engine.scoring.score_types import entries_of
 from gradwire_server.engine.threads import suited_threads
 from gradwire_server.engine.training.accumulation import GradientCollector
-from gradwire_server.engine.training.lanes import Key, Lanes
 
 
 class DifferentiableScores:

@@ -34,6 +34,7 @@ from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.failures import is_fatal
 from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.lanes import Lanes
 from gradwire_server.engine.model.layers.dropout import seed_generators
 from gradwire_server.engine.model.packing import Packing
 from gradwire_server.engine.model.placement import total_norms
@@ -42,7 +43,6 @@ from gradwire_server.engine.scoring.parts import Part
 from gradwire_server.engine.scoring.planner import Budget, split_for_training
 from gradwire_server.engine.training.accumulation import GradientAccumulator, GradientCollector
 from gradwire_server.engine.training.differentiable_scores import DifferentiableScores, combined
-from gradwire_server.engine.training.lanes import Lanes
 from gradwire_server.engine.training.loss_call import LossOnBatch, LossOnPart
 from gradwire_server.engine.training.loss_report import LossEvaluation, LossSums, reported
 

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.lanes import Key, Lanes
 from gradwire_server.engine.model.layers.routers import PROBABILITIES
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.forward import Reading, score_batch
 from gradwire_server.engine.scoring.parts import Part
-from gradwire_server.engine.scoring.planner import Budget, split, split_for_training
+from gradwire_server.engine.scoring.planner import Budget, split_for_scores, split_for_training
 from gradwire_server.engine.scoring.score_types import check_candidates, check_scores
 from gradwire_server.engine.training.accumulation import GradientAccumulator, GradientCollector
 from gradwire_server.engine.training.differentiable_scores import DifferentiableScores
-from gradwire_server.engine.training.lanes import Key, Lanes
 from gradwire_server.engine.training.loss_call import LossCall, check_finite
 from gradwire_server.engine.training.loss_report import LossEvaluation, LossSums, reported
 
@@ -38,10 +38,12 @@ def forward(
     outputs: Collection[str] = (),
     temperature: float = 1.0,
     budget: Budget,
+    agreement: Agreement | None = None,
 ) -> LossEvaluation:
     """Compute scores, and a loss if given, without gradients or dropout.
 
     Args:
+        agreement: This process's agreement with the others of the engine; by default it is alone.
         call: The loss with its arguments.
         outputs: Names of the scores to return.
         temperature: Divides the logits if there is no loss; a loss has its own argument for it.
@@ -54,11 +56,13 @@ def forward(
     sums = LossSums(call.loss.name if call is not None else "")
     if on_batch is not None:
         names, teacher, temperature = on_batch.names, on_batch.teacher, on_batch.temperature
-    scores = score_batch(policy, batch, names, temperature=temperature, teacher=teacher, budget=budget)
+    scores = score_batch(
+        policy, batch, names, temperature=temperature, teacher=teacher, budget=budget, agreement=agreement
+    )
     if on_batch is not None:
         sums.add(on_batch.value(scores))
     copies = sums.settle(outputs={name: scores[name] for name in outputs})
-    num_microbatches = len(split(batch, budget.microbatch_tokens, policy.packing(), image_cost=budget.image_cost))
+    num_microbatches = len(split_for_scores(policy, batch, budget))
     return reported(batch, copies, num_microbatches, sums if call is not None else None)
 
 

@@ -17,6 +17,7 @@ from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.lanes import Key
 from gradwire_server.engine.model.layers.routers import PROBABILITIES, RouterSums
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.parts import Part
@@ -27,7 +28,6 @@ from gradwire_server.engine.scoring.score_types import (
     check_candidates,
     check_scores,
 )
-from gradwire_server.engine.training.lanes import Key
 
 Reference = Callable[[Batch, float], Tensor]
 """``(batch, temperature) -> [T]`` log-probabilities of the scored tokens under the loss's reference."""

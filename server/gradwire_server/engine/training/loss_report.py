@@ -13,7 +13,7 @@ from gradwire_losses.monitoring import usual_range_warnings
 from gradwire_losses.outputs import Figure, LossOutput, Metric, merge_metrics, settled
 from torch import Tensor
 
-from gradwire_server.engine.training.lanes import Key
+from gradwire_server.engine.lanes import Key
 
 NOTHING_SCORED = "no token of this batch was scored: its masks leave none, or its rows have one token each"
 

@@ -45,7 +45,12 @@ def trained(engine: Driver, run_id: str, **config: object) -> list[object]:
     engine.do(run_id, save_checkpoint=pb.SaveCheckpoint(name="now"))
     engine.do(run_id, export=pb.ExportModel(name="out"))
     engine.do(run_id, load_checkpoint=pb.LoadCheckpoint(checkpoint="now"))
-    return [*figures, engine.logprobs(run_id, ROWS).tolist()]
+    for model in ("", "base", "ema"):
+        forward = pb.LossCall(loss_fn="causal_lm", outputs=["logprobs", "entropy"], model=model)
+        scored = engine.do(run_id, ROWS, forward=forward)
+        figures += [scored.proto.loss.loss, scored.proto.loss.num_microbatches]
+        figures += [scored.columns[name].values.tolist() for name in ("logprobs", "entropy")]
+    return figures
 
 
 @pytest.mark.parametrize(

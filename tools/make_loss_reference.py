@@ -63,7 +63,7 @@ FAMILIES = (
     Family("rewards", "Reward models and classifiers", lambda loss: loss.head in ("reward", "classification")),
     Family("preferences", "Preferences", lambda loss: loss.layout == "pairs" or _takes(loss, "label")),
     Family("groups", "Policy gradients over groups of answers", lambda loss: loss.layout == "groups"),
-    Family("distillation", "Distillation", lambda loss: loss.function.__module__.endswith(".distillation")),
+    Family("distillation", "Distillation", lambda loss: loss.function.__module__.endswith("distillation")),
     Family("policy", "Policy gradients and critics", lambda loss: _takes(loss, "advantages", "rewards")),
     Family("supervised", "Supervised", lambda loss: True),
 )

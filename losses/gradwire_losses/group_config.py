@@ -9,14 +9,14 @@ from pydantic import Field
 from gradwire_losses.kl import KL_ESTIMATORS, KLEstimator
 from gradwire_losses.reduction import Reduction, ReductionConfig
 from gradwire_losses.registry import PolicyConfig
-from gradwire_losses.sampler import SamplerRejectionConfig
+from gradwire_losses.sampler import SamplerConfig
 
 Surrogate = Literal[
     "clip", "cispo", "sapo", "gmpo", "reinforce", "vespo", "topr", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"
 ]
 
 
-class GRPOConfig(SamplerRejectionConfig, PolicyConfig, ReductionConfig):
+class GRPOConfig(SamplerConfig, PolicyConfig, ReductionConfig):
     """Arguments of ``grpo``."""
 
     beta: float = Field(

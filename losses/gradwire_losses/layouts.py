@@ -6,11 +6,12 @@ Layouts, by the fields that give the sequences:
   ``labels`` (-100), ``loss_mask`` and ``prompt_lengths [rows]`` exclude, if a loss has these fields. With
   ``target_tokens [rows, tokens]`` (Tinker's convention) nothing is shifted: entry t of every field belongs to the
   prediction made after reading ``input_ids[..t]``, and all are scored, except those that ``mask`` excludes. With
-  ``step_labels`` or ``token_labels`` likewise, where the label is not -100. With ``kl_input_ids`` a row has a second
-  sequence, whose fields begin with ``kl_``.
-* ``pairs``: ``chosen_input_ids`` and ``rejected_input_ids``, two sequences a row, chosen first. Scored as above, by
-  ``prompt_lengths`` (for both), ``chosen_loss_mask`` and ``rejected_loss_mask``. Two fields ``chosen_x`` and
-  ``rejected_x`` become one field ``x`` for the loss, with one entry per token or sequence.
+  ``step_labels`` or ``token_labels`` likewise, where the label is not -100. With ``kl_input_ids`` or
+  ``teacher_input_ids`` a row has a second sequence, whose fields begin with ``kl_`` or ``teacher_``.
+* ``pairs``: ``chosen_input_ids`` and ``rejected_input_ids``, two sequences a row, chosen first; with
+  ``gold_input_ids`` a third. Scored as above, by ``prompt_lengths`` (for all), ``chosen_loss_mask`` and
+  ``rejected_loss_mask``. Two fields ``chosen_x`` and ``rejected_x`` become one field ``x`` for the loss, with one entry
+  per token or sequence. A field of tokens that only the first sequence has is 0 at the tokens of the others.
 * ``groups``: ``prompt_ids [rows, tokens]``, ``response_ids [rows, samples, tokens]``, one sequence per sample: the
 prompt and one response. The response's tokens are scored, except those that ``response_masks`` excludes.
 
@@ -52,7 +53,9 @@ _SCORING_FIELDS = frozenset(
         "prompt_lengths",
         "chosen_loss_mask",
         "rejected_loss_mask",
+        "gold_loss_mask",
         "kl_loss_mask",
+        "teacher_loss_mask",
         "response_masks",
     }
 )
@@ -64,7 +67,7 @@ _TOKEN_LABELS = ("step_labels", "token_labels")
 class _Sequences:
     """The sequences of a batch in order, as in :class:`Batch`, and their parts by ids field.
 
-    ``sides``: the prefixes of the fields of the first and the second sequence of a row, if a row has two.
+    ``sides``: the prefixes of the fields of a row's sequences, if a row has several.
     """
 
     ids: Array
@@ -73,7 +76,7 @@ class _Sequences:
     group_sizes: Array
     parts: Mapping[str, Part]
     target_tokens: Array | None = None
-    sides: tuple[str, str] | None = None
+    sides: tuple[str, ...] | None = None
 
 
 def read_batch(
@@ -130,10 +133,12 @@ def _ranges(starts: Array, lengths: Array) -> Array:
     return within
 
 
-def _interleave(first: Array, second: Array) -> Array:
-    """Indices that bring all of first, then all of second, into the order ``first_0, second_0, first_1, …``."""
-    starts = np.stack([starts_of(first), first.sum() + starts_of(second)], axis=1)
-    return _ranges(starts.ravel(), np.stack([first, second], axis=1).ravel())
+def _interleave(*sides: Array) -> Array:
+    """Indices that bring all of the first side, then all of the second, into the order ``first_0, second_0, first_1,
+    …``."""
+    before = np.cumsum([0, *(side.sum() for side in sides[:-1])])
+    starts = np.stack([start + starts_of(side) for start, side in zip(before, sides, strict=True)], axis=1)
+    return _ranges(starts.ravel(), np.stack(sides, axis=1).ravel())
 
 
 def _prepend(prompts: Array, responses: Array, samples: Array) -> Array:
@@ -155,8 +160,8 @@ def _rows(fields: Mapping[str, Field], context_length: int | None) -> _Sequences
     elif labels := next((fields[name] for name in _TOKEN_LABELS if name in fields), None):
         part = labelled_tokens(fields["input_ids"], labels, context_length)
         targets = part.ids.values[part.scored].astype(np.int64)
-    elif "kl_input_ids" in fields:
-        return _two_sides(fields, ("", "kl_"), context_length)
+    elif second := next((side for side in ("kl_", "teacher_") if f"{side}input_ids" in fields), None):
+        return _several(fields, ("", second), context_length)
     else:
         part = whole_sequences(fields, "input_ids", ("loss_mask", "labels"), context_length)
     ids, ones = part.ids.values.astype(np.int64), np.ones(part.ids.num_rows, dtype=np.int64)
@@ -164,20 +169,20 @@ def _rows(fields: Mapping[str, Field], context_length: int | None) -> _Sequences
 
 
 def _pairs(fields: Mapping[str, Field], context_length: int | None) -> _Sequences:
-    return _two_sides(fields, ("chosen_", "rejected_"), context_length)
+    sides = ("chosen_", "rejected_", "gold_") if "gold_input_ids" in fields else ("chosen_", "rejected_")
+    return _several(fields, sides, context_length)
 
 
-def _two_sides(fields: Mapping[str, Field], sides: tuple[str, str], context_length: int | None) -> _Sequences:
-    first, second = (
-        whole_sequences(fields, f"{side}input_ids", (f"{side}loss_mask",), context_length) for side in sides
-    )
-    order = _interleave(first.ids.lengths, second.ids.lengths)
+def _several(fields: Mapping[str, Field], sides: tuple[str, ...], context_length: int | None) -> _Sequences:
+    """One sequence for each side of a row."""
+    parts = [whole_sequences(fields, f"{side}input_ids", (f"{side}loss_mask",), context_length) for side in sides]
+    order = _interleave(*(part.ids.lengths for part in parts))
     return _Sequences(
-        ids=np.concatenate([first.ids.values, second.ids.values]).astype(np.int64, copy=False)[order],
-        lengths=np.stack([first.ids.lengths, second.ids.lengths], axis=1).ravel(),
-        scored=np.concatenate([first.scored, second.scored])[order],
-        group_sizes=np.full(first.ids.num_rows, 2, dtype=np.int64),
-        parts={part.ids.spec.name: part for part in (first, second)},
+        ids=np.concatenate([part.ids.values for part in parts]).astype(np.int64, copy=False)[order],
+        lengths=np.stack([part.ids.lengths for part in parts], axis=1).ravel(),
+        scored=np.concatenate([part.scored for part in parts])[order],
+        group_sizes=np.full(parts[0].ids.num_rows, len(sides), dtype=np.int64),
+        parts={part.ids.spec.name: part for part in parts},
         sides=sides,
     )
 
@@ -228,6 +233,8 @@ def _loss_fields(
                 check_samples(field, sequences.group_sizes)
             part = sequences.parts[field.spec.aligned_with]
             values, levels[name] = _scored_entries(field, part), "token"
+            if sequences.sides:
+                values = _first_side(values, sequences.parts)
             if name in _REWARDS and (lost := _lost_rewards(field, part)):
                 warnings.append(lost)
         else:
@@ -257,9 +264,17 @@ def _lost_rewards(field: Field, part: Part) -> str | None:
     )
 
 
-def _partner(loss: LossSpec, name: str, sides: tuple[str, str]) -> str | None:
+def _first_side(entries: Array, parts: Mapping[str, Part]) -> Array:
+    """Entries of the first side's scored tokens, and 0 for those of the others, in the order of the sequences."""
+    first, *others = parts.values()
+    rest = np.zeros((sum(int(part.counts.sum()) for part in others), *entries.shape[1:]), entries.dtype)
+    every: Array = np.concatenate([entries, rest])
+    return every[_interleave(first.counts, *(part.counts for part in others))]
+
+
+def _partner(loss: LossSpec, name: str, sides: tuple[str, ...]) -> str | None:
     """The field of the other side that belongs to a field, if the loss declares one."""
-    first, second = sides
+    first, second = sides[:2]
     other = first + name.removeprefix(second) if name.startswith(second) else second + name.removeprefix(first)
     return other if any(spec.name == other for spec in loss.fields) else None
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradwire_losses.advantages import whiten
-from gradwire_losses.batch import Batch, BatchError, Scores
+from gradwire_losses.batch import Batch, BatchError, Scores, select, spread
 from gradwire_losses.critic import (
     NO_CRITIC,
     AdvantageConfig,
@@ -44,6 +44,7 @@ from gradwire_losses.sampler import (
     SAMPLER_RATIO_METRIC,
     SAMPLER_WHOLE_BATCH,
     SamplerConfig,
+    rejected_by_sampler,
     sampler_metrics,
     sampler_ratio,
     sampler_weights,
@@ -124,6 +125,7 @@ PPO_METRICS = {
     "value_mean": "mean of the critic's values",
     "return_mean": "mean return per token",
     "reward_mean": "mean over rows of the row's total reward",
+    "kept_fraction": "share of scored tokens left by sampler_rejection",
     **SAMPLER_RATIO_METRIC,
     **SAMPLER_METRICS,
     "next_beta": "the beta for the next call, to keep kl_divergence at kl_target",
@@ -171,10 +173,29 @@ def enhanced_ppo(batch: Batch, scores: Scores, config: PPOConfig) -> LossOutput:
     all scored tokens of the accumulation. The last term is present only with a reference and without kl_in_reward. An
     adaptive KL coefficient (Ziegler et al. 2019, arXiv 1909.08593) is left to the caller: pass ``beta``, and for the
     next call the metric ``next_beta``. With ``advantages`` in the batch a critic is trained if there are rewards and a
-    value head; otherwise there is no value loss.
+    value head; otherwise there is no value loss. A row that ``sampler_rejection`` leaves out counts nowhere, as if it
+    were not in the batch.
 
     Raises:
         BatchError: The batch has neither ``rewards`` nor ``advantages``."""
+    return _objective(*_kept(batch, scores, config), config)
+
+
+def _kept(batch: Batch, scores: Scores, config: PPOConfig) -> tuple[Batch, Scores, Metric]:
+    """The rows that ``sampler_rejection`` leaves, their scores, and their share of the tokens."""
+    share = Mean(batch.num_scored, batch.num_scored)
+    if config.sampler_rejection is None:
+        return batch, scores, share
+    rejected = rejected_by_sampler(batch, config)
+    if not rejected.any():
+        return batch, scores, share
+    rows, tokens = (~rejected).nonzero().squeeze(1), spread(~rejected, batch.row_lengths)
+    kept = batch.host.select(rows).to(batch.input_ids.device)
+    left = Scores({name: select(values, tokens) for name, values in scores.by_name.items()})
+    return kept, left, Mean.of(tokens)
+
+
+def _objective(batch: Batch, scores: Scores, kept: Metric, config: PPOConfig) -> LossOutput:
     old, reference, lengths = batch["old_log_probs"], reference_logprobs(batch, scores), batch.row_lengths
     critique = _critique(batch, scores, config, reference)
     raw, advantages = _advantages(batch, critique, config)
@@ -213,6 +234,7 @@ def enhanced_ppo(batch: Batch, scores: Scores, config: PPOConfig) -> LossOutput:
         "advantage_mean_raw": Mean.of(raw),
         "advantage_std_raw": Std.of(raw),
         "reward_mean": reward_mean(batch),
+        "kept_fraction": kept,
         "sampler_ratio_mean": sampler_ratio(weights),
         **sampler_metrics(batch, scores.logprobs, old),
         "next_beta": AdaptiveKL(config.beta, config.kl_target, config.kl_horizon, Mean.of(kl), rows),
@@ -277,7 +299,8 @@ def conservative_ppo(batch: Batch, scores: Scores, config: ConservativePPOConfig
     The KL is kl_divergence: to the reference model, or without a reference to the policy of old_log_probs. It is that
     of the whole batch, so a step over several calls takes the mean of the calls' penalties, weighted by tokens.
     """
-    output = enhanced_ppo(batch, scores, config)
+    batch, scores, kept = _kept(batch, scores, config)
+    output = _objective(batch, scores, kept, config)
     reference = reference_logprobs(batch, scores)
     kl = kl_estimate(scores.logprobs, batch["old_log_probs"] if reference is None else reference, config.kl_estimator)
     excess = (kl.sum() / max(1, len(kl)) - config.max_kl_divergence).clamp(min=0)

@@ -20,7 +20,7 @@ from gradwire_losses.registry import LossConfig
 
 
 class SamplerConfig(LossConfig):
-    """Arguments of a policy loss that can correct for the sampler."""
+    """Arguments of a policy loss that can correct for the sampler, or leave out responses because of it."""
 
     sampler_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = Field(
         None,
@@ -34,11 +34,6 @@ class SamplerConfig(LossConfig):
         description="for sampler_correction: divide the weights by their mean over the batch's tokens, or over its "
         "responses if there is one for each",
     )
-
-
-class SamplerRejectionConfig(SamplerConfig):
-    """Arguments of a loss over groups that can leave out responses because of the sampler."""
-
     sampler_rejection: Literal["seq_mean_k1", "seq_mean_k3"] | None = Field(
         None,
         description="leave out responses by the difference d of their tokens' old_log_probs and sampler_log_probs. "
@@ -101,7 +96,7 @@ SAMPLER_WHOLE_BATCH = "the mean weight, with sampler_normalize"
 """For ``whole_batch``."""
 
 
-def rejected_by_sampler(batch: Batch, config: SamplerRejectionConfig) -> Tensor:
+def rejected_by_sampler(batch: Batch, config: SamplerConfig) -> Tensor:
     """``[S]`` bool, on the host: the responses whose log-probabilities differ too much between sampler and trainer.
 
     Li et al. 2025, "When Speed Kills Stability"; as in verl's rollout correction, ``d = old_log_probs -

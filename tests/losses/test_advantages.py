@@ -247,3 +247,22 @@ def test_advantages_of_rewards_that_differ_little() -> None:
     expected = in_torch.group_advantages(rewards.double(), sizes)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0.0)
     assert found[2] > found[0] > found[1] and not found[3:].any()
+
+
+# ------------------------------------------------------------------ of the client alone
+
+
+def test_optimal_values_are_log_means_of_exponentials() -> None:
+    found = in_numpy.optimal_values([0.0, 1.0, 1.0, 700.0], [3, 1], beta1=0.5)
+    close(found, [0.5 * math.log((1 + 2 * math.exp(2)) / 3), 700.0])
+
+
+def test_pf_ppo_draws_the_rows_whose_rewards_are_sure() -> None:
+    rewards = [-2.0, 0.1, 0.0, 2.0, 1.0]
+    close(in_numpy.filtration_weights(rewards), np.array([4.0, 0.01, 0.0, 4.0, 1.0]) + 1e-8)
+    close(in_numpy.filtration_weights(rewards, method="max_min"), np.array([1.0, 0, 0, 1.0, 0]) + 1e-8)
+    close(in_numpy.filtration_weights(rewards, method="max_random"), np.array([0.1, 0.1, 0.1, 0.4, 0.1]) + 1e-8)
+    drawn = in_numpy.filtered_rows(rewards * 200, seed=3)
+    shares = np.bincount(drawn % 5, minlength=5) / 1000
+    np.testing.assert_allclose(shares, np.array([4.0, 0.01, 0.0, 4.0, 1.0]) / 9.01, atol=0.05)
+    assert (drawn == in_numpy.filtered_rows(rewards * 200, seed=3)).all()

@@ -14,8 +14,8 @@ from torch import Tensor
 load_builtin_losses()
 
 OF_SEQUENCES = {
-    "bco", "cpo", "dpo", "kto", "orpo", "plackett_luce", "reward_modeling", "reward_regression",
-    "score_regression", "sequence_classification", "simpo",
+    "a2po", "bco", "cpo", "dpo", "kto", "orpo", "plackett_luce", "reward_modeling", "reward_regression",
+    "score_regression", "sequence_classification", "simpo", "tpo",
 }  # fmt: skip
 
 WAYS = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gradwire_losses.batch import Scores
 
-from support.losses import PER_SEQUENCE, VOCAB, Case, Columns, Drawn, merged, read, values_of
+from support.losses import PER_SEQUENCE, SIDES, VOCAB, Case, Columns, Drawn, merged, read, values_of
 
 CLOSE = {"rel": 1e-9, "abs": 1e-11}
 
@@ -122,7 +122,7 @@ def _scored(drawn: Drawn, name: str) -> list[Any]:
         return [masks[row] if isinstance(rows[row][0], list) else [1] * len(rows[row]) for row in range(len(rows))]
     from support.losses import scored_positions
 
-    side = next((side for side in ("chosen_", "rejected_", "kl_") if name.startswith(side)), "")
+    side = next((each for each in SIDES[1:] if name.startswith(each) and f"{each}input_ids" in drawn.columns), "")
     if "labels" in drawn.columns:
         return [[int(t > 0 and label != -100) for t, label in enumerate(row)] for row in drawn.columns["labels"]]
     return [
@@ -180,7 +180,7 @@ def is_a_differentiable_zero_over_nothing(case: Case, rng: np.random.Generator) 
 
 
 def _all_masked(columns: Columns) -> Columns:
-    masks = {"loss_mask", "chosen_loss_mask", "rejected_loss_mask", "kl_loss_mask", "response_masks", "mask"}
+    masks = {f"{side}loss_mask" for side in SIDES} | {"response_masks", "mask"}
     changed = {
         name: _map(rows, rows, lambda entry, _: [0]) if name in masks else rows for name, rows in columns.items()
     }

@@ -132,8 +132,22 @@ def sampler_figures(sequences: Iterable[SimpleNamespace], old: str = "old_log_pr
     }
 
 
+def rejected(sample: SimpleNamespace, config: Any) -> bool:
+    """Whether a response's log-probabilities differ too much between sampler and trainer."""
+    if config.sampler_rejection is None or not sample.n:
+        return False
+    ratios = [math.exp(o - s) for o, s in zip(sample.old_log_probs, sample.sampler_log_probs, strict=True)]
+    if config.sampler_rejection == "seq_mean_k3":
+        return mean([r - 1 - math.log(r) for r in ratios]) > config.sampler_rejection_max
+    geometric = math.prod(ratios) ** (1 / sample.n)
+    low = config.sampler_rejection_min or 1 / config.sampler_rejection_max
+    return not low <= geometric <= config.sampler_rejection_max
+
+
 def ppo(examples: Examples, config: Any) -> Result:
-    rows = [row for [row] in examples]
+    rows = [row for [row] in examples if not rejected(row, config)]
+    tokens = sum(row.n for [row] in examples)
+    kept = sum(row.n for row in rows) / tokens if tokens else math.nan
     surrogates, value_losses, entropies, kls = [], [], [], []
     advantages_all, returns_all, baselines, predictions, approx, clips, totals = [], [], [], [], [], [], []
     per_row = []
@@ -217,6 +231,7 @@ def ppo(examples: Examples, config: Any) -> Result:
         "value_mean": mean(predictions),
         "return_mean": mean(returns_all),
         "reward_mean": mean(totals),
+        "kept_fraction": kept,
         "sampler_ratio_mean": math.nan,
         **sampler_figures(rows),
         "next_beta": config.beta * (1 + zero_if_nan(drift) * sum(row.n > 0 for row in rows) / config.kl_horizon),

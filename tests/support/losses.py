@@ -20,6 +20,8 @@ from gradwire_losses.registry import LossConfig, LossSpec, get_loss, load_builti
 
 VOCAB = 50
 NUM_CLASSES = 4
+SIDES = ("", "chosen_", "rejected_", "gold_", "kl_", "teacher_")
+"""Prefixes of the fields of a row's sequences, in the sequences' order."""
 PER_SEQUENCE = frozenset({"rewards", "class_logits"})
 Columns = dict[str, list[Any]]
 
@@ -192,12 +194,11 @@ def plain_examples(loss: LossSpec, columns: Columns, scores: Mapping[str, torch.
     """Examples of sequences, each with lists of its scored tokens' scores and fields, and its own numbers."""
     lists = {name: values.detach().tolist() for name, values in scores.items()}
     cursor, examples = 0, []
-    layout = loss.layout
+    layout, prefixes = loss.layout, tuple(side for side in SIDES[1:] if f"{side}input_ids" in columns)
     for row in range(len(next(iter(columns.values())))):
         group = []
-        both = [("", row), ("kl_", row)] if "kl_input_ids" in columns else [("", row)]
-        sides = {"rows": both, "pairs": [("chosen_", row), ("rejected_", row)]}.get(layout)
-        if sides is None:
+        sides = [(side, row) for side in SIDES if f"{side}input_ids" in columns]
+        if layout == "groups":
             sides = [("", sample) for sample in range(len(columns["response_ids"][row]))]
         for side, index in sides:
             if layout == "groups":
@@ -214,7 +215,7 @@ def plain_examples(loss: LossSpec, columns: Columns, scores: Mapping[str, torch.
                 )
                 setattr(sequence, f"score_{name}", entry)
             for name, rows in columns.items():
-                if not name.startswith(side) or (not side and name.startswith(("chosen_", "rejected_", "kl_"))):
+                if not name.startswith(side) or (not side and name.startswith(prefixes)):
                     continue
                 entry = (
                     rows[row][index]
@@ -226,7 +227,7 @@ def plain_examples(loss: LossSpec, columns: Columns, scores: Mapping[str, torch.
                 setattr(sequence, name.removeprefix(side), entry)
             if layout == "pairs":
                 for name, rows in columns.items():
-                    if not name.startswith(("chosen_", "rejected_")):
+                    if not name.startswith(prefixes):
                         setattr(sequence, name, rows[row])
             cursor += len(positions)
             group.append(sequence)

@@ -14,6 +14,7 @@ from support.loss_references import (
     kl,
     mean,
     reduce,
+    rejected,
     sampler_figures,
     shaped_rewards,
     std,
@@ -278,18 +279,6 @@ def all_sampler_weights(samples: list[SimpleNamespace], config: Any) -> list[lis
     counted = [w for own in found if own for w in (own if per_token else own[:1])]
     centre = math.fsum(counted) / len(counted)
     return [own and [w / centre for w in own] for own in found]
-
-
-def rejected(sample: SimpleNamespace, config: Any) -> bool:
-    """Whether a response's log-probabilities differ too much between sampler and trainer."""
-    if config.sampler_rejection is None or not sample.n:
-        return False
-    ratios = [math.exp(o - s) for o, s in zip(sample.old_log_probs, sample.sampler_log_probs, strict=True)]
-    if config.sampler_rejection == "seq_mean_k3":
-        return mean([r - 1 - math.log(r) for r in ratios]) > config.sampler_rejection_max
-    geometric = math.prod(ratios) ** (1 / sample.n)
-    low = config.sampler_rejection_min or 1 / config.sampler_rejection_max
-    return not low <= geometric <= config.sampler_rejection_max
 
 
 def groups(examples: Examples, config: Any, given: list[list[float]] | None = None) -> Result:

@@ -8,6 +8,7 @@ is in torch for the server. Data is ragged: ``[T]`` holds the entries of all seq
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -169,3 +170,53 @@ def gigpo_step_groups(group_ids: Sequence[Hashable], anchor_states: Sequence[Has
     for index, key in enumerate(zip(group_ids, anchor_states, strict=True)):
         groups.setdefault(key, []).append(index)
     return [np.array(members, dtype=np.int64) for members in groups.values()]
+
+
+def optimal_values(rewards: Numbers, group_sizes: Lengths, *, beta1: float = 0.5) -> Floats:
+    """``[S], [B] -> [B]``: ``beta1 log mean_i exp(r_i / beta1)``, the value of each prompt for the loss ``a2po``.
+
+    Brantley et al. 2025, arXiv 2505.20686. The rewards are those of responses of the reference model.
+    """
+    scaled = _floats(rewards) / beta1
+    sizes = _lengths(group_sizes, len(scaled), "group_sizes")
+    highest = np.array([part.max() for part in np.split(scaled, np.cumsum(sizes)[:-1])])
+    sums = _segment_sum(np.exp(scaled - highest[_segments(sizes)]), sizes)
+    return beta1 * (highest + np.log(sums / sizes))
+
+
+def filtration_weights(
+    rewards: Numbers, *, method: Literal["pow", "max_min", "max_random"] = "pow", power: float = 2.0
+) -> Floats:
+    """``[S]``: the weight with which PF-PPO draws each response for the update (Shen et al. 2024, arXiv 2409.06957).
+
+    Where a reward model is unsure, in the middle of its range, responses are drawn more rarely.
+
+    Args:
+        rewards: ``[S]``.
+        method: ``pow``: ``|reward|^power``. ``max_min``: 1 for the highest and the lowest rewards, else 0.
+            ``max_random``: 0.4 for the highest, else 0.1. Each plus 1e-8, as in verl.
+        power: For ``pow``.
+    """
+    rewards = _floats(rewards)
+    if method == "pow":
+        weights = np.abs(rewards) ** power
+    elif method == "max_min":
+        weights = ((rewards == rewards.max()) | (rewards == rewards.min())).astype(np.float64)
+    else:
+        weights = np.where(rewards == rewards.max(), 0.4, 0.1)
+    return weights + 1e-8
+
+
+def filtered_rows(
+    rewards: Numbers,
+    *,
+    method: Literal["pow", "max_min", "max_random"] = "pow",
+    power: float = 2.0,
+    seed: int = 0,
+) -> npt.NDArray[np.int64]:
+    """``[S] -> [S]``: indices of the rows of a batch for PF-PPO, drawn with replacement by :func:`filtration_weights`.
+
+    ``batch = [rows[i] for i in filtered_rows(rewards)]``, then train on it with ``enhanced_ppo``.
+    """
+    weights = filtration_weights(rewards, method=method, power=power)
+    return np.random.default_rng(seed).choice(len(weights), len(weights), p=weights / weights.sum())

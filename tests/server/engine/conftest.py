@@ -56,6 +56,8 @@ class RandomBatches:
             count = int(levels[-1].sum()) if levels else rows
             size = (count, 4) if "candidates" in shape[-1] else (count,)
             columns[field.name] = Column(self._values(field.name, field.dtype, size), levels)
+        if "teacher_input_ids" in columns:  # which repeats the response, here after a prompt of the same length
+            columns |= {f"teacher_{name}": columns[name] for name in ("input_ids", "loss_mask")}
         return columns
 
     def _values(self, name: str, dtype: str, size: tuple[int, ...]) -> np.ndarray:

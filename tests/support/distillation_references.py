@@ -1,0 +1,211 @@
+"""Self-distillation, IW-OPD, A*-PO, TPO and the optimal token baseline as float64 loops, and batches for them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from support.loss_references import Examples, Result, log_sigmoid, mean, reduce, surrogate
+from support.losses import Columns, bits, logps, numbers, pair_columns, per_row, row_columns, scored_positions, tokens
+from support.policy_references import groups, sampler_weights
+
+# ------------------------------------------------------------------ batches
+
+
+def taught_rows(rng: np.random.Generator, *fields: str, by_row: bool = False) -> Columns:
+    """Rows, and the same scored tokens after another prompt."""
+    columns = row_columns(rng)
+    ids = columns["input_ids"]
+    columns["teacher_input_ids"], columns["teacher_loss_mask"] = [], []
+    for row, own in enumerate(ids):
+        prompt = tokens(rng, int(rng.integers(1, 5)))
+        response = [own[t] for t in scored_positions(columns, "", row)]
+        columns["teacher_input_ids"].append(prompt + response)
+        columns["teacher_loss_mask"].append([0] * len(prompt) + [1] * len(response))
+    every = {
+        "old_log_probs": logps(rng, ids, 0.5, -1.4),
+        "advantages": per_row(rng, len(ids)) if by_row else numbers(rng, ids),
+    }
+    return columns | {name: every[name] for name in fields}
+
+
+def valued_rows(rng: np.random.Generator, ref: str = "") -> Columns:
+    columns = row_columns(rng)
+    ids = columns["input_ids"]
+    if ref:
+        columns["ref_log_probs"] = logps(rng, ids, 0.5, -1.4) if ref == "tokens" else logps(rng, [0] * len(ids), 2, -5)
+    return columns | {"rewards": per_row(rng, len(ids)), "optimal_values": per_row(rng, len(ids))}
+
+
+def triples(rng: np.random.Generator) -> Columns:
+    columns = pair_columns(rng)
+    ids = [tokens(rng, int(length)) for length in rng.integers(3, 10, len(columns["prompt_lengths"]))]
+    masks = bits(rng, ids, 0.9)
+    masks[0], masks[4], masks[3] = [1] * len(ids[0]), [1] * len(ids[4]), [0] * len(ids[3])
+    return columns | {"gold_input_ids": ids, "gold_loss_mask": masks}
+
+
+def squares(columns: Columns) -> Columns:
+    """With sums of squares that go with the probabilities of the tokens."""
+    values = [
+        [[float(np.float32(math.exp(2 * lp) + 0.5 * (1 - math.exp(lp)) ** 2)) for lp in response] for response in group]
+        for group in columns["old_log_probs"]
+    ]
+    return columns | {"sum_pi_squared": values}
+
+
+# ------------------------------------------------------------------ references
+
+
+def token_baseline(examples: Examples, config: Any, *, by_rank: bool) -> Result:
+    """Advantages position by position, as the definition says."""
+    if hasattr(examples[0][0], "advantages"):
+        return groups(examples, config)
+    given = []
+    for group in examples:
+        returns: list[dict[int, float]] = []
+        energy: list[dict[int, float]] = []
+        for sample in group:
+            old = getattr(sample, "old_log_probs", sample.score_logprobs)
+            weights = sampler_weights(sample, config) or [1.0] * sample.n
+            total, own = 0.0, {}
+            for t in range(sample.n):
+                square = sample.sum_pi_squared[t] if hasattr(sample, "sum_pi_squared") else None
+                square = math.exp(sample.score_collision[t]) if square is None else square
+                total += (1 - 2 * math.exp(old[t]) + square) * weights[t] ** 2
+                own[t if by_rank else sample.positions[t]] = total
+            energy.append(own)
+            returns.append(dict.fromkeys(own, sample.rewards))
+        above: dict[int, float] = defaultdict(float)
+        below: dict[int, float] = defaultdict(float)
+        for own, gains in zip(energy, returns, strict=True):
+            for place, weight in own.items():
+                above[place] += gains[place] * weight
+                below[place] += weight
+        ends = [max(own) + 1 if own else 0 for own in energy]
+        second = sorted(ends)[-2] if len(ends) > 1 else 0
+        several = sum(end > 0 for end in ends) > 1
+        for gains in returns:
+            advantages = []
+            for place, gain in gains.items():
+                none = config.zero_tail and place >= second
+                baseline = 0.0 if none else above[place] / (below[place] + 1e-8)
+                advantages.append(gain - baseline if several else 0.0)
+            given.append(advantages)
+    return groups(examples, config, given)
+
+
+def a2po(examples: Examples, config: Any) -> Result:
+    losses, implicit, targets, rewards = [], [], [], []
+    for [row] in examples:
+        if not row.n:
+            continue
+        ref = getattr(row, "ref_log_probs", getattr(row, "score_ref_logprobs", None))
+        total = math.fsum(ref) if isinstance(ref, list) else ref
+        implicit.append(config.beta2 * (math.fsum(row.score_logprobs) - total))
+        targets.append(row.rewards - row.optimal_values)
+        rewards.append(row.rewards)
+        losses.append((implicit[-1] - targets[-1]) ** 2)
+    return mean(losses), {
+        "implicit_reward": mean(implicit),
+        "advantage_mean": mean(targets),
+        "reward_mean": mean(rewards),
+    }
+
+
+def self_distillation(examples: Examples, config: Any) -> Result:
+    """``config.distillation_weight`` is 1 where it is absent."""
+    share = getattr(config, "distillation_weight", 1.0)
+    losses, surrogates, gaps, nlls, ratios = [], [], [], [], []
+    for student, teacher in examples:
+        given = getattr(teacher, "score_ref_logprobs", teacher.score_logprobs)
+        own, others = [], []
+        for t, (lp, theirs) in enumerate(zip(student.score_logprobs, given, strict=True)):
+            old = student.old_log_probs[t] if hasattr(student, "old_log_probs") else None
+            ratio = 1.0
+            if config.is_clip is not None and old is not None:
+                ratio = min(math.exp(lp - old), config.is_clip)
+            own.append(ratio * (lp - theirs) * lp)
+            gaps.append(lp - theirs)
+            nlls.append(-theirs)
+            ratios.append(ratio)
+            if share < 1:
+                given_advantage = student.advantages
+                a = given_advantage[t] if isinstance(given_advantage, list) else given_advantage
+                high = config.clip_epsilon_high or config.clip_epsilon
+                r = math.exp(lp - (lp if old is None else old))
+                others.append(surrogate(r, a, 1 - config.clip_epsilon, 1 + high, None)[0])
+        losses.append(own)
+        surrogates.append(others)
+    policy = reduce(surrogates, config) if share < 1 else math.nan
+    metrics = {
+        "distillation_loss": mean([x for own in losses for x in own]),
+        "reverse_kl": mean(gaps),
+        "teacher_nll": mean(nlls),
+        "is_ratio_mean": mean(ratios),
+        "num_tokens": len(gaps),
+    }
+    if not hasattr(config, "distillation_weight"):
+        return reduce(losses, config), metrics
+    loss = share * reduce(losses, config) + ((1 - share) * policy if share < 1 else 0.0)
+    return loss, metrics | {"policy_loss": policy}
+
+
+def iw_opd(examples: Examples, config: Any) -> Result:
+    losses, kls, everything, all_weights = [], [], [], []
+    for [row] in examples:
+        ref = getattr(row, "ref_log_probs", getattr(row, "score_ref_logprobs", None))
+        assert ref is not None
+        old = getattr(row, "old_log_probs", row.score_logprobs)
+        gaps = [f - o for f, o in zip(ref, old, strict=True)]
+        total = max(1e-8, math.fsum(map(abs, gaps)))
+        weights = [1 + config.gamma * (1 - math.fsum(map(abs, gaps[:t])) / total) for t in range(row.n)]
+        advantages = [w * g for w, g in zip(weights, gaps, strict=True)]
+        losses.append([-a * lp for a, lp in zip(advantages, row.score_logprobs, strict=True)])
+        kls += [-g for g in gaps]
+        everything += advantages
+        all_weights += weights
+    policy = reduce(losses, config)
+    return policy, {
+        "policy_loss": policy,
+        "reverse_kl": mean(kls),
+        "advantage_mean": mean(everything),
+        "weight_mean": mean(all_weights),
+        "num_tokens": len(kls),
+    }
+
+
+def tpo(examples: Examples, config: Any) -> Result:
+    means = config.loss_type in ("ipo", "tpo-l")
+    losses, gold, sums, rewards = [], [], [], []
+    for chosen, rejected, best in examples:
+        if not (chosen.n and rejected.n and best.n):
+            continue
+        total = [math.fsum(each.score_logprobs) for each in (chosen, rejected)]
+        c, w = (x / each.n if means else x for x, each in zip(total, (chosen, rejected), strict=True))
+        z = config.beta * (c - w)
+        if config.loss_type == "hinge":
+            losses.append(max(0.0, 1 - z))
+        elif config.loss_type == "ipo":
+            losses.append((c - w - 1 / (2 * config.beta)) ** 2)
+        else:
+            z -= config.tpo_l_gamma if config.loss_type == "tpo-l" else 0.0
+            e = config.label_smoothing
+            losses.append(-(1 - e) * log_sigmoid(z) - e * log_sigmoid(-z))
+        gold += [-lp for lp in best.score_logprobs]
+        sums.append(total)
+        rewards.append((config.beta * c, config.beta * w))
+    nll = mean(gold)
+    return mean(losses) + config.tpo_alpha * nll, {
+        "nll_loss": nll,
+        "chosen_reward": mean([c for c, _ in rewards]),
+        "rejected_reward": mean([w for _, w in rewards]),
+        "reward_margin": mean([c - w for c, w in rewards]),
+        "preference_accuracy": mean([float(c > w) for c, w in rewards]),
+        "chosen_log_probs": mean([c for c, _ in sums]),
+        "rejected_log_probs": mean([w for _, w in sums]),
+        "num_pairs": len(losses),
+    }

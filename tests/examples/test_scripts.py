@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.server import Server
 
-SHORT = ["sft", "dpo", "reward_model", "ppo", "grpo", "importance_sampling", "distillation", "custom_loss"]
+SHORT = ["sft", "dpo", "reward_model", "ppo_with_gae", "grpo", "importance_sampling", "distillation", "custom_loss"]
 
 
 def execute(root: Path, *arguments: str | Path, timeout: float = 580) -> subprocess.CompletedProcess[str]:
@@ -39,6 +39,27 @@ def test_short_script(name: str, root: Path, example_server: Server) -> None:
     assert done.returncode == 0, done.stderr
     assert re.search(r"^step 0: \w+ -?\d+\.\d+", done.stdout, re.MULTILINE), done.stdout
     assert re.search(r"^step 1: ", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_the_primitives_scripts(root: Path) -> None:
+    done = execute(root, root / "examples" / "inference_examples.py")
+    assert done.returncode == 0 and "logits 8 tokens by 100" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (
+            ["complete_training_example.py", "--iterations", "1", "--batch-size", "8"],
+            "PPO, parts of one's own",
+        ),
+        (["backprop_usage.py"], "epoch 3: gradient norm"),
+    ],
+)
+def test_the_primitives_trainings(script: list[str], said: str, root: Path) -> None:
+    done = execute(root, root / "examples" / script[0], *script[1:])
+    assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
 
 
 def test_a_script_alone_starts_its_own_server(root: Path) -> None:

@@ -82,8 +82,13 @@ from gradwire.rl.types import (
 )
 from gradwire.rl.worker import RLRolloutWorker
 
+TaskDefinitionModel = Task
+AgentPolicy = InferenceModule
+OpenAIAgentPolicy = OpenAIInference
+
 __all__ = [
     "Action",
+    "AgentPolicy",
     "Algorithm",
     "AlgorithmConfig",
     "BaseEnvironment",
@@ -104,6 +109,7 @@ __all__ = [
     "Message",
     "Mixture",
     "MlflowLogger",
+    "OpenAIAgentPolicy",
     "OpenAIInference",
     "OverlongPenalty",
     "PPOAlgorithm",
@@ -136,6 +142,7 @@ __all__ = [
     "StrategicGrams",
     "SuccessCurriculum",
     "Task",
+    "TaskDefinitionModel",
     "TensorBoardLogger",
     "Tool",
     "ToolCall",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -91,27 +92,36 @@ class HICRACreditAssigner:
         was created."""
         return dict(self._metrics)
 
-    def __call__(self, rewards: Numbers, mask: npt.ArrayLike | None = None) -> Floats:
+    def __call__(self, rewards: Any, mask: Any = None) -> Any:
         """Compute the credits of a batch.
 
         Args:
-            rewards: ``[episodes, steps]``, padded; entries outside the mask are ignored.
+            rewards: ``[episodes, steps]``, padded; entries outside the mask are ignored. An array, nested lists, or a
+                torch tensor.
             mask: ``[episodes, steps]``, true (or 1) where an episode has a step; by default everywhere.
 
         Returns:
-            ``[episodes, steps]``, float64, 0 outside the mask.
+            ``[episodes, steps]``, 0 outside the mask: float64, or for a tensor a tensor of its dtype on its device,
+            without a gradient.
 
         Raises:
             ValueError: The shapes differ, or a reward inside the mask is not finite; names its position.
         """
-        inside, steps = _read(rewards, mask)
+        credits = self._credits(*_read(_as_array(rewards), None if mask is None else _as_array(mask)))
+        torch = _torch_of(rewards)
+        if torch is None:
+            return credits
+        like = rewards if rewards.is_floating_point() else torch.empty(0, device=rewards.device)
+        return torch.from_numpy(credits).to(dtype=like.dtype, device=like.device)
+
+    assign = __call__
+
+    def _credits(self, inside: Mask, steps: Floats) -> Floats:
         if not self.enabled:
             return np.zeros_like(steps)
         self._record(inside, steps)
         credits = self._normalized(inside, steps) if self.normalize else steps
         return np.where(inside, self.multiplier * credits, 0.0)
-
-    assign = __call__
 
     def _normalized(self, inside: Mask, steps: Floats) -> Floats:
         entries = steps[inside]
@@ -141,6 +151,16 @@ class HICRACreditAssigner:
         if self._logger is not None:
             self._logger.log(self._calls, self._metrics)
         self._calls += 1
+
+
+def _torch_of(values: Any) -> Any:
+    """The module torch if ``values`` is one of its tensors; the client itself does not import it."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and isinstance(values, torch.Tensor) else None
+
+
+def _as_array(values: Any) -> Any:
+    return values if _torch_of(values) is None else values.detach().cpu().numpy()
 
 
 def _read(rewards: Numbers, mask: npt.ArrayLike | None) -> tuple[Mask, Floats]:

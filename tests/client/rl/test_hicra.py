@@ -158,7 +158,7 @@ def test_a_wrong_configuration_names_its_place(config: Any, error: type[Exceptio
 
 
 def test_the_shipped_configuration_is_the_default(request: pytest.FixtureRequest) -> None:
-    shipped = yaml.safe_load((request.config.rootpath / "examples/configs/training/hicra.yaml").read_text())
+    shipped = yaml.safe_load((request.config.rootpath / "configs/training/hicra.yaml").read_text())
     assert repr(build_hicra_from_dict(shipped)) == repr(HICRACreditAssigner()) == repr(build_hicra_from_dict(None))
 
 

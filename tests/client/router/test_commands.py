@@ -11,7 +11,7 @@ import pytest
 from gradwire.router.commands import main
 
 ROOT = Path(__file__).parents[3]
-SHIPPED = ROOT / "examples/configs/policy/rllm.yaml"
+SHIPPED = ROOT / "configs/policy/rllm.yaml"
 ON = ["rllm.enabled=true", "trainer.enabled=true", "experiment.enabled=true", "evaluation.enabled=true"]
 SMALL = ["rollout.environments=128", "evaluation.episodes=200"]
 SETTINGS = ["--config", str(SHIPPED), *(word for each in ON + SMALL for word in ("--set", each))]
@@ -67,7 +67,7 @@ def test_mistakes_are_told_in_a_line(words: list[str], says: str) -> None:
 
 def test_the_example_and_the_installed_command_are_the_same_door() -> None:
     words = ["--config", str(SHIPPED), "--updates", "8", "--seed", "42"]
-    script = [sys.executable, str(ROOT / "examples/run_router_ppo.py"), *words]
+    script = [sys.executable, str(ROOT / "scripts/run_router_ppo.py"), *words]
     installed = [str(Path(sys.executable).with_name("gradwire")), "router", "train", *words]
     said = [subprocess.run(each, capture_output=True, text=True, check=False) for each in (script, installed)]
     assert [each.returncode for each in said] == [0, 0], [each.stderr for each in said]

@@ -22,7 +22,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from support.server import free_port
 
 ROOT = Path(__file__).parents[3]
-SHIPPED = ROOT / "examples/configs/policy/rllm.yaml"
+SHIPPED = ROOT / "configs/policy/rllm.yaml"
 
 WATCHED = """
 import sys

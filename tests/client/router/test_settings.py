@@ -11,7 +11,7 @@ from gradwire.router.settings import RouterSettings, Section
 from gradwire.router.settings_file import SettingsError, load_settings, parse_settings, render
 
 ROOT = Path(__file__).parents[3]
-SHIPPED = ROOT / "examples/configs/policy/rllm.yaml"
+SHIPPED = ROOT / "configs/policy/rllm.yaml"
 
 
 def switches(section: Section, place: str = "") -> Iterator[tuple[str, bool]]:
@@ -114,7 +114,7 @@ def test_hicras_aliases_are_understood() -> None:
 def test_hicras_own_file_builds_an_assigner() -> None:
     import yaml
 
-    assigner = build_hicra_from_dict(yaml.safe_load((ROOT / "examples/configs/training/hicra.yaml").read_text()))
+    assigner = build_hicra_from_dict(yaml.safe_load((ROOT / "configs/training/hicra.yaml").read_text()))
     assert assigner.enabled
     assert (assigner.multiplier, assigner.normalize, assigner.normalization_eps) == (1.0, True, 1e-8)
 

@@ -1,6 +1,6 @@
 """Train a router's policy by PPO on synthetic requests, as the settings file says; it ships with everything off.
 
-    python examples/run_router_ppo.py --config examples/configs/policy/rllm.yaml --updates 8 --seed 42 \\
+    python scripts/run_router_ppo.py --config configs/policy/rllm.yaml --updates 8 --seed 42 \\
         --set rllm.enabled=true --set trainer.enabled=true
 
 The same arguments as ``gradwire router train``: --episode-length, --set NAME=VALUE, --resume, --overwrite.

@@ -74,8 +74,8 @@ class EmbeddedServer:
             for line in self._stdout.read_text(errors="replace").splitlines(keepends=True):
                 if line.startswith(ANNOUNCEMENT) and line.endswith("\n"):
                     return line.split()[-1]
-            if ended == REFUSED and len(complaint := self._stderr.read_text(errors="replace").splitlines()) == 1:
-                raise ServerStartError(f"the embedded server did not start: {complaint[0].removeprefix('gradwire: ')}")
+            if ended == REFUSED and (reasons := self._sentences()):
+                raise ServerStartError(f"the embedded server did not start: {'; '.join(reasons)}")
             if ended is not None:
                 raise ServerStartError(
                     f"the embedded server ended with exit code {ended} during its start{self._complaint()}"
@@ -94,6 +94,11 @@ class EmbeddedServer:
         # When the interpreter ends no thread can be started any more, and the finalizer is about to run by itself.
         with contextlib.suppress(RuntimeError):
             await asyncio.to_thread(self._finalizer)
+
+    def _sentences(self) -> list[str]:
+        """What the server says to the person who starts it, without its log."""
+        lines = self._stderr.read_text(errors="replace").splitlines()
+        return [line.removeprefix("gradwire: ") for line in lines if line.startswith("gradwire: ")]
 
     def _complaint(self) -> str:
         text = self._stderr.read_bytes()[-SHOWN_STDERR_BYTES:].decode(errors="replace").strip()

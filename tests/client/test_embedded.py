@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,15 @@ async def test_what_it_wrote_is_shown_when_it_does_not_start() -> None:
     with pytest.raises(gradwire.ServerStartError, match="no-such-flag") as caught:
         await gradwire.connect(models=["tiny"], server_args=["--no-such-flag"])
     assert "ended with exit code 2" in str(caught.value)
+
+
+async def test_broken_weights_are_the_reason_in_one_sentence(tiny_model_path: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model_path, tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").unlink()
+    with pytest.raises(
+        gradwire.ServerStartError, match=r"'broken' cannot be loaded .* no file named model.safetensors"
+    ):
+        await gradwire.connect(models=[str(tmp_path / "broken")])
 
 
 async def test_a_service_of_ones_own(tiny_model_path: Path) -> None:

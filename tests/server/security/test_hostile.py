@@ -29,7 +29,7 @@ from support.keyed import Keyed, code_of, error_of, outcome
 
 UNAUTHENTICATED_MIB = 256
 ALLOWED_GROWTH_MIB = 64
-ALLOWED = ("torn", "later")
+ALLOWED = ("empty", "pickled", "torn", "later")
 SECRETS = ("tell-nobody-prompt", "tell-nobody-tag", "tell-nobody-stop", "tell-nobody-note", "tell-nobody-argument")
 
 

@@ -86,7 +86,8 @@ def check_models(pool: ModelPool, names: Sequence[str]) -> None:
     """Check that each of these models could be loaded, before one is.
 
     Raises:
-        OperationError: INVALID_ARGUMENT if the weights of one alone are more than the memory.
+        OperationError: UNSUPPORTED if its files cannot be read or do not fit its configuration; INVALID_ARGUMENT if the
+            weights of one alone are more than the memory.
     """
     total = total_memory(pool.device)
     for name in names:
@@ -100,6 +101,7 @@ def check_models(pool: ModelPool, names: Sequence[str]) -> None:
                 f" `gradwire estimate --model {facts.path}` computes what fits",
                 field="models",
             )
+        pool.check(name)
 
 
 def _weights(pool: ModelPool, name: str) -> int:

@@ -25,6 +25,7 @@ from gradwire_server.engine.model.loading.configuration import ConfigurationErro
 from gradwire_server.engine.model.loading.offload import offload_layers
 from gradwire_server.engine.model.loading.packing_check import check_rows, choose_packing
 from gradwire_server.engine.model.loading.quantization import Quantization
+from gradwire_server.engine.model.loading.weights_check import check_weights
 from gradwire_server.engine.model.placement import Placement
 from gradwire_server.engine.model.split_model import ModelFacts, SplitModel, check_split, explained_failures
 from gradwire_server.engine.model.vision.image_tokens import Vision, auto_class, image_token_of, takes_images
@@ -69,6 +70,7 @@ class ModelPool:
         transformers_logging.disable_progress_bar()
         self._loaded: dict[str, SplitModel] = {}
         self._facts: dict[str, ModelFacts] = {}
+        self._checked = set[str]()
 
     @property
     def device(self) -> torch.device:
@@ -87,6 +89,18 @@ class ModelPool:
         if name not in self._facts:
             self._facts[name] = self._read_facts(name)
         return self._facts[name]
+
+    def check(self, name: str) -> None:
+        """Check that a model's weights are there and fit its configuration; they are not read.
+
+        Raises:
+            OperationError: As for :meth:`get`.
+        """
+        facts = self.facts(name)
+        if name not in self._checked:
+            with _explained(name, facts.path):
+                check_weights(facts.path)
+            self._checked.add(name)
 
     def get(self, name: str) -> SplitModel:
         """The shared, frozen copy of a model.
@@ -145,6 +159,7 @@ class ModelPool:
             OperationError: UNKNOWN_MODEL, or UNSUPPORTED if it cannot be loaded.
         """
         facts = self.facts(name)
+        self.check(name)
         logger.info("loading %s from %s as %s on %s", name, facts.path, quantize or dtype or facts.dtype, self.device)
         arguments = {} if offload else self.placement.loading_arguments()
         check_quantization(facts, quantize)
@@ -239,8 +254,9 @@ def _explained(name: str, path: str) -> Iterator[None]:
         ) from error
     except (OSError, ValueError, SafetensorError) as error:
         logger.error("model %r at %s could not be loaded: %s", name, path, error)
+        reason = str(error).partition("\n")[0].replace(path, "its folder")
         raise OperationError(
             training_pb2.ERROR_CODE_UNSUPPORTED,
-            f"model {name!r} could not be loaded as a causal LM of transformers with safetensors weights; the server's"
-            " log says why",
+            f"model {name!r} cannot be loaded as a causal LM of transformers with safetensors weights: {reason}",
+            field="base_model",
         ) from error

@@ -201,3 +201,22 @@ async def test_a_stop_token_that_no_sample_can_have_is_refused(service: gradwire
             assert (caught.value.field, caught.value.rule) == ("stop_token_ids", f"0 <= id < {info.vocab_size}")
     await run.sample("hello", max_tokens=4, stop_token_ids=[0, info.vocab_size - 1])
     await service.delete_run(run.run_id)
+
+
+@pytest.mark.parametrize("lora", [{"rank": 4}, None], ids=["lora", "full"])
+async def test_a_step_leaves_nothing_of_the_former_weights_to_the_next_samples(
+    service: gradwire.ServiceClient, lora: dict[str, int] | None
+) -> None:
+    """Keys and values of prompts are kept between requests, and belong to the weights that they were computed with."""
+    prompts = [[(5 + number + place) % 90 + 3 for place in range(70)] for number in range(4)]
+    run = await service.create_run("tiny", lora=lora, seed=1)
+    current = service.sampling_client(run.run_id)
+    for _ in range(2):
+        fresh, kept = [
+            await current.sample(prompts, max_tokens=8, seed=11, deterministic=alone) for alone in (True, False)
+        ]
+        assert [each[0].token_ids.tolist() for each in kept.samples] == [
+            each[0].token_ids.tolist() for each in fresh.samples
+        ]
+        await run.train_step([{"input_ids": prompts[0]}], "causal_lm", learning_rate=1e-2)
+    await service.delete_run(run.run_id)

@@ -16,6 +16,7 @@ import torch
 from gradwire_losses.batch import sent
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from transformers import PreTrainedModel
 
 from gradwire_server.engine.errors import OperationError
@@ -192,8 +193,14 @@ class Policy:
     def num_trainable_parameters(self) -> int:
         return sum(self._sizes.values())
 
+    @property
+    def version(self) -> tuple[tuple[int, int], ...]:
+        """Numbers that change whenever a weight that may change is replaced or changed in place."""
+        return tuple((id(master), master._version) for master in self._masters.values())
+
     def sync(self) -> None:
-        """Round the masters into the parameters that are not their own masters."""
+        """Take note of changed masters, and round those that are not the parameters themselves into these."""
+        increment_version(self._masters.values())  # a fused AdamW does not count its changes
         pairs = [(self._parameters[name], master) for name, master in self._masters.items()]
         rounded = [(parameter, master) for parameter, master in pairs if parameter is not master]
         if rounded:

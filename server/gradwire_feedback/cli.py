@@ -97,6 +97,8 @@ def _run(settings: Settings, tables: Database) -> int:
         clean = asyncio.run(serve_until_stopped(settings, tables))
     except (GradwireError, OSError) as error:
         _fail(str(error))
+    except UnusableDatabaseError as error:
+        _fail(f"--database: {error}")
     if not clean:
         console.print("gradwire: stopped during a job, which continues at the next start", markup=False)
         os._exit(0)  # a thread still waits for the training server; do not wait for it

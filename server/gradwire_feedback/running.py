@@ -11,13 +11,15 @@ from gradwire_shell.serving import HttpServer, listen, url_of
 from gradwire_feedback.api.errors import BodyLimit
 from gradwire_feedback.application import create_application
 from gradwire_feedback.context import Context
-from gradwire_feedback.database.connection import Database
+from gradwire_feedback.database.connection import Database, UnusableDatabaseError
+from gradwire_feedback.database.ownership import Ownership
 from gradwire_feedback.settings import Settings
 from gradwire_feedback.training.jobs import Jobs
 from gradwire_feedback.training.server import TrainingServer
 
 GRACE_S = 5
 STARTED_POLL_S = 0.02
+OWNERSHIP_CHECK_S = 5.0
 
 
 async def serve_until_stopped(settings: Settings, database: Database) -> bool:
@@ -25,9 +27,11 @@ async def serve_until_stopped(settings: Settings, database: Database) -> bool:
 
     Raises:
         OSError: The address cannot be used.
+        UnusableDatabaseError: Another service works on the database, or took it while this one was disconnected.
         gradwire.GradwireError: The training server cannot be started or reached.
     """
     listener = listen(settings.host, settings.port)
+    ownership = Ownership(database, url_of(listener))
     server = TrainingServer(settings)
     jobs = Jobs(settings, database, server)
     app = create_application(Context(settings, database, server, jobs))
@@ -43,8 +47,16 @@ async def serve_until_stopped(settings: Settings, database: Database) -> bool:
 
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stop)
+
+    async def watch() -> None:
+        while await asyncio.to_thread(ownership.held):  # noqa: ASYNC110  the database sends no event
+            await asyncio.sleep(OWNERSHIP_CHECK_S)
+        stop()
+
     ended = True
     try:
+        await asyncio.to_thread(ownership.take)
+        watching = asyncio.create_task(watch())
         if not await _unless(stopping, server.start()):
             return True
         await asyncio.to_thread(jobs.start)
@@ -53,9 +65,12 @@ async def serve_until_stopped(settings: Settings, database: Database) -> bool:
             await asyncio.sleep(STARTED_POLL_S)
         print(f"gradwire feedback: listening on {url_of(listener)}", flush=True)
         await serving
+        if watching.done():
+            raise UnusableDatabaseError("another service took the database while this one had lost it")
     finally:
         ended = await asyncio.to_thread(jobs.stop)
         await server.stop()
+        await asyncio.to_thread(ownership.release)
         listener.close()
     return ended
 

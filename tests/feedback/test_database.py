@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,11 @@ import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from gradwire_feedback.database.connection import Database
-from gradwire_feedback.database.tables import Table
-from gradwire_feedback.store import jobs, rating
+from gradwire_feedback.database.connection import Database, UnusableDatabaseError
+from gradwire_feedback.database.ownership import LOCK, Ownership
+from gradwire_feedback.database.tables import Policy, Table, UtcDateTime
+from gradwire_feedback.store import deployments, feedback, jobs, rating
+from gradwire_feedback.store.order import next_number
 from gradwire_feedback.store.problems import ConflictError
 from support.feedback import FeedbackService, scores
 from support.server import Server
@@ -137,3 +142,108 @@ def test_two_answers_give_a_pair(database: Database) -> None:
             assert item is not None
             rating.rate(session, item.id, rater, given, None)
         assert rating.pairs_of(session, "bot") == [rating.Pair("p", "better", "worse", "ann")]
+
+
+def set_clocks_back(database: Database, hours: int) -> None:
+    """Change all times of the database, as if the clock had been ahead until now."""
+    with database.write() as session:
+        for table in Table.metadata.sorted_tables:
+            for column in table.columns:
+                if isinstance(column.type, UtcDateTime):
+                    for (time,) in session.execute(sa.select(column).where(column.is_not(None)).distinct()).all():
+                        session.execute(
+                            sa.update(table).where(column == time).values({column: time + timedelta(hours=hours)})
+                        )
+
+
+def publish(database: Database, version: str) -> None:
+    with database.write() as session:
+        job = jobs.create_job(session, "clocks", {})
+        policy = Policy(
+            agent_id="clocks", version=version, number=next_number(session, "clocks"), parent="base", job_id=job.id,
+            model_path="", reward_model_path="", checkpoint="", feedback_count=0, training_steps=0, reward_mean=0.0,
+            reward_std=0.0, config={},
+        )  # fmt: skip
+        session.add(policy)
+        jobs.finish(session, job.id, "succeeded")
+
+
+def test_neither_names_nor_clocks_order_versions_and_scores(database_url: str) -> None:
+    database = Database(database_url)
+    database.upgrade()
+    for version in ("v12", "v11"):  # a rating was taken back in between
+        publish(database, version)
+        set_clocks_back(database, 5)
+    with database.write() as session:
+        assert jobs.newest_version(session, "clocks") == "v11"
+        newest = jobs.newest_job(session, "clocks")
+        assert newest is not None and jobs.policy_of_job(session, newest.id).version == "v11"
+        deployments.deploy(session, "clocks", {"v11": 0.5, "v12": 0.5})
+    with database.write() as session:
+        for n in range(3):
+            deployment = deployments.newest_deployment(session, "clocks")
+            assert deployment is not None
+            answer = rating.NewAnswer(f"r{n}", "a", "v11")
+            rating.add_item(session, "clocks", f"p{n}", [answer], 1, f"u{n}", deployment.number)
+    for score in (0.25, 0.5, 0.75):
+        with database.write() as session:
+            item = rating.reserve(session, "clocks", "ann")
+            assert item is not None
+            rating.rate(session, item.id, "ann", [score], None)
+        set_clocks_back(database, 5)
+    with database.write() as session:
+        observed = deployments.observe(session, "clocks")
+        assert observed is not None and observed.scores.values.tolist() == [0.25, 0.5, 0.75]
+        assert list(observed.weights) == ["v12", "v11"], "the older one is the baseline"
+        assert feedback.scores_of(session, "clocks") == [0.25, 0.5, 0.75]
+        taken_back = rating.undo(session, "clocks", "ann")
+        assert taken_back is not None and taken_back.prompt == "p2"
+    set_clocks_back(database, 5)
+    with database.write() as session:
+        held = rating.reserve(session, "clocks", "bob")
+        assert held is not None and held.prompt == "p2", "a reservation from a clock ahead does not last for hours"
+        deployments.deploy(session, "clocks", {"v11": 1.0})
+        assert deployments.roll_back(session, "clocks") == {"v12": 1.0}
+        assert deployments.roll_back(session, "clocks") == {"base": 1.0}
+    database.close()
+
+
+def test_a_second_service_says_who_holds_the_database(server: Server, database_url: str, tmp_path: Path) -> None:
+    first = FeedbackService(tmp_path, "tiny", "--service", server.address, database=database_url).start()
+    second = FeedbackService(tmp_path, "tiny", "--service", server.address, database=database_url)
+    try:
+        refused = second.refused()
+        assert f"is in use by the service at {first.url} (process {first.process.pid} on " in refused
+        first.end(signal.SIGKILL)
+        second.start()  # at once: nothing has to expire
+        assert first.refused().count(second.url) == 1
+    finally:
+        second.end()
+
+
+def test_an_owner_that_loses_its_connection_takes_the_lock_again_or_says_it_lost_it(postgres_url: str) -> None:
+    first, second = Database(postgres_url), Database(postgres_url)
+    first.upgrade()
+    owner, other = Ownership(first, "here"), Ownership(second, "there")
+
+    def disconnect() -> None:
+        with second.engine.connect() as connection:
+            connection.execute(
+                sa.text(
+                    "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND objid = :number"
+                ),
+                {"number": LOCK & 0xFFFF_FFFF},
+            )
+
+    owner.take()
+    disconnect()
+    assert owner.held()
+    with pytest.raises(UnusableDatabaseError, match=f"the service at here .process {os.getpid()}"):
+        other.take()
+    other.release()
+    disconnect()
+    other.take()
+    assert not owner.held()
+    for ownership, database in ((owner, first), (other, second)):
+        ownership.release()
+        database.close()

@@ -63,15 +63,20 @@ def test_the_boundary_is_crossed_by_a_random_walk_as_often_as_it_says() -> None:
 
 
 def test_a_look_is_the_comparison_of_the_answers_until_then() -> None:
-    pair = Scenario(120, 20, spread=0.2, drift=True, ramp=True, versions=3).draw(np.random.default_rng(1)).only(0, 2)
+    rng = np.random.default_rng(1)
+    drawn = [Scenario(120, 20, spread=0.2, drift=True, ramp=True, versions=3).draw(rng) for _ in range(2)]
     seen = 0
-    for end, difference, radius in looks(pair, 0, 2, 0.05):
-        if end % 97 == 0:
-            until = Scores(pair.values[:end], pair.users[:end], pair.versions[:end], pair.deployments[:end])
-            found, span = difference_interval(until, 0, 2, 0.05)
-            assert (found, span.low) == pytest.approx((difference, max(-1.0, difference - radius)), abs=1e-12)
-            seen += 1
-    assert seen > 5
+    for look in looks(drawn, 0, 2, 0.05):
+        for number, scores in enumerate(drawn):
+            end = int(look.answers[number])
+            if end % 97 == 0 and look.enough[number]:
+                pair = scores.only(0, 2)
+                until = Scores(pair.values[:end], pair.users[:end], pair.versions[:end], pair.deployments[:end])
+                found, span = difference_interval(until, 0, 2, 0.05)
+                low = max(-1.0, look.difference[number] - look.radius[number])
+                assert (found, span.low) == pytest.approx((look.difference[number], low), abs=1e-12)
+                seen += 1
+    assert seen > 10
 
 
 def test_too_few_users_settle_nothing() -> None:

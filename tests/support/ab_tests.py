@@ -1,19 +1,30 @@
-"""Simulated A/B tests, with a look at the comparison after every rating.
+"""Simulated A/B tests, many at once, with a look at the comparison after every rating.
 
-``python tests/support/ab_tests.py [SIMULATIONS]`` prints what becomes of each scenario.
+``python tests/support/ab_tests.py [SIMULATIONS]`` prints the table of docs/feedback.md.
+
+Letters in comments: S simulations, U users.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from gradwire_feedback.statistics.user_effects import BLOCK, MIN_USERS, Scores, boundary
+from gradwire_feedback.statistics.user_effects import BLOCK, MIN_USERS, Scores, boundaries
+from numpy.typing import NDArray
 
 ALPHA = 0.05
+FIXED_Z = 1.96
+"""Of a test of the same size that looks once, at a number of answers fixed before."""
+POWER = 0.8
+CHUNK = 50
+"""Simulations at once, so that their arrays stay in the cache."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,11 @@ class Scenario:
     effect: float = 0.0
     binary: bool = False
 
+    def __str__(self) -> str:
+        words = [f"{self.users} x {self.answers}", f"spread {self.spread}", f"{self.versions} versions"]
+        words += [word for word in ("drift", "ramp", "binary") if getattr(self, word)]
+        return ", ".join(words + ([f"effect {self.effect}"] if self.effect else []))
+
     def draw(self, rng: np.random.Generator) -> Scores:
         count = self.users * self.answers
         users = rng.permutation(np.repeat(np.arange(self.users), self.answers))
@@ -58,38 +74,73 @@ class Scenario:
         return Scores(values, users, versions, np.where(early, 0, 1).astype(np.int64))
 
 
-def looks(scores: Scores, baseline: int, other: int, alpha: float) -> Iterator[tuple[int, float, float]]:
-    """The number of answers, the difference and the interval's half width, after every answer of the two versions.
+@dataclass(frozen=True)
+class Look:
+    """The comparisons after one more answer; arrays are [S].
 
-    The same as difference_interval of the answers until then, from sums that are kept between the looks.
+    Attributes:
+        answers: Answers of the two versions until then.
+        enough: Whether both versions have enough users; the rest is not meaningful before.
+        difference: The estimated difference.
+        error: Its standard error.
+        radius: Half the width of its interval.
     """
-    pair = scores.only(baseline, other)
-    values, users, deployments = pair.values, pair.users, pair.deployments
-    treated = (pair.versions == other).astype(np.float64)
-    size = int(users.max(initial=0)) + 1
-    products, squares, start = np.zeros(size), np.zeros(size), 0
-    given, sums, sums2 = np.zeros((2, size)), np.zeros(2), np.zeros(2)
-    for end in range(1, len(values) + 1):
-        side, user = int(treated[end - 1]), users[end - 1]
-        if end - 1 - start == BLOCK or deployments[end - 1] != deployments[start]:
-            done = slice(start, end - 1)
-            centred, about = values[done] - values[done].mean(), treated[done] - treated[done].mean()
-            products += np.bincount(users[done], centred * about, size)
-            squares += np.bincount(users[done], about * about, size)
-            start = end - 1
-        sums[side] += 1
-        sums2[side] += 2 * given[side, user] + 1
-        given[side, user] += 1
-        if min(sums) == 0 or min(sums**2 / np.maximum(sums2, 1)) < MIN_USERS:
+
+    answers: Ints
+    enough: NDArray[np.bool_]
+    difference: Floats
+    error: Floats
+    radius: Floats
+
+
+def looks(drawn: list[Scores], baseline: int, other: int, alpha: float) -> Iterator[Look]:
+    """The comparisons of simulations with equally many users and answers, after every answer.
+
+    The same as difference_interval of the answers until then, from sums by user that are kept between the looks.
+    """
+    sims, size = np.arange(len(drawn)), int(max(each.users.max() for each in drawn)) + 1
+    values, users, versions, deployments = (
+        np.stack([getattr(each, name) for each in drawn]) for name in ("values", "users", "versions", "deployments")
+    )
+    done_products, done_squares = np.zeros((2, len(drawn), size))  # [S, U], of the blocks that are full
+    sums, counts, treated = np.zeros((3, len(drawn), size))  # [S, U], of the block that fills
+    given, answers, squares = np.zeros((2, len(drawn), size)), np.zeros((2, len(drawn))), np.zeros((2, len(drawn)))
+    block = np.full(len(drawn), -1)  # the deployment of the block that fills
+
+    def parts(rows: slice | Ints = slice(None)) -> tuple[Floats, Floats]:
+        """Sums over a user's answers of treatment times score, and of treatment squared, each less its block's mean."""
+        many = np.maximum(counts[rows].sum(1, keepdims=True), 1)
+        about = treated[rows] - (treated[rows] * counts[rows]).sum(1, keepdims=True) / many
+        centred = sums[rows] - sums[rows].sum(1, keepdims=True) / many * counts[rows]
+        return done_products[rows] + about * centred, done_squares[rows] + about * about * counts[rows]
+
+    for time in range(values.shape[1]):
+        pair = np.isin(versions[:, time], (baseline, other))
+        new = np.flatnonzero(pair & ((counts.sum(1) == BLOCK) | (deployments[:, time] != block)))
+        if len(new):
+            done_products[new], done_squares[new] = parts(new)
+            sums[new] = counts[new] = treated[new] = 0
+            block[new] = deployments[new, time]
+        if not pair.any():
             continue
-        now = slice(start, end)
-        centred, about = values[now] - values[now].mean(), treated[now] - treated[now].mean()
-        product = products + np.bincount(users[now], centred * about, size)
-        square = squares + np.bincount(users[now], about * about, size)
-        weight = square.sum()
-        difference = product.sum() / weight
-        parts = (product - difference * square) / np.maximum(1 - square / weight, 1e-2)
-        yield end, difference, boundary(float(parts @ parts), alpha) / weight
+        rows, user = sims[pair], users[pair, time]
+        side = (versions[pair, time] == other).astype(np.int64)
+        sums[rows, user] += values[pair, time]
+        counts[rows, user] += 1
+        treated[rows, user] = side
+        answers[side, rows] += 1
+        squares[side, rows] += 2 * given[side, rows, user] + 1
+        given[side, rows, user] += 1
+        enough = (answers**2 / np.maximum(squares, 1) >= MIN_USERS).all(0)
+        if not enough.any():
+            continue
+        product, square = parts()
+        weight = np.maximum(square.sum(1), 1e-12)
+        difference = product.sum(1) / weight
+        shares = (product - difference[:, None] * square) / np.maximum(1 - square / weight[:, None], 1e-2)
+        variance = np.einsum("su,su->s", shares, shares)
+        radius = boundaries(variance, alpha) / weight
+        yield Look(answers.sum(0).astype(np.int64), enough, difference, np.sqrt(variance) / weight, radius)
 
 
 @dataclass(frozen=True)
@@ -99,60 +150,79 @@ class Outcome:
     Attributes:
         settled: Share in which some difference was ever settled.
         missed: Share in which an interval ever missed its effect.
-        answers: Median number of answers of the two versions when a difference was found; infinite if never in half.
+        answers: Answers of the two versions after which the last version's difference was found in half of the tests,
+            and in four fifths; infinite if never.
+        fixed: Answers after which a test that looks only then finds it in four fifths.
     """
 
     settled: float
     missed: float
-    answers: float
+    answers: tuple[float, float]
+    fixed: float
 
 
 def simulate(scenario: Scenario, simulations: int, seed: int = 0) -> Outcome:
     rng = np.random.default_rng(seed)
-    settled, missed, answers = 0, 0, []
-    for _ in range(simulations):
-        scores = scenario.draw(rng)
-        found, wrong = math.inf, False
+    total = scenario.users * scenario.answers
+    settled, missed, found = np.zeros(simulations, bool), np.zeros(simulations, bool), np.full(simulations, np.inf)
+    rejections, looked = np.zeros(total + 1), np.zeros(total + 1)
+    for start in range(0, simulations, CHUNK):
+        drawn = [scenario.draw(rng) for _ in range(min(CHUNK, simulations - start))]
+        chunk = slice(start, start + len(drawn))
         for other in range(1, scenario.versions):
-            effect = scenario.effect * (other == scenario.versions - 1)
-            for end, difference, radius in looks(scores, 0, other, ALPHA / (scenario.versions - 1)):
-                wrong |= abs(difference - effect) > radius
-                if abs(difference) > radius:
-                    found = min(found, end)
-                    if scenario.effect:
-                        break
-        settled += found < math.inf
-        missed += wrong
-        answers.append(found)
-    return Outcome(settled / simulations, missed / simulations, float(np.median(answers)))
+            last = other == scenario.versions - 1
+            effect = scenario.effect * last
+            for look in looks(drawn, 0, other, ALPHA / (scenario.versions - 1)):
+                missed[chunk] |= look.enough & (np.abs(look.difference - effect) > look.radius)
+                clear = look.enough & (np.abs(look.difference) > look.radius)
+                settled[chunk] |= clear
+                if last:
+                    found[chunk] = np.where(clear, np.minimum(found[chunk], look.answers), found[chunk])
+                    np.add.at(looked, look.answers, 1)
+                    np.add.at(rejections, look.answers, look.enough & (np.abs(look.difference) > FIXED_Z * look.error))
+    enough = np.flatnonzero((looked >= simulations / 2) & (rejections >= POWER * looked))
+    return Outcome(
+        float(settled.mean()),
+        float(missed.mean()),
+        (
+            float(np.sort(found)[simulations // 2]),
+            float(np.sort(found)[min(int(POWER * simulations), simulations - 1)]),
+        ),
+        float(enough[0]) if len(enough) else np.inf,
+    )
 
 
-EQUAL = (
-    Scenario(1000, 1),
-    Scenario(1000, 1, drift=True, ramp=True),
-    Scenario(100, 20, spread=0.2),
-    Scenario(100, 20, spread=0.2, drift=True),
-    Scenario(100, 20, spread=0.2, ramp=True),
-    Scenario(100, 20, spread=0.2, drift=True, ramp=True),
-    Scenario(100, 20, spread=0.2, drift=True, ramp=True, binary=True),
-    Scenario(50, 40, spread=0.2),
-    Scenario(50, 40, spread=0.2, drift=True, ramp=True),
-    Scenario(400, 5, spread=0.2, drift=True, versions=3),
-    Scenario(500, 4, spread=0.1, drift=True, ramp=True, versions=5),
-)
-DIFFERENT = (
+EQUAL = [
+    Scenario(users, answers, spread, drift, ramp, versions)
+    for (users, answers), spread, drift, ramp, versions in itertools.product(
+        ((50, 40), (100, 20), (1000, 2)), (0.0, 0.2), (False, True), (False, True), (2, 3, 5)
+    )
+] + [Scenario(100, 20, 0.2, True, True, binary=True), Scenario(1000, 1), Scenario(1000, 1, drift=True, ramp=True)]
+DIFFERENT = [
     Scenario(4000, 1, effect=0.05),
     Scenario(1000, 1, effect=0.1),
     Scenario(2000, 2, spread=0.1, drift=True, effect=0.05),
     Scenario(1000, 2, spread=0.1, drift=True, effect=0.1),
+    Scenario(1000, 2, spread=0.1, drift=True, ramp=True, effect=0.1),
     Scenario(400, 10, spread=0.2, effect=0.1),
-)
+]
 
 
 def main() -> None:
     simulations = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
-    for scenario in EQUAL + DIFFERENT:
-        print(scenario, simulate(scenario, simulations if not scenario.effect else simulations // 5), flush=True)
+    print("| scenario | false verdicts | coverage |\n| --- | --- | --- |")
+    for scenario in EQUAL:
+        found = simulate(scenario, simulations)
+        print(f"| {scenario} | {found.settled:.1%} | {1 - found.missed:.1%} |", flush=True)
+    print("| scenario | found | answers, half | answers, four fifths | fixed horizon | coverage |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for scenario in DIFFERENT:
+        found = simulate(scenario, simulations // 5)
+        half, most = found.answers
+        print(
+            f"| {scenario} | {found.settled:.1%} | {half:g} | {most:g} | {found.fixed:g} | {1 - found.missed:.1%} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -44,6 +44,12 @@ class FeedbackService:
                 return self
         raise RuntimeError(f"the service ended with {self.process.wait()} before it listened")
 
+    def refused(self) -> str:
+        """Start it where it must not start; gives what it says."""
+        ended = subprocess.run(self._command, capture_output=True, text=True, timeout=120, check=False)
+        assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
+        return ended.stderr
+
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(how)
         code = self.process.wait(timeout=120)

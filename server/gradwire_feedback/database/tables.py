@@ -1,4 +1,4 @@
-"""The database tables. Times are UTC."""
+"""The database tables. Times are UTC and for people; ``number`` orders an agent's rows, see :mod:`..store.order`."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ class Item(Table):
     """
 
     __tablename__ = "items"
-    __table_args__ = (sa.Index("ix_items_open", "agent_id", "created_at"),)
+    __table_args__ = (sa.Index("ix_items_open", "agent_id", "number"),)
 
     id: Mapped[str] = mapped_column(primary_key=True, default=new_id)
     agent_id: Mapped[str]
+    number: Mapped[int]
     prompt: Mapped[str]
     raters: Mapped[int] = mapped_column(default=1)
     ratings: Mapped[int] = mapped_column(default=0)
@@ -82,13 +83,14 @@ class Feedback(Table):
 
     __tablename__ = "feedback"
     __table_args__ = (
-        sa.Index("ix_feedback_agent", "agent_id", "created_at"),
+        sa.Index("ix_feedback_agent", "agent_id", "number"),
         sa.UniqueConstraint("answer_id", "rater", name="uq_feedback_rater"),
         sa.CheckConstraint("score >= 0 AND score <= 1", name="ck_feedback_score"),
     )
 
     id: Mapped[str] = mapped_column(primary_key=True, default=new_id)
     agent_id: Mapped[str]
+    number: Mapped[int]
     prompt: Mapped[str]
     response: Mapped[str]
     score: Mapped[float]
@@ -107,6 +109,7 @@ class Skip(Table):
 
     item_id: Mapped[str] = mapped_column(sa.ForeignKey("items.id", name="fk_skips_item"), primary_key=True)
     rater: Mapped[str] = mapped_column(primary_key=True)
+    number: Mapped[int]
     created_at: Mapped[datetime] = mapped_column(default=now)
 
 
@@ -157,6 +160,7 @@ class Job(Table):
 
     id: Mapped[str] = mapped_column(primary_key=True, default=new_id)
     agent_id: Mapped[str] = mapped_column(index=True)
+    number: Mapped[int]
     active_agent: Mapped[str | None] = mapped_column(unique=True)
     status: Mapped[str] = mapped_column(default="queued")
     request: Mapped[dict[str, Any]]
@@ -178,6 +182,27 @@ class Deployment(Table):
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
     agent_id: Mapped[str]
     weights: Mapped[dict[str, float]]
+    created_at: Mapped[datetime] = mapped_column(default=now)
+
+
+class Counter(Table):
+    """The newest number of an agent's rows."""
+
+    __tablename__ = "counters"
+
+    agent_id: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[int]
+
+
+class Owner(Table):
+    """The service that works on this database, in the only row; see :mod:`..database.ownership`."""
+
+    __tablename__ = "owner"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    address: Mapped[str]
+    process: Mapped[int]
+    host: Mapped[str]
     created_at: Mapped[datetime] = mapped_column(default=now)
 
 

@@ -70,12 +70,17 @@ def effective_users(users: NDArray[np.int64]) -> float:
     return float(counts.sum() ** 2 / np.square(counts).sum()) if counts.size else 0.0
 
 
-def boundary(variance: float, alpha: float) -> float:
-    """Bound on the absolute value of a sum with this variance, at all times with probability 1 - ``alpha``."""
+def boundaries(variances: NDArray[np.float64], alpha: float) -> NDArray[np.float64]:
+    """Bounds on the absolute values of sums with these variances, each at all times with probability 1 - ``alpha``."""
     log = 2 * math.log(1 / alpha)
     rho = (log + math.log1p(log)) / TIGHT_AT
-    scaled = variance * rho + 1
-    return math.sqrt(2 * scaled / rho * math.log(math.sqrt(scaled) / alpha))
+    scaled = variances * rho + 1
+    return np.asarray(np.sqrt(2 * scaled / rho * np.log(np.sqrt(scaled) / alpha)))
+
+
+def boundary(variance: float, alpha: float) -> float:
+    """:func:`boundaries` of one sum."""
+    return float(boundaries(np.asarray(variance), alpha))
 
 
 def mean_interval(scores: Scores, alpha: float) -> Interval:

@@ -156,7 +156,7 @@ def observe(session: Session, agent_id: str) -> Observed | None:
         .join(Feedback, Feedback.answer_id == Answer.id)
         .join(Item, Item.id == Answer.item_id)
         .where(*answered)
-        .order_by(Item.created_at, Item.id, Answer.position, Feedback.created_at, Feedback.id)
+        .order_by(Item.number, Answer.position, Feedback.number)
     )
     kept = list({row.id: row for row in reversed(rows.all())}.values())[::-1]  # the first score of each answer
     users = {user: number for number, user in enumerate(dict.fromkeys(row.unit for row in kept))}

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from gradwire_feedback.database.tables import Answer, Feedback, IdempotentRequest, Item, new_id, now
+from gradwire_feedback.store.order import next_numbers
 from gradwire_feedback.store.problems import UnprocessableError
 
 IDEMPOTENCY_DAYS = 7
@@ -30,30 +31,25 @@ class Score:
 
 
 def add_feedback(session: Session, agent_id: str, scores: Sequence[Score]) -> list[Feedback]:
-    """Store scores; a score whose ``run_id`` is that of a stored answer counts for the answer's version.
-
-    Training reads feedback in the order of its times. Those of a request are a microsecond apart, so that they keep its
-    order on a coarse clock too.
-    """
-    started = now()
+    """Store scores; a score whose ``run_id`` is that of a stored answer counts for the answer's version."""
     answers = _answers(session, agent_id, {score.run_id for score in scores})
+    for answer in [answers[score.run_id] for score in scores if score.run_id in answers]:
+        session.execute(sa.update(Item).where(Item.id == answer.item_id).values(ratings=Item.ratings + 1))
     rows = []
-    for number, score in enumerate(scores):
-        answer = answers.get(score.run_id)
-        if answer is not None:
-            session.execute(sa.update(Item).where(Item.id == answer.item_id).values(ratings=Item.ratings + 1))
+    for number, score in zip(next_numbers(session, agent_id, len(scores)), scores):
+        rated = answers.get(score.run_id)
         rows.append(
             Feedback(
                 id=new_id(),
                 agent_id=agent_id,
+                number=number,
                 prompt=score.prompt,
                 response=score.response,
                 score=score.score,
                 run_id=score.run_id,
                 notes=score.notes,
-                version=answer.version if answer else None,
-                answer_id=answer.id if answer else None,
-                created_at=started + timedelta(microseconds=number),
+                version=rated.version if rated else None,
+                answer_id=rated.id if rated else None,
             )
         )
     session.add_all(rows)
@@ -73,13 +69,13 @@ def _answers(session: Session, agent_id: str, run_ids: set[str]) -> dict[str, An
 def scores_of(session: Session, agent_id: str) -> list[float]:
     """Return the agent's scores, oldest first."""
     query = sa.select(Feedback.score).where(Feedback.agent_id == agent_id)
-    return list(session.scalars(query.order_by(Feedback.created_at, Feedback.id)))
+    return list(session.scalars(query.order_by(Feedback.number)))
 
 
 def feedback_of(session: Session, agent_id: str) -> Sequence[Feedback]:
     """Return the agent's feedback, oldest first."""
     query = sa.select(Feedback).where(Feedback.agent_id == agent_id)
-    return session.scalars(query.order_by(Feedback.created_at, Feedback.id)).all()
+    return session.scalars(query.order_by(Feedback.number)).all()
 
 
 def request_digest(content: Any) -> str:

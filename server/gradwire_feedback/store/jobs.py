@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 
 from gradwire_feedback.database.tables import Job, Policy, now
 from gradwire_feedback.names import BASE
+from gradwire_feedback.store.order import next_number
 from gradwire_feedback.store.problems import ConflictError, NotFoundError
 
 ACTIVE = ("queued", "running")
@@ -22,7 +23,7 @@ def create_job(session: Session, agent_id: str, request: dict[str, Any]) -> Job:
         ConflictError: The agent already has an active job; names it.
     """
     _refuse_second(session, agent_id)
-    job = Job(agent_id=agent_id, active_agent=agent_id, request=request)
+    job = Job(agent_id=agent_id, number=next_number(session, agent_id), active_agent=agent_id, request=request)
     try:
         with session.begin_nested():
             session.add(job)
@@ -59,7 +60,7 @@ def active_jobs(session: Session) -> Sequence[Job]:
 
 
 def newest_job(session: Session, agent_id: str) -> Job | None:
-    return session.scalar(sa.select(Job).where(Job.agent_id == agent_id).order_by(Job.created_at.desc()).limit(1))
+    return session.scalar(sa.select(Job).where(Job.agent_id == agent_id).order_by(Job.number.desc()).limit(1))
 
 
 def begin(session: Session, job_id: str, feedback_count: int) -> Job:
@@ -87,12 +88,6 @@ def newest_version(session: Session, agent_id: str) -> str:
     """Return the version that training continues from by default; ``base`` before the first."""
     query = sa.select(Policy.version).where(Policy.agent_id == agent_id).order_by(Policy.number.desc()).limit(1)
     return session.scalar(query) or BASE
-
-
-def next_number(session: Session, agent_id: str) -> int:
-    """Return the number of the agent's next version."""
-    newest = session.scalar(sa.select(sa.func.max(Policy.number)).where(Policy.agent_id == agent_id))
-    return (newest or 0) + 1
 
 
 def policy_of_job(session: Session, job_id: str) -> Policy:

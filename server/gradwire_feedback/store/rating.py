@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from sqlalchemy.orm import Session
 
 from gradwire_feedback.database.tables import Answer, Feedback, Item, Skip, now
+from gradwire_feedback.store.order import next_number, next_numbers
 from gradwire_feedback.store.problems import ConflictError, NotFoundError, UnprocessableError
 
 RESERVED_FOR = timedelta(minutes=10)
@@ -52,7 +53,8 @@ def add_item(
     ).first()
     if taken is not None or len({answer.run_id for answer in answers}) < len(answers):
         raise ConflictError(f"runId {(taken or answers[0].run_id)!r} already names an answer of {agent_id}")
-    item = Item(agent_id=agent_id, prompt=prompt, raters=raters, user_id=user_id, deployment=deployment)
+    number = next_number(session, agent_id)
+    item = Item(agent_id=agent_id, number=number, prompt=prompt, raters=raters, user_id=user_id, deployment=deployment)
     item.answers = [
         Answer(
             agent_id=agent_id,
@@ -77,12 +79,13 @@ def reserve(session: Session, agent_id: str, rater: str) -> Item | None:
         .where(Feedback.rater == rater, Answer.agent_id == agent_id)
     )
     skipped = sa.select(Skip.item_id).where(Skip.rater == rater)
-    free = sa.or_(Item.reserved_until.is_(None), Item.reserved_until < time, Item.reserved_by == rater)
+    lapsed = sa.not_(Item.reserved_until.between(time, time + 2 * RESERVED_FOR))  # later: the clock was set back
+    free = sa.or_(Item.reserved_until.is_(None), lapsed, Item.reserved_by == rater)
     query = (
         sa.select(Item)
         .where(Item.agent_id == agent_id, Item.ratings < Item.raters, free)
         .where(Item.id.not_in(rated), Item.id.not_in(skipped))
-        .order_by(sa.case((Item.reserved_by == rater, 0), else_=1), Item.created_at, Item.id)
+        .order_by(sa.case((Item.reserved_by == rater, 0), else_=1), Item.number)
         .limit(1)
         .with_for_update(skip_locked=True, of=Item)
     )
@@ -103,9 +106,11 @@ def rate(session: Session, item_id: str, rater: str, scores: Sequence[float], no
     item = _held(session, item_id, rater)
     if len(scores) != len(item.answers):
         raise UnprocessableError(f"the item has {len(item.answers)} answers, but the request has {len(scores)} scores")
+    numbers = next_numbers(session, item.agent_id, len(scores))
     rows = [
         Feedback(
             agent_id=item.agent_id,
+            number=number,
             prompt=item.prompt,
             response=answer.response,
             score=score,
@@ -115,7 +120,7 @@ def rate(session: Session, item_id: str, rater: str, scores: Sequence[float], no
             answer_id=answer.id,
             rater=rater,
         )
-        for answer, score in zip(item.answers, scores)
+        for number, answer, score in zip(numbers, item.answers, scores)
     ]
     session.add_all(rows)
     item.ratings += 1
@@ -132,29 +137,29 @@ def skip(session: Session, item_id: str, rater: str) -> None:
     """
     item = _held(session, item_id, rater)
     item.reserved_by = item.reserved_until = None
-    session.add(Skip(item_id=item_id, rater=rater))
+    session.add(Skip(item_id=item_id, rater=rater, number=next_number(session, item.agent_id)))
     session.flush()
 
 
 def undo(session: Session, agent_id: str, rater: str) -> Item | None:
     """Take back the rater's last rating or skip, and reserve that item for them again; None if there is none."""
     rated = session.execute(
-        sa.select(Answer.item_id, Feedback.created_at)
+        sa.select(Answer.item_id, Feedback.number)
         .join(Feedback, Feedback.answer_id == Answer.id)
         .where(Feedback.rater == rater, Feedback.agent_id == agent_id)
-        .order_by(Feedback.created_at.desc())
+        .order_by(Feedback.number.desc())
         .limit(1)
     ).first()
     skipped = session.execute(
-        sa.select(Skip.item_id, Skip.created_at)
+        sa.select(Skip.item_id, Skip.number)
         .join(Item, Item.id == Skip.item_id)
         .where(Skip.rater == rater, Item.agent_id == agent_id)
-        .order_by(Skip.created_at.desc())
+        .order_by(Skip.number.desc())
         .limit(1)
     ).first()
     if rated is None and skipped is None:
         return None
-    if skipped is not None and (rated is None or skipped.created_at > rated.created_at):
+    if skipped is not None and (rated is None or skipped.number > rated.number):
         item = session.get_one(Item, skipped.item_id, with_for_update={"of": Item})
         session.execute(sa.delete(Skip).where(Skip.item_id == item.id, Skip.rater == rater))
     else:
@@ -224,7 +229,7 @@ def pairs_of(session: Session, agent_id: str) -> list[Pair]:
         sa.select(Answer.item_id, Feedback.rater, Feedback.prompt, Feedback.response, Feedback.score)
         .join(Feedback, Feedback.answer_id == Answer.id)
         .where(Feedback.agent_id == agent_id, Feedback.rater.is_not(None))
-        .order_by(Feedback.created_at, Answer.position)
+        .order_by(Feedback.number)
     )
     both: dict[tuple[str, str], list[Any]] = {}
     for row in session.execute(query):

@@ -33,6 +33,7 @@ from gradwire_feedback.names import version_folder
 from gradwire_feedback.settings import Settings
 from gradwire_feedback.store import jobs as store
 from gradwire_feedback.store.feedback import feedback_of
+from gradwire_feedback.store.order import next_number
 from gradwire_feedback.training.plan import Plan, train
 from gradwire_feedback.training.progress import JobCancelledError, ProgressReporter, ServiceStopping
 from gradwire_feedback.training.server import TrainingServer
@@ -231,7 +232,7 @@ class Jobs:
                     Policy(
                         agent_id=job.agent_id,
                         version=job.version,
-                        number=store.next_number(session, job.agent_id),
+                        number=next_number(session, job.agent_id),
                         parent=plan.start_from,
                         job_id=job_id,
                         model_path=str(folder / "policy"),

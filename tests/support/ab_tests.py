@@ -20,8 +20,8 @@ ALPHA = 0.05
 FIXED_Z = 1.96
 """Of a test of the same size that looks once, at a number of answers fixed before."""
 POWER = 0.8
-CHUNK = 50
-"""Simulations at once, so that their arrays stay in the cache."""
+CHUNK = 40_000
+"""Simulations at once times users, so that their arrays stay in the cache."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -166,8 +166,9 @@ def simulate(scenario: Scenario, simulations: int, seed: int = 0) -> Outcome:
     total = scenario.users * scenario.answers
     settled, missed, found = np.zeros(simulations, bool), np.zeros(simulations, bool), np.full(simulations, np.inf)
     rejections, looked = np.zeros(total + 1), np.zeros(total + 1)
-    for start in range(0, simulations, CHUNK):
-        drawn = [scenario.draw(rng) for _ in range(min(CHUNK, simulations - start))]
+    chunk_size = max(CHUNK // scenario.users, 1)
+    for start in range(0, simulations, chunk_size):
+        drawn = [scenario.draw(rng) for _ in range(min(chunk_size, simulations - start))]
         chunk = slice(start, start + len(drawn))
         for other in range(1, scenario.versions):
             last = other == scenario.versions - 1
@@ -195,9 +196,12 @@ def simulate(scenario: Scenario, simulations: int, seed: int = 0) -> Outcome:
 EQUAL = [
     Scenario(users, answers, spread, drift, ramp, versions)
     for (users, answers), spread, drift, ramp, versions in itertools.product(
-        ((50, 40), (100, 20), (1000, 2)), (0.0, 0.2), (False, True), (False, True), (2, 3, 5)
+        ((50, 40), (100, 20)), (0.0, 0.2), (False, True), (False, True), (2, 3, 5)
     )
-] + [Scenario(100, 20, 0.2, True, True, binary=True), Scenario(1000, 1), Scenario(1000, 1, drift=True, ramp=True)]
+]
+EQUAL += [Scenario(1000, 2, *rest) for rest in itertools.product((0.0, 0.2), (False, True), (False, True))]
+EQUAL += [Scenario(1000, 2, 0.2, True, True, versions) for versions in (3, 5)]
+EQUAL += [Scenario(100, 20, 0.2, True, True, binary=True), Scenario(1000, 1), Scenario(1000, 1, drift=True, ramp=True)]
 DIFFERENT = [
     Scenario(4000, 1, effect=0.05),
     Scenario(1000, 1, effect=0.1),

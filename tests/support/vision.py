@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
     Idefics3Processor,
+    LlavaProcessor,
     PreTrainedTokenizerFast,
     Qwen2VLProcessor,
 )
@@ -24,7 +25,7 @@ from transformers.image_processing_backends import PilBackend
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 IDEFICS = ("idefics3", "smolvlm")
-KINDS = (*QWEN, *IDEFICS)
+KINDS = (*QWEN, *IDEFICS, "llava")
 TILE = 16
 SPECIAL = (
     "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<image>", "<fake_token_around_image>",
@@ -81,6 +82,18 @@ def vision_model(path: Path, kind: str) -> Path:
             "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "temporal_patch_size": 2,
             "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 24 * 24},
         }  # fmt: skip
+    elif kind == "llava":
+        text |= {"model_type": "llama"}
+        vision = {
+            "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
+            "num_attention_heads": 2, "image_size": TILE, "patch_size": 4, "initializer_range": 0.2,
+            "projection_dim": 16,
+        }  # fmt: skip
+        marks = {"image_token_id": words.convert_tokens_to_ids("<image>"), "image_seq_length": (TILE // 4) ** 2}
+        settings = {
+            "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": TILE},
+            "crop_size": {"height": TILE, "width": TILE},
+        }  # fmt: skip
     else:
         text |= {"model_type": "llama"}
         vision = {
@@ -116,6 +129,8 @@ def plain_processor(path: Path, kind: str) -> Any:
     images: PilBackend = AutoImageProcessor.from_pretrained(path, backend="pil")
     if kind in QWEN:
         return _WithoutVideos(images, words, None)
+    if kind == "llava":
+        return LlavaProcessor(images, words, 4, "default", image_token="<image>", num_additional_image_tokens=1)
     return Idefics3Processor(images, words, image_seq_len=(TILE // 4) ** 2 // 4)
 
 

@@ -1,9 +1,10 @@
 """The vision part of a model: the places of image tokens in a sequence, and what the language model reads there.
 
-Two kinds of models: those of Qwen-VL (2, 2.5 and 3), with positions of time, height and width and, in the third,
-further features that are added in the first layers (DeepStack), and those of Idefics3 and SmolVLM, with tiles of one
-size. Their language model is the trunk, which reads embeddings of image tokens that the vision part computed. Its
-attention is causal, also among the tokens of an image, so rows are packed and share prefixes as rows of text do.
+Three kinds of models: those of Qwen-VL (2, 2.5 and 3), with positions of time, height and width and, in the third,
+further features that are added in the first layers (DeepStack); those of Idefics3 and SmolVLM, with tiles of one size;
+and LLaVA, with as many tokens for every image. Their language model is the trunk, which reads embeddings of image
+tokens that the vision part computed. Its attention is causal, also among the tokens of an image, so rows are packed and
+share prefixes as rows of text do.
 """
 
 from __future__ import annotations
@@ -25,15 +26,22 @@ from gradwire_server.engine.model.vision.processing import ImageProcessor, Image
 
 QWEN = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 IDEFICS = frozenset({"idefics3", "smolvlm"})
+FIXED = frozenset({"llava"})
+PARTS = {
+    **dict.fromkeys(QWEN, ("model.visual.",)),
+    **dict.fromkeys(IDEFICS, ("model.vision_model.", "model.connector.")),
+    **dict.fromkeys(FIXED, ("model.vision_tower.", "model.multi_modal_projector.")),
+}
+"""By model type: how the names of the vision part's parameters begin."""
 
 
 def takes_images(config: PreTrainedConfig) -> bool:
     """Whether the vision part of models of this configuration is supported."""
-    return config.model_type in QWEN | IDEFICS
+    return config.model_type in PARTS
 
 
 def image_token_of(config: PreTrainedConfig) -> int | None:
-    """The token that all tokens of an image are; None for models that put others between them, or take no images."""
+    """The token that all tokens of an image are, for doors that count them by a grid; None for other models."""
     return int(config.image_token_id) if config.model_type in QWEN else None
 
 
@@ -77,6 +85,7 @@ class Vision:
         self._path, self._mixed = path, mixed
         self.image_token = int(model.config.image_token_id)
         self._has_grids = model.config.model_type in QWEN
+        self._has_tiles = model.config.model_type in IDEFICS
 
     @cached_property
     def processor(self) -> ImageProcessor:
@@ -86,11 +95,16 @@ class Vision:
             OperationError: UNSUPPORTED without Pillow, or if the model has no settings for images.
         """
         config = self._model.config
-        tile_tokens = None
+        tile_tokens = image_tokens = None
         if not self._has_grids:
             vision = config.vision_config
-            tile_tokens = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
-        return ImageProcessor(self._path, self.image_token, tile_tokens)
+            patches = (vision.image_size // vision.patch_size) ** 2
+            if self._has_tiles:
+                tile_tokens = patches // config.scale_factor**2
+            else:
+                further = vision.model_type == "clip_vision_model"  # the token of the whole image
+                image_tokens = patches + further - (config.vision_feature_select_strategy == "default")
+        return ImageProcessor(self._path, self.image_token, tile_tokens, image_tokens)
 
     def expand(self, ids: Tensor, images: Sequence[ProcessedImage]) -> Expanded:
         """Put all tokens of its images into a sequence, which has one token for each or all of them already.
@@ -190,12 +204,13 @@ class Vision:
     def patches(self) -> int:
         """Patches that make one image token."""
         config = self._model.config
-        return int(config.vision_config.spatial_merge_size if self._has_grids else config.scale_factor) ** 2
+        if self._has_grids:
+            return int(config.vision_config.spatial_merge_size) ** 2
+        return int(config.scale_factor) ** 2 if self._has_tiles else 1
 
     def trains(self, names: Iterable[str]) -> bool:
         """Whether any of these parameters is of the vision part."""
-        own = ("model.visual.",) if self._has_grids else ("model.vision_model.", "model.connector.")
-        return any(name.startswith(own) for name in names)
+        return any(name.startswith(PARTS[self._model.config.model_type]) for name in names)
 
     def layer_states(self, patches: int, *, differentiable: bool) -> Tensor:
         """What one layer computes of so many patches of zeros, to measure what a layer takes.
@@ -218,7 +233,11 @@ class Vision:
     @property
     def _layers(self) -> nn.ModuleList:
         inner = self._model.model
-        layers: nn.ModuleList = inner.visual.blocks if self._has_grids else inner.vision_model.encoder.layers
+        if self._has_grids:
+            blocks: nn.ModuleList = inner.visual.blocks
+            return blocks
+        encoder = inner.vision_model if self._has_tiles else inner.vision_tower
+        layers: nn.ModuleList = getattr(encoder, "vision_model", encoder).encoder.layers
         return layers
 
     def _seen(self, images: Sequence[ProcessedImage]) -> list[Tensor]:
@@ -228,8 +247,9 @@ class Vision:
             deeper = getattr(found, "deepstack_features", None) or []
             return [torch.cat(tuple(each)) for each in (found.pooler_output, *deeper)]
         parts: list[Tensor] = []
-        for _, alike in groupby(images, key=lambda image: image.inputs["pixel_values"].shape[2:]):
-            parts += self._model.get_image_features(**self._joined(list(alike), dim=1)).pooler_output
+        dim = 1 if self._has_tiles else 0
+        for _, alike in groupby(images, key=lambda image: image.inputs["pixel_values"].shape[dim + 1 :]):
+            parts += self._model.get_image_features(**self._joined(list(alike), dim=dim)).pooler_output
         return [torch.cat(parts)]
 
     def _joined(self, images: Sequence[ProcessedImage], *, dim: int) -> dict[str, Tensor]:

@@ -65,14 +65,16 @@ class ImageProcessor:
         path: The model's folder or hub name.
         image_token: Id of an image token.
         tile_tokens: Image tokens of a tile, for models that cut images into tiles and describe them by further tokens;
-            None for models that tell the number of tokens by a grid.
+            None for others.
+        image_tokens: Image tokens of an image, for models whose images all have as many; None for models that tell the
+            number of tokens by a grid or by tiles.
 
     Raises:
         OperationError: UNSUPPORTED without Pillow, without the processor's settings, or without a tokenizer where the
             model has further tokens around those of an image.
     """
 
-    def __init__(self, path: str, image_token: int, tile_tokens: int | None) -> None:
+    def __init__(self, path: str, image_token: int, tile_tokens: int | None, image_tokens: int | None = None) -> None:
         try:
             import PIL  # noqa: F401
         except ImportError:
@@ -87,7 +89,7 @@ class ImageProcessor:
             raise _unsupported(
                 f"the folder of the model has no settings of an image processor (preprocessor_config.json): {error}"
             ) from error
-        self._image_token, self._tile_tokens = image_token, tile_tokens
+        self._image_token, self._tile_tokens, self._image_tokens = image_token, tile_tokens, image_tokens
         tokenizer = find_tokenizer(path) if tile_tokens is not None else None
         if tile_tokens is not None and tokenizer is None:
             raise _unsupported("the model has no tokenizer.json, which knows the tokens around those of an image")
@@ -120,7 +122,9 @@ class ImageProcessor:
             raise ImageRefused(f"the model's processor does not take it: {error}") from error
         inputs = {name: each for name, each in made.items() if name in TAKEN}
         if self._tile_tokens is None:
-            count = int(inputs["image_grid_thw"].prod()) // self._processor.merge_size**2
+            count = self._image_tokens
+            if count is None:
+                count = int(inputs["image_grid_thw"].prod()) // self._processor.merge_size**2
             return ProcessedImage(digest, inputs, torch.full((count,), self._image_token), count)
         tokens = self._around_tiles(int(made["rows"][0][0]), int(made["cols"][0][0]))
         count = int((tokens == self._image_token).sum())

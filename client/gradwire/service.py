@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
@@ -32,6 +33,8 @@ WINDOW = 256
 MAX_IN_FLIGHT = 1024
 PAGE_SIZE = 500
 
+logger = logging.getLogger("gradwire")
+
 PathLike = os.PathLike[str]
 Lora = int | Mapping[str, Any]
 """A rank, or ``rank``, ``alpha``, ``dropout`` and ``target_modules``."""
@@ -47,6 +50,7 @@ class ServiceClient:
         self._loop = asyncio.get_running_loop()
         self._losses = LossCatalogue()
         self._links: list[RunLink] = []
+        self._left_out: dict[str, set[str]] = {}
         self._files = Files(transport)
         self._jobs = Jobs(transport, self._files)
 
@@ -438,7 +442,18 @@ class ServiceClient:
         for request in asked:
             answer = await self._transport.unary(lambda stub: stub.Render, request, timeout_s=None)
             rows += map(row_of, answer.rows)
+            self._tell_of_left_out(model, {part for row in answer.rows for part in row.left_out})
         return rows[0] if one else rows
+
+    def _tell_of_left_out(self, model: str, parts: set[str]) -> None:
+        """Log once what conversations have and the model's template does not write."""
+        for part in sorted(parts - self._left_out.get(model, set())):
+            logger.warning(
+                "the chat template%s does not write %s, which the model therefore never sees: say it in a user's "
+                "message, or give the model's folder a template that has a place for it",
+                f" of {model}" if model else "", part,
+            )  # fmt: skip
+        self._left_out.setdefault(model, set()).update(parts)
 
     async def close(self) -> None:
         """Close the connection, and stop the server if it was embedded.

@@ -157,8 +157,19 @@ def _find_by_probe(chat: Chat, messages: Sequence[Message], text: str, index: in
     if same < at - begun or stop < same or not text.endswith(after):
         raise UnclearTurnError(index)
     start = min(at - begun + min(begun, written), same)
-    end = stop + _common(closing, after) if closing else stop + len(_special_at(chat, after))
+    end = stop + (_shared_end(chat, closing, after) if closing else len(_special_at(chat, after)))
     return _with_end(chat, text, start, end, stop)
+
+
+def _shared_end(chat: Chat, closing: str, after: str) -> int:
+    """How much of what a message ends with at the end of a conversation ends it here, too: all, or up to a whole
+    special token, since some templates write one more behind the last message."""
+    shared = closing[: _common(closing, after)]
+    if shared == closing:
+        return len(shared.rstrip())
+    return max(
+        (shared.rfind(word) + len(word) for word in chat.specials.values() if word and word in shared), default=0
+    )
 
 
 def _frame(chat: Chat, before: Sequence[Message], put: Message, probe: str) -> tuple[str, int, str]:
@@ -189,7 +200,7 @@ def _with_end(chat: Chat, text: str, start: int, end: int, stop: int | None = No
     last = max((word for word in chat.specials.values() if word and held.endswith(word)), key=len, default="")
     until = start + len(held)
     if not last:
-        return Turn(start, until if stop is None else stop, until if stop is None else stop)
+        return Turn(start, until, until) if stop is None else Turn(start, stop, max(stop, until))
     return Turn(start, until - len(last) if stop is None else min(stop, until - len(last)), until)
 
 

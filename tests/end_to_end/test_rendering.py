@@ -101,6 +101,9 @@ MASKS: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     ("qwen", TOOL_TALK, {}, [
         '<think>\ncall it\n</think>\n\n\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
         "<|im_end|>", "<think>\ntold so\n</think>\n\nfour<|im_end|>"]),
+    # The end of the text stands behind the last turn only.
+    ("phi", TALK, {}, [f"{THOUGHT}It is <b>four</b>. <|end|>", "  yes<|end|>\n<|endoftext|>"]),
+    ("phi", TALK[:3], {}, [f"{THOUGHT}It is <b>four</b>. <|end|>"]),
     ("marked", TALK, {}, [f"{THOUGHT}It is <b>four</b>. <|im_end|>", "  yes<|im_end|>"]),
     ("marked", TALK, {"train_on": "last"}, ["  yes<|im_end|>"]),
     ("marked", TALK, {"train_on": lambda m: m["role"] == "user"}, ["what is 2+2?\n<|im_end|>", "sure?<|im_end|>"]),
@@ -116,6 +119,25 @@ async def test_the_mask_covers_what_the_model_writes(address: str, tokenizers: d
         assert row["loss_mask"].all() and len(row["loss_mask"]) == len(row["input_ids"])
         marked = tokenizers["marked"].apply_chat_template(TALK, return_assistant_tokens_mask=True, return_dict=True)
         assert (await service.render(TALK, model="marked"))["loss_mask"].tolist() == marked["assistant_masks"]
+
+
+async def test_what_a_template_leaves_out_is_said_once(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    tool = Tool.of(lambda a, b: a + b).schema()
+    plain = [TOOL_TALK[0], {"role": "assistant", "content": "four", "tool_calls": [CALL], "reasoning_content": "so"}]
+    async with gradwire.connect(address) as service:
+        cases = {
+            "phi": (TOLD, None, ["the system message"]),
+            "gemma": (plain, [tool], ["the reasoning of the last message", "the tools", "tool calls"]),
+            "llama": (plain, [tool], ["the reasoning of the last message"]),
+            "qwen": (TOOL_TALK, [tool], []),
+            "mistral": (TOLD, [tool], ["the system message"]),  # which it writes before a last question only
+        }
+        for form, (talk, tools, parts) in cases.items():
+            caplog.clear()
+            for _ in range(2):
+                await service.render([talk, talk[:2]], tools=tools, model=form)
+            said = [record.message for record in caplog.records if "does not write" in record.message]
+            assert [each.split(" does not write ")[1].split(",")[0] for each in said] == parts, form
 
 
 async def test_rows_are_a_batch(address: str) -> None:

@@ -12,7 +12,7 @@ TALK = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "answ
 
 
 def chat(write: Any) -> Chat:
-    return Chat(write, {1: "<end>"}, lambda ids: "".join(map(chr, ids)))
+    return Chat(write, {1: "<end>", 2: "<eos>"}, lambda ids: "".join(map(chr, ids)))
 
 
 def found(write: Any, messages: Sequence[Any] = TALK, index: int = 1) -> tuple[str, str]:
@@ -34,6 +34,30 @@ def test_a_template_that_writes_no_end() -> None:
         return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:" * prompt
 
     assert found(write) == (" answer", "")
+
+
+@pytest.mark.parametrize(
+    ("turn", "last", "end"),
+    [
+        ("<end>\n", "<eos>", "<end>"),  # Phi-3
+        ("<end>\n", "\n<eos>", "<end>"),
+        ("<end>", "", "<end>"),
+        (" [/turn]\n", "<eos>", ""),  # no special token, and another end at the end: nothing says where it ends
+        ("<im_end>\n", "", "<im_end>"),  # ChatML with a tokenizer that has not its tokens
+        ("<eos>", "", "<eos>"),
+        ("<end>\n<eos>", "", "<end>\n<eos>"),
+    ],
+)
+@pytest.mark.parametrize("regular", [True, False])
+def test_every_turns_end_is_found(turn: str, last: str, end: str, regular: bool) -> None:
+    """Also where the template changes what came before: then the message is found by another content."""
+
+    def write(messages: Sequence[Any], prompt: bool) -> str:
+        said = "".join(f"<{m['role']}>\n{m['content']}{turn}" for m in messages)
+        ended = "<assistant>\n" if prompt else last
+        return f"{'' if regular else len(messages)}{said}{ended}"
+
+    assert "".join(found(write)) == f"answer{end}"
 
 
 def test_a_template_that_refuses_unfinished_conversations() -> None:

@@ -1,4 +1,4 @@
-"""Small models with chat templates in the forms of four families: the same special tokens, headers and rules."""
+"""Small models with chat templates in the forms of five families: the same special tokens, headers and rules."""
 
 from __future__ import annotations
 
@@ -158,11 +158,24 @@ MARKED = """
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 
+PHI_3 = """
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '<|user|>\\n' + message.content + '<|end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|assistant|>\\n' + message.content + '<|end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- else %}{{- eos_token }}{%- endif %}
+"""
+
 FORMS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "llama": (LLAMA_3, "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
     "qwen": (QWEN_3, "<|im_end|>", ("<|im_start|>", "<|im_end|>")),
     "gemma": (GEMMA_3, "<end_of_turn>", ("<start_of_turn>", "<end_of_turn>")),
     "mistral": (MISTRAL, "</s>", ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]")),
+    "phi": (PHI_3, "<|endoftext|>", ("<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>")),
     "marked": (MARKED, "<|im_end|>", ("<|im_start|>", "<|im_end|>")),
 }
 """Name -> template, the token that ends a turn, special tokens."""

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from gradwire import sync
 from gradwire.cli.service import Access, connected, with_access
-from gradwire.cli.text import plain
+from gradwire.cli.text import plain, warnings_to_stderr
 from gradwire.errors import InvalidArgumentError
 
 
@@ -50,10 +50,12 @@ def render(
         typer.secho(f"gradwire: {plain(message)}", fg="red", err=True)
         raise typer.Exit(2) from None
     out = Console(soft_wrap=True, highlight=False)
-    with connected(access) as service:
+    with warnings_to_stderr("gradwire render"), connected(access) as service:
         name = model or _only_model(service)
         for number, each in enumerate(conversations, 1):
-            row = service.render(each.messages, each.tools or None, train_on, model=name)
+            row = service.render(
+                each.messages, each.tools or None, data.learned([each], train_on), model=name, **each.template_kwargs
+            )
             if as_json:
                 print(json.dumps({key: values.tolist() for key, values in row.items()}))
             else:

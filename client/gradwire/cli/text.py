@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 def size(count: int) -> str:
     """Format a number of bytes with a binary unit."""
@@ -28,3 +33,16 @@ def precise(seconds: float) -> str:
 def plain(text: str) -> str:
     """Replace the characters of a foreign text that are not printable, such as terminal escapes, with "·"."""
     return "".join(letter if letter.isprintable() else "·" for letter in text)
+
+
+@contextmanager
+def warnings_to_stderr(command: str) -> Iterator[None]:
+    """Print the SDK's warnings, such as skipped rows and an unreachable server, as ``command: warning``."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"{command}: %(message)s"))
+    handler.setLevel(logging.WARNING)
+    logging.getLogger("gradwire").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("gradwire").removeHandler(handler)

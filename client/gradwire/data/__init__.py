@@ -5,7 +5,7 @@
 """
 
 from gradwire.data.dataset import Batches, Dataset, OnError, conversations, preferences, prompts
-from gradwire.data.layouts import Conversation, Preference, Prompt
+from gradwire.data.layouts import Conversation, Preference, Prompt, learned
 from gradwire.data.sources import DataError, read
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Preference",
     "Prompt",
     "conversations",
+    "learned",
     "preferences",
     "prompts",
     "read",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, overload
 
@@ -224,7 +225,7 @@ def _load(
         try:
             if isinstance(row, DataError):
                 raise row
-            found.append(of(row, mapping or {}))
+            found.append(replace(of(row, mapping or {}), place=place))  # type: ignore[type-var]  # rows are dataclasses
         except (DataError, Unfit) as error:
             problem = error if isinstance(error, DataError) else DataError(place, str(error), error.unnamed)
             if on_error == "raise":

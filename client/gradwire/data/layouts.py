@@ -38,12 +38,14 @@ class Conversation:
         tools: JSON schemas of the tools that it calls, if the row has any.
         template_kwargs: Further variables of the chat template.
         weight: Of its tokens, in the loss and in the number that it is averaged over.
+        place: File and line that it came from.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Any, ...] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     weight: float = 1.0
+    place: str = field(default="", compare=False)
 
     @property
     def prompt(self) -> tuple[Message, ...]:
@@ -59,11 +61,13 @@ class Preference:
     Attributes:
         prompt: The messages before the answers.
         chosen, rejected: The messages of the better and of the worse answer.
+        place: File and line that it came from.
     """
 
     prompt: tuple[Message, ...]
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
+    place: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,23 @@ class Prompt:
     Attributes:
         prompt: Messages.
         answer: What a reward compares with; None if the row has none.
+        place: File and line that it came from.
     """
 
     prompt: tuple[Message, ...]
     answer: Any = None
+    place: str = field(default="", compare=False)
+
+
+def learned(conversations: Sequence[Conversation], train_on: Any) -> Any:
+    """Return ``train_on`` for rendering, which for "assistant" follows what messages say of being learned."""
+    said = any("weight" in message for each in conversations for message in each.messages)
+    return is_learned if train_on == "assistant" and said else train_on
+
+
+def is_learned(message: Message) -> bool:
+    """Whether a message is learned: the assistant's, if the message does not say it itself."""
+    return bool(message.get("weight", message["role"] == "assistant"))
 
 
 class Unfit(ValueError):

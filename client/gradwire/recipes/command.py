@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
-import logging
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradwire.cli.text import warnings_to_stderr
 from gradwire.errors import GradwireError
 from gradwire.recipes.settings import Settings, SettingsError, built, example, load
 
@@ -30,10 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="say tokens, steps, memory and time, and train nothing")
     parser.add_argument("--example", choices=RECIPES, help="print a configuration and exit")
     given = parser.parse_args(arguments)
-    warnings = logging.StreamHandler(sys.stderr)  # skipped and cut rows, a server that cannot be reached
-    warnings.setFormatter(logging.Formatter("gradwire train: %(message)s"))
-    warnings.setLevel(logging.WARNING)
-    logging.getLogger("gradwire").addHandler(warnings)
+    with warnings_to_stderr("gradwire train"):
+        _carry_out(parser, given)
+
+
+def _carry_out(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     try:
         if given.example:
             sys.stdout.write(example(_recipe(given.example)[0]))
@@ -52,8 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             file=sys.stderr,
         )
         raise SystemExit(130) from None
-    finally:
-        logging.getLogger("gradwire").removeHandler(warnings)
     print(estimate if given.dry_run else f"{settings.folder}/report.html")
 
 

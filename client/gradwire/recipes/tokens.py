@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 import gradwire
-from gradwire.data import Conversation, Preference
+from gradwire.data import Conversation, Preference, learned
+from gradwire.data.layouts import is_learned
 from gradwire.rl.prompts import plain_chat
 
 logger = logging.getLogger("gradwire.recipes")
@@ -47,9 +48,7 @@ class Tokens:
         return [self._short(row) for row in rows]
 
     async def _rendered(self, conversations: Sequence[Conversation], train_on: str) -> list[Any]:
-        chosen: Any = train_on
-        if train_on == "assistant" and any("weight" in message for each in conversations for message in each.messages):
-            chosen = _weighted
+        chosen = learned(conversations, train_on)
         if not any(each.tools or each.template_kwargs for each in conversations):
             messages = [each.messages for each in conversations]
             return list(await self._service.render(messages, train_on=chosen, model=self._model.name))
@@ -112,7 +111,7 @@ class Tokens:
                 "input_ids": np.array([*before, *answer, *ends]),
                 "loss_mask": np.array(
                     [int(train_on == "all")] * len(before)
-                    + [int(train_on != "assistant" or _weighted(each[-1]))] * (len(answer) + len(ends))
+                    + [int(train_on != "assistant" or is_learned(each[-1]))] * (len(answer) + len(ends))
                 ),
             }
             for before, answer, each in zip(befores, answers, conversations)
@@ -136,11 +135,6 @@ class Tokens:
         if message not in self._warned:
             self._warned.add(message)
             logger.warning(message, *args)
-
-
-def _weighted(message: Any) -> bool:
-    """Whether a message is learned: the assistant's, if the message does not say it itself."""
-    return bool(message.get("weight", message["role"] == "assistant"))
 
 
 def _answers(messages: Sequence[Any]) -> int:

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError, check_length, limit_exceeded
 from gradwire_server.tokenizing.chat_template import ChatTemplate
+from gradwire_server.tokenizing.left_out import LeftOut
 
 CACHED_TOKENS = 4 << 20
 """Tokens of rendered conversations that a model's cache keeps; five bytes each."""
@@ -45,6 +46,7 @@ class Renderer:
         self._vocabulary = tokenizer.get_vocab_size()
         self._num_ids = max(self._vocabulary, num_ids)
         self._cache = _Cache()
+        self._left_out = LeftOut()
 
     def info(self) -> pb.TokenizerInfo:
         """Describe the tokenizer and its template."""
@@ -105,10 +107,14 @@ class Renderer:
         prompt = request.add_generation_prompt
         marked: list[chat.Span] = []
 
+        def with_tools(
+            written: Sequence[chat.Message], add_generation_prompt: bool, tools: list[Any] | None
+        ) -> tuple[str, list[chat.Span]]:
+            values = {**variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
+            return self._template.write(name, written, values)
+
         def write(written: Sequence[chat.Message], add_generation_prompt: bool) -> str:
-            text, spans = self._template.write(
-                name, written, {**variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
-            )
+            text, spans = with_tools(written, add_generation_prompt, tools)
             if len(text) > self._limits.max_text_chars:
                 raise limit_exceeded(
                     f"the rendered conversation has {len(text)} characters",
@@ -142,6 +148,12 @@ class Renderer:
             for index in trained:
                 turn = chat.find_turn(form, written, text, index, add_generation_prompt=prompt)
                 spans.append((turn.start, turn.end))
+            left_out = self._left_out.parts(
+                f"{name} {messages[-1]['role']} {request.template_kwargs_json}",
+                lambda changed, others: with_tools(changed, prompt, others)[0],
+                written,
+                tools,
+            )
         except chat.TemplateError as error:
             raise ServiceError(
                 pb.ERROR_CODE_INVALID_ARGUMENT,
@@ -156,15 +168,14 @@ class Renderer:
                 " the model's chat template",
                 field="messages", row=place,
             ) from error  # fmt: skip
-        return self._encode(pieces, sorted(spans), request.train_on, conversation, messages)
+        return self._encode(pieces, sorted(spans), request.train_on, left_out)
 
     def _encode(
         self,
         pieces: Sequence[chat.Piece],
         spans: Sequence[chat.Span],
         train_on: pb.TrainOn.ValueType,
-        conversation: pb.Conversation,
-        messages: Sequence[chat.Message],
+        left_out: Sequence[str],
     ) -> pb.RenderedConversation:
         ids: list[int] = []
         mask = bytearray()
@@ -179,7 +190,8 @@ class Renderer:
             mask += bytes(chat.covered(found.offsets, spans, piece.start))
         if train_on == pb.TRAIN_ON_ALL:
             mask = bytearray(b"\1" * len(ids))
-        return pb.RenderedConversation(ids=ids, loss_mask=b"" if train_on == pb.TRAIN_ON_NOTHING else bytes(mask))
+        masked = b"" if train_on == pb.TRAIN_ON_NOTHING else bytes(mask)
+        return pb.RenderedConversation(ids=ids, loss_mask=masked, left_out=left_out)
 
     def _trained(
         self,
@@ -240,7 +252,7 @@ class _Cache:
     """The conversations rendered last, as far as their tokens fit."""
 
     def __init__(self) -> None:
-        self._rows: OrderedDict[bytes, tuple[array[int], bytes]] = OrderedDict()
+        self._rows: OrderedDict[bytes, tuple[array[int], bytes, Sequence[str]]] = OrderedDict()
         self._tokens = 0
         self._lock = threading.Lock()
 
@@ -250,16 +262,16 @@ class _Cache:
             if found is None:
                 return None
             self._rows.move_to_end(key)
-        return pb.RenderedConversation(ids=found[0], loss_mask=found[1])
+        return pb.RenderedConversation(ids=found[0], loss_mask=found[1], left_out=found[2])
 
     def put(self, key: bytes, row: pb.RenderedConversation) -> None:
         with self._lock:
             if key in self._rows:
                 return
-            self._rows[key] = array("I", row.ids), row.loss_mask
+            self._rows[key] = array("I", row.ids), row.loss_mask, tuple(row.left_out)
             self._tokens += len(row.ids)
             while self._tokens > CACHED_TOKENS:
-                _, (ids, _) = self._rows.popitem(last=False)
+                _, (ids, *_) = self._rows.popitem(last=False)
                 self._tokens -= len(ids)
 
 

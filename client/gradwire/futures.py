@@ -19,6 +19,7 @@ from gradwire.errors import (
     WouldDeadlockError,
     type_of,
 )
+from gradwire.wire.processes import Connected, check_not_forked
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -29,7 +30,7 @@ D = TypeVar("D")
 logger = logging.getLogger("gradwire")
 
 
-class Future(Generic[T]):
+class Future(Connected, Generic[T]):
     """The pending result of an operation.
 
     ``await future`` returns the result or raises the operation's error; it can be awaited any number of times. A
@@ -175,6 +176,7 @@ class Future(Generic[T]):
     def _wait(self, timeout: float | None) -> None:
         if self._inner.done():
             return
+        check_not_forked()
         here = running_loop()
         if here is not None and here is self._loop:
             raise WouldDeadlockError(

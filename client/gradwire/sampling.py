@@ -20,6 +20,7 @@ from gradwire.results import Array, Checkpoint, Columns, SampledToken, SampleRes
 from gradwire.wire.columns import token_rows
 from gradwire.wire.entries import check_timeout
 from gradwire.wire.images import to_image_columns
+from gradwire.wire.processes import Connected
 from gradwire.wire.requests import message
 from gradwire.wire.transport import Transport
 
@@ -98,7 +99,7 @@ def token_ids(ids: Sequence[int]) -> pb.TokenIds:
         ) from None
 
 
-class SamplingClient:
+class SamplingClient(Connected):
     """Samples from a model, a checkpoint or a run's current weights, outside any run's queue.
 
     Created by :meth:`gradwire.ServiceClient.sampling_client`.

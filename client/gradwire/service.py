@@ -24,6 +24,7 @@ from gradwire.results import Checkpoint
 from gradwire.sampling import SamplingClient, token_ids
 from gradwire.training import TrainingClient
 from gradwire.wire.link import RunLink
+from gradwire.wire.processes import Connected
 from gradwire.wire.queue import OperationQueue
 from gradwire.wire.requests import message
 from gradwire.wire.transport import Transport
@@ -40,7 +41,7 @@ Lora = int | Mapping[str, Any]
 """A rank, or ``rank``, ``alpha``, ``dropout`` and ``target_modules``."""
 
 
-class ServiceClient:
+class ServiceClient(Connected):
     """A connection to a server. Created by :func:`connect`; ends with :meth:`close` or its ``async with`` block."""
 
     def __init__(self, transport: Transport, info: ServerInfo, embedded: EmbeddedServer | None = None) -> None:

@@ -22,6 +22,7 @@ from gradwire.history import RunUpdates
 from gradwire.operations import Operations
 from gradwire.results import Checkpoint
 from gradwire.sampling import SamplingClient
+from gradwire.wire.processes import Connected, check_not_forked
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,6 +40,7 @@ class LoopThread:
         """Run a coroutine and return its result; an interrupt cancels it."""
         if self.closed:
             work.close()
+            check_not_forked()
             raise ServiceClosedError("the service is closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
@@ -148,7 +150,7 @@ class Jobs:
     report = _blocking(jobs.Jobs.report)
 
 
-class ServiceClient:
+class ServiceClient(Connected):
     """A connection to a server: a blocking :class:`gradwire.ServiceClient`."""
 
     def __init__(self, client: service.ServiceClient, loop_thread: LoopThread) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
+import pickle
 import subprocess
 import sys
 import threading
@@ -142,14 +144,42 @@ import gradwire
 
 service = gradwire.sync.connect(sys.argv[1])
 run = service.create_run("tiny", lora=2)
-if os.fork() == 0:
-    sys.exit(7)  # ends as a program does; the connection is its parent's
-_, status = os.wait()
+pending = run.forward([{"input_ids": [1, 2]}], "causal_lm")
+tries = [
+    service.list_models,
+    lambda: run.forward([{"input_ids": [1, 2]}], "causal_lm"),
+    run.zero_grad,
+    lambda: gradwire.sync.connect(sys.argv[1]),
+]
+for _ in range(2):
+    if os.fork() == 0:
+        for attempt in tries:
+            try:
+                attempt()
+            except gradwire.InvalidRequestError as error:
+                assert 'get_context("spawn")' in str(error), error
+            else:
+                sys.exit(8)
+        sys.exit(7)  # ends as a program does; the connection is its parent's
+    _, status = os.wait()
+    assert os.waitstatus_to_exitcode(status) == 7, status
+assert pending.result().num_tokens == 2 and service.list_models()
 print(run.run_id, os.waitstatus_to_exitcode(status))
 """
 
 
-def test_a_forked_child_ends_without_the_connection_of_its_parent(server: Server) -> None:
+def test_connections_are_not_pickled(script: Script, address: str) -> None:
+    with gradwire.sync.connect(address) as service:
+        run = service.create_run("tiny", lora=2)
+        held = (service, run, run.optim_step(), service.sampling_client("tiny"))
+        for each in held:
+            with pytest.raises(TypeError, match="holds a connection and cannot be pickled"):
+                pickle.dumps(each)
+        with pytest.raises(TypeError, match=rf"TrainingClient {run.run_id}> .*: pass its run_id on, and call"):
+            copy.deepcopy(run)
+
+
+def test_a_forked_child_is_told_that_the_connection_is_its_parents(server: Server) -> None:
     run_id, code = ran(FORKED, server.address)[0].split()
     assert code == "7"
     with gradwire.sync.connect(server.address) as again:

@@ -7,12 +7,15 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire.losses import LossCatalogue
 from gradwire.results import Columns
 from gradwire.wire.link import RunLink
+from gradwire.wire.processes import Connected
 from gradwire.wire.queue import OperationQueue
 from gradwire.wire.transport import Transport
 
 
-class Submitter:
+class Submitter(Connected):
     """One run, to which operations are submitted."""
+
+    elsewhere = "pass its run_id on, and call get_training_client(run_id) of a connection there"
 
     def __init__(self, transport: Transport, queue: OperationQueue, link: RunLink, losses: LossCatalogue) -> None:
         self._transport = transport

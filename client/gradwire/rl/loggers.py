@@ -113,14 +113,15 @@ class TrackioLogger(_RunLogger):
 
 
 class MlflowLogger:
-    """MLflow; the options are ``mlflow.start_run``'s."""
+    """Logs to MLflow; the options are those of ``mlflow.start_run``. Characters that it does not allow become ``_``."""
 
     def __init__(self, **options: Any) -> None:
         self._mlflow = require("mlflow", "mlflow", "MlflowLogger")
         self._mlflow.start_run(**options)
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(metrics), step=iteration)
+        allowed = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in metrics.items()}
+        self._mlflow.log_metrics(allowed, step=iteration)
 
     def close(self) -> None:
         self._mlflow.end_run()

@@ -34,6 +34,7 @@ from gradwire.futures import Future, failed, running_loop
 from gradwire.results import Columns
 from gradwire.wire.entries import Entry, LocalFailure, Request, check_timeout
 from gradwire.wire.pair import Pair
+from gradwire.wire.processes import check_not_forked
 
 T = TypeVar("T")
 Decode = Callable[[pb.OperationResult, Columns], T]
@@ -155,6 +156,7 @@ class OperationQueue:
         return future
 
     def _build(self, build: Callable[[], Request], timeout: float | None) -> Request | GradwireError:
+        check_not_forked()
         try:
             check_timeout(timeout)
             request = build()

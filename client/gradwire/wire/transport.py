@@ -36,6 +36,7 @@ from gradwire.errors import (
     ServiceClosedError,
 )
 from gradwire.futures import running_loop
+from gradwire.wire.processes import check_not_forked, note_connection
 
 CHUNK_BYTES = 1 << 20
 TOGETHER_BYTES = 256 << 10
@@ -143,6 +144,7 @@ class Transport:
         self.patience_s = patience_s
         self.check_alive = check_alive
         self.api_key = api_key or ""
+        note_connection()
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         options = [
             ("grpc.max_receive_message_length", 64 << 20),
@@ -299,8 +301,9 @@ class Transport:
         """Check that the calls are made where the channel lives.
 
         Raises:
-            InvalidRequestError: Another event loop runs.
+            InvalidRequestError: Another event loop runs, or the process was forked from the channel's.
         """
+        check_not_forked()
         if self._loop is None or self._loop is running_loop():
             return
         if self._loop.is_closed():

@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 import types
+import venv
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -215,6 +216,22 @@ def test_mlflow_gets_each_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setitem(sys.modules, "mlflow", module)
     logger = MlflowLogger(run_name="a")
-    logger.log(3, {"train/loss": 0.5})
+    logger.log(3, {"train/loss": 0.5, "eval/pass@1": 1.0})
     logger.close()
-    assert calls == [{"run_name": "a"}, ({"train/loss": 0.5}, 3), "end"]
+    assert calls == [{"run_name": "a"}, ({"train/loss": 0.5, "eval/pass_1": 1.0}, 3), "end"]
+
+
+@pytest.mark.slow
+@pytest.mark.install
+def test_the_extra_of_mlflow_logs(tmp_path: Path) -> None:
+    """In an environment of its own: MLflow pins versions that others need newer."""
+    venv.create(tmp_path / "venv", with_pip=True, system_site_packages=False)
+    python, root = tmp_path / "venv" / "bin" / "python", Path(__file__).parents[3]
+    subprocess.run([python, "-m", "pip", "install", "--quiet", f"{root}[mlflow]"], check=True, timeout=600)
+    code = (
+        "from gradwire.rl import loggers; import mlflow; each = loggers.MlflowLogger(run_name='a');"
+        "each.log(3, {'eval/pass@1': 0.5}); each.close();"
+        "print(mlflow.MlflowClient().search_runs(['0'])[0].data.metrics)"
+    )
+    said = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+    assert said.stdout == "{'eval/pass_1': 0.5}\n"

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gradwire import __version__
-from gradwire.cli import jobs, runs, uploads
+from gradwire.cli import data, jobs, runs, uploads
 from gradwire.cli.doctor import doctor
 from gradwire.cli.plugins import Commands
 from gradwire.cli.record import record
@@ -44,6 +44,7 @@ app.add_typer(runs.app, name="runs")
 app.add_typer(jobs.app, name="jobs")
 app.command()(record)
 app.command()(render)
+app.add_typer(data.app, name="data")
 app.add_typer(uploads.app, name="uploads")
 app.command()(doctor)
 

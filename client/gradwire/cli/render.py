@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gradwire import sync
+from gradwire.cli.data import pair
 from gradwire.cli.service import Access, connected, with_access
 from gradwire.cli.text import plain, warnings_to_stderr
 from gradwire.errors import InvalidArgumentError
@@ -40,7 +41,7 @@ def render(
     from gradwire import data  # numpy and more: not for the other commands
 
     try:
-        named = dict(_pair(each) for each in mapping or ())
+        named = dict(pair(each) for each in mapping or ())
         conversations = list(data.conversations(file, mapping=named, limit=rows))
     except (ValueError, OSError, ImportError) as error:
         message = str(error)
@@ -69,13 +70,6 @@ def _only_model(service: sync.ServiceClient) -> str:
     if len(names) != 1:
         raise InvalidArgumentError(f"give --model NAME; the server has {', '.join(names)}", field="model")
     return names[0]
-
-
-def _pair(given: str) -> tuple[str, str]:
-    field, equals, column = given.partition("=")
-    if not equals:
-        raise ValueError(f"--mapping {given}: write FIELD=COLUMN, as prompt=question")
-    return field, column
 
 
 def _shown(service: sync.ServiceClient, model: str, row: Any, coloured: bool) -> Text:

@@ -1,14 +1,27 @@
-"""Data sets for training: conversations, preference pairs, prompts with answers.
+"""Data sets for training: conversations and texts, preference pairs, rated answers, steps, prompts with answers.
 
-:func:`conversations`, :func:`preferences` and :func:`prompts` read JSONL, CSV and Parquet files, Hugging Face data sets
-(``gradwire[data]``) and iterables of rows. Common column layouts are recognised; ``mapping=`` names any other.
+:func:`conversations`, :func:`preferences`, :func:`ratings`, :func:`steps` and :func:`prompts` read JSONL, CSV, Parquet
+and text files, Hugging Face data sets (``gradwire[data]``) and iterables of rows. Common column layouts are recognised;
+``mapping=`` names any other.
 """
 
-from gradwire.data.dataset import Batches, Dataset, OnError, conversations, preferences, prompts
-from gradwire.data.layouts import Conversation, Preference, Prompt, learned
+from gradwire.data.dataset import (
+    LOADERS,
+    Batches,
+    Dataset,
+    OnError,
+    conversations,
+    kind_of,
+    preferences,
+    prompts,
+    ratings,
+    steps,
+)
+from gradwire.data.layouts import Conversation, Preference, Prompt, Rating, Steps, learned
 from gradwire.data.sources import DataError, read
 
 __all__ = [
+    "LOADERS",
     "Batches",
     "Conversation",
     "DataError",
@@ -16,9 +29,14 @@ __all__ = [
     "OnError",
     "Preference",
     "Prompt",
+    "Rating",
+    "Steps",
     "conversations",
+    "kind_of",
     "learned",
     "preferences",
     "prompts",
+    "ratings",
     "read",
+    "steps",
 ]

@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import numpy as np
 
 from gradwire.data import layouts
-from gradwire.data.layouts import Conversation, Mapped, Preference, Prompt, Unfit
+from gradwire.data.layouts import Conversation, Mapped, Preference, Prompt, Rating, Steps, Unfit
 from gradwire.data.sources import DataError, Row, Source, read
 
 T = TypeVar("T")
@@ -162,15 +162,15 @@ def conversations(
         source: See :func:`gradwire.data.read`.
         split: See :func:`gradwire.data.read`.
         options: See :func:`gradwire.data.read`.
-        mapping: Field (``messages``, or ``prompt``, ``completion``, ``system``, ``tools``, ``weight``) -> column or
-            function.
+        mapping: Field (``messages``, or ``prompt``, ``completion``, ``system``, ``tools``, ``weight``, ``text``) ->
+            column or function.
         limit: Maximum number of rows.
         on_error: ``"raise"`` stops at the first row that does not fit; ``"skip"`` counts them in ``skipped``.
 
     Raises:
         DataError: A row does not fit; names file, line and reason.
     """
-    fields = ("messages", "prompt", "completion", "system", "tools", "weight")
+    fields = ("messages", "prompt", "completion", "system", "tools", "weight", "text")
     return _load(layouts.conversation, fields, source, mapping, split, limit, on_error, options)
 
 
@@ -200,6 +200,69 @@ def prompts(
     """Load prompts with answers; fields are ``prompt``, ``answer`` and ``system``; see :func:`conversations`."""
     fields = ("prompt", "answer", "system")
     return _load(layouts.prompt, fields, source, mapping, split, limit, on_error, options)
+
+
+def ratings(
+    source: Source,
+    *,
+    mapping: Mapped | None = None,
+    split: str = "train",
+    limit: int | None = None,
+    on_error: OnError = "raise",
+    **options: Any,
+) -> Dataset[Rating]:
+    """Load answers with a label; fields are ``prompt``, ``completion``, ``label``, ``messages``, ``system``; see
+    :func:`conversations`."""
+    fields = ("prompt", "completion", "label", "messages", "system")
+    return _load(layouts.rating, fields, source, mapping, split, limit, on_error, options)
+
+
+def steps(
+    source: Source,
+    *,
+    mapping: Mapped | None = None,
+    split: str = "train",
+    limit: int | None = None,
+    on_error: OnError = "raise",
+    **options: Any,
+) -> Dataset[Steps]:
+    """Load answers in labelled steps; fields are ``prompt``, ``completions``, ``labels``, ``system``; see
+    :func:`conversations`."""
+    fields = ("prompt", "completions", "labels", "system")
+    return _load(layouts.steps, fields, source, mapping, split, limit, on_error, options)
+
+
+LOADERS: Mapping[str, Callable[..., Dataset[Any]]] = {
+    "preferences": preferences, "steps": steps, "ratings": ratings, "conversations": conversations, "prompts": prompts,
+}  # fmt: skip
+"""Kind of rows -> what loads them."""
+
+
+def kind_of(source: Source, *, split: str = "train", mapping: Mapped | None = None) -> str:
+    """Return the first kind of :data:`LOADERS` that the first readable row of a source is; "conversations" if none."""
+    for kind, load in LOADERS.items():
+        try:
+            load(source, split=split, mapping=mapping, limit=1)
+        except ValueError:
+            continue
+        return kind
+    return "conversations"
+
+
+def duplicates(rows: Sequence[Any]) -> tuple[int, int]:
+    """Count the rows that equal an earlier one, and those whose prompt alone an earlier one has."""
+    seen: set[int] = set()
+    prompts: set[str] = set()
+    same = shared = 0
+    for row in rows:
+        whole, prompt = hash(repr(replace(row, place=""))), _prompt_key(row)
+        if whole in seen:
+            same += 1
+        elif prompt in prompts:
+            shared += 1
+        seen.add(whole)
+        prompts.add(prompt)
+    return same, shared
 
 
 def _load(
@@ -244,6 +307,8 @@ def _load(
 
 def _prompt_key(row: Any) -> str:
     """Key that two rows with the same prompt share; blanks and the system message make no difference."""
+    if getattr(row, "text", ""):
+        return " ".join(row.text.split())
     messages = [each for each in row.prompt if each["role"] != "system"] or list(row.prompt)
     return json.dumps([[each["role"], " ".join(str(each["content"]).split())] for each in messages])
 

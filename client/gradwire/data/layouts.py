@@ -38,6 +38,7 @@ class Conversation:
         tools: JSON schemas of the tools that it calls, if the row has any.
         template_kwargs: Further variables of the chat template.
         weight: Of its tokens, in the loss and in the number that it is averaged over.
+        text: Plain text in place of messages: all of it is learned, as it is.
         place: File and line that it came from.
     """
 
@@ -45,6 +46,7 @@ class Conversation:
     tools: tuple[Any, ...] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     weight: float = 1.0
+    text: str = ""
     place: str = field(default="", compare=False)
 
     @property
@@ -96,6 +98,40 @@ def is_learned(message: Message) -> bool:
     return bool(message.get("weight", message["role"] == "assistant"))
 
 
+@dataclass(frozen=True)
+class Rating:
+    """One answer to a prompt, and whether it is a good one.
+
+    Attributes:
+        prompt: The messages before the answer.
+        completion: The messages of the answer.
+        label: Whether it is good.
+        place: File and line that it came from.
+    """
+
+    prompt: tuple[Message, ...]
+    completion: tuple[Message, ...]
+    label: bool
+    place: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """An answer in steps, each right or wrong, for a process reward model.
+
+    Attributes:
+        prompt: The messages before the answer.
+        steps: Text of each step.
+        labels: Whether each is right.
+        place: File and line that it came from.
+    """
+
+    prompt: tuple[Message, ...]
+    steps: tuple[str, ...]
+    labels: tuple[bool, ...]
+    place: str = field(default="", compare=False)
+
+
 class Unfit(ValueError):
     """Error for a row that has no known layout, or breaks it; the message says how.
 
@@ -119,7 +155,14 @@ def conversation(row: Row, mapping: Mapped) -> Conversation:
     if unread := [name for name in UNREAD if row.get(name)]:
         raise Unfit(f"there is more than text, in {unread[0]}, which would be left out; drop the column, or the row")
     if str(row.get("label")).lower() == "false":
-        raise Unfit("label is false: the completion is a bad one, and it would be learned; leave such rows out")
+        raise Unfit(
+            "label is false: the completion is a bad one, and it would be learned; leave such rows out, or train by kto"
+        )
+    text = _pick(row, mapping, "text", ("text",) if not _has_messages(row, mapping) else ())
+    if text is not None:
+        if not isinstance(text, str) or not text.strip():
+            raise Unfit(f"text is a text to learn; this is {text!r:.60}")
+        return Conversation((), weight=_weight(row, mapping), text=text)
     given = _pick(row, mapping, "messages", CONVERSATIONS)
     if given is not None:
         messages = [*_system(row, mapping), *_messages(given, "messages")]
@@ -176,6 +219,50 @@ def preference(row: Row, mapping: Mapped) -> Preference:
     return Preference(tuple(asked), tuple(better[shared:]), tuple(worse[shared:]))
 
 
+def rating(row: Row, mapping: Mapped) -> Rating:
+    """Read an answer with a ``label``: true or 1 if it is good, false or 0 if it is bad.
+
+    Raises:
+        Unfit: The row is none.
+    """
+    label = _pick(row, mapping, "label", ("label",))
+    if label is None:
+        raise _missing(row, "label", "label")
+    answer = _pick(row, mapping, "completion", ANSWERS)
+    given = _pick(row, mapping, "messages", CONVERSATIONS)
+    if given is not None:
+        messages = [*_system(row, mapping), *_messages(given, "messages")]
+        if messages[-1]["role"] != "assistant":
+            raise Unfit("the last message is not the assistant's, which the label is about")
+        return Rating(tuple(messages[:-1]), (messages[-1],), _flag(label, "label"))
+    asked = _pick(row, mapping, "prompt", PROMPTS)
+    if asked is None or answer is None:
+        absent = [name for name, value in (("prompt", asked), ("completion", answer)) if value is None]
+        raise _missing(row, " and ".join(absent), *absent)
+    before = (*_system(row, mapping), *_turn(asked, "user", "prompt"))
+    return Rating(before, tuple(_turn(answer, "assistant", "completion")), _flag(label, "label"))
+
+
+def steps(row: Row, mapping: Mapped) -> Steps:
+    """Read an answer in steps: ``prompt``, ``completions`` and as many ``labels``.
+
+    Raises:
+        Unfit: The row is none.
+    """
+    asked = _pick(row, mapping, "prompt", PROMPTS)
+    texts = _parsed(_pick(row, mapping, "completions", ("completions", "steps")))
+    labels = _parsed(_pick(row, mapping, "labels", ("labels",)))
+    absent = [name for name, value in (("prompt", asked), ("completions", texts), ("labels", labels)) if value is None]
+    if absent:
+        raise _missing(row, " and ".join(absent), *absent)
+    if not isinstance(texts, Sequence) or not all(isinstance(each, str) and each.strip() for each in texts):
+        raise Unfit("completions is a list of texts, one for each step")
+    if not isinstance(labels, Sequence) or len(labels) != len(texts):
+        raise Unfit(f"there are {len(texts)} completions, and labels is {labels!r:.60}: one for each")
+    before = (*_system(row, mapping), *_turn(asked, "user", "prompt"))
+    return Steps(before, tuple(texts), tuple(_flag(each, "labels") for each in labels))
+
+
 def prompt(row: Row, mapping: Mapped) -> Prompt:
     """Read a prompt, and its answer if there is one.
 
@@ -203,6 +290,21 @@ def _pick(row: Row, mapping: Mapped, field: str, usual: Sequence[str]) -> Any:
             raise Unfit(f"there is no column {named!r} for {field}; the row has {_columns(row)}")
         return row[named]
     return next((row[name] for name in usual if row.get(name) is not None), None)
+
+
+def _has_messages(row: Row, mapping: Mapped) -> bool:
+    """Whether a row has more than plain text: then a column ``text`` is a rendering of it."""
+    named = {"messages", "prompt", "completion"} & set(mapping)
+    return bool(named) or any(row.get(name) is not None for name in (*CONVERSATIONS, *PROMPTS, *ANSWERS))
+
+
+def _flag(value: Any, field: str) -> bool:
+    known = {"true": True, "1": True, "1.0": True, "+": True, "false": False, "0": False, "0.0": False, "-": False,
+             "-1": False}  # fmt: skip
+    found = known.get(str(value).strip().lower())
+    if found is None:
+        raise Unfit(f"{field} is true or false; this is {value!r:.40}")
+    return found
 
 
 def _weight(row: Row, mapping: Mapped) -> float:

@@ -1,19 +1,25 @@
-"""Rows of a data set, each with its location: JSONL, CSV and Parquet files, Hugging Face data sets, any iterable."""
+"""Rows of a data set, each with its location: files, folders of files, Hugging Face data sets, any iterable."""
 
 from __future__ import annotations
 
 import csv
+import gzip
+import io
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from gradwire.extras import require
 
 Row = Mapping[str, Any]
 Source = str | Path | Iterable[Row]
-"""The path of a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, the name of a data set for
-``datasets.load_dataset`` (needs ``gradwire[data]``), or an iterable of rows."""
+"""The path of a ``.jsonl``, ``.json``, ``.csv``, ``.parquet``, ``.txt`` or ``.md`` file, also as ``.gz`` or ``.zst``.
+The path of a folder of such files, or of one that ``save_to_disk`` wrote. The name of a data set for
+``datasets.load_dataset`` (needs ``gradwire[data]``). Or an iterable of rows."""
+TEXT_CHARS = 8_000
+"""Files of text become rows of about so many characters, cut between paragraphs."""
 
 
 class DataError(ValueError):
@@ -46,16 +52,22 @@ def read(source: Source, *, split: str = "train", **options: Any) -> Iterator[tu
 
     Raises:
         FileNotFoundError: The source is the path of a file that does not exist.
+        DataError: The source is a file of a kind that is not read.
     """
     if not isinstance(source, str | Path):
         for number, row in enumerate(source):
             yield f"row {number}", row if isinstance(row, Mapping) else _no_row(f"row {number}", row)
         return
     path = Path(source)
-    if path.suffix in READERS or path.is_file():
+    if path.is_dir():
+        yield from _folder(path, split)
+        return
+    if _kind(path) in READERS or path.is_file():
         if not path.is_file():
             raise FileNotFoundError(f"there is no file {path}")
-        yield from READERS.get(path.suffix, _json_lines)(path)
+        if _kind(path) in UNREAD:
+            raise DataError(str(path), f"{_kind(path)} files are not read; {UNREAD[_kind(path)]}")
+        yield from READERS.get(_kind(path), _json_lines)(path)
         return
     why = f"{source}, which is no file and so names a data set,"
     dataset = require("datasets", "data", why).load_dataset(str(source), split=split, **options)
@@ -63,12 +75,48 @@ def read(source: Source, *, split: str = "train", **options: Any) -> Iterator[tu
         yield f"{source}/{split}, row {number}", row
 
 
+def _kind(path: Path) -> str:
+    """The suffix of a file, that of its compression left out."""
+    return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.lower()
+
+
+def _folder(path: Path, split: str) -> Iterator[tuple[str, Row | DataError]]:
+    """Read a folder of files by their names, or one that ``datasets.save_to_disk`` wrote."""
+    if any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
+        found = require("datasets", "data", f"the folder {path}, which save_to_disk wrote,").load_from_disk(str(path))
+        if isinstance(found, Mapping):  # its splits
+            if split not in found:
+                raise DataError(str(path), f"it has no split {split!r}; it has {', '.join(found)}")
+            found = found[split]
+        for number, row in enumerate(found):
+            yield f"{path}/{split}, row {number}", row
+        return
+    files = sorted(each for each in path.rglob("*") if each.is_file() and _kind(each) in READERS)
+    if not files:
+        raise DataError(str(path), f"the folder has no file of a known kind: {', '.join(READERS)}")
+    for file in files:
+        yield from read(file)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """Open a file, decompressed as its name says."""
+    if path.suffix == ".gz":
+        return cast("IO[bytes]", gzip.open(path, "rb"))
+    if path.suffix == ".zst":
+        zstandard = require("zstandard", "data", f"the file {path}")
+        return cast("IO[bytes]", io.BufferedReader(zstandard.open(path, "rb")))
+    return path.open("rb")
+
+
 def _json(path: Path) -> Iterator[tuple[str, Row | DataError]]:
     """Read one list of rows, or a row a line."""
-    text = path.read_bytes()
-    if not text.lstrip().startswith(b"["):
-        yield from _json_lines(path)
-        return
+    with _opened(path) as file:
+        begin = file.read(4096).lstrip()
+        if not begin.startswith(b"["):
+            yield from _json_lines(path)
+            return
+        file.seek(0)
+        text = file.read()
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
@@ -81,24 +129,36 @@ def _json(path: Path) -> Iterator[tuple[str, Row | DataError]]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Row | DataError]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            place = f"{path}, line {number}"
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.rstrip())
-            except json.JSONDecodeError as error:
-                yield place, DataError(place, f"not valid JSON: {error.msg}, column {error.colno}")
-                continue
-            except UnicodeDecodeError as error:
-                yield place, DataError(place, f"not valid UTF-8: {error}")
-                continue
-            yield place, row if isinstance(row, dict) else _no_row(place, row)
+    with _opened(path) as file:
+        for number, line in enumerate(_whole(file, path), 1):
+            if line.strip():
+                place = f"{path}, line {number}"
+                yield place, json_row(line, place)
+
+
+def _whole(file: IO[bytes], path: Path) -> Iterator[bytes]:
+    """The lines of a file; a broken archive is an error of the file."""
+    try:
+        yield from file
+    except (EOFError, OSError, zlib.error) as error:
+        if path.suffix not in COMPRESSED:
+            raise
+        raise DataError(str(path), f"not a whole {path.suffix} archive: {error}") from None
+
+
+def json_row(line: bytes, place: str) -> Row | DataError:
+    """Read the row of one line."""
+    try:
+        row = json.loads(line.rstrip())
+    except json.JSONDecodeError as error:
+        return DataError(place, f"not valid JSON: {error.msg}, column {error.colno}")
+    except UnicodeDecodeError as error:
+        return DataError(place, f"not valid UTF-8: {error}")
+    return row if isinstance(row, dict) else _no_row(place, row)
 
 
 def _csv(path: Path) -> Iterator[tuple[str, Row | DataError]]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with io.TextIOWrapper(_opened(path), encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
         try:
             for row in reader:
@@ -124,8 +184,35 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row | DataError]]:
             number += 1
 
 
+def _text(path: Path) -> Iterator[tuple[str, Row | DataError]]:
+    """Read a text as rows ``{"text": ...}`` of whole paragraphs, a longer paragraph as one row."""
+    part, first, size = list[str](), 1, 0
+    try:
+        with io.TextIOWrapper(_opened(path), encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):
+                if size > TEXT_CHARS and not line.strip():
+                    yield f"{path}, line {first}", {"text": "".join(part)}
+                    part, first, size = [], number + 1, 0
+                    continue
+                part.append(line)
+                size += len(line)
+    except UnicodeDecodeError as error:
+        raise DataError(str(path), f"not valid UTF-8: {error}") from None
+    if "".join(part).strip():
+        yield f"{path}, line {first}", {"text": "".join(part)}
+
+
 def _no_row(place: str, row: Any) -> DataError:
     return DataError(place, f"a row is a mapping from column to value; this is {type(row).__name__}")
 
 
-READERS = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+READERS = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet, ".txt": _text, ".md": _text}
+COMPRESSED = (".gz", ".zst")
+UNREAD = {
+    ".xlsx": "save the sheet as .csv", ".xls": "save the sheet as .csv", ".ods": "save the sheet as .csv",
+    ".tsv": "save it with commas, as .csv", ".zip": "unpack it", ".tar": "unpack it", ".7z": "unpack it",
+    ".pdf": "save its text as .txt", ".docx": "save its text as .txt", ".arrow": "name the folder of save_to_disk",
+    ".yaml": "save the rows as .jsonl", ".yml": "save the rows as .jsonl", ".pkl": "save the rows as .jsonl",
+    ".pt": "save the rows as .jsonl",
+}  # fmt: skip
+"""Suffix of files that people try -> what to do."""

@@ -13,7 +13,10 @@ from gradwire.cli.text import warnings_to_stderr
 from gradwire.errors import GradwireError
 from gradwire.recipes.settings import Settings, SettingsError, built, example, load
 
-RECIPES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "ppo": "PPO", "grpo": "GRPO", "distill": "Distill"}
+RECIPES = {
+    "sft": "SFT", "dpo": "DPO", "kto": "KTO", "orpo": "ORPO", "simpo": "SimPO", "reward": "Reward",
+    "process_reward": "ProcessReward", "ppo": "PPO", "grpo": "GRPO", "distill": "Distill",
+}  # fmt: skip
 """Name -> the class of its settings, in the module of the name."""
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
-from gradwire.recipes.rows import rows_of
 from gradwire.recipes.settings import Settings, SettingsError, setting
+from gradwire.recipes.supervised import train_rows
 from gradwire.recipes.tokens import Tokens
-from gradwire.recipes.training import open_training
+from gradwire.recipes.training import Training
 
 
 @dataclass
@@ -36,38 +36,28 @@ class Distill(Settings):
 
 async def train(settings: Distill, *, dry_run: bool = False) -> Estimate | None:
     """Run the training, or only estimate it."""
-    kept, held_out = rows_of(data.conversations, settings)
-    batches = kept.batches(settings.batch_size, seed=settings.seed)
     kwargs = {"beta": settings.beta, "reference_model": settings.teacher, **settings.loss}
-    async with open_training(settings, dry_run=dry_run) as training:
-        tokens = Tokens(training.service, training.model, settings.max_tokens)
 
-        async def answered(batch: Sequence[data.Conversation], step: int) -> list[dict[str, Any]]:
-            """Sample the student's own answers to the prompts of a batch."""
-            prompts = await tokens.prompts(batch, settings.answer_tokens)
-            sampled = await training.run.sample(prompts, max_tokens=settings.answer_tokens, seed=settings.seed + step)
-            return [
-                {
-                    "input_ids": [*prompt, *answers[0].token_ids],
-                    "loss_mask": [0] * len(prompt) + [1] * len(answers[0].token_ids),
-                }
-                for prompt, answers in zip(prompts, sampled.samples)
-            ]
+    async def answered(
+        training: Training, tokens: Tokens, batch: Sequence[data.Conversation], step: int
+    ) -> list[dict[str, Any]] | None:
+        """Sample the student's own answers to the prompts of a batch; a step below 0 is an estimate's."""
+        if step >= 0 and random.Random(f"{settings.seed} {step}").random() >= settings.own_answers:
+            return None
+        prompts = await tokens.fitting(batch, lambda rows: tokens.prompts(rows, settings.answer_tokens))
+        if not prompts:
+            return []
+        seed = settings.seed + max(step, 0)
+        sampled = await training.run.sample(prompts, max_tokens=settings.answer_tokens, seed=seed)
+        return [
+            {
+                "input_ids": [*prompt, *answers[0].token_ids],
+                "loss_mask": [0] * len(prompt) + [1] * len(answers[0].token_ids),
+            }
+            for prompt, answers in zip(prompts, sampled.samples)
+        ]
 
-        async def on_given(batch: Sequence[data.Conversation]) -> Any:
-            return training.run.forward_backward(await tokens.rows(batch), "gkd", kwargs)
-
-        async def on_own(batch: Sequence[data.Conversation], step: int = 0) -> Any:
-            return training.run.forward_backward(await answered(batch, step), "gkd", kwargs)
-
-        async def evaluate() -> dict[str, float]:
-            found = await tokens.rows(list(held_out))
-            return dict((await training.run.forward(found, "gkd", kwargs, outputs=())).metrics)
-
-        if dry_run:
-            own = settings.own_answers
-            return await training.estimate(batches, (own, on_own), (1 - own, on_given), held_out=len(held_out))
-        async for step, batch in training.steps(batches, evaluate if held_out else None):
-            own_answers = random.Random(f"{settings.seed} {step}").random() < settings.own_answers
-            await training.update(step, await (on_own(batch, step) if own_answers else on_given(batch)))
-    return None
+    return await train_rows(
+        settings, data.conversations, Tokens.rows, "gkd", kwargs, sampled=answered,
+        sampled_share=settings.own_answers, dry_run=dry_run,
+    )  # fmt: skip

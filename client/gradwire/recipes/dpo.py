@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
-from gradwire.recipes.rows import rows_of
+from gradwire.recipes.runs import start_reference
 from gradwire.recipes.settings import Settings, SettingsError, setting
+from gradwire.recipes.supervised import train_rows
 from gradwire.recipes.tokens import Tokens
-from gradwire.recipes.training import open_training
 
 
 @dataclass
@@ -22,7 +21,7 @@ class DPO(Settings):
     data: str = setting("preferences.jsonl", "a file or data set with prompt, chosen and rejected")
     learning_rate: float = setting(5e-5, "at its peak")
     beta: float = setting(0.1, "strength of the pull to the reference")
-    reference: str = setting("base", "base: the model without its adapter; or a checkpoint, or a model of the server")
+    reference: str = setting("start", "start: the model as the training begins; base; a checkpoint; or a served model")
     loss: dict[str, Any] = setting({}, "further arguments of dpo, such as loss_type: see docs/losses.md")
 
     def check(self) -> None:
@@ -33,21 +32,5 @@ class DPO(Settings):
 
 async def train(settings: DPO, *, dry_run: bool = False) -> Estimate | None:
     """Run the training, or only estimate it."""
-    kept, held_out = rows_of(data.preferences, settings)
-    batches = kept.batches(settings.batch_size, seed=settings.seed)
-    kwargs = {"beta": settings.beta, "reference_model": settings.reference, **settings.loss}
-    async with open_training(settings, dry_run=dry_run) as training:
-        tokens = Tokens(training.service, training.model, settings.max_tokens)
-
-        async def loss(batch: Sequence[data.Preference]) -> Any:
-            return training.run.forward_backward(await tokens.pairs(batch), "dpo", kwargs)
-
-        async def evaluate() -> dict[str, float]:
-            found = await tokens.pairs(list(held_out))
-            return dict((await training.run.forward(found, "dpo", kwargs, outputs=())).metrics)
-
-        if dry_run:
-            return await training.estimate(batches, (1.0, loss), held_out=len(held_out))
-        async for step, batch in training.steps(batches, evaluate if held_out else None):
-            await training.update(step, await loss(batch))
-    return None
+    kwargs = {"beta": settings.beta, "reference_model": start_reference(settings, settings.reference), **settings.loss}
+    return await train_rows(settings, data.preferences, Tokens.pairs, "dpo", kwargs, dry_run=dry_run)

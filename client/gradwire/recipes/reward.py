@@ -8,10 +8,9 @@ from typing import Any
 
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
-from gradwire.recipes.rows import rows_of
 from gradwire.recipes.settings import Settings, setting
+from gradwire.recipes.supervised import train_rows
 from gradwire.recipes.tokens import Tokens
-from gradwire.recipes.training import open_training
 
 
 @dataclass
@@ -25,24 +24,11 @@ class Reward(Settings):
 
 async def train(settings: Reward, *, dry_run: bool = False) -> Estimate | None:
     """Run the training, or only estimate it."""
-    kept, held_out = rows_of(data.preferences, settings)
-    batches = kept.batches(settings.batch_size, seed=settings.seed)
-    async with open_training(settings, head="reward", dry_run=dry_run) as training:
-        tokens = Tokens(training.service, training.model, settings.max_tokens)
 
-        async def pairs(batch: Sequence[data.Preference]) -> list[dict[str, Any]]:
-            ids = ("chosen_input_ids", "rejected_input_ids")
-            return [{name: row[name] for name in ids} for row in await tokens.pairs(batch)]
+    async def encode(tokens: Tokens, rows: Sequence[data.Preference]) -> list[dict[str, Any]]:
+        ids = ("chosen_input_ids", "rejected_input_ids")
+        return [{name: row[name] for name in ids} for row in await tokens.pairs(rows)]
 
-        async def loss(batch: Sequence[data.Preference]) -> Any:
-            return training.run.forward_backward(await pairs(batch), "reward_modeling", settings.loss)
-
-        async def evaluate() -> dict[str, float]:
-            found = await pairs(list(held_out))
-            return dict((await training.run.forward(found, "reward_modeling", settings.loss, outputs=())).metrics)
-
-        if dry_run:
-            return await training.estimate(batches, (1.0, loss), held_out=len(held_out))
-        async for step, batch in training.steps(batches, evaluate if held_out else None):
-            await training.update(step, await loss(batch))
-    return None
+    return await train_rows(
+        settings, data.preferences, encode, "reward_modeling", settings.loss, head="reward", dry_run=dry_run
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,11 +12,14 @@ from typing import Any, cast
 import gradwire
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.folder import RL_STATE, open_folder, save_state
 from gradwire.recipes.observing import OBSERVER, Observer
 from gradwire.recipes.report import write_report
 from gradwire.recipes.rows import rows_of
+from gradwire.recipes.runs import new_run, open_service
 from gradwire.recipes.settings import Settings, SettingsError, setting
-from gradwire.recipes.training import loggers_of, open_folder, open_service, save_state, warn_of_warmup
+from gradwire.recipes.tokens import Tokens
+from gradwire.recipes.training import loggers_of, warn_of_warmup
 from gradwire.rl import Algorithm, AlgorithmConfig, last_number, math_answer, multiple_choice
 from gradwire.rl.datasets import final_answer
 from gradwire.rl.rewards.graders import GraderError, grader_of
@@ -27,6 +30,13 @@ GRADERS: Mapping[str, Callable[[], Any]] = {
     "math_answer": math_answer,
     "multiple_choice": multiple_choice,
 }
+
+
+ONLY: Mapping[str, Any] = {
+    "schedule": "constant", "optimizer": "adamw", "optimizer_args": {}, "head_learning_rate": 0.0, "accumulation": 1,
+    "overlong": "cut", "eval_first": False, "best_by": "", "patience": 0, "keep": 0,
+}  # fmt: skip
+"""Shared settings that trainings on rewards do not have -> their only value. The best evaluation is always kept."""
 
 
 @dataclass
@@ -55,10 +65,9 @@ class RLSettings(Settings):
                 grader_of(self.grading)
             except GraderError as error:
                 raise SettingsError(f"grading: {error}") from None
-        if self.schedule != "constant":
-            raise SettingsError("schedule is set, and must be constant here")
-        if self.optimizer != "adamw":
-            raise SettingsError("optimizer is set, and must be adamw here")
+        for name, only in ONLY.items():
+            if getattr(self, name) != only:
+                raise SettingsError(f"{name} is {getattr(self, name)!r}; trainings on rewards have only {only!r}")
 
 
 async def train_with(
@@ -71,31 +80,27 @@ async def train_with(
 ) -> Estimate | None:
     """Train a run with an algorithm, from the state in its folder."""
     kept, held_out = rows_of(_items if settings.grading else data.prompts, settings)
-    task = _graded_task if settings.grading else _task
-    tasks, problems = [task(each) for each in kept], [task(each) for each in held_out[: settings.eval_problems]]
-    reward = grader_of(settings.grading) if settings.grading else GRADERS[settings.grader]()
-    per_epoch = -(-len(tasks) // settings.batch_size)
-    total = settings.max_steps or per_epoch * settings.epochs
     folder = Path(settings.folder)
-    config = AlgorithmConfig(
-        batch_size=settings.batch_size, group_size=group_size, learning_rate=settings.learning_rate,
-        warmup_iterations=settings.warmup, weight_decay=settings.weight_decay, loss_kwargs=settings.loss,
-        max_tokens=settings.answer_tokens, temperature=settings.temperature, context_tokens=settings.max_tokens,
-        seed=settings.seed, eval_every=0 if dry_run or not problems else settings.eval_every,
-        save_every=0 if dry_run else settings.save_every or per_epoch, checkpoint_dir=None if dry_run else folder,
-    )  # fmt: skip
-    known = {} if dry_run else open_folder(folder / "run.json", settings)
-    warn_of_warmup(settings, total)
+    known = {} if dry_run else open_folder(folder / RL_STATE, settings)
     async with open_service(settings) as (service, model):
+        tokens = Tokens(service, model, settings.max_tokens, on_error=settings.on_error)
+        tasks = await _tasks(settings, tokens, kept)
+        problems = await _tasks(settings, tokens, held_out[: settings.eval_problems])
+        tokens.tell_of_skipped()
+        if not tasks:
+            raise SettingsError(f"data is {settings.data}: no problem could be used")
+        per_epoch = -(-len(tasks) // settings.batch_size)
+        total = settings.max_steps or per_epoch * settings.epochs
+        warn_of_warmup(settings, total)
+        config = _config(settings, group_size, per_epoch, evaluated=bool(problems), dry_run=dry_run)
         if known:
             run = service.get_training_client(known["run_id"])
         else:
-            run = await service.create_run(
-                model.name, lora=settings.lora_rank or None, head=head, seed=settings.seed, kind="rl", name=folder.name
-            )
+            run = await new_run(settings, service, model, head, kind="rl")
             if not dry_run:
-                save_state(folder / "run.json", {"run_id": run.run_id}, settings)
+                save_state(folder / RL_STATE, {"run_id": run.run_id}, settings)
         loggers = [] if dry_run else loggers_of(settings)
+        reward = grader_of(settings.grading) if settings.grading else GRADERS[settings.grader]()
         arguments = (service, run, tasks, reward, config)
         async with algorithm(*arguments, eval_tasks=problems, loggers=loggers) as training:
             if dry_run:
@@ -113,6 +118,31 @@ async def train_with(
             await training.save_checkpoint()
     await asyncio.to_thread(write_report, folder, type(settings).__name__, asdict(settings))
     return None
+
+
+def _config(
+    settings: RLSettings, group_size: int, per_epoch: int, *, evaluated: bool, dry_run: bool
+) -> AlgorithmConfig:
+    return AlgorithmConfig(
+        batch_size=settings.batch_size, group_size=group_size, learning_rate=settings.learning_rate,
+        warmup_iterations=settings.warmup, weight_decay=settings.weight_decay, loss_kwargs=settings.loss,
+        max_grad_norm=settings.max_grad_norm, max_tokens=settings.answer_tokens, temperature=settings.temperature,
+        context_tokens=settings.max_tokens, seed=settings.seed,
+        eval_every=settings.eval_every if evaluated and not dry_run else 0,
+        save_every=0 if dry_run else settings.save_every or per_epoch,
+        checkpoint_dir=None if dry_run else Path(settings.folder),
+    )  # fmt: skip
+
+
+async def _tasks(settings: RLSettings, tokens: Tokens, rows: Sequence[data.Prompt]) -> list[Task]:
+    """Problems whose prompts the model's template writes, so that no iteration fails by one that it refuses."""
+
+    async def written(part: Sequence[data.Prompt]) -> list[data.Prompt]:
+        await tokens.prompts(part, room=0)
+        return list(part)
+
+    task = _graded_task if settings.grading else _task
+    return [task(each) for each in await tokens.fitting(rows, written)]
 
 
 async def _estimate(

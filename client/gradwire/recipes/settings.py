@@ -32,8 +32,15 @@ LEAST = {
         "eval_every",
         "eval_problems",
         "save_every",
+        "lora_alpha",
+        "lora_dropout",
+        "dropout",
+        "head_learning_rate",
+        "max_grad_norm",
+        "keep",
+        "patience",
     ),
-    1: ("batch_size", "epochs", "max_tokens", "answer_tokens", "group_size", "answers"),
+    1: ("batch_size", "accumulation", "epochs", "max_tokens", "answer_tokens", "group_size", "answers"),
 }
 """Smallest value of a number -> the settings."""
 LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -65,17 +72,32 @@ class Settings:
     validation: str = setting("", "a file of rows to evaluate on, in place of held_out")
     held_out: float = setting(0.02, "share of the rows to evaluate on, which share no prompt with the others; 0: none")
     seed: int = setting(0, "of the adapter, the order of the rows and sampling")
-    lora_rank: int = setting(16, "rank of the adapter; 0 trains all weights")
+    init_from: str = setting("", "FOLDER, FOLDER@CHECKPOINT or RUN_ID/NAME of an earlier training to start from")
+    lora_rank: int = setting(16, "rank of the adapter; 0 trains all weights; that of init_from, if there is one")
+    lora_alpha: float = setting(0.0, "the adapter is scaled by alpha / rank; 0: alpha is twice the rank")
+    lora_dropout: float = setting(0.0, "share of the adapter's inputs that is dropped; 0: that of dropout")
+    lora_targets: list[str] = setting(["all-linear"], "modules with an adapter; all-linear, lm_head, vision, or names")
+    rslora: bool = setting(False, "scale by alpha / sqrt(rank) instead")
+    dropout: float = setting(0.0, "of the model and the adapter")
     learning_rate: float = setting(1e-4, "at its peak")
     schedule: str = setting("cosine", "constant, linear, cosine or wsd")
     warmup: int = setting(10, "steps over which the learning rate rises")
     optimizer: str = setting("adamw", "adamw, adamw8bit, sgd or muon")
+    optimizer_args: dict[str, Any] = setting({}, "betas, eps, momentum: as for optim_step")
+    head_learning_rate: float = setting(0.0, "of a reward or value head; 0: learning_rate")
+    max_grad_norm: float = setting(1.0, "longer gradients are scaled down to it; 0: they are not")
     weight_decay: float = setting(0.0, "of matrices; norms and biases are not decayed")
-    batch_size: int = setting(16, "rows of a step")
+    batch_size: int = setting(16, "rows of a batch; the server divides it by its memory, which changes no result")
+    accumulation: int = setting(1, "batches of a step")
     epochs: int = setting(1, "times that every row is seen")
     max_steps: int = setting(0, "steps at most; 0: as the epochs have")
-    max_tokens: int = setting(2048, "longest row; a longer one is cut at its end, with a warning")
+    max_tokens: int = setting(2048, "longest row; what is longer is treated as overlong says")
+    overlong: str = setting("cut", "cut (at the end, with a warning), cut_start, skip or raise")
     eval_every: int = setting(50, "steps between evaluations; the last step is always evaluated; 0: never")
+    eval_first: bool = setting(False, "evaluate before the first step as well")
+    best_by: str = setting("", "metric of evaluations, as loss, by which a checkpoint `best` is kept; empty: none is")
+    patience: int = setting(0, "evaluations without a better best_by after which the training ends; 0: never")
+    keep: int = setting(0, "newest checkpoints to keep; 0: all; `best` is kept besides")
     save_every: int = setting(50, "steps between checkpoints; the last step is always saved; 0: those of an epoch")
     loggers: list[str] = setting([], "of tensorboard, wandb, trackio, mlflow; metrics.jsonl is always written")
     loss: dict[str, Any] = setting({}, "arguments of the loss: see docs/losses.md")
@@ -89,6 +111,7 @@ class Settings:
             "schedule": ("constant", "linear", "cosine", "wsd"),
             "optimizer": ("adamw", "adamw8bit", "sgd", "muon"),
             "on_error": ("raise", "skip"),
+            "overlong": ("cut", "cut_start", "skip", "raise"),
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -104,6 +127,14 @@ class Settings:
         for each in self.loggers:
             if each not in LOGGERS:
                 raise SettingsError(f"loggers has {each!r}; there are {', '.join(LOGGERS)}")
+        for name in ("lora_dropout", "dropout"):
+            if getattr(self, name) >= 1:
+                raise SettingsError(f"{name} is {getattr(self, name)}; it must be at least 0 and less than 1")
+        if self.patience and not self.best_by:
+            raise SettingsError("patience is set, and needs best_by, the metric that should get better, as loss")
+        unknown = sorted({*self.optimizer_args} - {"betas", "eps", "momentum"})
+        if unknown:
+            raise SettingsError(f"optimizer_args has {unknown[0]!r}; there are betas, eps, momentum")
         if not 0 <= self.held_out < 1:
             raise SettingsError(f"held_out is {self.held_out}; it must be at least 0 and less than 1")
 
@@ -217,5 +248,5 @@ def _lines(kind: type[Settings]) -> Iterator[str]:
     yield f"# {(kind.__doc__ or '').splitlines()[0]}"
     for field in dataclasses.fields(kind):
         value = getattr(kind(), field.name)
-        shown = yaml.safe_dump({field.name: value}, default_flow_style=False, width=1000).strip()
-        yield f"{shown}  # {field.metadata.get('help', '')}"
+        shown = yaml.safe_dump([value], default_flow_style=True, width=1000).strip()[1:-1]
+        yield f"{field.name}: {shown}  # {field.metadata.get('help', '')}"

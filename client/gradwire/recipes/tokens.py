@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import numpy as np
 
 import gradwire
-from gradwire.data import Conversation, Preference, learned
+from gradwire.data import Conversation, DataError, Preference, Prompt, Rating, Steps, learned
 from gradwire.data.layouts import is_learned
 from gradwire.rl.prompts import plain_chat
 
 logger = logging.getLogger("gradwire.recipes")
+
+
+T = TypeVar("T")
+TOLD = 3
+"""Skipped rows that are each said."""
+
+
+class RowRefusedError(ValueError):
+    """A conversation that cannot be encoded.
+
+    Attributes:
+        index: Which of those that were given.
+        reason: Why.
+        overlong: Whether it is only too long.
+    """
+
+    def __init__(self, index: int, reason: str, *, overlong: bool = False) -> None:
+        super().__init__(reason)
+        self.index, self.reason, self.overlong = index, reason, overlong
 
 
 class Tokens:
@@ -22,22 +43,64 @@ class Tokens:
     Args:
         service: The service.
         model: The model.
-        max_tokens: Longest row; a longer one is cut at its end.
+        max_tokens: Longest row.
+        overlong: What is done with a longer one: ``"cut"`` at its end, ``"cut_start"``, ``"skip"`` or ``"raise"``.
+        on_error: ``"raise"`` or ``"skip"``: what :meth:`fitting` does with a row that the template refuses.
+        tell: Whether the first skipped rows are logged.
 
     Attributes:
         cut: Rows that were cut so far.
+        skipped: Place of each row that was skipped -> why.
     """
 
-    def __init__(self, service: Any, model: gradwire.ModelInfo, max_tokens: int) -> None:
+    def __init__(
+        self,
+        service: Any,
+        model: gradwire.ModelInfo,
+        max_tokens: int,
+        overlong: str = "cut",
+        on_error: str = "raise",
+        tell: bool = True,
+    ) -> None:
         self._service, self._model, self._most = service, model, min(max_tokens, model.context_length)
+        self._overlong, self._on_error = overlong, on_error
         self._has_template: bool | None = None
+        self._tell = tell
         self._warned: set[str] = set()
         self.cut = 0
+        self.skipped: dict[str, str] = {}
+
+    async def fitting(self, rows: Sequence[T], encode: Callable[[Sequence[T]], Awaitable[list[Any]]]) -> list[Any]:
+        """Encode those rows of a batch that can be.
+
+        Raises:
+            DataError: One cannot be, and is not to be skipped; names its file, line and reason.
+        """
+        kept = list(rows)
+        while kept:
+            try:
+                return await encode(kept)
+            except RowRefusedError as refused:
+                place = getattr(kept[refused.index], "place", "") or f"row {refused.index}"
+                if (self._overlong if refused.overlong else self._on_error) == "raise":
+                    raise DataError(place, refused.reason) from None
+                if self._tell and place not in self.skipped and len(self.skipped) < TOLD:
+                    logger.warning("skipped: %s: %s", place, refused.reason)
+                self.skipped[place] = refused.reason
+                del kept[refused.index]
+        return []
+
+    def tell_of_skipped(self) -> None:
+        """Log how many rows were skipped, if they were not all said."""
+        if self._tell and len(self.skipped) > TOLD:
+            logger.warning("%d rows were skipped; `gradwire data check` lists them all", len(self.skipped))
 
     async def rows(self, conversations: Sequence[Conversation], train_on: str = "assistant") -> list[Any]:
         """Encode conversations into rows with ``input_ids``, ``loss_mask`` and, where one has a weight, ``weights``."""
         if train_on != "assistant" and any("weight" in message for each in conversations for message in each.messages):
             self._warn_once("train_on is %s: what messages say of being learned is not used", train_on)
+        if any(each.text for each in conversations):
+            return await self._texts(conversations, train_on)
         if await self._chats():
             rows = await self._rendered(conversations, train_on)
         else:
@@ -45,26 +108,83 @@ class Tokens:
         if any(each.weight != 1.0 for each in conversations):
             for row, each in zip(rows, conversations):
                 row["weights"] = np.full(len(row["input_ids"]), each.weight, np.float32)
-        return [self._short(row) for row in rows]
+        return [self._short(row, index) for index, row in enumerate(rows)]
+
+    async def _texts(self, conversations: Sequence[Conversation], train_on: str) -> list[Any]:
+        """Encode plain texts, those of more than ``max_tokens`` in as many rows as it takes; conversations beside them
+        as ever."""
+        rows: list[Any] = []
+        texts = await self._service.encode(self._model.name, [each.text for each in conversations])
+        for each, ids in zip(conversations, texts):
+            if not each.text:
+                rows += await self.rows([each], train_on)
+                continue
+            whole = [*ids, *self._model.eos_token_ids[:1]]
+            for start in range(0, len(whole), self._most):
+                part = np.array(whole[start : start + self._most])
+                row = {"input_ids": part, "loss_mask": np.ones(len(part), np.int64)}
+                rows.append(row | {"weights": np.full(len(part), each.weight, np.float32)})
+        if all(each.weight == 1.0 for each in conversations):
+            return [{name: value for name, value in row.items() if name != "weights"} for row in rows]
+        ones = [{"weights": np.ones(len(row["input_ids"]), np.float32)} for row in rows]
+        return [one | row for one, row in zip(ones, rows)]
+
+    async def ratings(self, ratings: Sequence[Rating]) -> list[dict[str, Any]]:
+        """Encode rated answers into rows for ``kto``; each has the next one's answer, too, to estimate the KL."""
+        talks = [Conversation((*each.prompt, *each.completion)) for each in ratings]
+        rows = await self.rows(talks, "last")
+        found = []
+        for index, (row, each) in enumerate(zip(rows, ratings)):
+            other = rows[(index + 1) % len(rows)]
+            before, after = _start(row), _start(other)
+            ids = np.concatenate([row["input_ids"][:before], other["input_ids"][after:]])[: self._most]
+            mask = np.concatenate([row["loss_mask"][:before], other["loss_mask"][after:]])[: self._most]
+            mismatched = {"kl_input_ids": ids, "kl_loss_mask": mask}
+            found.append({**row, "label": each.label, **(mismatched if len(rows) > 1 else {})})
+        return found
+
+    async def steps(self, answers: Sequence[Steps]) -> list[dict[str, Any]]:
+        """Encode answers in steps into rows with ``token_labels``: the last token of a step has its label, 0 or 1."""
+        prompts = await self.prompts([Prompt(each.prompt) for each in answers], room=self._most // 2)
+        texts = [f"{text}\n" for each in answers for text in each.steps]
+        encoded = iter(await self._service.encode(self._model.name, texts, add_special_tokens=False))
+        rows = []
+        for index, (each, prompt) in enumerate(zip(answers, prompts)):
+            ids, labels = list(prompt), [-100] * len(prompt)
+            for label, written in zip(each.labels, [next(encoded) for _ in each.steps]):
+                ids += written
+                labels += [-100] * (len(written) - 1) + [int(label)]
+            row = {"input_ids": np.array(ids), "token_labels": np.array(labels), "loss_mask": np.array(labels) >= 0}
+            short = self._short(row, index)
+            rows.append({name: value for name, value in short.items() if name != "loss_mask"})
+        return rows
 
     async def _rendered(self, conversations: Sequence[Conversation], train_on: str) -> list[Any]:
         chosen = learned(conversations, train_on)
         if not any(each.tools or each.template_kwargs for each in conversations):
             messages = [each.messages for each in conversations]
-            return list(await self._service.render(messages, train_on=chosen, model=self._model.name))
-        return [
-            await self._service.render(
-                each.messages, tools=each.tools or None, train_on=chosen, model=self._model.name,
-                **each.template_kwargs,
-            )
-            for each in conversations
-        ]  # fmt: skip
+            with _refusals():
+                return list(await self._service.render(messages, train_on=chosen, model=self._model.name))
+        rows = []
+        for index, each in enumerate(conversations):
+            with _refusals(index):
+                rows.append(
+                    await self._service.render(
+                        each.messages, tools=each.tools or None, train_on=chosen, model=self._model.name,
+                        **each.template_kwargs,
+                    )
+                )  # fmt: skip
+        return rows
 
     async def pairs(self, preferences: Sequence[Preference]) -> list[dict[str, Any]]:
         """Encode pairs into rows with the ids of both answers and the length of their common prompt."""
         both = [Conversation((*each.prompt, *each.chosen)) for each in preferences]
         both += [Conversation((*each.prompt, *each.rejected)) for each in preferences]
-        rows = await self.rows(both, "last")
+        try:
+            rows = await self.rows(both, "last")
+        except RowRefusedError as refused:
+            refused.index %= len(preferences)
+            raise
         result = []
         for chosen, rejected in zip(rows[: len(preferences)], rows[len(preferences) :]):
             masks = {"chosen_loss_mask": chosen["loss_mask"], "rejected_loss_mask": rejected["loss_mask"]}
@@ -73,13 +193,14 @@ class Tokens:
             )
         return result
 
-    async def prompts(self, conversations: Sequence[Conversation], room: int) -> list[Any]:
+    async def prompts(self, conversations: Sequence[Conversation | Prompt], room: int) -> list[Any]:
         """Encode what precedes the first answer, cut at the beginning where it leaves no room for so many tokens."""
         messages: list[list[Any]] = [list(each.prompt) for each in conversations]
         if await self._chats():
-            rows = await self._service.render(
-                messages, train_on=None, add_generation_prompt=True, model=self._model.name
-            )
+            with _refusals():
+                rows = await self._service.render(
+                    messages, train_on=None, add_generation_prompt=True, model=self._model.name
+                )
             found = [row["input_ids"] for row in rows]
         else:
             found = await self._service.encode(self._model.name, [plain_chat(each) for each in messages])
@@ -117,12 +238,17 @@ class Tokens:
             for before, answer, each in zip(befores, answers, conversations)
         ]
 
-    def _short(self, row: Any) -> Any:
+    def _short(self, row: Any, index: int) -> Any:
         if len(row["input_ids"]) <= self._most:
             return row
+        if self._overlong in ("skip", "raise"):
+            reason = f"{len(row['input_ids'])} tokens; max_tokens allows {self._most}"
+            raise RowRefusedError(index, reason, overlong=True)
         self.cut += 1
-        self._warn_once("rows of more than %d tokens are cut at their end", self._most)
-        short = {name: value[: self._most] for name, value in row.items()}
+        start = self._overlong == "cut_start"
+        self._warn_once(f"rows of more than %d tokens are cut at their {'start' if start else 'end'}", self._most)
+        kept = slice(-self._most, None) if start else slice(self._most)
+        short = {name: value[kept] for name, value in row.items()}
         if np.any(row["loss_mask"]) and not np.any(short["loss_mask"]):
             self._warn_once(
                 "the cut leaves nothing to train on of some rows: their answers begin behind token %d; raise"
@@ -135,6 +261,28 @@ class Tokens:
         if message not in self._warned:
             self._warned.add(message)
             logger.warning(message, *args)
+
+
+@contextmanager
+def _refusals(index: int | None = None) -> Iterator[None]:
+    """Turn the server's errors about one conversation into :class:`RowRefusedError`.
+
+    Args:
+        index: Of the conversation; by default what the error says.
+    """
+    try:
+        yield
+    except gradwire.InvalidRequestError as error:
+        if error.row is None:
+            raise
+        reason = re.sub(r"^conversation \d+(: |, )?", "", str(error))
+        raise RowRefusedError(error.row if index is None else index, reason) from error
+
+
+def _start(row: Any) -> int:
+    """The first token that is learned, where the answer begins."""
+    learned = np.flatnonzero(row["loss_mask"])
+    return int(learned[0]) if len(learned) else len(row["input_ids"])
 
 
 def _answers(messages: Sequence[Any]) -> int:

@@ -1,12 +1,10 @@
-"""The parts around a training loop: service and run, batches in order, loggers, checkpoints, resume, report."""
+"""The parts around a training loop: batches in order, loggers, evaluations, checkpoints, resume, report."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -16,17 +14,20 @@ from typing import Any, TypeVar
 
 import gradwire
 from gradwire import schedules
-from gradwire.data import Batches
+from gradwire.data import Batches, DataError
+from gradwire.recipes.best import Best
 from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.folder import STATE, open_folder, save_state
 from gradwire.recipes.observing import OBSERVER, Observer, TrainingStopped
 from gradwire.recipes.report import write_report
-from gradwire.recipes.settings import Settings, SettingsError
+from gradwire.recipes.runs import new_run, open_service
+from gradwire.recipes.settings import Settings
 from gradwire.rl.loggers import JsonlLogger, MetricLogger, MlflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 from gradwire.rl.progress import Progress
-from gradwire.whole_files import replace_json
 
 T = TypeVar("T")
 Metrics = dict[str, float]
+Rows = list[Any]
 DELETE_PATIENCE_S = 5.0
 logger = logging.getLogger("gradwire.recipes")
 
@@ -51,49 +52,73 @@ class Training:
     """
 
     def __init__(
-        self, settings: Settings, service: Any, run: Any, model: gradwire.ModelInfo, state: Mapping[str, Any]
+        self, settings: Settings, service: Any, run: Any, model: gradwire.ModelInfo, state: Mapping[str, Any], head: Any
     ) -> None:
-        self.settings, self.service, self.run, self.model = settings, service, run, model
+        self.settings, self.service, self.run, self.model, self._head = settings, service, run, model, head
         self.folder = Path(settings.folder)
         self.step: int = state.get("step", 0)
         self.total = 0
         self._position: Mapping[str, int] | None = state.get("position")
+        self._best = Best(settings.best_by, settings.patience, state.get("best", {}))
         self._loggers: list[MetricLogger] = [JsonlLogger(self.folder / "metrics.jsonl"), *loggers_of(settings)]
         self.last: Metrics = {}
         self._warned: set[str] = set()
 
     async def steps(
-        self, batches: Batches[T], evaluate: Callable[[], Awaitable[Mapping[str, float]]] | None = None
-    ) -> AsyncIterator[tuple[int, list[T]]]:
-        """Yield the number and rows of each remaining step; save checkpoints and evaluate when due.
+        self,
+        batches: Batches[T],
+        encode: Callable[[list[T], int], Awaitable[Rows]],
+        evaluate: Callable[[], Awaitable[Mapping[str, float]]] | None = None,
+    ) -> AsyncIterator[tuple[int, list[Rows]]]:
+        """Yield the number and the encoded batches of each remaining step; save checkpoints and evaluate when due.
 
         Args:
             batches: The training rows; their epochs decide how long the training is, unless ``max_steps`` does.
+            encode: Rows of a batch and the step -> rows for the server; none if all of them were skipped.
             evaluate: Computes metrics of held-out rows, which are logged under ``eval/``.
         """
         settings = self.settings
-        self.total = settings.max_steps or batches.per_epoch * settings.epochs
+        self.total = total_steps(settings, batches)
         warn_of_warmup(settings, self.total)
         observer = OBSERVER.get() or Observer()
         observer.began(self.run.run_id, self.total)
-        save_every = settings.save_every or batches.per_epoch
+        save_every = settings.save_every or -(-batches.per_epoch // settings.accumulation)
         if self._position is not None:
             batches.position = self._position
-        label = type(settings).__name__
-        with Progress(label, self.total) as progress:
+        with Progress(type(settings).__name__, self.total) as progress:
             progress.update(self.step)
-            while self.step < self.total:
-                yield self.step, next(batches)
+            if evaluate is not None and settings.eval_first and self._position is None:
+                await self._evaluate(evaluate)
+            while self.step < self.total and not self._best.out_of_patience:
+                parts = [await self._next(batches, encode) for _ in range(settings.accumulation)]
+                yield self.step, parts
                 self.step += 1
                 done = self.step == self.total
                 if evaluate is not None and settings.eval_every and (done or self.step % settings.eval_every == 0):
-                    self._write({f"eval/{name}": value for name, value in (await evaluate()).items()})
+                    await self._evaluate(evaluate)
+                    done = done or self._best.out_of_patience
                 stopping = observer.stop_wanted and not done
                 if done or stopping or self.step % save_every == 0:
                     await self._save(batches.position)
                 progress.update(self.step, self.last)
                 if stopping:
                     raise TrainingStopped(f"stopped after step {self.step} of {self.total}")
+        if self._best.out_of_patience:
+            print(f"{self.folder}: stopped at step {self.step}: {self._best}", flush=True)
+
+    async def _next(self, batches: Batches[T], encode: Callable[[list[T], int], Awaitable[Rows]]) -> Rows:
+        """Encode the next batch of which any row is left."""
+        for _ in range(batches.per_epoch):
+            if rows := await encode(next(batches), self.step):
+                return rows
+        raise DataError(self.settings.data, "no row could be used: all were skipped")
+
+    async def _evaluate(self, evaluate: Callable[[], Awaitable[Mapping[str, float]]]) -> None:
+        metrics = await evaluate()
+        self._write({f"eval/{name}": value for name, value in metrics.items()})
+        if self._best.is_better(metrics, self.step):
+            checkpoint = await self.run.save_checkpoint("best", note=str(self._best), overwrite=True)
+            (OBSERVER.get() or Observer()).saved(self.step, checkpoint.path)
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step."""
@@ -108,23 +133,31 @@ class Training:
         schedule = schedules.linear if settings.schedule == "linear" else schedules.cosine
         return schedule(step, peak=settings.learning_rate, total=self.total, warmup=settings.warmup)
 
-    async def update(self, step: int, result: Any) -> None:
-        """Take the optimizer step after a ``forward_backward``, and log both."""
-        stepped = self.run.optim_step(
-            self.rate(step),
-            optimizer=self.settings.optimizer,
-            weight_decay=self.settings.weight_decay,
-            decay="matrices",
-        )
-        loss, taken = await result, await stepped
-        self._pass_on(step, loss.warnings)
+    async def update(self, step: int, results: Sequence[Any]) -> None:
+        """Take the optimizer step after its ``forward_backward`` calls, and log them."""
+        stepped = self._optim_step(self.rate(step))
+        losses = [await result for result in results]
+        taken = await stepped
+        for loss in losses:
+            self._pass_on(step, loss.warnings)
+        tokens = [float(loss.num_tokens) for loss in losses]
         self._write(
-            {f"train/{name}": value for name, value in loss.metrics.items()}
+            {f"train/{name}": _mean([loss.metrics[name] for loss in losses], tokens) for name in losses[0].metrics}
             | {"train/grad_norm": taken.grad_norm, "train/learning_rate": taken.learning_rate}
-            | {"train/tokens": float(loss.num_tokens), "time/engine_s": loss.timings.engine_s},
+            | {"train/tokens": sum(tokens), "time/engine_s": sum(loss.timings.engine_s for loss in losses)},
             step + 1,
         )
-        self.last = {"loss": loss.loss}
+        self.last = {"loss": losses[-1].loss}
+
+    def _optim_step(self, rate: float) -> Any:
+        settings = self.settings
+        more = dict(settings.optimizer_args)
+        if settings.head_learning_rate and self._head and settings.learning_rate:
+            more["head_learning_rate"] = rate * settings.head_learning_rate / settings.learning_rate
+        return self.run.optim_step(
+            rate, optimizer=settings.optimizer, weight_decay=settings.weight_decay, decay="matrices",
+            max_grad_norm=settings.max_grad_norm, **more,
+        )  # fmt: skip
 
     def _pass_on(self, step: int, warnings: Sequence[str]) -> None:
         """Log the server's warnings, each kind once: those that differ in their numbers are one kind."""
@@ -141,23 +174,31 @@ class Training:
     async def _save(self, position: Mapping[str, int]) -> None:
         checkpoint = await self.run.save_checkpoint(f"step-{self.step}", overwrite=True)
         state = {"run_id": self.run.run_id, "checkpoint": checkpoint.path, "step": self.step}
-        save_state(self.folder / "state.json", {**state, "position": dict(position)}, self.settings)
+        save_state(self.folder / STATE, {**state, "position": dict(position), "best": self._best.state}, self.settings)
         (OBSERVER.get() or Observer()).saved(self.step, checkpoint.path)
+        if self.settings.keep:
+            await self._delete_old()
+
+    async def _delete_old(self) -> None:
+        names = [each.path.partition("/")[2] for each in await self.run.list_checkpoints()]
+        steps = sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d+", name))
+        for step in steps[: -self.settings.keep]:
+            await self.run.delete_checkpoint(f"step-{step}")
 
     async def estimate(
-        self, batches: Batches[T], *losses: tuple[float, Callable[[list[T]], Awaitable[Any]]], held_out: int
+        self, batches: Batches[T], *kinds: tuple[float, Callable[[list[T]], Awaitable[Any]]], held_out: int
     ) -> Estimate:
         """Measure steps of each kind on the first two batches, with a run that is deleted then.
 
         The time is that of the second: what happens only once is in the first.
 
         Args:
-            losses: How a batch's ``forward_backward`` is submitted, each with the share of the steps that do it so.
+            kinds: How a batch's ``forward_backward`` is submitted, each with the share of the steps that do it so.
             held_out: Rows of an evaluation, whose passes count a third: they go forward only.
         """
         settings, both = self.settings, [next(batches), next(batches)]
         tokens = seconds = 0.0
-        for share, loss in losses:
+        for share, loss in kinds:
             if not share:
                 continue
             for batch in both:
@@ -167,11 +208,12 @@ class Training:
                 measured = time.monotonic() - began
                 tokens += share * (await result).num_tokens / len(both)
             seconds += share * measured
-        steps = settings.max_steps or batches.per_epoch * settings.epochs
+        steps = total_steps(settings, batches)
         evaluations = -(-steps // settings.eval_every) if settings.eval_every else 0
-        seconds *= steps + evaluations * held_out / len(both[-1]) / 3
+        seconds *= steps * settings.accumulation + evaluations * held_out / len(both[-1]) / 3
+        tokens *= steps * settings.accumulation
         trained = (await self.run.info()).num_trainable_parameters
-        return Estimate.of(settings, batches.num_rows, round(tokens * steps), steps, self.model, trained, seconds)
+        return Estimate.of(settings, batches.num_rows, round(tokens), steps, self.model, trained, seconds)
 
     def close(self) -> None:
         """Close the loggers and write ``report.html``."""
@@ -180,15 +222,28 @@ class Training:
         write_report(self.folder, type(self.settings).__name__, asdict(self.settings))
 
 
+def total_steps(settings: Settings, batches: Batches[Any]) -> int:
+    """Number of steps of the whole training."""
+    return settings.max_steps or -(-batches.per_epoch * settings.epochs // settings.accumulation)
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    if len(values) == 1:
+        return values[0]
+    return sum(value * weight for value, weight in zip(values, weights)) / (sum(weights) or 1.0)
+
+
 @asynccontextmanager
-async def open_training(settings: Settings, *, head: Any = None, dry_run: bool = False) -> AsyncIterator[Training]:
+async def open_training(
+    settings: Settings, *, head: Any = None, num_labels: int = 0, dry_run: bool = False
+) -> AsyncIterator[Training]:
     """Open a training: connect, and create its run or continue from the state in its folder.
 
     Raises:
         SettingsError: The folder belongs to a training with other settings.
     """
     folder = Path(settings.folder)
-    state = {} if dry_run else open_folder(folder / "state.json", settings)
+    state = {} if dry_run else open_folder(folder / STATE, settings)
     async with open_service(settings) as (service, model):
         if state:
             run = service.get_training_client(state["run_id"])
@@ -198,68 +253,20 @@ async def open_training(settings: Settings, *, head: Any = None, dry_run: bool =
             (OBSERVER.get() or Observer()).saved(state["step"], state["checkpoint"])
         else:
             (folder / "metrics.jsonl").unlink(missing_ok=True)
-            run = await service.create_run(
-                model.name, lora=settings.lora_rank or None, head=head, seed=settings.seed, name=folder.name
-            )
-        training = Training(settings, service, run, model, state)
+            run = await new_run(settings, service, model, head, num_labels=num_labels)
+        training = Training(settings, service, run, model, state, head)
         try:
             yield training
         finally:
             if training.step:
                 await asyncio.to_thread(training.close)
-            if dry_run or not (folder / "state.json").exists():  # nothing refers to the run
+            if dry_run or not (folder / STATE).exists():  # nothing refers to the run
                 with suppress(gradwire.GradwireError, TimeoutError):
                     await asyncio.wait_for(service.delete_run(run.run_id), DELETE_PATIENCE_S)
 
 
-@asynccontextmanager
-async def open_service(settings: Settings) -> AsyncIterator[tuple[Any, gradwire.ModelInfo]]:
-    """Connect to the server that the settings name, or start one with its state in the training's folder."""
-    own = {} if settings.address else {"models": [settings.model], "state_dir": Path(settings.folder) / "server"}
-    async with gradwire.connect(settings.address or None, **own) as service:  # type: ignore[arg-type]
-        models = await service.list_models()
-        model = next((each for each in models if each.name == settings.model), models[0] if own else None)
-        if model is None:
-            names = ", ".join(each.name for each in models)
-            raise SettingsError(f"the server at {settings.address} has no model {settings.model!r}; it has {names}")
-        yield service, model
-
-
-def open_folder(file: Path, settings: Settings) -> dict[str, Any]:
-    """Make a training's folder, and read its state; {} if there is none.
-
-    Raises:
-        SettingsError: The folder cannot be written to, or belongs to a training with other settings.
-    """
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=file.parent).close()
-        if not file.exists():
-            return {}
-        state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingsError(f"the folder {file.parent} cannot be used: {error.strerror}") from None
-    except ValueError:
-        raise SettingsError(f"{file} is not the state of a training: remove the folder, or give another") from None
-    now = _identity(settings)
-    changed = [name for name in now if state["settings"].get(name) != now[name]]
-    if changed:
-        raise SettingsError(
-            f"{file.parent} holds a training with other settings ({', '.join(changed)}): "
-            "give another folder, or remove it"
-        )
-    return state
-
-
-def _identity(settings: Settings) -> dict[str, Any]:
-    """Return the settings that a resumed training may not change."""
-    free = ("address", "eval_every", "save_every", "loggers", "folder")
-    return {"recipe": type(settings).__name__} | {
-        name: value for name, value in asdict(settings).items() if name not in free
-    }
-
-
 def loggers_of(settings: Settings) -> list[MetricLogger]:
+    """Open the loggers that the settings name, and the observer if there is one."""
     name = Path(settings.folder).name
     made: dict[str, Callable[[], MetricLogger]] = {
         "tensorboard": lambda: TensorBoardLogger(Path(settings.folder) / "tensorboard"),
@@ -269,8 +276,3 @@ def loggers_of(settings: Settings) -> list[MetricLogger]:
     }
     observer = OBSERVER.get()
     return [*(made[each]() for each in settings.loggers), *([observer] if observer else [])]
-
-
-def save_state(file: Path, content: Mapping[str, Any], settings: Settings) -> None:
-    """Write a training's state with its settings, so that a crash leaves the old state or the new one."""
-    replace_json(file, {**content, "settings": _identity(settings)})

@@ -97,8 +97,8 @@ def test_prompts_with_answers_and_a_mapping() -> None:
 MISTAKES: list[tuple[Any, Any, str]] = [
     (
         conversations,
-        {"text": "hi"},
-        "as messages, or as prompt and completion; the row has text",
+        {"txt": "hi"},
+        "as messages, or as prompt and completion; the row has txt",
     ),
     (conversations, {"messages": [USER]}, "no message of the assistant"),
     (conversations, {"messages": [{"role": "alien", "content": "x"}]}, "message 0 of messages has the role 'alien'"),

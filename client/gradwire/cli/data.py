@@ -1,0 +1,176 @@
+"""``gradwire data``: check a data set before a training, and show what it is made of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NoReturn
+
+import typer
+
+import gradwire
+from gradwire.cli.text import plain, warnings_to_stderr
+
+app = typer.Typer(help="Check a data set before a training, and show what it is made of.", no_args_is_help=True)
+
+Kind = Literal["auto", "conversations", "preferences", "prompts", "ratings", "steps"]
+File = Annotated[str, typer.Argument(help="A data file or folder, or a data set of the Hugging Face hub.")]
+As = Annotated[Kind, typer.Option("--as", help="What the rows are; by default what their columns say.")]
+Mapping = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FIELD=COLUMN", help="Column of a field, where it is not recognised; may be repeated."),
+]
+Split = Annotated[str, typer.Option(help="Split of a data set of the hub.")]
+Model = Annotated[
+    str, typer.Option(help="Model whose chat template is tried as well: one of the server, or with no address a path.")
+]
+Address = Annotated[str, typer.Option(help="HOST:PORT of a running server; without one, a server is started.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Longest row of the training.")]
+CHUNK = 256
+BARS = 12
+
+
+@app.command()
+def check(
+    file: File,
+    kind: As = "auto",
+    mapping: Mapping = None,
+    split: Split = "train",
+    model: Model = "",
+    address: Address = "",
+    max_tokens: MaxTokens = 2048,
+) -> None:
+    """List every row that a training would refuse, with its line and the reason; end with 1 if there is one.
+
+    With --model, the model's chat template is tried on every row, and rows above --max-tokens are listed, too.
+    """
+    rows = _loaded(file, kind, mapping, split)
+    found = [error.where for error in rows.skipped]
+    if model:
+        found += [f"{place}: {why}" for place, why in _measured(rows, model, address, max_tokens)[1].items()]
+    for each in found:
+        print(plain(each))
+    print(f"{len(rows) + len(rows.skipped)} rows, {len(found)} of them unfit")
+    raise typer.Exit(1 if found else 0)
+
+
+@app.command()
+def show(
+    file: File,
+    kind: As = "auto",
+    mapping: Mapping = None,
+    split: Split = "train",
+    model: Model = "",
+    address: Address = "",
+    max_tokens: MaxTokens = 2048,
+) -> None:
+    """Show rows, duplicates and, with --model, lengths in tokens and the share that is trained on."""
+    from gradwire.data.dataset import duplicates
+
+    rows = _loaded(file, kind, mapping, split)
+    print(f"{len(rows)} {type(rows[0]).__name__.lower()}s, {len(rows.skipped)} unfit rows")
+    same, prompts = duplicates(rows)
+    print(f"{same} rows are repetitions of an earlier one; {prompts} rows share the prompt of an earlier one")
+    turns = Counter(len(each.messages) for each in rows if hasattr(each, "messages"))
+    if turns:
+        print("messages a row: " + ", ".join(f"{count} x {number}" for number, count in sorted(turns.items())))
+    for message in rows[0].prompt[:2]:
+        print(f"first row, {message['role']}: {plain(str(message['content'])[:200])}")
+    if not model:
+        return
+    sizes, refused = _measured(rows, model, address, max_tokens)
+    if refused:
+        print(f"{len(refused)} rows are refused or too long: see `gradwire data check`")
+    _print_lengths(sizes)
+
+
+def _print_lengths(sizes: Sequence[tuple[int, int]]) -> None:
+    lengths = sorted(length for length, _ in sizes)
+    if not lengths:
+        return
+    total, trained = sum(lengths), sum(on for _, on in sizes)
+    print(f"{total:,} tokens, {trained:,} of them ({trained / total:.0%}) trained on")
+    marks = {share: lengths[min(len(lengths) - 1, int(share * len(lengths)))] for share in (0.5, 0.9, 0.99)}
+    print(f"tokens a row: median {marks[0.5]}, 90% {marks[0.9]}, 99% {marks[0.99]}, longest {lengths[-1]}")
+    width = max(1, -(-(lengths[-1] + 1) // BARS))
+    counts = Counter(length // width for length in lengths)
+    for place in range(max(counts) + 1):
+        bar = "#" * -(-40 * counts[place] // max(counts.values()))
+        print(f"{place * width:>7} - {(place + 1) * width - 1:<7} {counts[place]:>7} {bar}")
+
+
+def _loaded(file: str, kind: Kind, mapping: Sequence[str] | None, split: str) -> Any:
+    """Load the rows, unfit ones aside."""
+    from gradwire import data
+
+    try:
+        named = dict(pair(each) for each in mapping or ())
+        chosen = kind if kind != "auto" else data.kind_of(file, split=split, mapping=named)
+        return data.LOADERS[chosen](file, mapping=named, split=split, on_error="skip")
+    except (ValueError, OSError, ImportError) as error:
+        message = str(error)
+        if isinstance(error, data.DataError) and error.unnamed:
+            message = f"{error.where}: name its columns, " + " ".join(
+                f"--mapping {field}=COLUMN" for field in error.unnamed
+            )
+        _fail(message)
+
+
+def _measured(rows: Any, model: str, address: str, max_tokens: int) -> tuple[list[tuple[int, int]], dict[str, str]]:
+    """Tokens and trained tokens of each row, and the rows that are refused or too long."""
+    try:
+        with warnings_to_stderr("gradwire data"):
+            return asyncio.run(_measure(rows, model, address, max_tokens))
+    except (gradwire.GradwireError, ValueError, OSError) as error:
+        _fail(str(error))
+
+
+async def _measure(
+    rows: Any, model: str, address: str, max_tokens: int
+) -> tuple[list[tuple[int, int]], dict[str, str]]:
+    from gradwire import data
+    from gradwire.recipes.tokens import Tokens
+
+    own: dict[str, Any] = {} if address else {"models": [model]}
+    async with gradwire.connect(address or None, **own) as service:
+        models = await service.list_models()
+        info = next((each for each in models if each.name == model), None if address else models[0])
+        if info is None:
+            raise ValueError(f"the server has no model {model!r}; it has {', '.join(each.name for each in models)}")
+        tokens = Tokens(service, info, max_tokens, overlong="skip", on_error="skip", tell=False)
+
+        async def encode(part: Sequence[Any]) -> list[Any]:
+            if isinstance(part[0], data.Preference):
+                pairs = await tokens.pairs(part)
+                return [(row[f"{side}_input_ids"], row[f"{side}_loss_mask"]) for row in pairs
+                        for side in ("chosen", "rejected")]  # fmt: skip
+            if isinstance(part[0], data.Rating):
+                return [(row["input_ids"], row["loss_mask"]) for row in await tokens.ratings(part)]
+            if isinstance(part[0], data.Steps):
+                return [(row["input_ids"], row["token_labels"] >= 0) for row in await tokens.steps(part)]
+            if isinstance(part[0], data.Conversation):
+                return [(row["input_ids"], row["loss_mask"]) for row in await tokens.rows(part)]
+            return [(ids, [0]) for ids in await tokens.prompts(part, room=0)]
+
+        encoded = []
+        for start in range(0, len(rows), CHUNK):
+            encoded += await tokens.fitting(rows[start : start + CHUNK], encode)
+        return [(len(ids), int(sum(mask))) for ids, mask in encoded], tokens.skipped
+
+
+def pair(given: str) -> tuple[str, str]:
+    """Split ``FIELD=COLUMN``.
+
+    Raises:
+        ValueError: There is no ``=``.
+    """
+    field, equals, column = given.partition("=")
+    if not equals:
+        raise ValueError(f"--mapping {given}: write FIELD=COLUMN, as prompt=question")
+    return field, column
+
+
+def _fail(message: str) -> NoReturn:
+    typer.secho(f"gradwire: {plain(message)}", fg="red", err=True)
+    raise typer.Exit(2)

@@ -1,0 +1,54 @@
+"""The best evaluation so far, and how long ago it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gradwire.recipes.settings import SettingsError
+
+LOWER = ("loss", "nll", "perplexity", "divergence", "kl", "error")
+"""Parts of the names of metrics that are better when they are lower."""
+
+
+class Best:
+    """Follows one metric of the evaluations.
+
+    Args:
+        metric: Its name, as ``loss``; "" follows none.
+        patience: Evaluations without a better value after which the training should end; 0: never.
+        state: As :attr:`state` was when the training was interrupted.
+
+    Attributes:
+        state: ``value`` and ``step`` of the best evaluation, and ``waited``, the evaluations since.
+    """
+
+    def __init__(self, metric: str, patience: int, state: Mapping[str, Any]) -> None:
+        self._metric, self._patience = metric.removeprefix("eval/"), patience
+        self.state: dict[str, Any] = dict(state)
+
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether as many evaluations as ``patience`` were no better."""
+        return bool(self._patience) and self.state.get("waited", 0) >= self._patience
+
+    def is_better(self, metrics: Mapping[str, float], step: int) -> bool:
+        """Take the metrics of an evaluation; return whether it is the best so far.
+
+        Raises:
+            SettingsError: The evaluation has no such metric.
+        """
+        if not self._metric:
+            return False
+        if self._metric not in metrics:
+            raise SettingsError(f"best_by is {self._metric!r}; evaluations have {', '.join(metrics)}")
+        value = metrics[self._metric]
+        sign = -1 if any(part in self._metric for part in LOWER) else 1
+        if "value" not in self.state or sign * value > sign * self.state["value"]:
+            self.state = {"value": value, "step": step, "waited": 0}
+            return True
+        self.state = {**self.state, "waited": self.state["waited"] + 1}
+        return False
+
+    def __str__(self) -> str:
+        return f"{self._metric} was best at step {self.state.get('step')}: {self.state.get('value'):.4g}"

@@ -1,0 +1,152 @@
+"""The folder of a training: its state, and how the commands that follow the training find what was trained."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import gradwire
+from gradwire.recipes.settings import Settings, SettingsError
+from gradwire.whole_files import replace_json
+
+FREE = (
+    "address", "folder", "loggers", "eval_every", "eval_first", "save_every", "keep", "best_by", "patience",
+    "epochs", "max_steps",
+)  # fmt: skip
+"""Settings that a training may change when it goes on."""
+STATE, RL_STATE = "state.json", "run.json"
+"""Where the supervised trainings write which run is theirs, and where those on rewards do."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What was trained in a folder.
+
+    Attributes:
+        folder: The folder; None for a checkpoint that was named by its path.
+        run_id: The run.
+        checkpoint: ``RUN_ID/NAME``.
+        model: The base model.
+        address: Address of the server; empty for one of the training's own.
+        server: State folder of the training's own server; empty if it used another.
+    """
+
+    folder: Path | None
+    run_id: str
+    checkpoint: str
+    model: str
+    address: str
+    server: str
+
+
+def trained(given: str) -> Trained:
+    """Find what ``FOLDER``, ``FOLDER@CHECKPOINT`` or ``RUN_ID/NAME`` names.
+
+    Args:
+        given: A training's folder; behind ``@`` the name of a checkpoint, such as ``best`` or ``step-100``, by default
+            the newest.
+
+    Raises:
+        SettingsError: There is no such folder, or no training in it that has saved a checkpoint.
+    """
+    name, at, wanted = (given, "", "") if Path(given).is_dir() else given.rpartition("@")
+    folder = Path(name if at else given)
+    if not at and not folder.exists() and given.startswith("run-"):
+        run_id, _, checkpoint = given.partition("/")
+        return Trained(None, run_id, f"{run_id}/{checkpoint}" if checkpoint else "", "", "", "")
+    if not folder.is_dir():
+        raise SettingsError(
+            f"there is no folder {folder}; name a training's folder, FOLDER@CHECKPOINT, or a checkpoint RUN_ID/NAME"
+        )
+    found: dict[str, Any] = {}
+    for file in (STATE, RL_STATE):  # a training on rewards has both, and the run in the second
+        if (folder / file).is_file():
+            found |= _read(folder / file)
+    if "run_id" not in found:
+        raise SettingsError(f"{folder} holds no training that has begun: it has no {STATE}")
+    run_id = str(found["run_id"])
+    checkpoint = f"{run_id}/{wanted}" if wanted else str(found.get("checkpoint") or "")
+    if not checkpoint:
+        raise SettingsError(f"the training in {folder} has saved no checkpoint yet")
+    return Trained(
+        folder, run_id, checkpoint, str(found.get("settings", {}).get("model", "")), str(found.get("address", "")),
+        str(found.get("server", "")),
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def open_trained(found: Trained, address: str = "") -> AsyncIterator[gradwire.ServiceClient]:
+    """Connect to the server that holds what was trained, or start the training's own again.
+
+    Args:
+        address: ``HOST:PORT``; by default that of the training.
+
+    Raises:
+        SettingsError: Nothing says where the server is.
+    """
+    address = address or found.address
+    if not address and not found.server:
+        raise SettingsError(f"say where the server of {found.checkpoint or found.run_id} is: --address HOST:PORT")
+    own = {} if address else {"models": [found.model], "state_dir": Path(found.server)}
+    async with gradwire.connect(address or None, **own) as service:  # type: ignore[arg-type]
+        yield service
+
+
+def server_folder(settings: Settings) -> Path:
+    """State folder of a training's own server: that of the training it starts from, which has the checkpoint."""
+    start = trained(settings.init_from) if settings.init_from else None
+    return Path(start.server) if start is not None and start.server else Path(settings.folder).absolute() / "server"
+
+
+def open_folder(file: Path, settings: Settings) -> dict[str, Any]:
+    """Make a training's folder, and read its state; {} if there is none.
+
+    Raises:
+        SettingsError: The folder cannot be written to, or belongs to a training with other settings.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=file.parent).close()
+    except OSError as error:
+        raise SettingsError(f"the folder {file.parent} cannot be used: {error.strerror}") from None
+    if not file.exists():
+        return {}
+    state = _read(file)
+    now = _identity(settings)
+    changed = [name for name in now if state["settings"].get(name) != now[name]]
+    if changed:
+        raise SettingsError(
+            f"{file.parent} holds a training with other settings ({', '.join(changed)}): "
+            "give another folder, or remove it"
+        )
+    return state
+
+
+def save_state(file: Path, content: Mapping[str, Any], settings: Settings) -> None:
+    """Write a training's state with its settings, so that a crash leaves the old state or the new one."""
+    where = {"address": settings.address, "server": "" if settings.address else str(server_folder(settings))}
+    replace_json(file, {**content, **where, "settings": _identity(settings)})
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"the folder {file.parent} cannot be used: {error.strerror}") from None
+    except ValueError:
+        state = None
+    if not isinstance(state, dict):
+        raise SettingsError(f"{file} is not the state of a training: remove the folder, or give another")
+    return state
+
+
+def _identity(settings: Settings) -> dict[str, Any]:
+    """Return the settings that a resumed training may not change."""
+    return {"recipe": type(settings).__name__} | {
+        name: value for name, value in asdict(settings).items() if name not in FREE
+    }

@@ -1,0 +1,31 @@
+"""Kahneman-Tversky optimisation: raise good answers and lower bad ones, each rated alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire import data
+from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.runs import start_reference
+from gradwire.recipes.settings import Settings, setting
+from gradwire.recipes.supervised import train_rows
+from gradwire.recipes.tokens import Tokens
+
+
+@dataclass
+class KTO(Settings):
+    """KTO on single answers, each labelled good or bad (Ethayarajh et al. 2024)."""
+
+    folder: str = setting("runs/kto", "metrics, checkpoints' positions and the report; a rerun continues there")
+    data: str = setting("ratings.jsonl", "a file or data set with prompt, completion and label")
+    learning_rate: float = setting(5e-5, "at its peak")
+    beta: float = setting(0.1, "strength of the pull to the reference")
+    reference: str = setting("start", "start: the model as the training begins; base; a checkpoint; or a served model")
+    loss: dict[str, Any] = setting({}, "further arguments of kto, such as desirable_weight: see docs/losses.md")
+
+
+async def train(settings: KTO, *, dry_run: bool = False) -> Estimate | None:
+    """Run the training, or only estimate it."""
+    kwargs = {"beta": settings.beta, "reference_model": start_reference(settings, settings.reference), **settings.loss}
+    return await train_rows(settings, data.ratings, Tokens.ratings, "kto", kwargs, dry_run=dry_run)

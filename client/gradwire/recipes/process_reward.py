@@ -1,0 +1,29 @@
+"""A process reward model: judge each step of an answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire import data
+from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.settings import Settings, setting
+from gradwire.recipes.supervised import train_rows
+from gradwire.recipes.tokens import Tokens
+
+
+@dataclass
+class ProcessReward(Settings):
+    """A process reward model from answers whose steps are labelled right or wrong (Lightman et al. 2023)."""
+
+    folder: str = setting("runs/process_reward", "metrics, positions and the report; a rerun continues there")
+    data: str = setting("steps.jsonl", "a file or data set with prompt, completions and labels")
+    loss: dict[str, Any] = setting({}, "arguments of token_classification: see docs/losses.md")
+
+
+async def train(settings: ProcessReward, *, dry_run: bool = False) -> Estimate | None:
+    """Run the training, or only estimate it."""
+    return await train_rows(
+        settings, data.steps, Tokens.steps, "token_classification", settings.loss, head="classification",
+        num_labels=2, dry_run=dry_run,
+    )  # fmt: skip

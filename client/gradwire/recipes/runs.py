@@ -1,0 +1,73 @@
+"""The server and the run of a training, as its settings describe them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import gradwire
+from gradwire.recipes.folder import server_folder, trained
+from gradwire.recipes.settings import Settings, SettingsError
+
+
+@asynccontextmanager
+async def open_service(settings: Settings) -> AsyncIterator[tuple[Any, gradwire.ModelInfo]]:
+    """Connect to the server that the settings name, or start one with its state in the training's folder."""
+    own = {} if settings.address else {"models": [settings.model], "state_dir": server_folder(settings)}
+    async with gradwire.connect(settings.address or None, **own) as service:  # type: ignore[arg-type]
+        models = await service.list_models()
+        model = next((each for each in models if each.name == settings.model), models[0] if own else None)
+        if model is None:
+            names = ", ".join(each.name for each in models)
+            raise SettingsError(f"the server at {settings.address} has no model {settings.model!r}; it has {names}")
+        yield service, model
+
+
+async def new_run(
+    settings: Settings,
+    service: Any,
+    model: gradwire.ModelInfo,
+    head: Any = None,
+    *,
+    kind: str = "",
+    num_labels: int = 0,
+) -> Any:
+    """Create the run of a training: on the base model, or from the checkpoint that ``init_from`` names."""
+    name = settings.folder.rstrip("/").rpartition("/")[2]
+    if settings.init_from:
+        start = trained(settings.init_from)
+        return await service.fork_run(
+            start.checkpoint, head=head or "", seed=settings.seed, name=name, num_labels=num_labels
+        )
+    return await service.create_run(
+        model.name,
+        lora=_lora(settings),
+        head=head,
+        seed=settings.seed,
+        dropout=settings.dropout,
+        kind=kind,
+        name=name,
+        num_labels=num_labels,
+    )
+
+
+def start_reference(settings: Settings, wanted: str = "start") -> str:
+    """Return the reference model that ``wanted`` means; ``"start"`` is the policy as the training began."""
+    if wanted != "start":
+        return wanted
+    if settings.init_from:
+        return trained(settings.init_from).checkpoint
+    return "base" if settings.lora_rank else settings.model
+
+
+def _lora(settings: Settings) -> dict[str, Any] | None:
+    rank = settings.lora_rank
+    if not rank:
+        return None
+    alpha = settings.lora_alpha or 2.0 * rank
+    if settings.rslora:  # scale alpha / sqrt(rank) in place of alpha / rank (Kalajdzievski 2023)
+        alpha *= math.sqrt(rank)
+    given: dict[str, Any] = {"rank": rank, "alpha": alpha, "target_modules": settings.lora_targets}
+    return given | ({"dropout": settings.lora_dropout} if settings.lora_dropout else {})

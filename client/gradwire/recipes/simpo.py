@@ -1,0 +1,27 @@
+"""Simple preference optimisation: prefer the better of two answers by their mean log-probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire import data
+from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.settings import Settings, setting
+from gradwire.recipes.supervised import train_rows
+from gradwire.recipes.tokens import Tokens
+
+
+@dataclass
+class SimPO(Settings):
+    """SimPO on pairs of answers, without a reference (Meng et al. 2024)."""
+
+    folder: str = setting("runs/simpo", "metrics, checkpoints' positions and the report; a rerun continues there")
+    data: str = setting("preferences.jsonl", "a file or data set with prompt, chosen and rejected")
+    learning_rate: float = setting(1e-05, "at its peak")
+    loss: dict[str, Any] = setting({}, "arguments of simpo, such as beta: see docs/losses.md")
+
+
+async def train(settings: SimPO, *, dry_run: bool = False) -> Estimate | None:
+    """Run the training, or only estimate it."""
+    return await train_rows(settings, data.preferences, Tokens.pairs, "simpo", settings.loss, dry_run=dry_run)

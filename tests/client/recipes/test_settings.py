@@ -1,0 +1,190 @@
+"""What the recipes' settings do, on a real server with a tiny model: refused rows, and what the loop does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gradwire
+import pytest
+from gradwire.data import DataError
+from gradwire.recipes import command, dpo, grpo, sft
+from gradwire.recipes.folder import trained
+from support.chats import chat_model
+from support.server import Server
+from typer.testing import CliRunner
+
+COMMON: dict[str, Any] = {"model": "gemma", "batch_size": 4, "held_out": 0.0, "warmup": 0, "lora_rank": 2}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("settings")
+    model = chat_model(folder / "gemma", "gemma")
+    running = Server(model, folder / "state", "--model", f"gemma={model}", "--threads", "1").start()
+    yield running
+    running.end()
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Conversations; the template refuses the third, in which the user speaks twice."""
+    user, assistant = {"role": "user", "content": "2 and 2?"}, {"role": "assistant", "content": "four"}
+    rows = [{"messages": [user | {"content": f"{n} and 2?"}, assistant]} for n in range(8)]
+    rows[2] = {"messages": [user, user, assistant]}
+    return written(tmp_path_factory.mktemp("talks") / "talks.jsonl", rows)
+
+
+def written(file: Path, rows: list[dict[str, Any]]) -> str:
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return str(file)
+
+
+def rows_of(file: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(file).read_text().splitlines()]
+
+
+def log(folder: Path, name: str) -> list[tuple[int, float]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(line["iteration"], line[name]) for line in lines if name in line]
+
+
+REFUSED = r"line 3: the chat template of 'gemma' refuses it: Conversation roles must alternate"
+
+
+async def test_a_row_that_the_template_refuses_is_named(server: Server, talks: str, tmp_path: Path) -> None:
+    common = COMMON | {"address": server.address}
+    rows = rows_of(talks)
+    pairs = [{"chosen": row["messages"], "rejected": [*row["messages"][:-1], {"role": "assistant", "content": "five"}]}
+             for row in rows]  # fmt: skip
+    asked = [{"prompt": row["messages"][:-1], "answer": "4"} for row in rows]
+    for recipe, kind, data in (
+        (sft, sft.SFT, talks),
+        (dpo, dpo.DPO, written(tmp_path / "pairs.jsonl", pairs)),
+        (grpo, grpo.GRPO, written(tmp_path / "asked.jsonl", asked)),
+    ):
+        settings = kind(**common, data=data, folder=str(tmp_path / kind.__name__))
+        with pytest.raises(DataError, match=REFUSED):
+            await recipe.train(settings)
+
+
+async def test_a_refused_row_is_skipped(
+    server: Server, talks: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = sft.SFT(
+        **COMMON, address=server.address, data=talks, folder=str(tmp_path), on_error="skip", epochs=2, validation=talks
+    )
+    await sft.train(settings)
+    assert len(log(tmp_path, "train/loss")) == 4 and len(log(tmp_path, "eval/loss")) == 1
+    said = [record.message for record in caplog.records if "skipped" in record.message]
+    assert len(said) == 1 and "line 3" in said[0], said
+    one = tmp_path / "one"
+    with pytest.raises(DataError, match="no row could be used"):
+        bad = written(tmp_path / "bad.jsonl", rows_of(talks)[2:3])
+        await sft.train(sft.SFT(**COMMON, address=server.address, data=bad, folder=str(one), on_error="skip"))
+
+
+def test_all_unfit_rows_are_listed_before_the_training(server: Server, talks: str, tmp_path: Path) -> None:
+    from gradwire.cli.app import app
+
+    file = tmp_path / "talks.jsonl"
+    long = {"messages": [{"role": "user", "content": "two " * 100}, {"role": "assistant", "content": "1"}]}
+    file.write_text(Path(talks).read_text() + '{"question": 1}\n{\n' + json.dumps(long) + "\n")
+    runner, more = CliRunner(), ["--model", "gemma", "--address", server.address, "--max-tokens", "64"]
+    done = runner.invoke(app, ["data", "check", str(file), *more])
+    assert done.exit_code == 1 and "11 rows, 4 of them unfit" in done.output, done.output
+    for words in ("line 9: no column is recognised as completion", "line 10: not valid JSON", "line 3: the chat",
+                  "tokens; max_tokens allows 64"):  # fmt: skip
+        assert words in done.output
+    shown = runner.invoke(app, ["data", "show", str(file), *more]).output
+    assert "9 conversations, 2 unfit rows" in shown and "trained on" in shown and "#####" in shown, shown
+    assert runner.invoke(app, ["data", "check", talks]).exit_code == 0
+
+
+async def test_the_best_checkpoint_is_kept_and_the_training_ends_early(
+    server: Server, talks: str, tmp_path: Path
+) -> None:
+    given = COMMON | {"address": server.address, "data": talks, "on_error": "skip", "validation": talks, "keep": 2,
+                      "folder": str(tmp_path), "eval_first": True, "eval_every": 1, "save_every": 1, "patience": 2,
+                      "best_by": "loss"}  # fmt: skip
+    await sft.train(sft.SFT(**given, learning_rate=0.0, max_steps=8))
+    assert [step for step, _ in log(tmp_path, "eval/loss")] == [0, 1, 2]
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert state["step"] == 2 and state["best"]["step"] == 0
+    async with gradwire.connect(server.address) as service:
+        run = service.get_training_client(state["run_id"])
+        names = [each.path.partition("/")[2] for each in await run.list_checkpoints()]
+        assert names == ["best", "step-1", "step-2"]
+    assert trained(f"{tmp_path}@best").checkpoint == f"{state['run_id']}/best"
+    await sft.train(sft.SFT(**given | {"patience": 3}, learning_rate=0.0, max_steps=8))  # goes on
+    assert [step for step, _ in log(tmp_path, "eval/loss")] == [0, 1, 2, 3]
+
+
+async def test_a_finished_training_takes_more_epochs_and_starts_another(
+    server: Server, talks: str, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    given = COMMON | {"address": server.address, "data": talks, "on_error": "skip", "learning_rate": 1e-2}
+    await sft.train(sft.SFT(**given, folder=str(first), schedule="constant", accumulation=2))
+    assert len(log(first, "train/loss")) == 1
+    await sft.train(sft.SFT(**given, folder=str(first), schedule="constant", accumulation=2, epochs=3))
+    losses = [loss for _, loss in log(first, "train/loss")]
+    assert len(losses) == 3
+    await sft.train(
+        sft.SFT(**given | {"learning_rate": 0.0, "batch_size": 8}, folder=str(second), init_from=str(first))
+    )
+    assert log(second, "train/loss")[0][1] < losses[-1] < losses[0]
+    async with gradwire.connect(server.address) as service:
+        info = await service.get_training_client(trained(str(second)).run_id).info()
+    assert info.forked_from == trained(str(first)).checkpoint
+
+
+async def test_the_adapter_is_made_as_the_settings_say(server: Server, talks: str, tmp_path: Path) -> None:
+    settings = sft.SFT(
+        **COMMON | {"lora_rank": 4}, address=server.address, data=talks, folder=str(tmp_path), on_error="skip",
+        rslora=True, lora_alpha=8.0, lora_dropout=0.1, lora_targets=["q_proj"], max_steps=1, max_grad_norm=0.5,
+        optimizer="sgd", optimizer_args={"momentum": 0.5},
+    )  # fmt: skip
+    await sft.train(settings)
+    async with gradwire.connect(server.address) as service:
+        folder = await service.get_training_client(trained(str(tmp_path)).run_id).export(tmp_path / "peft")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 16.0, 0.1)  # 8 / sqrt(4) = 16 / 4
+    assert config["target_modules"] == ["q_proj"]
+
+
+RATED = [{"prompt": f"{n} and 2?", "completion": word, "label": word == "four"} for n in range(4)
+         for word in ("four", "two")]  # fmt: skip
+PAIRS = [{"prompt": f"{n} and 2?", "chosen": "four", "rejected": "two"} for n in range(8)]
+STEPS = [{"prompt": f"{n} and 2?", "completions": ["two and two", word], "labels": [True, word == "four"]}
+         for n in range(4) for word in ("four", "one")]  # fmt: skip
+LEARNT: dict[str, tuple[list[dict[str, Any]], str, float]] = {
+    "kto": (RATED, "train/rewards", 0.0),
+    "orpo": (PAIRS, "train/preference_accuracy", 1.0),
+    "simpo": (PAIRS, "train/preference_accuracy", 1.0),
+    "process_reward": (STEPS, "train/accuracy", 0.95),
+}
+
+
+@pytest.mark.parametrize("recipe", LEARNT)
+async def test_more_recipes_learn(recipe: str, server: Server, tmp_path: Path) -> None:
+    rows, metric, wanted = LEARNT[recipe]
+    given = COMMON | {"address": server.address, "data": written(tmp_path / "rows.jsonl", rows), "learning_rate": 1e-2}
+    given |= {"folder": str(tmp_path), "batch_size": 8, "lora_rank": 0, "max_steps": 40 if "process" in recipe else 12}
+    await command.train(recipe, command.settings_of(recipe, given))
+    losses = [loss for _, loss in log(tmp_path, "train/loss")]
+    assert losses[-1] < 0.97 * losses[0], losses
+    if recipe != "kto":
+        assert log(tmp_path, metric)[-1][1] >= wanted, log(tmp_path, metric)
+
+
+async def test_texts_are_learned_whole(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("two and two make four. " * 40)
+    settings = sft.SFT(**COMMON, address=server.address, data=str(tmp_path / "a.txt"), folder=str(tmp_path / "run"),
+                       max_steps=1, max_tokens=32)  # fmt: skip
+    await sft.train(settings)
+    async with gradwire.connect(server.address) as service:
+        (ids,) = await service.encode("gemma", [(tmp_path / "a.txt").read_text()])
+    assert log(tmp_path / "run", "train/tokens") == [(1, len(ids) + 1)]  # and the end of the text

@@ -1,6 +1,7 @@
 """``python -m gradwire_jobs.grade``: validate the grader on stdin, and run it on a sample if there is one.
 
-Graders are what a stranger wrote, so this is a process of its own. In and out go JSON objects.
+Graders are what a stranger wrote, so this is a process of its own. In and out go lines of JSON: the request; questions
+to models, each with its answer on the line that follows; and what was found.
 """
 
 from __future__ import annotations
@@ -9,20 +10,36 @@ import asyncio
 import json
 import sys
 import time
+from dataclasses import asdict
 from typing import Any
 
-from gradwire.rl.rewards.graders import GraderError, Multi, Sample, SampleError, grader_of
+from gradwire.rl.rewards.graders import GraderError, Multi, Question, Sample, SampleError, grader_of
+
+
+class ParentJudge:
+    """Has the process that started this one ask its models."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    async def answer(self, question: Question) -> str:
+        async with self._turn:
+            _tell({"question": asdict(question)})
+            found = json.loads(await asyncio.to_thread(sys.stdin.readline))
+        if "error" in found:
+            raise SampleError("model_grader_server_error", found["error"])
+        return str(found["text"])
 
 
 def main() -> None:
     """Answer the request on stdin."""
-    json.dump(asyncio.run(answered(json.load(sys.stdin))), sys.stdout)
+    _tell(asyncio.run(answered(json.loads(sys.stdin.readline()))))
 
 
 async def answered(asked: dict[str, Any]) -> dict[str, Any]:
     """``{"wrong": sentence}``, or the reward with what led to it."""
     try:
-        grader = grader_of(asked["grader"])
+        grader = grader_of(asked["grader"], judge=ParentJudge())
     except GraderError as error:
         return {"wrong": str(error)}
     if "sample" not in asked:
@@ -44,6 +61,10 @@ async def answered(asked: dict[str, Any]) -> dict[str, Any]:
     return {"name": grader.name, "reward": reward, "scores": scores, "error": kind, "details": error_text} | {
         "seconds": seconds
     }
+
+
+def _tell(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

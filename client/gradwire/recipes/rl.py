@@ -22,7 +22,7 @@ from gradwire.recipes.tokens import Tokens
 from gradwire.recipes.training import loggers_of, warn_of_warmup
 from gradwire.rl import Algorithm, AlgorithmConfig, last_number, math_answer, multiple_choice
 from gradwire.rl.datasets import final_answer
-from gradwire.rl.rewards.graders import GraderError, grader_of
+from gradwire.rl.rewards.graders import GraderError, ServiceJudge, grader_of
 from gradwire.rl.types import Message, Task
 
 GRADERS: Mapping[str, Callable[[], Any]] = {
@@ -100,7 +100,8 @@ async def train_with(
             if not dry_run:
                 save_state(folder / RL_STATE, {"run_id": run.run_id}, settings)
         loggers = [] if dry_run else loggers_of(settings)
-        reward = grader_of(settings.grading) if settings.grading else GRADERS[settings.grader]()
+        judge = ServiceJudge(service)
+        reward = grader_of(settings.grading, judge=judge) if settings.grading else GRADERS[settings.grader]()
         arguments = (service, run, tasks, reward, config)
         async with algorithm(*arguments, eval_tasks=problems, loggers=loggers) as training:
             if dry_run:

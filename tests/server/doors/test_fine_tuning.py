@@ -207,6 +207,10 @@ SHORT = {
     "name": "short",
     "source": "def grade(sample, item):\n    text = sample['output_text']\n    return text.count(item['answer']) / 8",
 }
+SCORE: dict[str, Any] = {
+    "type": "score_model", "name": "judged", "model": "org/marked", "range": [0, 10],
+    "input": [{"role": "user", "content": "How good is {{ sample.output_text }}?"}],
+}  # fmt: skip
 BOTH = {"type": "multi", "graders": {"right": RIGHT, "short": SHORT}, "calculate_output": "0.2 * right + short"}
 
 
@@ -249,18 +253,49 @@ def test_graders_are_tried(client: openai.OpenAI) -> None:
     assert "KeyError" in broken.metadata.errors.python_grader_runtime_error_details
     assert graders.run(grader=RIGHT, model_sample="e", item={}).metadata.errors.other_error
     for wrong, sentence in [
-        ({"type": "magic"}, "type is 'magic'; it must be one of string_check, python, multi"),
+        ({"type": "magic"}, "type is 'magic'; it must be one of string_check, text_similarity, python, score_model"),
         (RIGHT | {"operation": "is"}, "operation must be one of eq, ne, like, ilike"),
         (RIGHT | {"input": "{{ secret.x }}"}, "there are item.FIELD, sample.output_text"),
         (SHORT | {"source": "def grade(:"}, "source is no Python"),
         (SHORT | {"source": "x = 1"}, "no function grade"),
         (BOTH | {"calculate_output": "right + wrong"}, "names 'wrong'; there are right, short"),
         (BOTH | {"calculate_output": "__import__('os')"}, "no arithmetic on the graders' names"),
-        ({"type": "score_model"}, "score_model is not served yet"),
+        (SCORE | {"range": [1, 0]}, "range must be two numbers"),
     ]:
         with pytest.raises(openai.BadRequestError) as caught:
             graders.validate(grader=wrong)
         assert caught.value.param == "grader" and sentence in caught.value.message
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-9' here"):
+        graders.validate(grader=SCORE | {"model": "gpt-9"})
+
+
+def test_models_grade(client: openai.OpenAI, supervised: FineTuningJob) -> None:
+    graders: Any = client.fine_tuning.alpha.graders
+    run = graders.run(grader=SCORE, model_sample="four", item={})
+    assert 0 <= run.reward <= 10 and run.metadata.sampled_model_name == "org/marked" and run.metadata.token_usage > 0
+    label = {"type": "label_model", "name": "kind", "model": supervised.fine_tuned_model, "input": SCORE["input"],
+             "labels": ["good", "bad"], "passing_labels": ["good", "bad"]}  # fmt: skip
+    both = {"type": "multi", "graders": {"score": SCORE, "kind": label}, "calculate_output": "score * 0 + kind"}
+    run = graders.run(grader=both, model_sample="four", item={})
+    assert run.reward == 1 and set(run.sub_rewards) == {"score", "kind"}, run
+    assert len(run.model_grader_token_usage_per_model) == 2
+    rows = [{"messages": [{"role": "user", "content": f"{a} and"}], "answer": "e"} for a in range(10)]
+    job = client.fine_tuning.jobs.create(
+        model="org/marked",
+        training_file=upload(client, lines(rows), "problems.jsonl"),
+        method={
+            "type": "reinforcement",
+            "reinforcement": {
+                "grader": both,  # type: ignore[typeddict-item]
+                "hyperparameters": {"n_epochs": 1, "batch_size": 5},
+            },
+        },
+        extra_body={"gradwire": {"answer_tokens": 4, "group_size": 2}},
+    )
+    ended(client, job.id)
+    events = [event for event in client.fine_tuning.jobs.list_events(job.id) if event.type == "metrics"]
+    assert [event.data["train_reward_mean"] for event in events] == [1.0, 1.0]  # type: ignore[index]
+    assert all(event.data["rewards/not_scored"] == 0 for event in events)  # type: ignore[index]
 
 
 def test_a_job_is_paused_resumed_and_cancelled(client: openai.OpenAI, data: str) -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from gradwire_proto.v1 import training_pb2 as pb
@@ -19,6 +20,9 @@ log = logging.getLogger(__name__)
 
 AT_ONCE = 4
 PATIENCE_S = 60.0
+MAX_LINE = 1 << 24
+Ask = Callable[[dict[str, Any]], Awaitable[str]]
+"""Puts a question of a grader, the fields of ``gradwire.rl.rewards.graders.Question``, to a model."""
 _places = asyncio.Semaphore(AT_ONCE)
 
 
@@ -28,30 +32,29 @@ async def validate(grader: Any, field: str) -> None:
     Raises:
         ServiceError: INVALID_ARGUMENT with the reason.
     """
-    await _answer({"grader": grader}, field)
+    await _answer({"grader": grader}, field, None)
 
 
-async def run(grader: Any, sample: str, item: dict[str, Any], field: str) -> dict[str, Any]:
+async def run(grader: Any, sample: str, item: dict[str, Any], field: str, ask: Ask) -> dict[str, Any]:
     """Grade a sample: its ``reward``, the ``scores`` of several graders, and what went wrong, if anything did.
 
     Raises:
         ServiceError: INVALID_ARGUMENT for what is no grader.
     """
-    return await _answer({"grader": grader, "sample": sample, "item": item}, field)
+    return await _answer({"grader": grader, "sample": sample, "item": item}, field, ask)
 
 
-async def _answer(asked: dict[str, Any], field: str) -> dict[str, Any]:
+async def _answer(asked: dict[str, Any], field: str, ask: Ask | None) -> dict[str, Any]:
     async with _places:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "gradwire_jobs.grade",
+            sys.executable, "-m", "gradwire_jobs.grade", limit=MAX_LINE,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
             start_new_session=True, env={k: v for k, v in os.environ.items() if not k.startswith("GRADWIRE_")},
         )  # fmt: skip
         try:
             async with asyncio.timeout(PATIENCE_S):
-                told, _ = await process.communicate(json.dumps(asked).encode())
-            answer: dict[str, Any] = json.loads(told)
-        except (ValueError, TimeoutError):
+                answer = await _talked(process, asked, ask)
+        except (ValueError, TimeoutError, ConnectionError):
             log.warning("a grader ended without an answer: exit code %s", process.returncode)
             answer = {"wrong": f"the grader gave no answer within {PATIENCE_S:.0f} s"}
         finally:
@@ -62,3 +65,19 @@ async def _answer(asked: dict[str, Any], field: str) -> dict[str, Any]:
     if wrong := answer.get("wrong"):
         raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, wrong, field=field)
     return answer
+
+
+async def _talked(process: asyncio.subprocess.Process, asked: dict[str, Any], ask: Ask | None) -> dict[str, Any]:
+    """Ask the process, and answer its questions until it has found out."""
+    assert process.stdin is not None and process.stdout is not None
+    said: dict[str, Any] = asked
+    while True:
+        process.stdin.write(json.dumps(said).encode() + b"\n")
+        await process.stdin.drain()
+        found: dict[str, Any] = json.loads(await process.stdout.readline())
+        if "question" not in found or ask is None:
+            return found
+        try:
+            said = {"text": await ask(found["question"])}
+        except ServiceError as error:
+            said = {"error": error.error.message}

@@ -17,6 +17,7 @@ from gradwire_server.core.jobs.files import DATA, page_of
 from gradwire_server.doors.http.openai.files import listing, problems
 from gradwire_server.doors.http.openai.fine_tuning.answers import checkpoint_body, event_body, graded_body, job_body
 from gradwire_server.doors.http.openai.fine_tuning.hyperparameters import RECIPES, resolve
+from gradwire_server.doors.http.openai.fine_tuning.judging import Asked, with_sources
 from gradwire_server.doors.http.openai.fine_tuning.requests import CreateJob, RunGrader, ValidateGrader
 from gradwire_server.doors.http.openai.names import PREFIX, find_model
 from gradwire_server.doors.http.openai.requests import check_encodable, invalid, named, unsupported
@@ -89,12 +90,16 @@ def routes(core: Core) -> APIRouter:
     @router.post("/alpha/graders/validate")
     async def validate_grader(asked: ValidateGrader, caller: CallerOf) -> dict[str, Any]:
         await grading.validate(asked.grader, "grader")
+        with_sources(core, caller, asked.grader, "grader")
         return {"grader": asked.grader}
 
     @router.post("/alpha/graders/run")
-    async def run_grader(asked: RunGrader, caller: CallerOf) -> dict[str, Any]:
-        found = await grading.run(asked.grader, asked.model_sample, asked.item or {}, "grader")
-        return graded_body(asked.grader, found)
+    async def run_grader(asked: RunGrader, http: Request, caller: CallerOf) -> dict[str, Any]:
+        await grading.validate(asked.grader, "grader")
+        grader = with_sources(core, caller, asked.grader, "grader")
+        judge = Asked(core, caller, http)
+        found = await grading.run(grader, asked.model_sample, asked.item or {}, "grader", judge)
+        return graded_body(asked.grader, found, judge.tokens)
 
     return router
 
@@ -130,7 +135,7 @@ async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -
         if grader is None:
             raise invalid("reinforcement needs a grader", "method.reinforcement.grader")
         await grading.validate(grader, "method.reinforcement.grader")
-        resolved.settings["grading"] = grader
+        resolved.settings["grading"] = with_sources(core, caller, grader, "method.reinforcement.grader")
     body = asked.model_dump_json()
     check_encodable(body, "body")
     seed = zlib.crc32(body.encode()) >> 1 if asked.seed is None else asked.seed

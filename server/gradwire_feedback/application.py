@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from fastapi import FastAPI, HTTPException, Request, Response
-from fastapi.responses import RedirectResponse
 from fastapi.routing import APIRoute
+from fastapi_offline import FastAPIOffline
 from gradwire_http.browsers import BrowserGuard
 from starlette.routing import Match
 
@@ -21,7 +21,8 @@ METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 def create_application(context: Context) -> FastAPI:
     """Create the application for a context; the caller starts and stops its server and jobs."""
-    app = FastAPI(
+    app = FastAPIOffline(  # the files of /docs come from the package, for machines without internet
+        redoc_url=None,
         title="gradwire feedback",
         version=version("gradwire"),
         summary="From people's scores to a better policy.",
@@ -52,10 +53,6 @@ def create_application(context: Context) -> FastAPI:
         raise HTTPException(
             405, f"{request.method} is not possible here: use {' or '.join(allowed)}", {"Allow": ", ".join(allowed)}
         )
-
-    @app.get("/", include_in_schema=False)
-    def home() -> RedirectResponse:
-        return RedirectResponse("/docs")
 
     pages.mount(app, context)
     return app

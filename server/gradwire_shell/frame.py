@@ -28,7 +28,13 @@ KEYS = {
 
 @contextmanager
 def frame(
-    product: str, sections: Sequence[tuple[str, str]], here: str, *, narrow: bool = False, keys: dict[str, str] = KEYS
+    product: str,
+    sections: Sequence[tuple[str, str]],
+    here: str,
+    *,
+    narrow: bool = False,
+    keys: dict[str, str] = KEYS,
+    sign_out: Callable[[], object] | None = None,
 ) -> Iterator[Element]:
     """A page's frame; its content goes into the body of ``with``, which gets the place for the server's state.
 
@@ -38,6 +44,7 @@ def frame(
         here: Path of the section that the page belongs to.
         narrow: Whether lines stay short on a wide screen.
         keys: What keys do, for the help.
+        sign_out: Called by the button that ends the session; None: there is none.
     """
     ui.add_css(CSS)
     ui.dark_mode(app.storage.user.get("dark"))
@@ -55,6 +62,8 @@ def frame(
         _theme()
         shown = _help(keys)
         named(button("", shown.open, kind="icon", icon="keyboard").props("dense"), "Keys")
+        if sign_out is not None:
+            named(button("", sign_out, kind="icon", icon="logout").props('dense title="Sign out"'), "Sign out")
     with ui.element("div").classes("gw-main" + (" narrow" if narrow else "")).props("id=content"):  # inside the main
         yield status
 

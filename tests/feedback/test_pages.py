@@ -108,6 +108,19 @@ def test_rating_by_keyboard_and_mouse(service: FeedbackService, api: httpx.Clien
     assert "3 feedback samples" in api.post("/train_policy/kettle", json={}).json()["detail"]
 
 
+def test_the_start_page_and_the_api_documentation_need_no_internet(
+    service: FeedbackService, api: httpx.Client, page: Page
+) -> None:
+    """The fixture refuses whatever a page asks of another machine."""
+    add_item(api, "welcome", "Hello", "Good morning.")
+    page.goto(f"{service.url}/")
+    page.get_by_role("link", name="welcome").click()
+    page.wait_for_url("**/policies/welcome")
+    page.get_by_role("link", name="Agents").click()
+    page.get_by_role("link", name="The API and its documentation").click()
+    expect(page.get_by_text("Submit Feedback")).to_be_visible(timeout=PATIENCE_MS)
+
+
 def test_two_raters_never_hold_the_same_item(
     service: FeedbackService, api: httpx.Client, browser: Browser, refused: list[str]
 ) -> None:

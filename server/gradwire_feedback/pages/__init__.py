@@ -1,4 +1,4 @@
-"""The pages for people: `/rate/{agent_id}` and `/policies/{agent_id}`, in the same application as the API."""
+"""The pages for people: `/`, `/rate/{agent_id}` and `/policies/{agent_id}`, in the same application as the API."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from nicegui import ui
 
 from gradwire_feedback.context import Context
-from gradwire_feedback.pages import login, policies, rate
+from gradwire_feedback.pages import home, login, policies, rate
 
 SECRET_FILE = ".session-secret"
 RECONNECT_TIMEOUT_S = 30.0
@@ -18,11 +18,12 @@ RECONNECT_TIMEOUT_S = 30.0
 
 def mount(app: FastAPI, context: Context) -> None:
     """Add the pages to the application, after its own routes."""
-    for page in (login, rate, policies):
+    for page in (home, login, rate, policies):
         page.register(context)
     ui.run_with(
         app,
         title="gradwire feedback",
+        language="en-US",
         storage_secret=_session_secret(context),
         show_welcome_message=False,
         reconnect_timeout=RECONNECT_TIMEOUT_S,

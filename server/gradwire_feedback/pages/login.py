@@ -13,7 +13,7 @@ from gradwire_feedback.store.problems import UnauthenticatedError
 
 def register(context: Context) -> None:
     @ui.page("/login", title="Sign in")
-    def login(next: str = "/docs") -> None:
+    def login(next: str = "/") -> None:
         async def enter(key: str) -> str:
             digest = digest_of(key)
             with context.database.read() as session:
@@ -24,4 +24,4 @@ def register(context: Context) -> None:
             app.storage.user["key"] = digest
             return ""
 
-        sign_in("feedback", "API key", enter, local_path(next, "/docs"))
+        sign_in("feedback", "API key", enter, local_path(next, "/"))

@@ -15,6 +15,8 @@ from gradwire_feedback.names import is_agent_id
 from gradwire_feedback.store.keys import Caller, Role, caller_of
 from gradwire_feedback.store.problems import UnauthenticatedError
 
+AGENTS = ("Agents", "/")
+
 
 def shell(agent_id: str, here: str, keys: dict[str, str] | None = None) -> AbstractContextManager[Element]:
     """The frame of an agent's page; its content goes into the body of ``with``.
@@ -23,8 +25,22 @@ def shell(agent_id: str, here: str, keys: dict[str, str] | None = None) -> Abstr
         here: ``"rate"`` or ``"policies"``.
         keys: What keys do, for the help.
     """
-    sections = (("Rate", f"/rate/{agent_id}"), ("Policies", f"/policies/{agent_id}"))
-    return frame("feedback", sections, f"/{here}/{agent_id}", narrow=True, keys=keys or {})
+    sections = (AGENTS, ("Rate", f"/rate/{agent_id}"), ("Policies", f"/policies/{agent_id}"))
+    return framed(sections, f"/{here}/{agent_id}", keys)
+
+
+def framed(
+    sections: tuple[tuple[str, str], ...], here: str, keys: dict[str, str] | None = None
+) -> AbstractContextManager[Element]:
+    """The frame of a page, with a way to sign out where somebody is signed in."""
+
+    def leave() -> None:
+        app.storage.user.pop("key", None)
+        app.storage.user.pop("person", None)
+        ui.navigate.to("/login")
+
+    known = "key" in app.storage.user or "person" in app.storage.user
+    return frame("feedback", sections, here, narrow=True, keys=keys or {}, sign_out=leave if known else None)
 
 
 def signed_in(context: Context) -> Caller | None:

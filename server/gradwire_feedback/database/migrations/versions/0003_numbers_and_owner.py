@@ -41,7 +41,7 @@ def upgrade() -> None:
         op.add_column(table, sa.Column("number", sa.Integer(), nullable=False, server_default="0"))
     connection = op.get_bind()
     versions = connection.execute(sa.text("SELECT agent_id, max(number) FROM policies GROUP BY agent_id"))
-    newest: dict[str, int] = dict(versions.tuples())
+    newest: dict[str, int] = {row[0]: row[1] for row in versions}
     for kind, row, rater, agent, _ in connection.execute(sa.text(ROWS)).all():
         newest[agent] = newest.get(agent, 0) + 1
         where = "item_id = :row AND rater = :rater" if kind == "skips" else "id = :row"

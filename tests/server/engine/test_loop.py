@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -134,6 +135,14 @@ def test_a_run_waits_for_its_samples_and_others_do_not() -> None:
     log = stage.run(step(1, "a"), sample(2, "a", tokens=2), sample(3, "a", tokens=3), step(4, "a"), step(5, "b"), END)
     assert log.index("told 1") < log.index("begin 2") < log.index("begin 3") < log.index("told 5")
     assert log.index("told 5") < log.index("told 3") < log.index("do 4") < log.index("do 99")
+
+
+def test_a_run_whose_images_are_being_read_waits_and_others_do_not() -> None:
+    reading: Future[None] = Future()
+    stage = Stage()
+    told, stage.told = stage.told, lambda answer: (told(answer), answer.reply.id == 4 and reading.set_result(None))
+    log = stage.run(replace(step(1, "a"), reading=reading), step(2, "a"), sample(3, "b", 1), step(4, "c"), END)
+    assert [line for line in log if line.startswith("told")] == ["told 3", "told 4", "told 1", "told 2", "told 99"]
 
 
 def test_a_sample_behind_another_operation_of_its_run_waits_for_it() -> None:

@@ -12,10 +12,14 @@ import numpy as np
 import pytest
 import torch
 from gradwire.wire.images import to_image_columns
+from gradwire_proto import codec
 from gradwire_proto.codec import IMAGE_BYTES, IMAGES, Column
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine.model.vision import decoders
 from gradwire_server.engine.model.vision.processing import opened
+from gradwire_server.engine.operations.images_ahead import ImagesAhead
+from gradwire_server.engine.operations.request import Request
 from peft import PeftModel
 from PIL import Image
 from support.engine import LocalEngine, token_rows
@@ -328,6 +332,30 @@ def test_a_damaged_image_is_refused_with_its_row(plain: Plain, engine: LocalEngi
     error = engine.op("run-a", batch, forward_backward=pb.LossCall(loss_fn="causal_lm")).proto.error
     assert (error.code, error.field, error.row) == (pb.ERROR_CODE_INVALID_BATCH, "images", 1)
     assert message in error.message and "row 1, image 0" in error.message
+
+
+def test_an_image_that_takes_too_long_is_refused_and_the_next_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = opened(png(CAT))
+    monkeypatch.setattr(decoders, "DECODE_S", 0.0)
+    with pytest.raises(decoders.ImageRefused, match="took more than 0 s"):
+        opened(png(DOG))
+    monkeypatch.undo()
+    assert opened(png(CAT)).tobytes() == before.tobytes() == CAT.tobytes()
+
+
+@pytest.mark.parametrize("plain", ["qwen2_5_vl"], indirect=True)
+def test_images_are_read_before_the_engine_comes_to_them(plain: Plain, engine: LocalEngine) -> None:
+    engine.create("run-a", base_model="m", lora=2)
+    ahead = ImagesAhead(engine.engine.context)
+    tensors, payload = codec.encode(columns_of(plain, ROWS) | to_image_columns([[CAT], [DOG], [TALL]], 3))
+    operation = pb.Operation(forward_backward=pb.LossCall(loss_fn="causal_lm"))
+    message = engine_pb2.EngineRequest(
+        operation=engine_pb2.EngineOperation(run_id="run-a", operation=operation, tensors=tensors)
+    )
+    request = ahead.begin(Request.read(message, memoryview(b"".join(payload))))
+    assert request.reading is not None and request.reading.exception(60) is None and request.is_read
+    vision = engine.engine.context.runs["run-a"].policy.split_model.vision
+    assert vision is not None and len(vision.processor._kept) == 3
 
 
 def test_what_is_transparent_is_read_as_the_models_own_processor_reads_it(plain: Plain) -> None:

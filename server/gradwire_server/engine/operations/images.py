@@ -21,8 +21,9 @@ from torch import Tensor
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.interruption import between_micro_batches
 from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.vision.decoders import ImageRefused
 from gradwire_server.engine.model.vision.image_tokens import Expanded, Vision
-from gradwire_server.engine.model.vision.processing import ImageRefused, ProcessedImage
+from gradwire_server.engine.model.vision.processing import ProcessedImage
 from gradwire_server.engine.sampling.image_prompt import ImagePrompt
 
 MAX_TOKENS = 1 << 26

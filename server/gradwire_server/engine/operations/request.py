@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -22,12 +23,14 @@ class Request:
         columns: Tensors of its payload; empty unless it is an operation.
         error: Why the payload could not be decoded; None if it could.
         payload: The bytes of the columns, as they arrived.
+        reading: Done when its images are read; None if nothing of it is read ahead.
     """
 
     message: engine_pb2.EngineRequest
     columns: Columns
     error: codec.CodecError | None
     payload: bytes | memoryview = b""
+    reading: Future[None] | None = None
 
     @classmethod
     def read(cls, message: engine_pb2.EngineRequest, payload: memoryview) -> Request:
@@ -57,6 +60,11 @@ class Request:
     def samples(self) -> bool:
         """Whether it asks for samples, of a run or outside one."""
         return self.message.HasField("sample") or self.message.operation.operation.HasField("sample")
+
+    @property
+    def is_read(self) -> bool:
+        """Whether nothing of it is still being read."""
+        return self.reading is None or self.reading.done()
 
     @property
     def ends(self) -> bool:

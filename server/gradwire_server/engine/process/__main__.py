@@ -27,6 +27,7 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_server.config import EngineSettings
 from gradwire_server.engine.failures import to_error
 from gradwire_server.engine.machine import Share
+from gradwire_server.engine.operations.images_ahead import ImagesAhead
 from gradwire_server.engine.operations.request import Request
 from gradwire_server.engine.operations.samples_in_progress import SamplesInProgress
 from gradwire_server.engine.process.engine import Engine
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gc.enable()
     try:
         link.send(hello)
-        reading = (link, requests, residency, ReadBack(context.store, link.send))
+        reading = (link, requests, residency, ReadBack(context.store, link.send), ImagesAhead(context))
         threading.Thread(target=_read_ahead, args=reading, name="reader", daemon=True).start()
         heartbeat = Heartbeat(engine, link.send, lambda activity: ranks.report(activity, context.pool.device))
         heartbeat.start()
@@ -89,7 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _read_ahead(link: EngineLink, requests: queue.Queue[Request], residency: Residency, read_back: ReadBack) -> None:
+def _read_ahead(
+    link: EngineLink, requests: queue.Queue[Request], residency: Residency, read_back: ReadBack, images: ImagesAhead
+) -> None:
     while True:
         try:
             message, payload = link.receive(engine_pb2.EngineRequest)
@@ -101,7 +104,7 @@ def _read_ahead(link: EngineLink, requests: queue.Queue[Request], residency: Res
             continue
         request = Request.read(message, payload)
         residency.prefetch(request.run_id)
-        requests.put(request)
+        requests.put(images.begin(request))
         if message.HasField("shutdown"):
             return
 

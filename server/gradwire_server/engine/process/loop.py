@@ -31,6 +31,10 @@ def carried_out(decision: Decision, engine: Engine, samples: SamplesInProgress) 
         yield from engine.execute(decision)
 
 
+READING_S = 0.005
+"""Seconds between two looks at images that are being read, while nothing else is to be done."""
+
+
 class Loop:
     """Decide and execute until a shutdown request.
 
@@ -83,8 +87,11 @@ class Loop:
 
     def _take(self) -> None:
         """Move received requests to the waiting list; block if there is nothing else to do."""
-        if not self._waiting and not len(self._samples):
-            self._waiting.append(self._requests.get())
+        if not len(self._samples) and not self._ready():
+            try:
+                self._waiting.append(self._requests.get(timeout=READING_S if self._waiting else None))
+            except queue.Empty:
+                return
         while True:
             try:
                 self._waiting.append(self._requests.get_nowait())
@@ -92,7 +99,8 @@ class Loop:
                 return
 
     def _ready(self) -> list[Request]:
-        """Requests that may be executed now, in order of arrival: no earlier request of their run is unfinished."""
+        """Requests that may be executed now, in order of arrival: no earlier request of their run is unfinished, and
+        their images are read."""
         ready: list[Request] = []
         waits: set[str] = set()
         for request in self._waiting:
@@ -102,6 +110,9 @@ class Loop:
                     ready.append(request)
                 break
             if run_id and (run_id in waits or (not request.samples and self._samples.of(run_id))):
+                waits.add(run_id)
+                continue
+            if not request.is_read:
                 waits.add(run_id)
                 continue
             ready.append(request)

@@ -22,7 +22,8 @@ from gradwire_losses.images import ImageTokens
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
-from gradwire_server.engine.model.vision.processing import ImageProcessor, ImageRefused, ProcessedImage
+from gradwire_server.engine.model.vision.decoders import ImageRefused
+from gradwire_server.engine.model.vision.processing import ImageProcessor, ProcessedImage
 
 QWEN = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 IDEFICS = frozenset({"idefics3", "smolvlm"})

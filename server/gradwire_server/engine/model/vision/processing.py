@@ -6,6 +6,7 @@ machine. Pillow comes with ``gradwire[images]``.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,21 +21,19 @@ from torch import Tensor
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.tokenizers import find_tokenizer, load_tokenizer
+from gradwire_server.engine.model.vision.decoders import DECODERS, ImageRefused
+from gradwire_server.image_decoding import too_large
 from gradwire_server.image_sizes import MAX_PIXELS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FORMATS = ("PNG", "JPEG", "WEBP")
 ARRAY = b"\x93NUMPY"
 """Beginning of an array as ``numpy.save`` writes it."""
 KEPT_BYTES = 256 << 20
 """Bytes of images that were read and are kept for later batches."""
+_REFUSAL_BYTES = 1 << 10
 TAKEN = frozenset({"pixel_values", "pixel_attention_mask", "image_grid_thw"})
-
-
-class ImageRefused(ValueError):
-    """An image, or a row with images, cannot be taken; the message says why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,25 +93,39 @@ class ImageProcessor:
         if tile_tokens is not None and tokenizer is None:
             raise _unsupported("the model has no tokenizer.json, which knows the tokens around those of an image")
         self._tokenizer = load_tokenizer(tokenizer) if tokenizer is not None else None
-        self._kept: OrderedDict[bytes, ProcessedImage] = OrderedDict()
+        self._kept: OrderedDict[bytes, ProcessedImage | ImageRefused] = OrderedDict()
         self._kept_bytes = 0
+        self._lock = threading.Lock()
 
     def read(self, content: bytes) -> ProcessedImage:
-        """Read a PNG, JPEG or WebP file, or an array as ``numpy.save`` writes it.
+        """Read a PNG, JPEG or WebP file, or an array as ``numpy.save`` writes it. May be called in any thread.
 
         Raises:
-            ImageRefused: It is none, it is damaged, or it has more than ``MAX_PIXELS`` pixels.
+            ImageRefused: It is none, it is damaged, it has more than ``MAX_PIXELS`` pixels, or takes too long.
         """
         digest = blake2b(content, digest_size=16).digest()
-        found = self._kept.pop(digest, None)
+        with self._lock:
+            found = self._kept.get(digest)
+            if found is not None:
+                self._kept.move_to_end(digest)
         if found is None:
-            found = self._processed(digest, opened(content))
-            self._kept_bytes += found.nbytes
-        self._kept[digest] = found
-        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
-            _, dropped = self._kept.popitem(last=False)
-            self._kept_bytes -= dropped.nbytes
+            try:
+                found = self._processed(digest, opened(content))
+            except ImageRefused as error:  # whoever reads it ahead is not whoever is told
+                found = error
+            self._keep(digest, found)
+        if isinstance(found, ImageRefused):
+            raise ImageRefused(str(found)) from found
         return found
+
+    def _keep(self, digest: bytes, read: ProcessedImage | ImageRefused) -> None:
+        with self._lock:
+            if digest not in self._kept:
+                self._kept[digest] = read
+                self._kept_bytes += _size(read)
+            while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+                _, dropped = self._kept.popitem(last=False)
+                self._kept_bytes -= _size(dropped)
 
     def _processed(self, digest: bytes, image: Image) -> ProcessedImage:
         tiles = {} if self._tile_tokens is None else {"return_row_col_info": True}
@@ -145,30 +158,21 @@ class ImageProcessor:
         return torch.tensor(self._tokenizer.encode([text], add_special_tokens=False)[0])
 
 
+def _size(read: ProcessedImage | ImageRefused) -> int:
+    return read.nbytes if isinstance(read, ProcessedImage) else _REFUSAL_BYTES
+
+
 def opened(content: bytes) -> Image:
     """Decode an image to red, green and blue, turned as its file says, on white where it is transparent.
 
-    It is what transformers' own processors make of it.
+    It is what transformers' own processors make of it. Files are decoded in another process.
 
     Raises:
         ImageRefused: As for :meth:`ImageProcessor.read`.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image
 
-    if content.startswith(ARRAY):
-        return _on_white(Image.fromarray(_array(content)))
-    try:
-        with Image.open(BytesIO(content), formats=FORMATS) as image:
-            _check_size(*image.size)
-            return _on_white(ImageOps.exif_transpose(image))
-    except ImageRefused:
-        raise
-    except UnidentifiedImageError:
-        raise ImageRefused(
-            f"its {len(content)} bytes are no {', '.join(FORMATS)} file and no array of numpy.save"
-        ) from None
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ImageRefused(f"the file is damaged: {error}") from error
+    return _on_white(Image.fromarray(_array(content)) if content.startswith(ARRAY) else DECODERS.decode(content))
 
 
 def _on_white(image: Image) -> Image:
@@ -200,9 +204,7 @@ def _array(content: bytes) -> np.ndarray[Any, Any]:
 
 def _check_size(width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
-        raise ImageRefused(
-            f"it has {width} x {height} pixels, and an image has at most {MAX_PIXELS:,}; make it smaller before sending"
-        )
+        raise ImageRefused(too_large(width, height))
 
 
 def _unsupported(message: str) -> OperationError:

@@ -247,12 +247,17 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """Continuations: ``samples[p][k]`` is the k-th of prompt p."""
+    """Continuations: ``samples[p][k]`` is the k-th of prompt p.
+
+    Attributes:
+        engines: Number of the engine that has generated each prompt's samples; empty if one has generated all.
+    """
 
     samples: list[list[Sample]]
     num_prompt_tokens: int
     num_sampled_tokens: int
     timings: Timings
+    engines: list[int] = field(default_factory=list)
 
     @staticmethod
     def from_wire(result: pb.OperationResult, columns: Columns) -> SampleResult:
@@ -283,6 +288,7 @@ class SampleResult:
             num_prompt_tokens=body.num_prompt_tokens,
             num_sampled_tokens=body.num_sampled_tokens,
             timings=Timings(result.timings.queue_s, result.timings.engine_s),
+            engines=[part.engine for part in body.parts for _ in range(part.num_prompts)],
         )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,3 +69,91 @@ async def test_every_bit_is_the_same_on_each_engine_and_under_moves(server: Serv
         assert [await weights(run) for run in runs] == [scores] * 4
         for run in runs:
             await client.delete_run(run.run_id)
+
+
+PROMPTS = [[5 + number, 7, 3 * number + 4] for number in range(10)]
+ASKED: dict[str, Any] = {"max_tokens": 12, "n": 2, "temperature": 0.9, "seed": 11}
+
+
+def tokens(result: gradwire.SampleResult) -> list[list[list[int]]]:
+    return [[sample.token_ids.tolist() for sample in of_prompt] for of_prompt in result.samples]
+
+
+def logprobs(result: gradwire.SampleResult) -> list[float]:
+    return [float(each) for of_prompt in result.samples for sample in of_prompt for each in sample.logprobs]
+
+
+async def both(client: gradwire.ServiceClient) -> None:
+    """Wait until both engines are ready."""
+    while not all(engine.ready for engine in (await client.server_info()).engines):  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+
+
+def shared(server: Server) -> list[Path]:
+    return [file for file in (server.state_dir / "shared_weights").glob("*/*") if file.is_file()]
+
+
+@pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
+async def test_samples_on_two_engines_have_the_tokens_of_one(server: Server, lora: dict[str, Any] | None) -> None:
+    async with gradwire.connect(server.address) as client:
+        run = await client.create_run("tiny", lora=lora, seed=1)
+        current, seen = client.sampling_client(run.run_id), []
+        for each in range(3):
+            await run.train_step(rows(each), "causal_lm", learning_rate=1e-2)
+            one = await current.sample(PROMPTS, **ASKED, deterministic=True)
+            two, inside = await current.sample(PROMPTS, **ASKED), await run.sample(PROMPTS, **ASKED)
+            assert not one.engines
+            assert [sorted(set(result.engines)) for result in (two, inside)] == [[0, 1]] * 2
+            assert len(two.engines) == len(PROMPTS)
+            assert tokens(one) == tokens(two) == tokens(inside)
+            assert logprobs(two) == pytest.approx(logprobs(one), abs=1e-5)
+            assert two.num_sampled_tokens == one.num_sampled_tokens
+            assert [file.name.startswith(run.run_id) for file in shared(server)] == [True], "one file, of the newest"
+            seen.append(tokens(one))
+        assert seen[0] != seen[1] != seen[2], "the other engine has the new weights each time"
+        unseeded = {name: value for name, value in ASKED.items() if name != "seed"}
+        drawn = [await current.sample(PROMPTS, **unseeded) for _ in range(2)]
+        assert tokens(drawn[0]) != tokens(drawn[1])
+        saved = await run.save_checkpoint("here")
+        assert tokens(await client.sampling_client(saved.path).sample(PROMPTS, **ASKED)) == seen[-1]
+        await client.delete_run(run.run_id)
+        while shared(server):  # noqa: ASYNC110  nobody announces it
+            await asyncio.sleep(0.05)
+
+
+async def test_what_is_wrong_with_a_prompt_is_said_by_its_number_in_the_whole_request(server: Server) -> None:
+    async with gradwire.connect(server.address) as client:
+        with pytest.raises(gradwire.InvalidBatchError, match="prompt 9 has the token id 5000"):
+            await client.sampling_client("tiny").sample([*PROMPTS[:9], [5000]], **ASKED)
+
+
+async def test_samples_on_two_engines_are_cancelled_and_have_a_timeout(server: Server) -> None:
+    long: dict[str, Any] = ASKED | {"max_tokens": 250, "ignore_eos": True}
+    async with gradwire.connect(server.address) as client:
+        run = await client.create_run("tiny", lora=LORA, seed=1)
+        cancelled = run.sample(PROMPTS * 4, **long)
+        behind = run.train_step(rows(0), "causal_lm", learning_rate=1e-2)
+        await asyncio.sleep(0.2)  # with luck it has begun; cancelled it is in any case
+        assert cancelled.cancel()
+        with pytest.raises(gradwire.OperationCancelledError):
+            await cancelled
+        await behind
+        with pytest.raises(gradwire.DeadlineExceededError):
+            await run.sample(PROMPTS * 8, **long, timeout=0.2)
+        assert tokens(await run.sample(PROMPTS, **ASKED))
+        await client.delete_run(run.run_id)
+
+
+@pytest.mark.parametrize("dies", ["holder", "other"])
+async def test_samples_go_on_when_one_of_their_engines_dies(server: Server, dies: str) -> None:
+    async with gradwire.connect(server.address) as client:
+        run = await client.create_run("tiny", lora=LORA, seed=1)
+        await run.train_step(rows(0), "causal_lm", learning_rate=1e-2)
+        expected = await run.sample(PROMPTS, **ASKED)
+        await both(client)
+        here = (await run.info()).engine
+        sampling = run.sample(PROMPTS, **ASKED)
+        pids = server.engine_pids
+        os.kill(pids[here if dies == "holder" else 1 - here], signal.SIGKILL)
+        assert tokens(await sampling) == tokens(expected)
+        await client.delete_run(run.run_id)

@@ -32,7 +32,7 @@ class Server:
     def __init__(self, model: Path, state_dir: Path, *args: str, name: str = "tiny") -> None:
         self._command = [sys.executable, "-m", "gradwire_server.cli", "serve", "--address", "127.0.0.1:0"]
         self._command += ["--model", f"{name}={model}", "--state-dir", str(state_dir), *args]
-        self.address = ""
+        self.address, self.state_dir = "", state_dir
 
     def start(self) -> Server:
         with DETECTOR.excused():
@@ -50,6 +50,14 @@ class Server:
     def engine_pid(self) -> int:
         pid = self.process.pid
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+    @property
+    def engine_pids(self) -> dict[int, int]:
+        """Number of an engine -> its process's id."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        words = {int(child): Path(f"/proc/{child}/cmdline").read_text().split("\0") for child in children}
+        return {int(line[line.index("--number") + 1]): child for child, line in words.items() if "--number" in line}
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(how)

@@ -42,9 +42,13 @@ class EngineRequest(_message.Message):
     SHUTDOWN_FIELD_NUMBER: _builtins.int
     CHECK_UPLOAD_FIELD_NUMBER: _builtins.int
     IMPORT_UPLOAD_FIELD_NUMBER: _builtins.int
+    SHARE_WEIGHTS_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
     SAMPLED_RUN_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    FIRST_PROMPT_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    IN_RUN_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     streams: _builtins.bool
     """of a sample: frames of its new tokens come before the result"""
@@ -52,6 +56,10 @@ class EngineRequest(_message.Message):
     """of a sample: the run whose current weights it reads, instead of the model"""
     owner: _builtins.str
     """of a sample: the API key that asks; keys share the key-value cache"""
+    first_prompt: _builtins.int
+    """of a part of a sample: the number of its first prompt in the whole"""
+    in_run: _builtins.bool
+    """of a sample: it is part of an operation, and computed alone where those are"""
     @_builtins.property
     def create_run(self) -> Global___EngineCreateRun: ...
     @_builtins.property
@@ -68,6 +76,12 @@ class EngineRequest(_message.Message):
     def check_upload(self) -> Global___EngineCheckUpload: ...
     @_builtins.property
     def import_upload(self) -> Global___EngineImportUpload: ...
+    @_builtins.property
+    def share_weights(self) -> Global___EngineShareWeights: ...
+    @_builtins.property
+    def weights(self) -> Global___EngineSharedWeights:
+        """of a sample: the weights that it reads, instead of the model"""
+
     def __init__(
         self,
         *,
@@ -80,15 +94,19 @@ class EngineRequest(_message.Message):
         shutdown: Global___EngineShutdown | None = ...,
         check_upload: Global___EngineCheckUpload | None = ...,
         import_upload: Global___EngineImportUpload | None = ...,
+        share_weights: Global___EngineShareWeights | None = ...,
         streams: _builtins.bool = ...,
         sampled_run: _builtins.str = ...,
         owner: _builtins.str = ...,
+        first_prompt: _builtins.int = ...,
+        weights: Global___EngineSharedWeights | None = ...,
+        in_run: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "import_upload", b"import_upload", "kind", b"kind", "operation", b"operation", "sample", b"sample", "shutdown", b"shutdown", "verify_checkpoint", b"verify_checkpoint"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "import_upload", b"import_upload", "kind", b"kind", "operation", b"operation", "sample", b"sample", "share_weights", b"share_weights", "shutdown", b"shutdown", "verify_checkpoint", b"verify_checkpoint", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "id", b"id", "import_upload", b"import_upload", "kind", b"kind", "operation", b"operation", "owner", b"owner", "sample", b"sample", "sampled_run", b"sampled_run", "shutdown", b"shutdown", "streams", b"streams", "verify_checkpoint", b"verify_checkpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "first_prompt", b"first_prompt", "id", b"id", "import_upload", b"import_upload", "in_run", b"in_run", "kind", b"kind", "operation", b"operation", "owner", b"owner", "sample", b"sample", "sampled_run", b"sampled_run", "share_weights", b"share_weights", "shutdown", b"shutdown", "streams", b"streams", "verify_checkpoint", b"verify_checkpoint", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["create_run", "drop_run", "operation", "sample", "verify_checkpoint", "shutdown", "check_upload", "import_upload"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["create_run", "drop_run", "operation", "sample", "verify_checkpoint", "shutdown", "check_upload", "import_upload", "share_weights"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -247,6 +265,62 @@ class EngineShutdown(_message.Message):
 Global___EngineShutdown: _TypeAlias = EngineShutdown  # noqa: Y015
 
 @_typing.final
+class EngineShareWeights(_message.Message):
+    """Write the weights that a run has now into a file, for other engines of the machine. Unless they are there already."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    name: _builtins.str
+    """of the file, which no other has"""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineShareWeights: _TypeAlias = EngineShareWeights  # noqa: Y015
+
+@_typing.final
+class EngineSharedWeights(_message.Message):
+    """Weights of a run that another engine holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    CONFIG_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    file: _builtins.str
+    """its path; other weights are in another file"""
+    @_builtins.property
+    def config(self) -> _training_pb2.RunConfig:
+        """the run's, without its head, which takes no part in sampling"""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        file: _builtins.str = ...,
+        config: _training_pb2.RunConfig | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "file", b"file", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineSharedWeights: _TypeAlias = EngineSharedWeights  # noqa: Y015
+
+@_typing.final
 class EngineCheckUpload(_message.Message):
     """Do these files fit the base model? Answered with an Upload that has `lora` and `warnings`."""
 
@@ -304,6 +378,7 @@ class EngineReply(_message.Message):
     UPLOAD_FIELD_NUMBER: _builtins.int
     NOT_STARTED_FIELD_NUMBER: _builtins.int
     SAMPLE_FRAME_FIELD_NUMBER: _builtins.int
+    SHARED_WEIGHTS_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     @_builtins.property
     def error(self) -> _training_pb2.Error:
@@ -329,6 +404,8 @@ class EngineReply(_message.Message):
     def sample_frame(self) -> _training_pb2.SampleFrame:
         """new tokens of a sample that streams; its result follows"""
 
+    @_builtins.property
+    def shared_weights(self) -> Global___EngineSharedWeights: ...
     def __init__(
         self,
         *,
@@ -342,12 +419,13 @@ class EngineReply(_message.Message):
         upload: _training_pb2.Upload | None = ...,
         not_started: _training_pb2.Empty | None = ...,
         sample_frame: _training_pb2.SampleFrame | None = ...,
+        shared_weights: Global___EngineSharedWeights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "not_started", b"not_started", "result", b"result", "run_created", b"run_created", "sample_frame", b"sample_frame", "upload", b"upload"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "not_started", b"not_started", "result", b"result", "run_created", b"run_created", "sample_frame", b"sample_frame", "shared_weights", b"shared_weights", "upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "id", b"id", "kind", b"kind", "not_started", b"not_started", "result", b"result", "run_created", b"run_created", "sample_frame", b"sample_frame", "upload", b"upload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "id", b"id", "kind", b"kind", "not_started", b"not_started", "result", b"result", "run_created", b"run_created", "sample_frame", b"sample_frame", "shared_weights", b"shared_weights", "upload", b"upload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "run_created", "result", "empty", "heartbeat", "upload", "not_started", "sample_frame"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "run_created", "result", "empty", "heartbeat", "upload", "not_started", "sample_frame", "shared_weights"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

@@ -3427,6 +3427,7 @@ class SampleResult(_message.Message):
     TEXTS_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     num_sampled_tokens: _builtins.int
     @_builtins.property
@@ -3437,6 +3438,10 @@ class SampleResult(_message.Message):
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """if the model has a tokenizer"""
 
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___SamplePart]:
+        """in order of the prompts; none if one engine has generated all"""
+
     def __init__(
         self,
         *,
@@ -3444,14 +3449,37 @@ class SampleResult(_message.Message):
         texts: _abc.Iterable[_builtins.str] | None = ...,
         num_prompt_tokens: _builtins.int = ...,
         num_sampled_tokens: _builtins.int = ...,
+        parts: _abc.Iterable[Global___SamplePart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_prompt_tokens", b"num_prompt_tokens", "num_sampled_tokens", b"num_sampled_tokens", "stop_reasons", b"stop_reasons", "texts", b"texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_prompt_tokens", b"num_prompt_tokens", "num_sampled_tokens", b"num_sampled_tokens", "parts", b"parts", "stop_reasons", b"stop_reasons", "texts", b"texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SampleResult: _TypeAlias = SampleResult  # noqa: Y015
+
+@_typing.final
+class SamplePart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    NUM_PROMPTS_FIELD_NUMBER: _builtins.int
+    engine: _builtins.int
+    num_prompts: _builtins.int
+    def __init__(
+        self,
+        *,
+        engine: _builtins.int = ...,
+        num_prompts: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "num_prompts", b"num_prompts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SamplePart: _TypeAlias = SamplePart  # noqa: Y015
 
 @_typing.final
 class Checkpoint(_message.Message):

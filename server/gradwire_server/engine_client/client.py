@@ -35,7 +35,20 @@ class Holder:
     alive: bool = True
 
 
-class EngineClient(Protocol):
+class Interruptible(Protocol):
+    """What has requests in progress."""
+
+    async def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
+        """Takes a request back: its answer is ``not_started``. False when it was begun already."""
+
+    def interrupt(self, answer: asyncio.Future[EngineAnswer]) -> bool:
+        """Ask for a request to be stopped between two micro-batches or tokens; False if that cannot be asked.
+
+        The answer says whether it was stopped: its result is then cancelled.
+        """
+
+
+class EngineClient(Interruptible, Protocol):
     """An engine that executes one ordered stream of requests."""
 
     @property
@@ -80,13 +93,4 @@ class EngineClient(Protocol):
         Raises (through the future):
             EngineDied: it may or may not have been carried out.
             ServiceError: the engine refused it.
-        """
-
-    async def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
-        """Takes a request back: its answer is ``not_started``. False when it was begun already."""
-
-    def interrupt(self, answer: asyncio.Future[EngineAnswer]) -> bool:
-        """Ask the engine to stop a request between two micro-batches or tokens; False if it cannot be asked.
-
-        The answer says whether it was stopped: its result is then cancelled.
         """

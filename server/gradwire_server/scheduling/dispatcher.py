@@ -16,7 +16,7 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.quotas import Usage
-from gradwire_server.engine_client.client import EngineAnswer, EngineClient
+from gradwire_server.engine_client.client import EngineAnswer, Interruptible
 from gradwire_server.errors import shutting_down
 from gradwire_server.journal.segments import Buffer
 from gradwire_server.observability import logs
@@ -31,6 +31,8 @@ from gradwire_server.scheduling.parking import CannotRestore, Parking
 from gradwire_server.scheduling.placement import EngineQueue, Placement, Visit
 from gradwire_server.scheduling.results import Results
 from gradwire_server.scheduling.run_queue import RunQueue
+from gradwire_server.scheduling.samples_in_parts import end
+from gradwire_server.scheduling.spread_samples import SpreadSamples
 from gradwire_server.scheduling.states import OperationState
 
 
@@ -39,6 +41,7 @@ class Dispatcher:
 
     Attributes:
         parking: Parks the runs that cannot be restored.
+        spread: Spreads samples over the engines.
 
     Args:
         parked: Called whenever a run is parked or goes on.
@@ -56,6 +59,7 @@ class Dispatcher:
         self._placement, self._executor, self._auto_checkpoint = placement, executor, auto_checkpoint
         self._results, self._metrics = results, metrics
         self.parking = Parking(self.wake, parked)
+        self.spread = SpreadSamples(placement, self)
         self._carrying: set[asyncio.Task[None]] = set()
         self._draining = False
         placement.pool.watch(self._engine_changed)
@@ -93,6 +97,7 @@ class Dispatcher:
 
     def _offer(self, queue: RunQueue) -> None:
         while (head := queue.head) is not None:
+            head.may_spread = self.spread.may_spread(queue, head)
             if not self._may_go(queue, head):
                 return  # wake() is called again when it is journaled and when earlier operations get their results
             verdict = None if queue.sent else abort_rule.verdict(queue.record, head)
@@ -140,7 +145,7 @@ class Dispatcher:
         operation.trace.phase("engine")
         try:
             with logs.about(record.run_id, operation.seq):
-                outcome = await self._executor.carry_out(queue, operation)
+                outcome = await self._executor.carry_out(queue, operation, self.spread)
             if outcome is not None and queue.parked is not None:
                 outcome = self.parking.executed(queue, operation, outcome)
             async with queue.finishing:
@@ -186,8 +191,8 @@ class Dispatcher:
         answer = operation.answer
         return answer is None or await self._engine_of(operation).withdraw(answer)
 
-    def _engine_of(self, operation: QueuedOperation) -> EngineClient:
-        return self._placement.of(operation.header.run_id).engine
+    def _engine_of(self, operation: QueuedOperation) -> Interruptible:
+        return operation.spread or self._placement.of(operation.header.run_id).engine
 
     async def withdraw_behind(self, queue: RunQueue, seq: int) -> None:
         """Withdraw a run's operations behind a number that the engine has not begun, the last one first."""
@@ -208,9 +213,9 @@ class Dispatcher:
 
     async def interrupt_all(self, queue: RunQueue) -> None:
         """Withdraw or stop every operation of a run that is in the engine, without waiting for its end."""
-        engine = self._placement.of(queue.record.run_id).engine
-        for answer in [each.answer for each in queue.sent.values() if each.answer is not None]:
-            await _end(engine, answer)
+        for operation in list(queue.sent.values()):
+            if operation.answer is not None:
+                await end(self._engine_of(operation), operation.answer)
 
     async def enter(self, visit: Visit) -> EngineQueue:
         """Wait for a place in an engine for a request outside any run's queue; :meth:`leave` frees the place.
@@ -289,8 +294,14 @@ class Dispatcher:
                 await self._executor.hold(run)
                 visit = replace(visit, given=asyncio.get_running_loop().create_future())
                 there = await self.enter(visit)
-            engine = there.engine
-            answer = engine.request(request) if on_frame is None else engine.request(request, (), on_frame)
+            engine: Interruptible = there.engine
+            spread = self.spread.outside(request.sample, visit, there, on_frame)
+            if spread is not None:
+                engine, answer = spread, spread.answer
+            elif on_frame is None:
+                answer = there.engine.request(request)
+            else:
+                answer = there.engine.request(request, (), on_frame)
             if run is not None:
                 run.reads(answer)
             answer.add_done_callback(retrieved)
@@ -298,12 +309,7 @@ class Dispatcher:
             try:
                 return await asyncio.shield(answer)
             except asyncio.CancelledError:  # the caller has left
-                await _end(engine, answer)
+                await end(engine, answer)
                 raise
         finally:
             usage.operations -= 1
-
-
-async def _end(engine: EngineClient, answer: asyncio.Future[EngineAnswer]) -> None:
-    if not await engine.withdraw(answer):
-        engine.interrupt(answer)

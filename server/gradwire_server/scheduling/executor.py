@@ -24,6 +24,7 @@ from gradwire_server.scheduling.parking import CannotRestore
 from gradwire_server.scheduling.placement import Placement, Visit
 from gradwire_server.scheduling.replay import ReplayDied, behind, operation_request, restore
 from gradwire_server.scheduling.run_queue import RunQueue
+from gradwire_server.scheduling.spread_samples import SpreadSamples
 
 log = logging.getLogger(__name__)
 
@@ -132,16 +133,19 @@ class Executor:
         """Whether an engine holds a run that is neither parked nor about to move."""
         return queue.is_held and not queue.is_held_back and queue.parked is None and queue.closed is None
 
-    async def carry_out(self, queue: RunQueue, operation: QueuedOperation) -> Outcome | None:
+    async def carry_out(self, queue: RunQueue, operation: QueuedOperation, spread: SpreadSamples) -> Outcome | None:
         """Execute an operation and return its result and payload.
 
         Returns None if the operation must be sent again later, or if a rewind, deletion or cancellation removed it.
+
+        Args:
+            spread: Spreads samples over engines.
 
         Raises:
             CannotRestore: The run must be parked.
         """
         try:
-            outcome = await self._attempt(queue, operation)
+            outcome = await self._attempt(queue, operation, spread)
             return None if outcome is not None and _waits_for_room(queue, operation, outcome[0]) else outcome
         except EngineDied as error:
             return await self._after_death(queue, operation, error)
@@ -152,11 +156,11 @@ class Executor:
             message = f"the server failed to carry operation {operation.seq} out; its log says why"
             return failed(operation.seq, pb.ERROR_CODE_INTERNAL, message), b""
 
-    async def _attempt(self, queue: RunQueue, operation: QueuedOperation) -> Outcome | None:
+    async def _attempt(self, queue: RunQueue, operation: QueuedOperation, spread: SpreadSamples) -> Outcome | None:
         await self._placement.ready(queue)
         try:
             async with queue.handing:
-                answer = await self._hand_over(queue, operation)
+                answer = await self._hand_over(queue, operation, spread)
                 if answer is None:
                     return None
                 queue.handed(operation, answer)
@@ -171,7 +175,9 @@ class Executor:
         result.timings.queue_s = max(taken - result.timings.engine_s, 0.0)
         return result, data
 
-    async def _hand_over(self, queue: RunQueue, operation: QueuedOperation) -> asyncio.Future[EngineAnswer] | None:
+    async def _hand_over(
+        self, queue: RunQueue, operation: QueuedOperation, spread: SpreadSamples
+    ) -> asyncio.Future[EngineAnswer] | None:
         """Send an operation to the engine; None if its turn has not come or it no longer exists.
 
         Raises:
@@ -198,6 +204,9 @@ class Executor:
                 raise ServiceError(pb.ERROR_CODE_PAYLOAD_CORRUPT, message) from error
         if not queue.is_held or not queue.is_next(operation):
             return None  # the engine died or the operation was cancelled meanwhile
+        operation.spread = spread.in_run(queue, operation, payload) if operation.may_spread else None
+        if operation.spread is not None:
+            return operation.spread.answer
         return self._placement.of(queue.record.run_id).engine.request(self._request(queue, operation), payload)
 
     async def _payload(self, operation: QueuedOperation) -> Buffer:

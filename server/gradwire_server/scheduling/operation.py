@@ -11,7 +11,7 @@ from typing import Any
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.quotas import tokens_of
-from gradwire_server.engine_client.client import EngineAnswer
+from gradwire_server.engine_client.client import EngineAnswer, Interruptible
 from gradwire_server.journal.checkpoint_records import uses
 from gradwire_server.journal.segments import Buffer, Location
 from gradwire_server.observability.tracing import NO_TRACE, Trace
@@ -70,6 +70,8 @@ class QueuedOperation:
         retried: Whether an earlier attempt may have started it.
         deaths: Number of engines that died while they executed it.
         answer: The pending answer of the engine to which it was sent.
+        may_spread: Whether several engines may execute it.
+        spread: What executes it on several engines; None if one does.
         full_since: Monotonic time at which it first found the disk full; None if it has not.
         not_before: Monotonic time before which it is not sent to the engine again.
         trace: Its spans.
@@ -90,6 +92,8 @@ class QueuedOperation:
     retried: bool = False
     deaths: int = 0
     answer: asyncio.Future[EngineAnswer] | None = None
+    may_spread: bool = False
+    spread: Interruptible | None = None
     full_since: float | None = None
     not_before: float = 0.0
     trace: Trace = NO_TRACE
@@ -138,9 +142,10 @@ class QueuedOperation:
     def apart(self) -> bool:
         """Whether no other operation of its run may be in the engine with it.
 
-        True for a barrier, and for an operation that is suspected of having killed an engine.
+        True for a barrier, for an operation that is suspected of having killed an engine, and for one that several
+        engines execute.
         """
-        return kind_of(self.header.operation).barrier or self.deaths > 0
+        return kind_of(self.header.operation).barrier or self.deaths > 0 or self.may_spread
 
 
 class PayloadMemory:

@@ -37,6 +37,7 @@ class Visit:
         load: What it is for the engine; by default that of a request whose size is not known.
         run: The run whose engine it needs; None for any engine with its model.
         model: The model that it needs; "" for any.
+        engine: The engine that it is for, while that has a process.
         given: Resolves with the engine when it is its turn.
     """
 
@@ -44,6 +45,7 @@ class Visit:
     load: Load = UNKNOWN
     run: RunQueue | None = None
     model: str = ""
+    engine: EngineQueue | None = None
     given: asyncio.Future[EngineQueue] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -112,7 +114,7 @@ class Placement:
         if there is not None and (len(self.engines) == 1 or queue.is_held or self._stays(queue, there)):
             return there
         size = self._size(queue)
-        there = choose(self._able(queue.record.config.base_model), size)
+        there = choose(self.able(queue.record.config.base_model), size)
         self._put(run_id, there, size)
         return there
 
@@ -131,7 +133,9 @@ class Placement:
         if queue is not None:
             return self.place(queue)
         assert isinstance(item, Visit)
-        return min(self._able(item.model), key=lambda there: there.fair_queue.load)
+        if item.engine is not None and item.engine.is_up:
+            return item.engine
+        return min(self.able(item.model), key=lambda there: there.fair_queue.load)
 
     def measure(self, queue: RunQueue) -> None:
         """Take note of the size of a run that was just created."""
@@ -150,7 +154,7 @@ class Placement:
     def elsewhere(self, queue: RunQueue) -> EngineQueue | None:
         """The engine that a run would best be moved to; None if no other can take it."""
         here = self.of(queue.record.run_id)
-        able = self._able(queue.record.config.base_model)
+        able = self.able(queue.record.config.base_model)
         able = [there for there in able if there is not here and there.is_up and not there.drains]
         return choose(able, self._size(queue)) if able else None
 
@@ -162,7 +166,7 @@ class Placement:
     def _stays(self, queue: RunQueue, there: EngineQueue) -> bool:
         return there.is_up or (queue.is_suspect and not there.engine.fails_to_start)
 
-    def _able(self, model: str) -> Sequence[EngineQueue]:
+    def able(self, model: str) -> Sequence[EngineQueue]:
         """The engines that could take a request for a model, those that are ready before others."""
         serving = [there for there in self.engines if not model or model in there.engine.models] or self.engines
         staying = [there for there in serving if not there.drains] or serving

@@ -239,6 +239,7 @@ class Scheduler:
             async with self._turn(Visit(record.owner, Load(SHARED_TOKENS), run=queue)):
                 await self._executor.drop(record.run_id)
         self.placement.forget(record.run_id)
+        self.dispatcher.spread.files.forget(record.run_id)
 
     async def move(self, record: RunRecord, engine: int | None = None) -> int:
         """Move a run to another engine; return that engine's number.

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gradwire_proto.v1 import training_pb2
+
 from gradwire_server.engine.agreement import Agreement
+from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.tokenizers import TextTokenizer, load_tokenizer
 from gradwire_server.engine.operations.decisions import Decisions
@@ -57,6 +60,16 @@ class EngineContext:
     def __post_init__(self) -> None:
         self.decisions = Decisions(self.memory, self.runs, self.agreement)
         self.budget = self.memory.most
+
+    def held(self, run_id: str) -> EngineRun:
+        """A run in the engine.
+
+        Raises:
+            OperationError: UNKNOWN_RUN.
+        """
+        if run_id not in self.runs:
+            raise OperationError(training_pb2.ERROR_CODE_UNKNOWN_RUN, f"the engine holds no run {run_id!r}")
+        return self.runs[run_id]
 
     @contextmanager
     def within(self, budget: Budget) -> Iterator[None]:

@@ -67,9 +67,7 @@ class Execution:
     """
 
     def __init__(self, context: EngineContext, asked: engine_pb2.EngineOperation) -> None:
-        run = context.runs.get(asked.run_id)
-        if run is None:
-            raise OperationError(training_pb2.ERROR_CODE_UNKNOWN_RUN, f"the engine holds no run {asked.run_id!r}")
+        run = context.held(asked.run_id)
         context.residency.use(run)
         run.drop_accumulated(asked.dropped_step)
         crash_point("engine.before_operation")

@@ -52,6 +52,8 @@ class Request:
             return self.message.operation.run_id
         if kind == "sample":
             return self.message.sampled_run
+        if kind == "share_weights":
+            return self.message.share_weights.run_id
         if kind == "create_run":
             return self.message.create_run.run_id
         return self.message.drop_run.run_id if kind == "drop_run" else ""
@@ -65,6 +67,11 @@ class Request:
     def is_read(self) -> bool:
         """Whether nothing of it is still being read."""
         return self.reading is None or self.reading.done()
+
+    @property
+    def reads(self) -> bool:
+        """Whether it leaves its run as it is, so that it may be executed while samples of it are in progress."""
+        return self.samples or self.message.HasField("share_weights")
 
     @property
     def ends(self) -> bool:

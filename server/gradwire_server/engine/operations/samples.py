@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from gradwire_server.engine.operations.request import Columns, Outcome
 from gradwire_server.engine.sampling.prompt_scores import Draws, PromptScores, candidate_ids, score_prompts
 from gradwire_server.engine.sampling.samplers.sampler import Job, SamplingParams
 from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.sampling_seed import own_seed
 
 
 @dataclass(frozen=True)
@@ -91,29 +91,26 @@ def begin_in_run(
         prompts = [row.tolist() for row in column.rows()]
     seed = call.seed if call.HasField("seed") else own_seed(run.config.seed, seq)
     images = images_of_rows(run.policy, columns) if IMAGES in columns or IMAGE_BYTES in columns else None
-    alone = context.pool.device.type == "cpu" and not context.groups_runs
-    return _begin(context, run.policy, call, prompts, seed, owner=owner, alone=alone, images=images)
+    return _begin(context, run.policy, call, prompts, seed, owner=owner, alone=_alone_in_run(context), images=images)
 
 
-def own_seed(run_seed: int, seq: int) -> int:
-    """Seed of a sample that was given none."""
-    return int.from_bytes(hashlib.blake2b(f"{run_seed}/{seq}".encode(), digest_size=8).digest()) >> 2
+def _alone_in_run(context: EngineContext) -> bool:
+    return context.pool.device.type == "cpu" and not context.groups_runs
 
 
 def begin_outside(context: EngineContext, request: engine_pb2.EngineRequest) -> Started:
-    """Begin samples of a model, a checkpoint or a run's current weights, outside any run's queue.
+    """Begin samples of a model, a checkpoint or a run's weights, outside any run's queue, or a part of such samples.
 
     Raises:
         OperationError: The request is invalid.
     """
     asked = request.sample
     if request.sampled_run:
-        run = context.runs.get(request.sampled_run)
-        if run is None:
-            message = f"the engine holds no run {request.sampled_run!r}"
-            raise OperationError(training_pb2.ERROR_CODE_UNKNOWN_RUN, message)
+        run = context.held(request.sampled_run)
         context.residency.use(run)
         policy = run.policy
+    elif request.HasField("weights"):
+        policy = context.references.shared(request.weights).policy
     else:
         policy = context.references.resolve(asked.model, field="model").policy
     prompts = [list(sequence.ids) for sequence in asked.prompt_ids]
@@ -129,8 +126,9 @@ def begin_outside(context: EngineContext, request: engine_pb2.EngineRequest) -> 
         prompts,
         asked.call.seed,
         owner=request.owner,
-        alone=False,
+        alone=request.in_run and _alone_in_run(context),
         stream=request.streams,
+        first_prompt=request.first_prompt,
         candidates=candidates,
         draws=draws,
         images=images,
@@ -146,11 +144,12 @@ def _begin(
     owner: str,
     alone: bool,
     stream: bool = False,
+    first_prompt: int = 0,
     candidates: Sequence[Sequence[int]] = (),
     draws: Draws | None = None,
     images: RowImages | None = None,
 ) -> Started:
-    params = SamplingParams.from_call(call, seed, stream=stream)
+    params = SamplingParams.from_call(call, seed, stream=stream, first_prompt=first_prompt)
     tokenizer = context.tokenizer(policy.facts.name)
     if not prompts and call.prompts:
         if tokenizer is None:

@@ -34,6 +34,7 @@ from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.references import References
 from gradwire_server.engine.state.residency import Residency
 from gradwire_server.engine.state.run_memory import check_memory, check_models
+from gradwire_server.engine.state.shared_weights import SHARED, SharedWeights
 from gradwire_server.engine.state.snapshot import restore
 from gradwire_server.engine.state.uploads import check_upload, import_upload
 from gradwire_server.observability import logs
@@ -119,9 +120,11 @@ class Engine:
         self._models, self._ranks = list(settings.models), settings.ranks
         self._groups = GroupedRuns(self.context)
         self._adapter_shapes = AdapterShapes(pool)
+        self._shared = SharedWeights(settings.state_dir / SHARED / str(share.number), agreement)
         self._handlers: Mapping[str, Callable[[Request, Budget], Answer]] = {
             "create_run": self._create_run,
             "drop_run": self._drop_run,
+            "share_weights": self._share_weights,
             "operation": self._operation,
             "check_upload": self._check_upload,
             "import_upload": self._import_upload,
@@ -248,8 +251,15 @@ class Engine:
         run = self.context.runs.pop(run_id, None)
         if run is not None:
             self.context.residency.remove(run_id)
+            self._shared.forget(run_id)
             run.close()
             self.context.references.keep_model(run.config.base_model)
+
+    def _share_weights(self, request: Request, budget: Budget) -> Answer:
+        share = request.message.share_weights
+        run = self.context.held(share.run_id)
+        self.context.residency.use(run)
+        return plain_answer(shared_weights=self._shared.share(run, share.name))
 
     def _check_upload(self, request: Request, budget: Budget) -> Answer:
         return plain_answer(

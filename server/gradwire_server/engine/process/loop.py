@@ -102,20 +102,17 @@ class Loop:
         """Requests that may be executed now, in order of arrival: no earlier request of their run is unfinished, and
         their images are read."""
         ready: list[Request] = []
-        waits: set[str] = set()
+        read: set[str] = set()
+        changed: set[str] = set()
         for request in self._waiting:
             run_id = request.run_id
             if request.ends:
                 if request is self._waiting[0] and not len(self._samples):
                     ready.append(request)
                 break
-            if run_id and (run_id in waits or (not request.samples and self._samples.of(run_id))):
-                waits.add(run_id)
-                continue
-            if not request.is_read:
-                waits.add(run_id)
-                continue
-            ready.append(request)
-            if run_id and not request.samples:
-                waits.add(run_id)
+            waits = run_id in changed or (not request.reads and (run_id in read or self._samples.of(run_id)))
+            if request.is_read and not (run_id and waits):
+                ready.append(request)
+            if run_id:  # a sample whose images are being read is not overtaken by the next, as answers are in order
+                (read if request.reads and request.is_read else changed).add(run_id)
         return ready

@@ -112,7 +112,10 @@ class LocalJob:
 
     def place_of(self, row: int) -> int:
         """Key of a row's random numbers, in addition to the seed."""
-        return row // self.params.n << 32 | row % self.params.n
+        return self._prompt_number(row) << 32 | row % self.params.n
+
+    def _prompt_number(self, row: int) -> int:
+        return self.params.first_prompt + row // self.params.n
 
     def begin(self, row: int) -> GrowingSample | None:
         """Begin a row's sample; None if nothing is to be done for each of its tokens but to draw it."""
@@ -127,11 +130,12 @@ class LocalJob:
 
     def fail_non_finite(self, row: int) -> None:
         """End the job because the model gives no distribution to draw a row's next token from."""
+        number = self._prompt_number(row)
         self.error = OperationError(
             training_pb2.ERROR_CODE_NON_FINITE,
-            f"the model's logits after prompt {row // self.params.n} are not finite, so that there is nothing to sample"
-            " from: a step has probably ruined its weights; load a checkpoint from before it",
-            row=row // self.params.n,
+            f"the model's logits after prompt {number} are not finite, so that there is nothing to sample from: a step"
+            " has probably ruined its weights; load a checkpoint from before it",
+            row=number,
             rule="finite",
         )
 
@@ -274,7 +278,7 @@ def _check(
         raise OperationError(
             training_pb2.ERROR_CODE_INVALID_BATCH, "sample needs at least one prompt", field="prompts", rule="not empty"
         )
-    for row, prompt in enumerate(prompts):
+    for row, prompt in enumerate(prompts, params.first_prompt):
         if not prompt:
             raise refuse(row, "has no tokens; begin with the model's start token, say", "at least one token")
         if len(prompt) + min(params.max_tokens, 1) > facts.context_length:

@@ -18,7 +18,8 @@ from typing import Literal
 import torch
 from gradwire_losses import host
 from gradwire_losses.batch import Batch, segment_ids
-from gradwire_proto.v1 import training_pb2
+from gradwire_proto.v1 import engine_pb2, training_pb2
+from safetensors.torch import load_file
 from torch import Tensor
 
 from gradwire_server.checkpoint_files import Manifest
@@ -62,6 +63,7 @@ class _Loaded:
     own_bytes: int
     shared_model: str = ""
     host_bytes: int = 0
+    run_id: str = ""
 
 
 class References:
@@ -172,6 +174,43 @@ class References:
             rule="a model reference",
         )
 
+    def shared(self, weights: engine_pb2.EngineSharedWeights) -> Reference:
+        """The weights of a run that another engine holds, from the file that it has written of them.
+
+        New weights of a run go into the place of its former ones, if nobody samples from these any more.
+
+        Raises:
+            OSError, SafetensorError: The file cannot be read.
+        """
+        identity, config = f"shared {weights.file}", weights.config
+        if identity in self._loaded:
+            return self._use(identity)
+        tensors = load_file(weights.file)
+        former = [name for name, entry in self._loaded.items() if entry.run_id == weights.run_id]
+        idle = [name for name in former if not self._in_use(self._loaded[name].reference.policy)]
+        if idle:
+            entry = self._loaded.pop(idle[0])
+            for name in idle[1:]:
+                self._loaded.pop(name).reference.policy.close()
+            policy = entry.reference.policy
+            if isinstance(policy, LoraPolicy):
+                policy.load_state_tensors(tensors)
+            else:
+                policy = self._full(policy.split_model, None, tensors)  # another, which has kept nothing of its samples
+            self._loaded[identity] = replace(entry, reference=Reference(identity, policy))
+        elif config.HasField("lora"):
+            split_model = self._pool.get(config.base_model)
+            policy = self._adapter(split_model, config.lora, None, tensors)
+            size = sum(parameter.nbytes for parameter in policy.trainable_parameters().values())
+            self._loaded[identity] = _Loaded(Reference(identity, policy), size, run_id=weights.run_id)
+        else:
+            size = self._model_bytes(config.base_model, self._pool.dtype)
+            self._make_room(size)
+            policy = self._full(self._frozen_copy(config.base_model, self._pool.dtype), None, tensors)
+            self._loaded[identity] = _Loaded(Reference(identity, policy), size, run_id=weights.run_id)
+        self.loaded_models += 1
+        return self._use(identity)
+
     def _form(self, dtype: str | None, held: Held | None) -> Form:
         """How a copy is to be held; None if the server's own will do."""
         if held is not None and dtype is not None:
@@ -280,12 +319,7 @@ class References:
                 size = self._model_bytes(config.base_model, form) if form else 0
                 self._make_room(size)
                 split_model = self._frozen_copy(config.base_model, form) if form else self._pool.get(config.base_model)
-                policy: Policy = LoraPolicy(split_model, next(self._adapter_names), config.lora, seed=0, head=head)
-                try:
-                    policy.load_state_tensors(tensors)
-                except OperationError:
-                    policy.close()
-                    raise
+                policy = self._adapter(split_model, config.lora, head, tensors)
                 size += sum(parameter.nbytes for parameter in policy.trainable_parameters().values())
             else:
                 if isinstance(form, str):
@@ -302,6 +336,17 @@ class References:
             self._loaded[identity] = _Loaded(Reference(identity, policy), size)
             self.loaded_models += 1
         return self._use(identity)
+
+    def _adapter(
+        self, model: SplitModel, settings: training_pb2.LoraSettings, head: Head | None, tensors: dict[str, Tensor]
+    ) -> Policy:
+        policy = LoraPolicy(model, next(self._adapter_names), settings, seed=0, head=head)
+        try:
+            policy.load_state_tensors(tensors)
+        except OperationError:
+            policy.close()
+            raise
+        return policy
 
     def _full(self, split_model: SplitModel, head: Head | None, tensors: dict[str, Tensor]) -> Policy:
         """Make a policy with these weights in a copy of the model, in its dtype, without float32 masters."""

@@ -49,6 +49,8 @@ class SamplingParams:
         top_logprobs: Most probable tokens to return in each place.
         stream: Whether new tokens are handed out while the sample grows.
         deterministic: Whether one rank of the engine computes all samples, for the same bits on any number of ranks.
+        first_prompt: Number of the first prompt in a larger request that this is a part of; it counts for a sample's
+            place, and in errors.
     """
 
     max_tokens: int
@@ -69,9 +71,12 @@ class SamplingParams:
     top_logprobs: int = 0
     stream: bool = False
     deterministic: bool = False
+    first_prompt: int = 0
 
     @classmethod
-    def from_call(cls, call: training_pb2.SampleCall, seed: int, *, stream: bool = False) -> SamplingParams:
+    def from_call(
+        cls, call: training_pb2.SampleCall, seed: int, *, stream: bool = False, first_prompt: int = 0
+    ) -> SamplingParams:
         """Read and check the parameters of a request; ``seed`` is used if it has none.
 
         Raises:
@@ -96,6 +101,7 @@ class SamplingParams:
             top_logprobs=call.top_logprobs,
             stream=stream,
             deterministic=call.deterministic,
+            first_prompt=first_prompt,
         )
         rules = {
             "max_tokens": (

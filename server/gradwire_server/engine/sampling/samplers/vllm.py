@@ -221,7 +221,7 @@ class _Served:
                     n=params.n,
                     temperature=params.temperature,
                     max_tokens=int(job.limits[number * params.n]),
-                    seed=_seed(params.seed, number),
+                    seed=_seed(params.seed, params.first_prompt + number),
                     stop=list(params.stop) or None,
                     stop_token_ids=sorted(job.ends),
                     ignore_eos=params.ignore_eos,

@@ -1,0 +1,260 @@
+"""Samples of one request that several engines generate, each a part of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+from gradwire_proto import codec
+from gradwire_proto.codec import Column
+from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.engine_client.client import EngineAnswer, EngineClient, EngineDied, Interruptible
+from gradwire_server.errors import ServiceError
+from gradwire_server.scheduling.fairness import Load
+from gradwire_server.scheduling.operation import QueuedOperation, failed, retrieved
+from gradwire_server.scheduling.placement import EngineQueue, Visit
+from gradwire_server.scheduling.run_queue import RunQueue
+from gradwire_server.scheduling.shared_files import SharedFiles
+
+log = logging.getLogger(__name__)
+
+OnFrame = Callable[[pb.SampleFrame], None]
+
+
+class Turns(Protocol):
+    """Gives places in engines."""
+
+    async def enter(self, visit: Visit) -> EngineQueue:
+        """Wait for a place in an engine."""
+
+    def leave(self, visit: Visit) -> None:
+        """Free the place."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request for samples that may be spread.
+
+    Attributes:
+        owner: Name of the API key that asks.
+        model: Name of the base model.
+        sample: The request, with a seed.
+        run: The run whose current weights are read; None for the request's model.
+        operation: The run's operation that this is; None outside its queue.
+    """
+
+    owner: str
+    model: str
+    sample: pb.SampleRequest
+    run: RunQueue | None = None
+    operation: QueuedOperation | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a request: the engine for it, its range of prompts, and the request for these."""
+
+    there: EngineQueue
+    start: int
+    end: int
+    sample: pb.SampleRequest
+
+
+class SamplesInParts:
+    """Samples in progress on several engines, as one request.
+
+    Attributes:
+        answer: What one engine would answer to the whole request.
+    """
+
+    def __init__(
+        self, turns: Turns, files: SharedFiles, asked: Asked, parts: Sequence[Part], on_frame: OnFrame | None
+    ) -> None:
+        self._turns, self._files, self._asked, self._parts, self._on_frame = turns, files, asked, parts, on_frame
+        self._began, self._result = time.monotonic(), pb.OperationResult()
+        sharing, first = None, self._request(parts[0])
+        if asked.run is not None:
+            first.sampled_run = asked.run.record.run_id
+            if len(parts) > 1:
+                sharing = self._engine.request(self._files.request(first.sampled_run))
+        answers = [self._ask(self._engine, first, parts[0])]
+        if sharing is not None:
+            sharing.add_done_callback(retrieved)
+        self._work = asyncio.create_task(self._together(sharing, answers[0]))
+        self.answer: asyncio.Future[EngineAnswer] = asyncio.create_task(self._answer())
+        self.answer.add_done_callback(retrieved)
+        deadline = asked.operation.deadline if asked.operation is not None else 0.0
+        if deadline:
+            late = asyncio.get_running_loop().call_later(max(deadline - time.time(), 0.0), self._late)
+            self.answer.add_done_callback(lambda _: late.cancel())
+
+    @property
+    def _engine(self) -> EngineClient:
+        return self._parts[0].there.engine
+
+    async def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
+        """As of an engine: it has begun."""
+        return False
+
+    def interrupt(self, answer: asyncio.Future[EngineAnswer]) -> bool:
+        """As of an engine; outside a run's queue nobody waits for the answer any more."""
+        if self._asked.operation is None:
+            return self._work.cancel()
+        seq = self._asked.operation.seq
+        message = f"operation {seq} was cancelled while it was executed; the run is as it was before it"
+        error = pb.Error(code=pb.ERROR_CODE_CANCELLED, message=message)
+        return self._end_with(pb.OperationResult(seq=seq, status=pb.STATUS_CANCELLED, error=error))
+
+    def _late(self) -> None:
+        assert self._asked.operation is not None
+        seq = self._asked.operation.seq
+        message = f"operation {seq} was not done when its timeout was over; the run is as it was before it"
+        result = failed(seq, pb.ERROR_CODE_DEADLINE_EXCEEDED, message)
+        result.error.field = "timeout"
+        self._end_with(result)
+
+    def _end_with(self, result: pb.OperationResult) -> bool:
+        if self._result.status or self._work.done():
+            return False
+        self._result = result
+        self._work.cancel()
+        return True
+
+    async def _answer(self) -> EngineAnswer:
+        try:
+            await asyncio.wait([self._work])
+        finally:
+            self._work.cancel()
+        if self._work.cancelled() and self._result.status:
+            return engine_pb2.EngineReply(result=self._result), b""
+        return self._work.result()
+
+    async def _together(
+        self, sharing: asyncio.Future[EngineAnswer] | None, first: asyncio.Future[EngineAnswer]
+    ) -> EngineAnswer:
+        engine = self._engine
+        tasks = [asyncio.create_task(_until_answered(engine, first))]
+        shared = None
+        try:
+            shared = await self._shared(sharing, tasks[0]) if sharing is not None else None
+            tasks += [asyncio.create_task(self._elsewhere(part, shared)) for part in self._parts[1:]]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if shared is not None:
+                self._files.release(shared)
+        for task in tasks:
+            if not task.cancelled():
+                task.result()
+        return self._merged([task.result() for task in tasks])
+
+    async def _shared(
+        self, sharing: asyncio.Future[EngineAnswer], first: asyncio.Task[EngineAnswer]
+    ) -> engine_pb2.EngineSharedWeights | None:
+        """The file of the run's weights, kept until it is released; None if it cannot be written."""
+        try:
+            reply, _ = await sharing
+        except ServiceError as error:
+            log.warning("one engine samples instead of %d: %s", len(self._parts), error)
+            return None
+        except EngineDied:
+            await first  # its part rather than the file may have been the end of the engine
+            raise
+        self._files.keep(reply.shared_weights)
+        return reply.shared_weights
+
+    async def _elsewhere(self, part: Part, shared: engine_pb2.EngineSharedWeights | None) -> EngineAnswer:
+        """Generate a part when it is its turn; where another engine refuses it, on the first one."""
+        request, engine = self._request(part), self._engine
+        if shared is not None:
+            request.weights.CopyFrom(shared)
+        elif self._asked.run is not None:
+            request.sampled_run = self._asked.run.record.run_id
+            return await _until_answered(engine, self._ask(engine, request, part))
+        given = sum(len(prompt.ids) for prompt in part.sample.prompt_ids)
+        visit = Visit(self._asked.owner, Load(given, samples=True), model=self._asked.model, engine=part.there)
+        there = await self._turns.enter(visit)
+        try:
+            return await _until_answered(there.engine, self._ask(there.engine, request, part))
+        except ServiceError as error:
+            log.warning("engine %d leaves its samples to engine %d: %s", there.engine.number, engine.number, error)
+        finally:
+            self._turns.leave(visit)
+        return await _until_answered(engine, self._ask(engine, request, part))
+
+    def _request(self, part: Part) -> engine_pb2.EngineRequest:
+        return engine_pb2.EngineRequest(
+            sample=part.sample,
+            owner=self._asked.owner,
+            streams=self._on_frame is not None,
+            first_prompt=part.start,
+            in_run=self._asked.operation is not None,
+        )
+
+    def _ask(self, engine: EngineClient, request: engine_pb2.EngineRequest, part: Part) -> asyncio.Future[EngineAnswer]:
+        on_frame = self._on_frame
+        if on_frame is None:
+            answer = engine.request(request)
+        else:
+            answer = engine.request(request, (), partial(_shifted, on_frame, part.start * (part.sample.call.n or 1)))
+        answer.add_done_callback(retrieved)
+        return answer
+
+    def _merged(self, answers: Sequence[EngineAnswer]) -> EngineAnswer:
+        if any(reply.HasField("not_started") for reply, _ in answers):
+            return engine_pb2.EngineReply(not_started=pb.Empty()), b""
+        seq = self._asked.operation.seq if self._asked.operation is not None else 0
+        if len(answers) == 1:
+            ((reply, payload),) = answers
+            reply.result.seq = seq
+            return reply, payload
+        results = [reply.result for reply, _ in answers]
+        columns = [codec.decode(reply.result.tensors, payload) for reply, payload in answers]
+        specs, buffers = codec.encode({name: _joined([each[name] for each in columns]) for name in columns[0]})
+        payload = b"".join(buffers)
+        result = pb.OperationResult(seq=seq, status=pb.STATUS_SUCCEEDED, tensors=specs, payload_bytes=len(payload))
+        result.timings.engine_s = time.monotonic() - self._began
+        sample = result.sample
+        for part, each in zip(self._parts, results, strict=True):
+            sample.stop_reasons.extend(each.sample.stop_reasons)
+            sample.texts.extend(each.sample.texts)
+            sample.num_prompt_tokens += each.sample.num_prompt_tokens
+            sample.num_sampled_tokens += each.sample.num_sampled_tokens
+            sample.parts.add(engine=part.there.engine.number, num_prompts=part.end - part.start)
+        return engine_pb2.EngineReply(result=result), payload
+
+
+async def _until_answered(engine: Interruptible, answer: asyncio.Future[EngineAnswer]) -> EngineAnswer:
+    """Wait for an answer; if the waiting is cancelled, the engine ends the request."""
+    try:
+        return await asyncio.shield(answer)
+    except asyncio.CancelledError:
+        await end(engine, answer)
+        raise
+
+
+async def end(engine: Interruptible, answer: asyncio.Future[EngineAnswer]) -> None:
+    """Withdraw a request, or have the engine stop it."""
+    if not await engine.withdraw(answer):
+        engine.interrupt(answer)
+
+
+def _shifted(on_frame: OnFrame, rows: int, frame: pb.SampleFrame) -> None:
+    for delta in frame.deltas:
+        delta.row += rows
+    on_frame(frame)
+
+
+def _joined(columns: Sequence[Column]) -> Column:
+    levels = zip(*(column.levels for column in columns), strict=True)
+    return Column(np.concatenate([column.values for column in columns]), tuple(map(np.concatenate, levels)))

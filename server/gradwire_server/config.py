@@ -285,6 +285,9 @@ class ServerConfig(EngineSettings):
     job_scripts: bool = setting(
         False, "Administrators may run Python scripts as jobs, with the rights of this server.", subject=NETWORK
     )
+    webhook: str = setting(
+        "", "URL that is told of each job's end, signed with the secret in STATE/webhook.secret.", subject=NETWORK
+    )
     keep_results_hours: float = setting(168.0, "Hours that a result waits to be fetched.", subject=DURABILITY, gt=0)
     mirror: Path | None = setting(
         None, "Folder, best on another disk, for a second copy of the journal.", subject=DURABILITY
@@ -328,6 +331,13 @@ class ServerConfig(EngineSettings):
             if not HOST_NAME.fullmatch(name):
                 raise ValueError(f"give a host name alone, as gpu-box.example.org, not {name[:100]!r}")
         return names
+
+    @field_validator("webhook")
+    @classmethod
+    def _a_url(cls, url: str) -> str:
+        if url and not re.fullmatch(r"https?://[^\s/?#]+\S*", url):
+            raise ValueError(f"give an address as https://example.org/hook, not {url[:100]!r}")
+        return url
 
     @field_validator("address")
     @classmethod

@@ -133,6 +133,7 @@ class Job(_message.Message):
     RESULT_FILES_FIELD_NUMBER: _builtins.int
     RESOLVED_FIELD_NUMBER: _builtins.int
     MODEL_DELETED_FIELD_NUMBER: _builtins.int
+    TOLD_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """"ftjob-..." """
     owner: _builtins.str
@@ -158,6 +159,8 @@ class Job(_message.Message):
     """JSON: settings as the recipe uses them; empty before the first start"""
     model_deleted: _builtins.bool
     """its checkpoints' names are no models any more"""
+    told: _builtins.bool
+    """the server's webhook has taken the news of its end"""
     @_builtins.property
     def spec(self) -> Global___JobSpec: ...
     @_builtins.property
@@ -192,10 +195,11 @@ class Job(_message.Message):
         result_files: _abc.Iterable[_builtins.str] | None = ...,
         resolved: _builtins.str = ...,
         model_deleted: _builtins.bool = ...,
+        told: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoints", b"checkpoints", "created_at", b"created_at", "error", b"error", "finished_at", b"finished_at", "job_id", b"job_id", "model_deleted", b"model_deleted", "owner", b"owner", "resolved", b"resolved", "result_files", b"result_files", "run_id", b"run_id", "spec", b"spec", "started_at", b"started_at", "state", b"state", "step", b"step", "total_steps", b"total_steps", "trained_tokens", b"trained_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoints", b"checkpoints", "created_at", b"created_at", "error", b"error", "finished_at", b"finished_at", "job_id", b"job_id", "model_deleted", b"model_deleted", "owner", b"owner", "resolved", b"resolved", "result_files", b"result_files", "run_id", b"run_id", "spec", b"spec", "started_at", b"started_at", "state", b"state", "step", b"step", "told", b"told", "total_steps", b"total_steps", "trained_tokens", b"trained_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,8 +21,10 @@ from gradwire_server.access.keys import ANYONE, Caller, Keys
 from gradwire_server.access.model_names import ModelNames
 from gradwire_server.config import CHUNK_BYTES, ServerConfig
 from gradwire_server.core.incoming import Incoming
+from gradwire_server.core.jobs.file_parts import FileParts
 from gradwire_server.core.jobs.files import Files
 from gradwire_server.core.jobs.jobs import Jobs
+from gradwire_server.core.jobs.webhook import Webhook
 from gradwire_server.core.jobs.workers import JobWorkers
 from gradwire_server.core.recordings import Recordings
 from gradwire_server.core.runs import Runs
@@ -71,6 +73,7 @@ class Core(Startable):
         recordings: Records of runs, to be executed again elsewhere; available after :meth:`start`.
         uploads: Uploaded weights that runs can start from; available after :meth:`start`.
         jobs, files: Trainings that the server runs by itself, and their data; available after :meth:`start`.
+        file_parts: Files that arrive in parts.
         job_workers: The processes that run jobs; a door gives them its address.
         left: Number of operations without a result, by run id; set by :meth:`drain`.
     """
@@ -140,13 +143,17 @@ class Core(Startable):
         self.recordings = Recordings(config.state_dir, storage)
         await asyncio.to_thread(self.recordings.clean)
         self.files = Files(config, storage.files, self.keys.quota, lambda file_id: self.jobs.needs(file_id))
+        self.file_parts = FileParts(self.files, config.state_dir / "file_parts", config.limits)
+        await asyncio.to_thread(self.file_parts.clean)
         await self.files.load()
-        self.jobs = Jobs(config, storage.jobs, self.files, self.keys, self._models, lambda: self.job_workers.look())
+        self.jobs = Jobs(config, storage.jobs, self.files, self.keys, self._models, self._jobs_changed)
         self.job_workers = JobWorkers(self.jobs, self.keys, config.job_workers)
+        self._webhook = Webhook(self.jobs, config.webhook, config.state_dir / "webhook.secret")
         await self.jobs.load()
         self._sampling = Sampling(config, storage.records, storage.checkpoints, self._models, self.scheduler)
         await self.scheduler.start(loaded)
         self._running = True
+        await self._webhook.start()
 
     async def drain(self) -> None:
         """Accept nothing more, wait for the operations that are being executed, and set :attr:`left`.
@@ -155,6 +162,7 @@ class Core(Startable):
         """
         running, self._running = self._running, False
         if running:
+            await self._webhook.stop()
             self.left = await self.scheduler.drain(self.config.grace)
 
     async def stop(self) -> None:
@@ -167,6 +175,10 @@ class Core(Startable):
         if tracing is not self._given_tracing:
             await asyncio.to_thread(tracing.close)
         await self.storage.close()
+
+    def _jobs_changed(self) -> None:
+        self.job_workers.look()
+        self._webhook.look()
 
     # ---- the server ----
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import csv
+import hashlib
+import http.server
 import io
 import json
 import math
 import re
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import openai
@@ -70,13 +73,33 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"folder": str(folder), **{name: KeyFile(folder / "state").create(name) for name in ("anna", "bert")}}
 
 
+class Receiver(http.server.BaseHTTPRequestHandler):
+    """Refuses the first news, and keeps the headers and the body of each."""
+
+    news: ClassVar[list[tuple[dict[str, str], str]]] = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"])).decode()
+        self.news.append(({name.lower(): value for name, value in self.headers.items()}, body))
+        self.send_response(503 if len(self.news) == 1 else 204)
+        self.end_headers()
+
+
 @pytest.fixture(scope="module")
-def server(keys: dict[str, str]) -> Iterator[HttpServer]:
+def receiver() -> Iterator[str]:
+    """Where the server tells of the jobs' ends."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.server_port}/hook"
+        listening.shutdown()
+
+
+@pytest.fixture(scope="module")
+def server(keys: dict[str, str], receiver: str) -> Iterator[HttpServer]:
     folder = Path(keys["folder"])
     model = chat_model(folder / "marked", "marked")
-    running = HttpServer(
-        model, folder / "state", free_port(), "--threads", "1", "--model", f"{DOCUMENTED}={model}", name="org/marked"
-    )
+    options = ("--threads", "1", "--model", f"{DOCUMENTED}={model}", "--webhook", receiver)
+    running = HttpServer(model, folder / "state", free_port(), *options, name="org/marked")
     running.start()
     yield running
     assert running.end() == 0
@@ -267,6 +290,81 @@ def test_graders_are_tried(client: openai.OpenAI) -> None:
         assert caught.value.param == "grader" and sentence in caught.value.message
     with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-9' here"):
         graders.validate(grader=SCORE | {"model": "gpt-9"})
+
+
+def test_the_end_is_told_until_it_is_taken(
+    client: openai.OpenAI, supervised: FineTuningJob, keys: dict[str, str]
+) -> None:
+    deadline = time.monotonic() + 60
+    while not (mine := [each for each in Receiver.news[1:] if supervised.id in each[1]]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    headers, body = mine[0]
+    secret = (Path(keys["folder"]) / "state" / "webhook.secret").read_text().strip()
+    event = client.webhooks.unwrap(body, headers, secret=secret)
+    assert event.type == "fine_tuning.job.succeeded" and event.data.id == supervised.id
+    assert Receiver.news[0][0]["webhook-id"] == Receiver.news[1][0]["webhook-id"]  # the refused one came again
+    with pytest.raises(openai.InvalidWebhookSignatureError):
+        client.webhooks.unwrap(body.replace("succeeded", "failed"), headers, secret=secret)
+
+
+def test_what_a_job_made_is_shared_and_trained_further(
+    client: openai.OpenAI, other: openai.OpenAI, supervised: FineTuningJob, data: str
+) -> None:
+    name = str(supervised.fine_tuned_model)
+
+    def asked(by: openai.OpenAI, model: str) -> str:
+        messages: Any = [{"role": "user", "content": "3 and two?"}]
+        answer = by.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=8)
+        return str(answer.choices[0].message.content)
+
+    with pytest.raises(openai.NotFoundError):
+        asked(other, name)
+    permissions = client.fine_tuning.checkpoints.permissions
+    with pytest.raises(openai.BadRequestError, match="'carl' is not the name of another key"):
+        permissions.create(name, project_ids=["carl"])
+    (given,) = permissions.create(name, project_ids=["bert"])
+    assert [each.id for each in permissions.list(name)] == [given.id] and given.project_id == "bert"
+    assert asked(other, name) == WORD and name in {model.id for model in other.models.list()}
+    with pytest.raises(openai.PermissionDeniedError):
+        other.fine_tuning.checkpoints.permissions.create(name, project_ids=["anna"])
+    mine = upload(other, talks(10, "nine"))
+    job = other.fine_tuning.jobs.create(
+        model=name,
+        training_file=mine,
+        hyperparameters={"n_epochs": 2, "batch_size": 5, "learning_rate_multiplier": 300},
+    )
+    job = ended(other, job.id)
+    assert job.model == name and str(job.fine_tuned_model).startswith("ft:org/marked:bert:")
+    first = [each for each in other.fine_tuning.jobs.list_events(job.id) if each.type == "metrics"][-1]
+    assert first.data["train_loss"] > 1  # type: ignore[index]  # it begins with the other word
+    assert asked(other, str(job.fine_tuned_model)) != WORD and asked(client, name) == WORD
+    assert permissions.delete(given.id, fine_tuned_model_checkpoint=name).deleted
+    with pytest.raises(openai.NotFoundError):
+        asked(other, name)
+
+
+def test_a_file_arrives_in_parts(client: openai.OpenAI, other: openai.OpenAI) -> None:
+    content = talks()
+    size, half = len(content), len(content) // 2
+    announced: Any = {"filename": "talks.jsonl", "purpose": "fine-tune", "mime_type": "text/jsonl"}
+    upload = client.uploads.create(bytes=size, **announced)
+    second, first = (client.uploads.parts.create(upload.id, data=part).id for part in (content[half:], content[:half]))
+    with pytest.raises(openai.BadRequestError, match="have more than the announced"):
+        client.uploads.parts.create(upload.id, data=b"x")
+    for wrong, sentence in (([first], "were announced"), ([first, first], "is twice"), (["part_x"], "no part of this")):
+        with pytest.raises(openai.BadRequestError, match=sentence):
+            client.uploads.complete(upload.id, part_ids=wrong)
+    with pytest.raises(openai.BadRequestError, match="another MD5"):
+        client.uploads.complete(upload.id, part_ids=[first, second], md5="0" * 32)
+    with pytest.raises(openai.NotFoundError):
+        other.uploads.complete(upload.id, part_ids=[first, second])
+    digest = hashlib.md5(content).hexdigest()
+    for _ in range(2):  # a repeated one is the same
+        done = client.uploads.complete(upload.id, part_ids=[first, second], md5=digest)
+        assert done.status == "completed" and done.file is not None
+        assert client.files.content(done.file.id).content == content
+    assert client.uploads.cancel(client.uploads.create(bytes=9, **announced).id).status == "cancelled"
 
 
 def test_models_grade(client: openai.OpenAI, supervised: FineTuningJob) -> None:

@@ -78,7 +78,7 @@ class Files:
         Raises:
             ServiceError: INVALID_ARGUMENT, LIMIT_EXCEEDED, STORAGE_FULL.
         """
-        self._check(described, idempotency_key)
+        self.check(described, idempotency_key)
         await self._expire()
         if (known := self._made(caller, idempotency_key)) is not None:
             async for _ in chunks:  # the client is still sending
@@ -96,7 +96,7 @@ class Files:
             async with self._storing:
                 if (known := self._made(caller, idempotency_key)) is not None:
                     return known
-                self._check_room(caller, file.size_bytes)
+                self.check_room(caller, file.size_bytes)
                 await asyncio.to_thread(_keep, partial, self._content(file))
                 await self._records.insert(file, idempotency_key)
                 self._add(file, idempotency_key)
@@ -155,9 +155,12 @@ class Files:
         finally:
             stream.close()
 
-    # ---- internals ----
+    def check(self, described: jobs.File, key: str = "") -> None:
+        """Check what is said of a file that is to come.
 
-    def _check(self, described: jobs.File, key: str) -> None:
+        Raises:
+            ServiceError: INVALID_ARGUMENT, LIMIT_EXCEEDED.
+        """
         if described.purpose not in PURPOSES:
             message = f"purpose is {described.purpose[:50]!r}; it must be one of {', '.join(PURPOSES)}"
             raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="purpose")
@@ -169,13 +172,20 @@ class Files:
             raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "expires_at is in the past", field="expires_after")
         check_length(key, "max_name_chars", self._limits.max_name_chars, "idempotency_key")
 
-    def _check_room(self, caller: Caller, more: int) -> None:
+    def check_room(self, caller: Caller, more: int) -> None:
+        """Check that a key may store so many more bytes.
+
+        Raises:
+            ServiceError: LIMIT_EXCEEDED.
+        """
         if len(self._known) >= self._limits.max_files:
             raise limit_exceeded(
                 f"the server has {len(self._known)} files", "max_files", self._limits.max_files, "file"
             )
         size = sum(file.size_bytes for file in self._known.values() if file.owner == caller.name)
         check_files(size, more, self._quota_of(caller.name), self._limits)
+
+    # ---- internals ----
 
     async def _receive(self, caller: Caller, file: jobs.File, to: Path, chunks: AsyncIterable[bytes]) -> None:
         await asyncio.to_thread(make_folder, self._folder, 0o700)
@@ -186,7 +196,7 @@ class Files:
                 size += len(chunk)
                 if size > most:
                     raise limit_exceeded(f"the file has more than {most} bytes", "max_file_bytes", most, "file")
-                self._check_room(caller, size)
+                self.check_room(caller, size)
                 digest.update(chunk)
                 await asyncio.to_thread(stream.write, chunk)
             await asyncio.to_thread(_flush, stream)

@@ -154,6 +154,19 @@ class Jobs:
         stored = self._known.get(job_id)
         return None if stored is None else stored.job
 
+    def of_run(self, run_id: str) -> jobs.Job | None:
+        """The job that made a run; None if none did."""
+        return next((each.job for each in self._known.values() if run_id and each.job.run_id == run_id), None)
+
+    def untold(self, since: float) -> list[jobs.Job]:
+        """Jobs that have ended since then, of which the webhook has not been told."""
+        found = [stored.job for stored in self._known.values()]
+        return [job for job in found if job.state in ENDED and not job.told and job.finished_at > since]
+
+    async def mark_told(self, job_id: str) -> None:
+        """Note that the webhook knows of a job's end; on disk when this returns."""
+        await self._change(job_id, told=True)
+
     def page(
         self,
         caller: Caller,
@@ -222,12 +235,8 @@ class Jobs:
         Raises:
             ServiceError: UNKNOWN_JOB.
         """
-        async with self._changing:
-            job = jobs.Job()
-            job.CopyFrom(self.get(caller, job_id))
-            job.model_deleted = True
-            await self._records.update(job)
-            self._replace(job)
+        self.get(caller, job_id)
+        await self._change(job_id, model_deleted=True)
 
     async def events(
         self, caller: Caller, job_id: str, after: int = 0, limit: int = 0, *, oldest_first: bool = False
@@ -389,6 +398,8 @@ class Jobs:
         for name in OWN_SETTINGS:
             if settings.get(name):
                 raise _invalid(f"{name} is the server's to choose: leave it out", name)
+        if settings.get("init_from") and not str(settings["init_from"]).startswith("run-"):
+            raise _invalid("init_from is no checkpoint RUN_ID/NAME, and folders are the server's", "init_from")
         if spec.recipe != SCRIPT:
             if not isinstance(settings.get("model"), str):
                 raise _invalid("model is missing: name a model of this server", "model")
@@ -435,6 +446,19 @@ class Jobs:
             self._replace(job)
         self._on_change()
         return job
+
+    async def _change(self, job_id: str, **fields: bool) -> None:
+        """Set fields of a job, unless it was deleted meanwhile."""
+        async with self._changing:
+            known = self.find(job_id)
+            if known is None:
+                return
+            job = jobs.Job()
+            job.CopyFrom(known)
+            for name, value in fields.items():
+                setattr(job, name, value)
+            await self._records.update(job)
+            self._replace(job)
 
     def _add(self, stored: StoredJob) -> None:
         self._known[stored.job.job_id] = stored

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
 from functools import partial
 
 from starlette.responses import Response
@@ -82,7 +83,7 @@ class GuardedProtocol:
             answered = _Answer(partial(self._core.keys.check, caller), self._protocol.error_body, scope, starting)
             limit = BodyLimit.of(self._core.config.limits, headers.content_type)
             calls = self._core.calls
-            if posted in self._protocol.uploads:
+            if any(fnmatchcase(posted, each) for each in self._protocol.uploads):
                 async with calls.turn(caller.name, CallKind.HTTP):
                     upload = _Upload(headers, answered.checked(receive), self._core.config.limits.max_file_bytes)
                     await self._protocol.app(scope, upload.receive, answered.send)

@@ -48,7 +48,8 @@ class Protocol:
         open_paths: Beginnings of paths, relative to the prefix, that need no key.
         direct: POST routes that are answered without FastAPI's layers, by path; the application has them too.
         oversized: POST routes that answer a body above the limit in their own way, by path.
-        uploads: POST routes that read their body themselves, part by part, as it may be as large as a file.
+        uploads: POST routes, with ``*`` for an id, that read their body themselves, part by part, as it may be as large
+            as a file.
     """
 
     name: str

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.errors import application, body_problem, error_response
-from gradwire_server.doors.http.openai import chat, completions, files
+from gradwire_server.doors.http.openai import chat, completions, files, uploads
 from gradwire_server.doors.http.openai.fine_tuning import routes as fine_tuning
 from gradwire_server.doors.http.openai.names import PREFIX, described, find_model, listed
 from gradwire_server.doors.http.openai.requests import unsupported
@@ -65,10 +65,11 @@ def protocol(core: Core, stopping: asyncio.Event) -> Protocol:
         return {"id": name, "object": "model", "deleted": True}
 
     app.include_router(files.routes(core))
+    app.include_router(uploads.routes(core))
     app.include_router(fine_tuning.routes(core))
     app.include_router(completions.routes(core, error_body))
     app.include_router(chat.routes(core, error_body))
-    return Protocol("openai", "/v1", app, error_body, uploads=("/files",))
+    return Protocol("openai", "/v1", app, error_body, uploads=("/files", "/uploads/*/parts"))
 
 
 def error_body(status: int, error: pb.Error) -> Mapping[str, Any]:

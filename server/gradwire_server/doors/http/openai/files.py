@@ -49,7 +49,7 @@ def routes(core: Core) -> APIRouter:
                 check_encodable(text, field)
             asked = jobs.File(filename=filename, purpose=purpose, expires_at=_expiry(form))
             key = http.headers.get("idempotency-key", "")
-            return file_body(await core.files.create(caller, asked, _chunks(file), key))
+            return file_body(await core.files.create(caller, asked, chunks_of(file), key))
 
     @router.get("")
     async def list_files(
@@ -121,6 +121,7 @@ def _expiry(form: FormData) -> float:
     return time.time() + int(seconds)
 
 
-async def _chunks(file: UploadFile) -> AsyncGenerator[bytes]:
+async def chunks_of(file: UploadFile) -> AsyncGenerator[bytes]:
+    """The content of a form's file."""
     while chunk := await file.read(CHUNK_BYTES):
         yield chunk

@@ -71,6 +71,9 @@ async def listed(core: Core, caller: Caller) -> list[dict[str, Any]]:
     while True:
         runs, token = await core.runs.page(caller, 0, token)
         for run in runs:
+            shared = core.jobs.of_run(run.run_id) if run.owner != caller.name and caller.role != "admin" else None
+            if shared is not None and shared.spec.note:
+                found += [described(name, each.created_at, shared.owner) for name, each in models_of(shared)]
             found.append(described(run.run_id, run.created_at, run.owner))
             if run.latest_checkpoint:
                 found.append(described(run.latest_checkpoint, run.created_at, run.owner))

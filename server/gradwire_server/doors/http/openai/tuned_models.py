@@ -59,14 +59,15 @@ def models_of(job: jobs.Job) -> Iterator[tuple[str, jobs.JobCheckpoint]]:
 def find_tuned(core: Core, caller: Caller, name: str) -> tuple[jobs.Job, jobs.JobCheckpoint] | None:
     """The job and the checkpoint of a fine-tuned model; None if the caller may read no model of this name."""
     found = _NAME.fullmatch(name)
-    if found is None:
+    job = core.jobs.find(JOB + found["id"]) if found is not None else None
+    models = dict(models_of(job)) if job is not None and job.spec.note else {}
+    if job is None or name not in models:
         return None
     try:
-        job = core.jobs.get(caller, JOB + found["id"])
+        core.runs.get(caller, job.run_id)  # its owner's, or shared with the caller
     except ServiceError:
         return None
-    models = dict(models_of(job)) if job.spec.note else {}
-    return (job, models[name]) if name in models else None
+    return job, models[name]
 
 
 def tuned_jobs(core: Core, caller: Caller) -> Iterator[jobs.Job]:

@@ -71,6 +71,14 @@ class CreateJob(BoundedModel):
         return metadata
 
 
+class CreatePermissions(BoundedModel):
+    """``POST /v1/fine_tuning/checkpoints/{checkpoint}/permissions``; a project is a key of this server, by its name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    project_ids: list[str] = Field(min_length=1, max_length=100)
+
+
 class ValidateGrader(BoundedModel):
     """``POST /v1/fine_tuning/alpha/graders/validate``."""
 

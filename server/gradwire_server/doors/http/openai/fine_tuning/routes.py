@@ -15,6 +15,7 @@ from gradwire_server.core.core import Core
 from gradwire_server.core.jobs import grading
 from gradwire_server.core.jobs.files import DATA, page_of
 from gradwire_server.doors.http.openai.files import listing, problems
+from gradwire_server.doors.http.openai.fine_tuning import permissions
 from gradwire_server.doors.http.openai.fine_tuning.answers import checkpoint_body, event_body, graded_body, job_body
 from gradwire_server.doors.http.openai.fine_tuning.hyperparameters import RECIPES, resolve
 from gradwire_server.doors.http.openai.fine_tuning.judging import Asked, with_sources
@@ -26,7 +27,7 @@ from gradwire_server.doors.http.protocol import CallerOf
 from gradwire_server.errors import unknown_job
 
 LEAST_ROWS = 10
-OURS = ("model", "data", "validation", "seed")
+OURS = ("model", "init_from", "data", "validation", "seed")
 """Settings that the request has by OpenAI's names."""
 PARAMETERS = {"data": "training_file", "validation": "validation_file", "job": "model"}
 _METADATA = re.compile(r"metadata\[(.{1,64})\]")
@@ -101,6 +102,7 @@ def routes(core: Core) -> APIRouter:
         found = await grading.run(grader, asked.model_sample, asked.item or {}, "grader", judge)
         return graded_body(asked.grader, found, judge.tokens)
 
+    router.include_router(permissions.routes(core))
     return router
 
 
@@ -122,8 +124,10 @@ async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -
         raise invalid(f"the method {method} takes no grader", f"method.{method}.grader")
     name = asked.model.removeprefix(PREFIX) if asked.model not in core.config.all_models else asked.model
     model = find_model(core, caller, name)
-    if model.source != model.base:
-        raise unsupported("a job starts from a base model, not from what another one made", "model")
+    if model.source != model.base and "/" not in model.source:
+        raise unsupported(
+            "a job starts from a base model, from what another job made, or from RUN_ID/CHECKPOINT", "model"
+        )
     file = _data(core, caller, asked.training_file, "training_file")
     checked = [file]
     if asked.validation_file:
@@ -144,6 +148,8 @@ async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -
         if field in extra:
             raise invalid(f"gradwire.{field} is in the request by OpenAI's name: leave it out", "gradwire")
     recipe = resolved.settings | extra | {"model": model.base, "data": file.file_id, "seed": seed}
+    if model.source != model.base:
+        recipe["init_from"] = model.source
     if asked.validation_file:
         recipe["validation"] = asked.validation_file
     note = {

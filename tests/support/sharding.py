@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from support.training import train_on
+from support.training import take_step, train_on
 
 VOCAB = 64
 STEP = OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, max_grad_norm=0.5)
@@ -108,7 +108,7 @@ def train(run: EngineRun, loss_name: str, budget: Budget, **kwargs: Any) -> tupl
                 or 0.0
             )
         gradients = {name: whole(each).clone() for name, each in run.accumulator.normalised()[0].items()}
-        figures.append(run.optimizer.step(run.accumulator, STEP).grad_norm)
+        figures.append(take_step(run, STEP).grad_norm)
     return figures, gradients
 
 

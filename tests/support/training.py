@@ -1,4 +1,4 @@
-"""One training pass over a batch, as the engine makes it."""
+"""A training pass over a batch and an optimizer step, as the engine makes them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import Any
 
 from gradwire_losses.batch import Batch
 from gradwire_losses.registry import LossConfig, LossSpec
+from gradwire_proto.v1.training_pb2 import OptimStep
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.planner import Budget
+from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.training.accumulation import GradientAccumulator
 from gradwire_server.engine.training.forward_backward import Training, forward_backward
 from gradwire_server.engine.training.loss_call import LossCall
 from gradwire_server.engine.training.loss_report import LossEvaluation
+from gradwire_server.engine.training.optimizer import StepOutcome
+from gradwire_server.engine.training.optimizer_step import RunStep, take_steps
 
 
 def train_on(
@@ -32,3 +36,10 @@ def train_on(
     (found,) = forward_backward([Training(on_batch, accumulator, budget=budget, dropout_seed=dropout_seed)])
     assert found is not None
     return found
+
+
+def take_step(run: EngineRun, settings: OptimStep) -> StepOutcome:
+    """Take a run's optimizer step with its accumulated gradient."""
+    (outcome,) = take_steps([RunStep(run.optimizer, run.accumulator, settings)])
+    assert isinstance(outcome, StepOutcome)
+    return outcome

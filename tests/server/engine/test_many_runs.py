@@ -14,6 +14,7 @@ from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.packed import PackedLayout
 from gradwire_server.engine.state.residency import Residency
 from gradwire_server.engine.state.snapshot import capture
+from support.training import take_step
 
 TARGETS: tuple[list[str], ...] = ([], ["q_proj", "v_proj"], ["down_proj"], ["o_proj", "up_proj", "k_proj"])
 STEP = OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, max_grad_norm=1.0)
@@ -33,7 +34,7 @@ def train(run: EngineRun, number: int) -> None:
     gradients = {name: each.contiguous() for name, each in zip(parameters, found, strict=True)}
     run.accumulator.merge({("loss", "tokens"): gradients}, {("loss", "tokens"): 9.0})
     if number % 2:
-        run.optimizer.step(run.accumulator, STEP)
+        take_step(run, STEP)
 
 
 def many(model_path: Path, folder: Path, count: int) -> None:

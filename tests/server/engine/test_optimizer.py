@@ -14,7 +14,7 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.training.accumulation import GradientAccumulator
-from support.training import train_on
+from support.training import take_step, train_on
 
 
 def settings(**changes: Any) -> OptimStep:
@@ -57,7 +57,7 @@ def test_steps_are_those_of_torch(make_run: Any, max_grad_norm: float) -> None:
             torch.nn.utils.clip_grad_norm_(reference.values(), max_grad_norm)
         adamw.step()
         run.accumulator.merge({("loss", "tokens"): gradients}, {("loss", "tokens"): 4.0})
-        outcome = run.optimizer.step(run.accumulator, settings(weight_decay=0.1, max_grad_norm=max_grad_norm))
+        outcome = take_step(run, settings(weight_decay=0.1, max_grad_norm=max_grad_norm))
         assert outcome.grad_norm == pytest.approx(norm, rel=1e-5)
         assert run.accumulator.empty and not outcome.skipped
     for name, tensor in run.policy.state_tensors().items():
@@ -72,7 +72,7 @@ def test_several_keys_are_divided_each_by_its_own_count(make_run: Any) -> None:
     split.accumulator.merge({("a", "pairs"): {k: v.clone() for k, v in two.items()}}, {("a", "pairs"): 3.0})
     combined = {name: one[name] / 2 + 2 * two[name] / 8 for name in one}
     whole.accumulator.merge({("b", "sum"): combined}, {("b", "sum"): 1.0})
-    norms = [run.optimizer.step(run.accumulator, settings(max_grad_norm=1.0)).grad_norm for run in (split, whole)]
+    norms = [take_step(run, settings(max_grad_norm=1.0)).grad_norm for run in (split, whole)]
     assert norms[0] == pytest.approx(norms[1])
     for name, tensor in split.policy.state_tensors().items():
         torch.testing.assert_close(tensor, whole.policy.state_tensors()[name], atol=1e-6, rtol=1e-5)
@@ -81,23 +81,23 @@ def test_several_keys_are_divided_each_by_its_own_count(make_run: Any) -> None:
 def test_a_step_needs_a_gradient(make_run: Any) -> None:
     run = make_run()
     with pytest.raises(OperationError, match="call forward_backward first") as caught:
-        run.optimizer.step(run.accumulator, settings())
+        take_step(run, settings())
     assert caught.value.code == training_pb2.ERROR_CODE_NOTHING_TO_STEP
 
 
 def test_a_non_finite_gradient_leaves_everything(make_run: Any) -> None:
     run = make_run(lora=4)
     run.accumulator.merge({("a", "tokens"): gradient_of(run, 0)}, {("a", "tokens"): 1.0})
-    run.optimizer.step(run.accumulator, settings())
+    take_step(run, settings())
     before = weights(run) | {name: t.clone() for name, t in run.optimizer.state_tensors().items()}
     huge = gradient_of(run, 1, scale=1e38)
     run.accumulator.merge({("a", "tokens"): huge}, {("a", "tokens"): 1.0})
     with pytest.raises(OperationError, match="it is dropped, and the weights are untouched") as caught:
-        run.optimizer.step(run.accumulator, settings())
+        take_step(run, settings())
     assert caught.value.code == training_pb2.ERROR_CODE_NON_FINITE
     assert run.accumulator.empty
     run.accumulator.merge({("a", "tokens"): gradient_of(run, 1, scale=1e38)}, {("a", "tokens"): 1.0})
-    outcome = run.optimizer.step(run.accumulator, settings(skip_nonfinite=True))
+    outcome = take_step(run, settings(skip_nonfinite=True))
     assert outcome.skipped and outcome.num_accumulated == 1 and run.accumulator.empty
     assert_equal(weights(run) | run.optimizer.state_tensors(), before)
 
@@ -118,7 +118,7 @@ def test_arguments_are_checked(make_run: Any, name: str, value: float) -> None:
     run = make_run(lora=4)
     run.accumulator.merge({("a", "tokens"): gradient_of(run, 0)}, {("a", "tokens"): 1.0})
     with pytest.raises(OperationError) as caught:
-        run.optimizer.step(run.accumulator, settings(**{name: value}))
+        take_step(run, settings(**{name: value}))
     assert (caught.value.code, caught.value.field) == (training_pb2.ERROR_CODE_INVALID_ARGUMENT, name)
     assert run.accumulator.empty
 
@@ -127,7 +127,7 @@ def test_a_parameter_without_gradient_is_left_alone(make_run: Any, batches: Any)
     run = make_run(head="reward")
     before = weights(run)
     accumulate(run, batches)
-    run.optimizer.step(run.accumulator, settings(weight_decay=0.5))
+    take_step(run, settings(weight_decay=0.5))
     after = weights(run)
     assert torch.equal(after["head.weight"], before["head.weight"])
     assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
@@ -145,7 +145,7 @@ def test_resumption_mid_accumulation_is_bit_exact(make_run: Any, batches: Any, l
 
     straight, resumed = make_run(lora=lora), make_run(lora=lora, seed=1)
     work(straight, data[:2])
-    straight.optimizer.step(straight.accumulator, settings())
+    take_step(straight, settings())
     work(straight, data[2:3])
     state = [
         {name: tensor.clone() for name, tensor in tensors.items()}
@@ -162,9 +162,9 @@ def test_resumption_mid_accumulation_is_bit_exact(make_run: Any, batches: Any, l
     resumed.load_rng_tensors(state[3])
     for run in (straight, resumed):
         work(run, data[3:5])
-        run.optimizer.step(run.accumulator, settings())
+        take_step(run, settings())
         work(run, data[5:])
-        run.optimizer.step(run.accumulator, settings())
+        take_step(run, settings())
     assert_equal(weights(resumed), weights(straight))
     assert_equal(resumed.optimizer.state_tensors(), straight.optimizer.state_tensors())
 
@@ -172,12 +172,12 @@ def test_resumption_mid_accumulation_is_bit_exact(make_run: Any, batches: Any, l
 def test_loading_no_moments_makes_a_fresh_optimizer(make_run: Any) -> None:
     used, fresh = make_run(lora=4), make_run(lora=4)
     used.accumulator.merge({("a", "tokens"): gradient_of(used, 0)}, {("a", "tokens"): 1.0})
-    used.optimizer.step(used.accumulator, settings())
+    take_step(used, settings())
     used.policy.load_state_tensors(fresh.policy.state_tensors())
     used.optimizer.load_state_tensors({})
     for run in (used, fresh):
         run.accumulator.merge({("a", "tokens"): gradient_of(run, 1)}, {("a", "tokens"): 1.0})
-        run.optimizer.step(run.accumulator, settings())
+        take_step(run, settings())
     assert_equal(weights(used), weights(fresh))
 
 
@@ -217,7 +217,7 @@ def test_rules_and_groups_are_those_of_torch(make_run: Any, rule: str) -> None:
         for each in optimizers:
             each.step()
         run.accumulator.merge({("loss", "sum"): gradients}, {("loss", "sum"): 1.0})
-        run.optimizer.step(run.accumulator, call)
+        take_step(run, call)
         if step == 1:  # moments of every rule are part of the state
             saved = {name: tensor.clone() for name, tensor in run.optimizer.state_tensors().items()}
             run.optimizer.load_state_tensors({})
@@ -232,7 +232,7 @@ def test_an_optimizer_that_is_not_known_is_refused(make_run: Any) -> None:
     run.accumulator.merge({("loss", "sum"): gradient_of(run, 0)}, {("loss", "sum"): 1.0})
     before = weights(run)
     with pytest.raises(OperationError, match="optimizer is one of adamw, adamw8bit, sgd, muon must hold"):
-        run.optimizer.step(run.accumulator, settings(optimizer="adam"))
+        take_step(run, settings(optimizer="adam"))
     assert_equal(weights(run), before)
 
 
@@ -241,6 +241,6 @@ def test_a_rate_for_a_head_that_a_run_does_not_have_is_refused(make_run: Any) ->
     run.accumulator.merge({("loss", "sum"): gradient_of(run, 0)}, {("loss", "sum"): 1.0})
     before = weights(run)
     with pytest.raises(OperationError, match="own head, and this run has none") as told:
-        run.optimizer.step(run.accumulator, settings(head_learning_rate=1e-3))
+        take_step(run, settings(head_learning_rate=1e-3))
     assert told.value.field == "head_learning_rate"
     assert_equal(weights(run), before)

@@ -16,7 +16,7 @@ from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import LoraPolicy, Policy
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
-from support.training import train_on
+from support.training import take_step, train_on
 from transformers import AutoModelForCausalLM
 
 STEP = OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, max_grad_norm=1.0)
@@ -35,7 +35,7 @@ def train(run: EngineRun, batch: Batch, steps: int = 1) -> list[float]:
                 run.accumulator,
                 budget=Budget(),
             )
-            run.optimizer.step(run.accumulator, STEP)
+            take_step(run, STEP)
         assert result.loss is not None
         losses.append(result.loss)
     return losses
@@ -213,7 +213,7 @@ def test_bfloat16_weights_have_masters_that_keep_small_updates(
             budget=Budget(20),
         )
         assert all(g.dtype == torch.float32 for g in run.accumulator.normalised()[0].values())
-        run.optimizer.step(run.accumulator, OptimStep(learning_rate=1e-6, beta1=0.9, beta2=0.99, eps=1e-8))
+        take_step(run, OptimStep(learning_rate=1e-6, beta1=0.9, beta2=0.99, eps=1e-8))
     moved = (master - before).abs().max().item()
     assert 1e-6 < moved < 4e-6  # far below what bfloat16 resolves
     assert torch.equal(parameter, master.bfloat16())

@@ -17,6 +17,7 @@ from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.training import eight_bit
 from gradwire_server.engine.training.optimizer import Optimizer
 from support.tiny import tiny_model
+from support.training import take_step
 
 pytest.importorskip("bitsandbytes", reason="needs gradwire[quantize]")
 
@@ -129,7 +130,7 @@ def test_moments_in_8_bits_follow_adamw_and_survive_a_checkpoint(model: Path) ->
         for run, call in zip(runs, (settings, plain, settings), strict=True):
             if run is not runs[2] or step >= 6:
                 run.accumulator.merge({("l", "t"): {k: v.clone() for k, v in gradients.items()}}, {("l", "t"): 1.0})
-                run.optimizer.step(run.accumulator, call)
+                take_step(run, call)
     bits, exact, resumed = (run.policy.masters() for run in runs)
     assert all(torch.equal(bits[name], resumed[name]) for name in bits)
     moved = sum((exact[name] - start[name]).square().sum() for name in exact)

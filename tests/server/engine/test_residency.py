@@ -18,6 +18,7 @@ from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.packed import Packed, PackedLayout
 from gradwire_server.engine.state.residency import Residency
 from gradwire_server.engine.state.snapshot import capture
+from support.training import take_step
 from torch import Tensor
 
 SETTINGS: list[dict[str, Any]] = [
@@ -50,7 +51,7 @@ def accumulate(run: EngineRun, number: int) -> None:
 def train(run: EngineRun, number: int) -> None:
     accumulate(run, number)
     if number % 3 == 1:
-        run.optimizer.step(run.accumulator, STEP)
+        take_step(run, STEP)
         run.step += 1
     if number % 5 == 2:
         run.move_ema(0.9)

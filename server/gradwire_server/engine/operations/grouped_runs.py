@@ -2,7 +2,7 @@
 
 Small ``forward_backward`` and ``train_step`` operations of LoRA runs on one base model share a forward and a backward
 of the trunk (:mod:`gradwire_server.engine.training.forward_backward`), and the optimizer steps of LoRA runs
-share an update (:mod:`gradwire_server.engine.training.grouped_steps`). Each run gets the result it gets alone, up to
+share an update (:mod:`gradwire_server.engine.training.optimizer_step`). Each run gets the result it gets alone, up to
 rounding. A failed operation is repeated alone, so its error is the one it has alone and the other runs are unaffected.
 """
 

@@ -11,8 +11,8 @@ from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.request import Columns, Outcome
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.threads import STEP_TOKENS, suited_threads
-from gradwire_server.engine.training.grouped_steps import RunStep, step_together
 from gradwire_server.engine.training.optimizer import StepOutcome
+from gradwire_server.engine.training.optimizer_step import RunStep, take_steps
 
 LEARNING_RATE, RL_LEARNING_RATE = 1e-4, 1e-5
 """Learning rates of steps without one, for runs in general and for reinforcement learning."""
@@ -32,11 +32,10 @@ def optim_step(
 
     The accumulation is cleared even if the step fails.
     """
-    settings = _settings(run, call)
-    threads = suited_threads(context.pool.device, STEP_TOKENS, run.policy.num_trainable_parameters)
-    with context.tracing.span("gradwire.optimizer.step"), threads:
-        done = run.optimizer.step(run.accumulator, settings)
-    return _taken(context, run, settings, done)
+    with context.tracing.span("gradwire.optimizer.step"):
+        (outcome,) = optim_steps(context, [run], [call])
+    assert isinstance(outcome, Outcome)  # alone, an error is raised
+    return outcome
 
 
 def optim_steps(
@@ -45,12 +44,12 @@ def optim_steps(
     """Take a step of each of several runs at once: for each its outcome, or the error that it would have alone.
 
     Raises:
-        Exception: An error that concerns all of them.
+        Exception: An error that concerns all of them, or that of a run alone.
     """
     settings = [_settings(run, call) for run, call in zip(runs, calls, strict=True)]
     sizes = sum(run.policy.num_trainable_parameters for run in runs)
     with suited_threads(context.pool.device, STEP_TOKENS, sizes):
-        done = step_together(
+        done = take_steps(
             [RunStep(run.optimizer, run.accumulator, own) for run, own in zip(runs, settings, strict=True)]
         )
     return [

@@ -1,4 +1,4 @@
-"""One optimizer step on a policy's masters, with clipping by the global norm.
+"""The optimizer of a run: its moments, and the parts of a step on its policy's masters (:mod:`.optimizer_step`).
 
 The rules of :mod:`.update_rules` do the arithmetic; a step names one, AdamW (Loshchilov and Hutter 2019) by default. A
 parameter without a gradient is left unchanged, also by weight decay.
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from gradwire_losses import host
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
@@ -23,7 +22,6 @@ from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.training.accumulation import GradientAccumulator
 from gradwire_server.engine.training.update_rules import (
     RULES,
-    fused_step,
     fuses,
     is_head,
     parameter_groups,
@@ -51,8 +49,8 @@ class StepOutcome:
     skipped: bool
 
 
-class Updated(NamedTuple):
-    """Masters of one run to be updated: their gradients, the gradients' factor, their moments and hyperparameters."""
+class FusedUpdate(NamedTuple):
+    """What fused AdamW is to update of one run: masters, their gradients, the gradients' factor, moments, settings."""
 
     masters: list[Tensor]
     gradients: list[Tensor]
@@ -144,29 +142,12 @@ class Optimizer:
             optimizer.param_groups.pop()
         self._added.clear()
 
-    def step(self, accumulator: GradientAccumulator, settings: training_pb2.OptimStep) -> StepOutcome:
-        """Take one step with the accumulated gradient, and clear the accumulation even if the step fails.
-
-        Args:
-            settings: Hyperparameters; ``max_grad_norm`` 0 does not clip.
+    def begin(self, accumulator: GradientAccumulator, settings: training_pb2.OptimStep) -> Step:
+        """Check a step and collect its gradients.
 
         Raises:
-            OperationError: NOTHING_TO_STEP, INVALID_ARGUMENT, or NON_FINITE unless ``skip_nonfinite``; weights and
-                moments are then unchanged.
+            OperationError: NOTHING_TO_STEP, INVALID_ARGUMENT.
         """
-        try:
-            step = self.begin(accumulator, settings)
-            (norm,) = host.fetched([step.norm()])
-            step.clip(norm.item())
-            if not step.skipped:
-                self.update(step, self.allocate(step))
-                self.end()
-            return step.outcome
-        finally:
-            accumulator.clear()
-
-    def begin(self, accumulator: GradientAccumulator, settings: training_pb2.OptimStep) -> Step:
-        """Check a step and collect its gradients; arguments and errors as of :meth:`step`."""
         check_settings(settings)
         if accumulator.parts:
             raise OperationError(
@@ -201,40 +182,32 @@ class Optimizer:
             self._prepare(rule, self._masters[name])
         return rules
 
-    def update(self, step: Step, rules: Mapping[str, str]) -> None:
-        """Change weights and moments, by each one's rule, as :meth:`allocate` returns them."""
+    def update(self, step: Step) -> list[FusedUpdate]:
+        """Change weights and moments by each one's rule, except by fused AdamW.
+
+        Returns:
+            What fused AdamW is to update; several runs can share its call.
+        """
+        rules = self.allocate(step)
+        fused: list[FusedUpdate] = []
         for rule in RULES:
-            chosen = [name for name in step.gradients if rules[name] == rule]
-            if not chosen:
+            gradients = {name: gradient for name, gradient in step.gradients.items() if rules[name] == rule}
+            if not gradients:
                 continue
             optimizer = self._of(rule)
             set_groups(optimizer.param_groups, RULES[rule], step.settings)
-            gradients = {name: step.gradients[name] for name in chosen}
             if fuses(optimizer, gradients.values(), step.factor):
-                fused_step(optimizer, gradients, step.factor)
+                fused += _fused_updates(optimizer, gradients, step.factor)
                 continue
             for name, gradient in gradients.items():
                 self._masters[name].grad = gradient.to(self._masters[name].dtype)
             if step.factor != 1.0:
                 torch._foreach_mul_(
-                    [grad for name in chosen if (grad := self._masters[name].grad) is not None], step.factor
+                    [grad for name in gradients if (grad := self._masters[name].grad) is not None], step.factor
                 )
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-
-    def updated(self, step: Step) -> list[Updated]:
-        """What :meth:`update` would change by fused AdamW, for an update of several runs at once."""
-        optimizer = self._of("adamw")
-        set_groups(optimizer.param_groups, RULES["adamw"], step.settings)
-        found = []
-        for group in optimizer.param_groups:
-            pairs = zip(group["names"], group["params"], strict=True)
-            chosen = [(master, step.gradients[name]) for name, master in pairs if name in step.gradients]
-            if chosen:
-                masters, gradients = map(list, zip(*chosen, strict=True))
-                states = [optimizer.state[master] for master in masters]
-                found.append(Updated(masters, gradients, step.factor, states, group))
-        return found
+        return fused
 
     def end(self) -> None:
         """Make the model compute with the changed weights."""
@@ -288,6 +261,20 @@ class Optimizer:
         optimizer = self._of(rule)
         if not optimizer.state.get(master):
             RULES[rule].allocate(optimizer, master)
+
+
+def _fused_updates(
+    optimizer: torch.optim.Optimizer, gradients: Mapping[str, Tensor], factor: float
+) -> list[FusedUpdate]:
+    """One update for each of the optimizer's groups with gradients, which are still to be multiplied by ``factor``."""
+    updates = []
+    for group in optimizer.param_groups:
+        pairs = zip(group["names"], group["params"], strict=True)
+        chosen = [(master, gradients[name]) for name, master in pairs if name in gradients]
+        if chosen:
+            masters, own = map(list, zip(*chosen, strict=True))
+            updates.append(FusedUpdate(masters, own, factor, [optimizer.state[master] for master in masters], group))
+    return updates
 
 
 def _prefix(rule: str) -> str:

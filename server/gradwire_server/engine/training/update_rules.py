@@ -120,31 +120,9 @@ def set_groups(groups: Sequence[dict[str, Any]], rule: UpdateRule, call: trainin
 
 
 def fuses(optimizer: torch.optim.Optimizer, gradients: Iterable[Tensor], factor: float) -> bool:
-    """Whether :func:`fused_step` can take a step with these gradients."""
-    return bool(optimizer.defaults.get("fused")) and can_be_scaled(gradients, factor)
-
-
-def can_be_scaled(gradients: Iterable[Tensor], factor: float) -> bool:
-    """Whether a fused step can be given these gradients and their factor, which it multiplies them by."""
+    """Whether :func:`fused_adamw` can be given these gradients and their factor, which it multiplies them by."""
     plain = all(type(gradient) is Tensor and gradient.dtype == torch.float32 for gradient in gradients)
-    return plain and factor not in (0.0, 1.0)
-
-
-@torch.no_grad()
-def fused_step(optimizer: torch.optim.Optimizer, gradients: Mapping[str, Tensor], factor: float) -> None:
-    """Take the step of fused AdamW with gradients by name, times a factor, by fewer calls than the optimizer's own."""
-    for group in optimizer.param_groups:
-        pairs = zip(group["names"], group["params"], strict=True)
-        chosen = [(master, gradients[name]) for name, master in pairs if name in gradients]
-        if not chosen:
-            continue
-        fused_adamw(
-            group,
-            [master for master, _ in chosen],
-            [gradient for _, gradient in chosen],
-            [optimizer.state[master] for master, _ in chosen],
-            factor,
-        )
+    return bool(optimizer.defaults.get("fused")) and plain and factor not in (0.0, 1.0)
 
 
 def fused_adamw(

@@ -9,9 +9,10 @@ import torch
 from gradwire_proto.v1.training_pb2 import OptimStep
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.training import grouped_steps
-from gradwire_server.engine.training.grouped_steps import RunStep, step_together
+from gradwire_server.engine.training import optimizer_step
 from gradwire_server.engine.training.optimizer import Optimizer, StepOutcome
+from gradwire_server.engine.training.optimizer_step import RunStep, take_steps
+from support.training import take_step
 
 COMMON: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "max_grad_norm": 1.0}
 SETTINGS = [
@@ -57,8 +58,8 @@ def test_bits_and_outcomes_are_those_of_each_alone(sides: list[list[EngineRun]])
         for runs in sides:
             for seed, (run, count) in enumerate(zip(runs, COUNTS, strict=True)):
                 accumulate(run, 100 * turn + seed, count)
-        expected = [run.optimizer.step(run.accumulator, each) for run, each in zip(alone, SETTINGS, strict=True)]
-        found = step_together(
+        expected = [take_step(run, each) for run, each in zip(alone, SETTINGS, strict=True)]
+        found = take_steps(
             [RunStep(run.optimizer, run.accumulator, each) for run, each in zip(together, SETTINGS, strict=True)]
         )
         assert found == expected
@@ -77,16 +78,17 @@ def test_runs_with_the_same_hyperparameters_share_a_call_with_the_bits_of_each_a
     alone, together = ([make_run(lora={"rank": 1 + seed}, seed=seed) for seed in range(3)] for _ in range(2))
     settings = OptimStep(learning_rate=1e-2, **(COMMON | {"max_grad_norm": 1.0 if clips else 0.0}))
     calls: list[Any] = []
-    fused = grouped_steps.fused_adamw
-    monkeypatch.setattr(grouped_steps, "fused_adamw", lambda *given: calls.append(given) or fused(*given))
+    fused = optimizer_step.fused_adamw
+    monkeypatch.setattr(optimizer_step, "fused_adamw", lambda *given: calls.append(given) or fused(*given))
     for turn in range(2):
         for runs in (alone, together):
             for seed, run in enumerate(runs):
                 accumulate(run, 10 * turn + seed, 5.0)
-        expected = [run.optimizer.step(run.accumulator, settings) for run in alone]
-        found = step_together([RunStep(run.optimizer, run.accumulator, settings) for run in together])
+        expected = [take_step(run, settings) for run in alone]
+        calls.clear()
+        found = take_steps([RunStep(run.optimizer, run.accumulator, settings) for run in together])
         assert found == expected
-        assert len(calls) == turn + 1
+        assert len(calls) == 1
     for mine, theirs in zip(together, alone, strict=True):
         ours, others = state(mine), state(theirs)
         assert all(torch.equal(tensor, others[name]) for name, tensor in ours.items())
@@ -99,7 +101,7 @@ def test_moments_are_looked_for_once_in_a_step(sides: list[list[EngineRun]], mon
     runs = sides[0]
     for seed, (run, count) in enumerate(zip(runs, COUNTS, strict=True)):
         accumulate(run, seed, count)
-    step_together([RunStep(run.optimizer, run.accumulator, each) for run, each in zip(runs, SETTINGS, strict=True)])
+    take_steps([RunStep(run.optimizer, run.accumulator, each) for run, each in zip(runs, SETTINGS, strict=True)])
     assert calls == [run.optimizer for run in runs]
 
 
@@ -113,16 +115,16 @@ def test_the_trouble_of_one_costs_the_others_nothing(sides: list[list[EngineRun]
     wrong = OptimStep(learning_rate=-1.0, **COMMON)
     calls = [SETTINGS[0], SETTINGS[1], skips, SETTINGS[0], wrong]
     before = [state(run) for run in together]
-    found = step_together(
+    found = take_steps(
         [RunStep(run.optimizer, run.accumulator, call) for run, call in zip(together, calls, strict=False)]
     )
-    assert found[0] == alone[0].optimizer.step(alone[0].accumulator, calls[0])
+    assert found[0] == take_step(alone[0], calls[0])
     assert all(torch.equal(tensor, state(alone[0])[name]) for name, tensor in state(together[0]).items())
     assert isinstance(found[2], StepOutcome) and found[2].skipped
     for number in (1, 3, 4):
         error = found[number]
         with pytest.raises(OperationError) as alone_error:
-            alone[number].optimizer.step(alone[number].accumulator, calls[number])
+            take_step(alone[number], calls[number])
         assert isinstance(error, OperationError)
         assert (error.code, error.message, error.field) == (
             alone_error.value.code, alone_error.value.message, alone_error.value.field

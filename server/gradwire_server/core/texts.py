@@ -10,6 +10,7 @@ from gradwire_server.access.keys import Caller
 from gradwire_server.access.model_names import ModelNames
 from gradwire_server.bounded.pool import ProcessPool
 from gradwire_server.config import ServerConfig
+from gradwire_server.errors import ServiceError
 from gradwire_server.tokenizing.settings import METHODS, TokenizerSettings
 
 
@@ -43,13 +44,28 @@ class Texts:
         """
         return await self._pool.ask(method, caller.name, request)
 
-    async def encode(
-        self, caller: Caller, model: str, texts: Sequence[str], *, add_special_tokens: bool = True
-    ) -> list[list[int]]:
-        """Encode texts into token ids with the model's tokenizer."""
-        request = pb.EncodeRequest(model=model, texts=texts, add_special_tokens=add_special_tokens)
+    async def encode_prompts(
+        self, caller: Caller, model: str, texts: Sequence[str], context_length: int
+    ) -> list[pb.TokenIds]:
+        """Encode prompts into token ids with the model's tokenizer.
+
+        Raises:
+            ServiceError: INVALID_BATCH for a prompt that leaves no room in the context, before its ids go further.
+        """
+        request = pb.EncodeRequest(model=model, texts=texts, add_special_tokens=True)
         response = await self.convert(caller, "Encode", request.SerializeToString())
-        return [list(sequence.ids) for sequence in pb.EncodeResponse.FromString(response).sequences]
+        sequences = pb.EncodeResponse.FromString(response).sequences
+        for number, sequence in enumerate(sequences):
+            if len(sequence.ids) >= context_length:
+                raise ServiceError(
+                    pb.ERROR_CODE_INVALID_BATCH,
+                    f"prompt {number} has {len(sequence.ids)} tokens, and the model's context of {context_length}"
+                    " leaves no room after it",
+                    field="prompt",
+                    row=number,
+                    rule=f"tokens < {context_length}",
+                )
+        return list(sequences)
 
     async def decode(
         self, caller: Caller, model: str, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = True

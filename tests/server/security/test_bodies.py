@@ -178,6 +178,15 @@ async def test_what_was_found_is_refused_in_a_sentence(served: Served, route: st
     assert (answer.status_code == 400 and "max_json" in answer.text) or "64 levels" in answer.text
 
 
+async def test_long_prompts_are_refused_by_their_length_before_they_are_lists_of_ids(served: Served) -> None:
+    """Found by the generator: 16 s of the front's processor for 7.5 MB of text that no context holds."""
+    async with served.http("hostile") as http:
+        began = served.front_cpu_s()
+        answer = await http.post("/v1/completions", json={"model": "tiny", "prompt": ["word " * 50_000] * 5})
+        assert served.front_cpu_s() - began < MOST_CPU_S
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded", answer.text
+
+
 def _nested(rng: random.Random, depth: int) -> Any:
     kind = rng.random()
     if depth > 4 or kind < 0.4:

@@ -82,7 +82,7 @@ class Completion:
             call.top_logprobs = asked.logprobs
             call.top_prompt_logprobs = asked.logprobs if call.prompt_logprobs else 0
         prompts = await self._prompts()
-        return pb.SampleRequest(model=self._source, call=call, prompt_ids=[pb.TokenIds(ids=ids) for ids in prompts])
+        return pb.SampleRequest(model=self._source, call=call, prompt_ids=prompts)
 
     async def answer(self, call: pb.SampleRequest, http: Request) -> dict[str, Any]:
         """The whole completion."""
@@ -128,7 +128,7 @@ class Completion:
                 counts = usage(result.num_prompt_tokens, result.num_sampled_tokens)
                 yield {**self._head, "choices": [], "usage": counts}
 
-    async def _prompts(self) -> list[list[int]]:
+    async def _prompts(self) -> list[pb.TokenIds]:
         prompt = self._asked.prompt
         if isinstance(prompt, str):
             prompt = [prompt]
@@ -138,9 +138,12 @@ class Completion:
         if texts:
             for text in texts:
                 check_encodable(text, "prompt")
-            return await self._core.texts.encode(self._caller, self._base, texts)
+            length = self._core.scheduler.admission.context_length(self._base)
+            if self._asked.echo and not self._asked.max_tokens:
+                length += 1  # nothing comes after it
+            return await self._core.texts.encode_prompts(self._caller, self._base, texts, length)
         rows = [part for part in prompt if isinstance(part, list)]
-        return rows or [[part for part in prompt if isinstance(part, int)]]
+        return [pb.TokenIds(ids=ids) for ids in rows or [[part for part in prompt if isinstance(part, int)]]]
 
     async def _echoed(self, call: pb.SampleRequest) -> list[str]:
         """The text of each prompt, if it is to be repeated."""

@@ -76,6 +76,8 @@ tinker: setup .venv-tinker/.installed
 	test -x .venv-tinker/bin/python || $(PYTHON) -m venv .venv-tinker
 	.venv-tinker/bin/python -m pip install --quiet --constraint constraints.txt --requirement tests/tinker/requirements.txt
 	.venv-tinker/bin/python -m pip install --quiet --no-deps tinker-cookbook==0.6.1
+	test -x .venv-tinker-old/bin/python || $(PYTHON) -m venv .venv-tinker-old
+	.venv-tinker-old/bin/python -m pip install --quiet tinker==0.23.0
 	touch $@
 
 # Programs that speak OpenAI's API (lm-eval, Pydantic AI) against a server, from PyPI in a separate environment.

@@ -28,6 +28,7 @@ from support.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("GRADWIRE_TINKER_PYTHON", ROOT / ".venv-tinker" / "bin" / "python"))
+OLD_PYTHON = ROOT / ".venv-tinker-old" / "bin" / "python"
 MODEL = "Qwen/Qwen3.5-9B-Base"
 LIMIT_S = 900
 
@@ -209,6 +210,18 @@ def test_the_command_downloads_what_was_trained(server: HttpServer, folder: Path
         theirs = log_p.gather(1, ids[0, 1:, None])[:, 0].numpy()
         np.testing.assert_allclose(found["logprobs"], theirs, atol=1e-5)
     assert len(list(tmp_path.rglob("adapter_config.json"))) == 2
+
+
+@pytest.mark.skipif(not OLD_PYTHON.exists(), reason=f"{OLD_PYTHON} is made by `make tinker`")
+def test_the_oldest_sdk_that_is_served_trains(server: HttpServer, folder: Path) -> None:
+    command = [str(OLD_PYTHON), str(ROOT / "tests/tinker/old_program.py"), MODEL]
+    ran = subprocess.run(
+        command, env=_environment(server, folder), cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found["losses"] == sorted(found["losses"], reverse=True) and found["after"] < found["losses"][-1]
+    assert [len(tokens) for tokens in found["tokens"]] == [4, 4] and len(found["prompt_logprobs"]) == 3
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

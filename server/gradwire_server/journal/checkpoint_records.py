@@ -76,6 +76,22 @@ class CheckpointRecords:
         await self._store.write(lambda connection: connection.execute(query, values).close())
         record.checkpoints[checkpoint.name] = checkpoint
 
+    async def copy(self, record: RunRecord, saved: pb.Checkpoint, name: str) -> None:
+        """Copy a checkpoint of a run to another name, as the server's own. Files are linked where possible."""
+        source, target = (self.folder(record.run_id, "checkpoints", each) for each in (saved.name, name))
+
+        def run() -> None:
+            shutil.rmtree(target, ignore_errors=True)  # of an earlier copy that a crash has cut off
+            shutil.copytree(source, target, copy_function=_link_or_copy)
+            sync_tree(target)
+            sync(target.parent)
+
+        await asyncio.to_thread(run)
+        copied = pb.Checkpoint()
+        copied.CopyFrom(saved)
+        copied.path, copied.name, copied.note, copied.public = f"{record.run_id}/{name}", name, "automatic", False
+        await self.add(record, copied)
+
     async def delete(self, record: RunRecord, name: str) -> None:
         """Delete a checkpoint: first its row, so that no recovery reads a half-deleted folder, then its files.
 

@@ -3,7 +3,8 @@
 A run can always be restored from two points: its newest checkpoint and the one before it (at first, the state in which
 it was created); the journal is kept from the older point on. Once a new checkpoint has been read back successfully, the
 journal is trimmed up to the previous checkpoint, unless the run keeps it, and older automatic checkpoints are deleted.
-A user's checkpoints stay until the user deletes them, which is refused while a recovery could need them.
+A user's checkpoints stay until the user deletes them. The one from which alone a run could be restored is then kept as
+an automatic checkpoint; one that a replayed operation would read is not deleted.
 """
 
 from __future__ import annotations
@@ -137,23 +138,30 @@ class AutoCheckpoint:
             if old and await self._checkpoints.user_of(record.run_id, saved.name) is None:
                 await self._checkpoints.delete(record, saved.name)
 
-    async def check_deletable(self, record: RunRecord, name: str) -> None:
-        """Check that no recovery could need a checkpoint.
+    async def let_go(self, record: RunRecord, name: str) -> None:
+        """Prepare the deletion of a checkpoint: keep its content as an automatic one if recoveries depend on it.
 
         Raises:
-            ServiceError: UNSUPPORTED if one could.
+            ServiceError: UNSUPPORTED for an automatic checkpoint on which they depend, and for one that a replayed
+                operation would read.
         """
         used = await self._checkpoints.user_of(record.run_id, name)
         if used is not None:
             raise in_use(*used)
         rest = [saved.seq for saved in record.complete_checkpoints if saved.name != name]
-        if record.trimmed_seq and max(rest, default=0) < record.trimmed_seq:
+        saved = record.checkpoints.get(name)
+        if saved is None or saved.weights_only or not record.trimmed_seq:
+            return
+        if max(rest, default=0) >= record.trimmed_seq:
+            return
+        if name.startswith(AUTOMATIC):
             raise ServiceError(
                 pb.ERROR_CODE_UNSUPPORTED,
                 f"{record.run_id}/{name} is the only checkpoint from which the run could be restored after a crash;"
-                " save another one first, or delete the run",
+                " it goes once the run has saved two more, or is deleted",
                 field="checkpoint",
             )
+        await self._checkpoints.copy(record, saved, f"{AUTOMATIC}{saved.seq}")
 
 
 def in_use(checkpoint: str, run_id: str, seq: int) -> ServiceError:

@@ -286,9 +286,9 @@ class Scheduler:
         """Delete a checkpoint.
 
         Raises:
-            ServiceError: UNSUPPORTED if a recovery could need it.
+            ServiceError: As for :meth:`.AutoCheckpoint.let_go`.
         """
-        await self._auto_checkpoint.check_deletable(record, name)
+        await self._auto_checkpoint.let_go(record, name)
         await self._checkpoints.delete(record, name)
         await self._measure([self.queue(record)])
         self.feed.touch(record.run_id)

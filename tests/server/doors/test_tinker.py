@@ -82,6 +82,14 @@ async def test_a_model_is_trained_saved_and_sampled(tinker: TinkerClient) -> Non
     assert losses[-1] == losses[-2] < losses[2]
 
 
+async def test_releases_of_the_sdk_that_cannot_train_are_refused_before_they_begin(tinker: TinkerClient) -> None:
+    flags = await tinker.post("client/config", {"sdk_version": "0.23.0"})
+    assert flags["proto_write_fwdbwd"] and flags["fwd_via_fwdbwd"]
+    for version, status in (("0.7.0", 400), ("0.22.7", 400), ("0.23.0", 200), ("0.38.0", 200), ("1.0", 200), ("", 200)):
+        answer = await tinker.post("create_session", {"tags": [], "sdk_version": version}, status)
+        assert status == 200 or f"0.23 to 0.38; yours is {version}" in answer["detail"]
+
+
 async def test_the_parts_of_the_model_that_are_trained(tinker: TinkerClient) -> None:
     losses = []
     for number, parts in enumerate(({}, {"train_unembed": False}, {"train_attn": False, "train_mlp": False})):

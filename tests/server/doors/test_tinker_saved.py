@@ -6,6 +6,7 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -59,6 +60,39 @@ async def test_checkpoints_are_listed_expire_and_go(tinker: TinkerClient, tinker
     session = await tinker.send("GET", f"sessions/{tinker.session_id}")
     assert session["training_run_ids"] == [model] and session["sampler_ids"] == [sampler]
     assert tinker.session_id in (await tinker.send("GET", "sessions"))["sessions"]
+
+
+async def test_overwriting_replaces_what_was_said_and_a_failed_save_leaves_nothing(tinker: TinkerClient) -> None:
+    model = await tinker.model()
+    asked = {"model_id": model, "seq_id": 1, "path": "a", "ttl_seconds": 60, "user_metadata": {"loss": "2"}}
+
+    async def listed() -> list[dict[str, Any]]:
+        found = (await tinker.send("GET", f"training_runs/{model}/checkpoints"))["checkpoints"]
+        return [each | {"metadata": each.get("user_metadata")} for each in found]
+
+    await tinker.done("save_weights", asked)
+    refused = await tinker.done("save_weights", asked | {"seq_id": 2, "ttl_seconds": 9, "user_metadata": {"loss": "3"}})
+    assert "overwrite" in refused["error"]
+    (first,) = await listed()
+    assert first["metadata"] == {"loss": "2"} and "expires_at" in first
+    again = {"model_id": model, "seq_id": 3, "path": "a", "overwrite": True, "user_metadata": {"loss": "1"}}
+    await tinker.done("save_weights", again)
+    (second,) = await listed()
+    assert second["metadata"] == {"loss": "1"} and "expires_at" not in second
+    await tinker.done("save_weights", again | {"seq_id": 4, "user_metadata": None})
+    (third,) = await listed()
+    assert third["metadata"] is None and third["time"] > second["time"]
+
+    await tinker.send("PUT", f"training_runs/{model}/checkpoints/weights/a/ttl", json={"ttl_seconds": 60})
+    (kept,) = await listed()
+    assert "expires_at" in kept
+    for seq, name in enumerate("bcd", 5):
+        await tinker.done("save_weights", {"model_id": model, "seq_id": seq, "path": name})
+    for name in "dcba":
+        await tinker.send("DELETE", f"training_runs/{model}/checkpoints/weights/{name}")
+    assert await listed() == []
+    metrics, _ = outputs(await tinker.done("forward_backward", forward_backward(model, 8, [datum()])))
+    assert metrics["loss:sum"] > 0
 
 
 async def test_exported_weights_are_downloaded_by_signed_urls(
@@ -170,19 +204,26 @@ async def test_a_published_checkpoint_is_open_alone_and_until_it_is_unpublished(
 async def test_an_expired_checkpoint_is_deleted_and_one_that_is_needed_is_tried_again(tmp_path: Path) -> None:
     store = TinkerStore(tmp_path)
     await store.open()
-    paths = [f"tinker://{'0' * 8}:train:0/weights/{name}" for name in ("kept", "due", "needed", "gone")]
-    for path, expires in zip(paths, (None, 1.0, 1.0, 1.0), strict=True):
+    names = ("kept", "due", "needed", "gone", "old", "awaited")
+    paths = [f"tinker://{'0' * 8}:train:0/weights/{name}" for name in names]
+    for path, expires in zip(paths, (None, *[1.0] * 5), strict=True):
         await store.put(store.saved, SavedRecord(owner="", path=path, expires_at=expires))
     asked = []
 
     class Saved:
+        def is_outdated(self, record: SavedRecord) -> bool:
+            return TinkerPath.read(record.path).name == "old"
+
+        def is_of_what_is_there(self, record: SavedRecord) -> bool:
+            return TinkerPath.read(record.path).name != "awaited"
+
         async def delete(self, caller: Caller, path: TinkerPath) -> None:
             asked.append(path.name)
             if path.name == "needed":
                 raise ServiceError(training_pb2.ERROR_CODE_UNSUPPORTED, "a recovery could need it")
             if path.name == "gone":
                 raise unknown_checkpoint(str(path))
-            await store.delete(store.saved, str(path))
+            await store.delete(store.saved, f"{path}@0")
 
     class Models:
         async def release_delivered(self, before: float, most: int) -> None:
@@ -197,5 +238,5 @@ async def test_an_expired_checkpoint_is_deleted_and_one_that_is_needed_is_tried_
     for _ in range(2):
         await TinkerCollection(None, store, Saved(), Models(), Samplers()).collect()  # type: ignore[arg-type]
     assert asked == ["due", "needed", "gone", "needed"]
-    assert list(store.saved) == [paths[0], paths[2]]
+    assert [record.path for record in store.saved.values()] == [paths[0], paths[2], paths[5]]
     await store.close()

@@ -287,7 +287,20 @@ async def test_a_checkpoint_that_a_recovery_would_repeat_with_is_not_deleted(sta
                 await asyncio.sleep(0.02)
         await client.stub.DeleteCheckpoint(delete)
         await client.stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(checkpoint=f"{client.run_id}/two"))
-        last = pb.DeleteCheckpointRequest(checkpoint=f"{client.run_id}/three")
+        for name in ("four", "five"):
+            await client.submit(6 + (name == "five"), save_checkpoint=pb.SaveCheckpoint(name=name))
+        await client.results(2)
+        await saved(client, "three", "four", "five")
+        record = door.server.core.storage.records.find(client.run_id)
+        assert record is not None
+        async with asyncio.timeout(60):
+            while record.trimmed_seq < record.checkpoints["four"].seq:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        for name in ("five", "four", "three"):  # an older one is there until the end, but its journal is gone
+            await client.stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(checkpoint=f"{client.run_id}/{name}"))
+        (kept,) = record.checkpoints.values()
+        assert kept.name == f"auto-{kept.seq}" and kept.seq >= record.trimmed_seq
+        last = pb.DeleteCheckpointRequest(checkpoint=kept.path)
         assert "the only checkpoint" in await refused(client.stub.DeleteCheckpoint(last))
 
 

@@ -79,12 +79,14 @@ def routes(core: Core, store: TinkerStore, models: Models, saved_weights: SavedW
     async def set_ttl(caller: CallerOf, model_id: str, kind: str, name: str, request: TtlRequest) -> dict[str, Any]:
         """Set when a checkpoint expires, or that it never does."""
         expires = None if request.ttl_seconds is None else time.time() + request.ttl_seconds
-        model, path = _named(caller, model_id, kind, name)
+        _, path = _named(caller, model_id, kind, name)
         if path.kind == "external_weights":
             saved_weights.export(caller, path)
         else:
             saved_weights.checkpoint(caller, str(path))
-        record = store.saved.get(str(path)) or SavedRecord(owner=model.owner, path=str(path))
+        record = saved_weights.record(path)
+        if record is None:
+            raise unknown_checkpoint(str(path))
         await store.put(store.saved, record.model_copy(update={"expires_at": expires}))
         return {}
 
@@ -158,7 +160,7 @@ def routes(core: Core, store: TinkerStore, models: Models, saved_weights: SavedW
             for saved in core.runs.list_checkpoints(caller, model.run_id):
                 path = TinkerPath.stored(model.model_id, saved.name)
                 if path is not None:
-                    found.append((saved.created_at, _checkpoint(path, saved, store.saved.get(str(path)))))
+                    found.append((saved.created_at, _checkpoint(path, saved, saved_weights.record(path))))
             for record in exports.get(model.model_id, ()):
                 written = pb.Checkpoint(created_at=record.created_at, size_bytes=record.size_bytes or 0)
                 found.append((record.created_at, _checkpoint(TinkerPath.read(record.path), written, record)))

@@ -16,7 +16,7 @@ from gradwire_server.doors.http.tinker.models import Models
 from gradwire_server.doors.http.tinker.names import TinkerPath
 from gradwire_server.doors.http.tinker.samplers import Samplers
 from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
-from gradwire_server.doors.http.tinker.store import ModelRecord, SamplerRecord, TinkerStore
+from gradwire_server.doors.http.tinker.store import ModelRecord, SamplerRecord, SavedRecord, TinkerStore
 from gradwire_server.errors import ServiceError
 
 log = logging.getLogger(__name__)
@@ -63,8 +63,10 @@ class TinkerCollection:
         now = time.time()
         self._samplers.many_made.clear()
         for saved in list(self._store.saved.values()):
-            if saved.expired:
-                await self._expire(saved.owner, saved.path)
+            if self._saved.is_outdated(saved):
+                await self._store.delete(self._store.saved, saved.key)
+            elif saved.expired and self._saved.is_of_what_is_there(saved):
+                await self._expire(saved)
         for sampler in self._due_snapshots(now):
             await self._drop_snapshot(sampler)
         await self._models.release_delivered(now - RESULTS_KEPT_S, RESULTS_KEPT)
@@ -127,13 +129,13 @@ class TinkerCollection:
         self._samplers.used_at.pop(sampler.sampler_id, None)
         await self._store.delete(self._store.samplers, sampler.sampler_id)
 
-    async def _expire(self, owner: str, path: str) -> None:
+    async def _expire(self, saved: SavedRecord) -> None:
         try:
-            await self._saved.delete(Caller(owner), TinkerPath.read(path))
+            await self._saved.delete(Caller(saved.owner), TinkerPath.read(saved.path))
         except ServiceError as error:
-            log.info("the expired checkpoint %s: %s", path, error)
+            log.info("the expired checkpoint %s: %s", saved.path, error)
             if error.code == pb.ERROR_CODE_UNKNOWN_CHECKPOINT:
-                await self._store.delete(self._store.saved, path)
+                await self._store.delete(self._store.saved, saved.key)
 
     async def _run(self) -> None:
         while True:

@@ -135,6 +135,7 @@ def routes(store: TinkerStore, models: Models, samplers: Samplers, stopping: asy
         models.delivered(model.model_id, seq)
         if stored.header.status != pb.STATUS_SUCCEEDED:
             await models.failure_delivered(model.model_id, seq)
+            await models.saved.forget(model.model_id, seq)
             return JSONResponse(failed(stored.header.error))
         if kind == "loss":
             widths = store.widths.get(f"{model.model_id}:{seq}:{kind}")

@@ -45,7 +45,7 @@ class Models:
     """
 
     def __init__(self, core: Core, store: TinkerStore, saved: SavedWeights) -> None:
-        self._core, self._store, self._saved = core, store, saved
+        self._core, self._store, self.saved = core, store, saved
         self._making: dict[str, asyncio.Task[None]] = {}
         self._forgetting: set[asyncio.Task[None]] = set()
         self._delivered: dict[str, dict[int, float]] = {}
@@ -92,7 +92,7 @@ class Models:
         known = self._store.models.get(asked.model_id)
         if known is None:
             if asked.path:
-                self._saved.checkpoint(caller, asked.path)
+                self.saved.checkpoint(caller, asked.path)
             await self._store.put(self._store.models, asked)
             known = asked
         elif known.owner != asked.owner or _settings(known) != _settings(asked):
@@ -146,7 +146,7 @@ class Models:
         key = f"tinker:{model.model_id}"
         if model.path:
             fork = pb.ForkRunRequest(
-                checkpoint=self._saved.checkpoint(caller, model.path),
+                checkpoint=self.saved.checkpoint(caller, model.path),
                 seed=model.seed,
                 name=model.model_id,
                 with_optimizer=model.optimizer,
@@ -293,7 +293,8 @@ class Models:
             self._delivered.pop(model_id, None)
             await store.drop_early_of(model_id)
         await store.delete(store.widths, *[key for key in store.widths if key.rsplit(":", 2)[0] in ids])
-        await store.delete(store.saved, *[path for path in store.saved if TinkerPath.read(path).model_id in ids])
+        saved = [key for key, each in store.saved.items() if TinkerPath.read(each.path).model_id in ids]
+        await store.delete(store.saved, *saved)
         await store.delete(store.models, *ids)
 
     def being_made(self, model_id: str) -> bool:

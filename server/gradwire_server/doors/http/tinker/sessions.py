@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from typing import Annotated, Any
@@ -21,13 +22,18 @@ MAX_TAGS = 64
 Tag = Annotated[str, Field(max_length=200)]
 CLIENT_CONFIG = {
     "parallel_fwdbwd_chunks": False,
+    "proto_write_fwdbwd": True,
+    "fwd_via_fwdbwd": True,
     "proto_compress_fwdbwd": False,
     "fwdbwd_max_chunk_len": 65_536,
     "fwdbwd_max_chunk_bytes_count": 32_000_000,
     "fwdbwd_dispatch_bytes_semaphore_size": 128_000_000,
     "sample_max_concurrent_requests": 2000,
 }
-"""The SDK's flags. A batch is one request up to this size: several requests add up in the same way, and cost more."""
+"""The SDK's flags. A batch is one request up to this size: several requests add up in the same way, and cost more.
+``proto_write_fwdbwd`` and ``fwd_via_fwdbwd`` make releases before 0.25 send what later ones always send."""
+OLDEST_SDK = (0, 23)
+"""The first release of the SDK that has those two flags. Earlier ones send batches in JSON, and hang on a refusal."""
 DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
 
 
@@ -81,6 +87,7 @@ def routes(core: Core, store: TinkerStore, stopping: asyncio.Event) -> APIRouter
     @router.post("/create_session")
     async def create_session(caller: CallerOf, request: SessionRequest) -> dict[str, Any]:
         """Begin a session."""
+        _check_sdk(request.sdk_version)
         record = SessionRecord(
             owner=caller.name,
             session_id=str(uuid.uuid4()),
@@ -104,6 +111,19 @@ def routes(core: Core, store: TinkerStore, stopping: asyncio.Event) -> APIRouter
         return {"type": "finish_session"}
 
     return router
+
+
+def _check_sdk(version: str) -> None:
+    """Refuse releases of the SDK whose batches the server does not read; a text that is no version passes.
+
+    Raises:
+        ServiceError: UNSUPPORTED.
+    """
+    found = re.match(r"(\d{1,9})\.(\d{1,9})", version)
+    if found is not None and (int(found[1]), int(found[2])) < OLDEST_SDK:
+        oldest = ".".join(map(str, OLDEST_SDK))
+        message = f"this server works with the tinker SDK {oldest} to 0.38; yours is {version}: pip install -U tinker"
+        raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, message, field="sdk_version")
 
 
 def session_of(store: TinkerStore, owner: str, session_id: str) -> SessionRecord:

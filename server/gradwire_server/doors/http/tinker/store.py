@@ -122,11 +122,12 @@ class SamplerRecord(OwnedRecord):
 
 
 class SavedRecord(OwnedRecord):
-    """What a client says of a checkpoint.
+    """What a client says of a checkpoint when it asks for it, or of exported weights.
 
     Attributes:
         expires_at: When it is deleted; None for never.
-        seq: Of exported weights, the number of the operation that wrote them; 0 otherwise.
+        seq: Number of the operation that writes it. A record of a checkpoint is of the one that this operation wrote,
+            and of no other with its path.
         size_bytes: Of exported weights, once they are written.
         recipients: Of exported weights, the age recipients to whom their files are encrypted.
     """
@@ -137,6 +138,11 @@ class SavedRecord(OwnedRecord):
     seq: int = 0
     size_bytes: int | None = None
     recipients: list[str] = []
+
+    @property
+    def key(self) -> str:
+        """The path; of a checkpoint, which can be overwritten, with the operation's number."""
+        return self.path if "/external_weights/" in self.path else f"{self.path}@{self.seq}"
 
     @property
     def expired(self) -> bool:
@@ -188,7 +194,7 @@ class TinkerStore:
         self.sessions = Table("session", SessionRecord, lambda record: record.session_id)
         self.models = Table("model", ModelRecord, lambda record: record.model_id)
         self.samplers = Table("sampler", SamplerRecord, lambda record: record.sampler_id)
-        self.saved = Table("saved", SavedRecord, lambda record: record.path)
+        self.saved = Table("saved", SavedRecord, lambda record: record.key)
         self.widths = Table("widths", WidthsRecord, lambda record: record.request_id)
         self.secrets = Table("secret", SecretRecord, lambda record: record.owner)
         self.models_by_run: dict[str, ModelRecord] = {}

@@ -237,10 +237,11 @@ def routes(
                 owner=caller.name,
                 path=str(path),
                 user_metadata=request.user_metadata or {},
+                seq=request.seq_id,
             )
             if request.ttl_seconds is not None:
                 record.expires_at = record.created_at + request.ttl_seconds
-            if record.path not in store.saved:
+            if record.key not in store.saved:  # else it is sent again
                 await store.put(store.saved, record)
         overwrite = isinstance(request, SaveWeightsRequest) and request.overwrite
         save = pb.SaveCheckpoint(name=name, overwrite=overwrite, weights_only=path.kind != "weights")

@@ -113,8 +113,10 @@ class Placement:
         there = self._places.get(run_id)
         if there is not None and (len(self.engines) == 1 or queue.is_held or self._stays(queue, there)):
             return there
-        size = self._size(queue)
-        there = choose(self.able(queue.record.config.base_model), size)
+        able, size = self.able(queue.record.config.base_model), self._size(queue)
+        if there is not None and there in able:  # all of them are down, and each would be chosen in turn
+            return there
+        there = choose(able, size)
         self._put(run_id, there, size)
         return there
 

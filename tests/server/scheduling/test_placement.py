@@ -102,3 +102,15 @@ def test_engines_share_the_visible_gpus(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert devices() == [""] and devices(engines=2, device="cpu") == ["cpu", "cpu"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert devices(engines="auto") == [""]
+
+
+async def test_a_run_keeps_its_place_while_every_engine_is_down(tmp_path: Path) -> None:
+    engines, placed = placement(tmp_path, 3)
+    run = a_run()
+    first = placed.place(run)
+    for engine in engines:
+        engine.end()
+    assert [placed.place(run) for _ in range(4)] == [first] * 4
+    others = [engine for engine in engines if engine.number != first.engine.number]
+    others[0].begin()
+    assert placed.place(run).engine is others[0]

@@ -31,6 +31,7 @@ from gradwire_server.doors.grpc.service import TrainingService
 from gradwire_server.engine_client.client import EngineDied
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal import database, journal
+from gradwire_server.journal.run_row import RunRecord
 
 from support.fake_engine import FakeEngine
 from support.simulation.checker import Outcome, RunLog, check, ident
@@ -48,8 +49,8 @@ class SimulatedEngine(FakeEngine):
 
     file_bytes = 10
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world.disk.state_dir)
+    def __init__(self, world: World, number: int) -> None:
+        super().__init__(world.disk.state_dir, number)
         self._world = world
         self.death_probability = 0.0
 
@@ -77,13 +78,13 @@ class SimulatedServer:
 
     def __init__(self, world: World, count: int) -> None:
         self.process = Process(world.loop, f"server {count}")
-        self.engine = SimulatedEngine(world)
+        self.engines = [SimulatedEngine(world, number) for number in range(world.engines)]
         self.calls: set[Call] = set()
         config = ServerConfig(
             address="127.0.0.1:0", state_dir=world.disk.state_dir, models={"tiny": "/models/tiny"},
             checkpoint_every_steps=3, grace=1,
         )  # fmt: skip
-        self.core = Core(config, [self.engine])
+        self.core = Core(config, self.engines)
         self.service = TrainingService(self.core)
 
     def die(self) -> None:
@@ -114,16 +115,20 @@ class World:
         folder: An empty folder, best in memory.
         operations: Number of operations of each client.
         writers: Clients that write to the one run and take it from each other.
+        engines: Number of engines; those of several end for a while, and the run moves between them.
 
     Attributes:
         defects: What was found, in sentences.
         trace: What happened and when, equal for equal seeds.
         servers: Number of servers that were started.
+        moves: Number of times that the run moved because it was told to.
         accepted: Number of operations that the run has in the end.
     """
 
-    def __init__(self, seed: int, folder: Path, operations: int = 25, writers: int | None = None) -> None:
-        self.rng = random.Random(seed)
+    def __init__(
+        self, seed: int, folder: Path, operations: int = 25, writers: int | None = None, engines: int = 1
+    ) -> None:
+        self.rng, self.engines = random.Random(seed), engines
         self.loop = SimulatedLoop(self.rng)
         self.disk = Disk(folder, self.rng, self._crash)
         self.network = Network(self)
@@ -134,7 +139,7 @@ class World:
         self.trace: list[str] = []
         self._operations = operations
         self._writers = writers or self.rng.choice((1, 1, 1, 2))
-        self.servers = self.accepted = self._numbers = 0
+        self.servers = self.accepted = self.moves = self._numbers = 0
         self._quiet = False
         self._clients: dict[int, Process] = {}
         self._programs: dict[int, asyncio.Future[None]] = {}
@@ -194,6 +199,7 @@ class World:
         for number in range(self._writers):
             self._start_client(number, run.run_id)
         chaos = self.loop.create_task(self._chaos(run.run_id))
+        moving = self.loop.create_task(self._move(run.run_id)) if self.engines > 1 else None
         try:
             async with asyncio.timeout(2 * HOURS):
                 while self._programs:
@@ -203,6 +209,8 @@ class World:
                             ended.result()
                             del self._programs[number]
                 await chaos
+                if moving is not None:
+                    await moving
         except TimeoutError:
             self.defects.append(f"clients {sorted(self._programs)} wait for ever")
             self._note_what_waits()
@@ -232,7 +240,7 @@ class World:
                 await asyncio.sleep(self.rng.uniform(0, 1))
                 self._start_client(number, run_id)
             elif what == "engine" and self.server is not None:
-                self.server.engine.death_probability = 0.2
+                self.rng.choice(self.server.engines).death_probability = 0.2
             elif what == "network" and self.server is not None:
                 for call in self._open_calls(self.server):
                     call.broken("the network is gone")
@@ -242,9 +250,31 @@ class World:
                 self.disk.full = False
         await asyncio.sleep(self.rng.uniform(0, 1))
         self.network.break_probability = self.disk.crash_in_commit = 0.0
-        if self.server is not None:
-            self.server.engine.death_probability = 0.0
+        for engine in self.server.engines if self.server is not None else ():
+            engine.death_probability = 0.0
         self._quiet = True
+
+    async def _move(self, run_id: str) -> None:
+        """Move the run, and end and begin engines, until nothing breaks any more."""
+        while not self._quiet:
+            await asyncio.sleep(self.rng.expovariate(1 / 0.1))
+            server = self.server
+            record = server.core.storage.records.find(run_id) if server is not None else None
+            if server is None or record is None:
+                continue
+            engine = self.rng.choice(server.engines)
+            if engine.is_ready and self.rng.random() < 0.8:
+                self.note(f"the run moves to engine {engine.number}")
+                server.process.spawn(self._moved(server, record, engine.number))
+            elif engine.is_ready:
+                self.note(f"engine {engine.number} ends")
+                engine.end()
+                self.network.after(self.rng.uniform(0, 1), engine.begin)
+
+    async def _moved(self, server: SimulatedServer, record: RunRecord, number: int) -> None:
+        with contextlib.suppress(ServiceError):  # the run or its server ends
+            await server.core.scheduler.move(record, number)
+            self.moves += 1
 
     def _open_calls(self, server: SimulatedServer) -> list[Call]:
         return sorted(server.calls, key=lambda call: call.number)
@@ -330,7 +360,10 @@ class World:
         request = Request.of(pb.Operation(zero_grad=pb.ZeroGrad()))
         await queue.submit("zero_grad", lambda: request, lambda result, columns: None)
         assert self.server is not None
-        return list(self.server.engine.runs[run_id].history)
+        holders = [engine for engine in self.server.engines if run_id in engine.runs]
+        if len(holders) != 1:
+            self.defects.append(f"the run is on {len(holders)} engines")
+        return list(holders[0].runs[run_id].history)
 
     # ---- what is observed
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
+from gradwire_server.engine_choice import EngineChoice, parse_engine
 from gradwire_server.engine_link.vitals import STALE_S
 
 CHUNK_BYTES = 1 << 20
@@ -195,16 +196,9 @@ class EngineSettings(BaseModel):
 
     @field_validator("models", "allow_models", mode="before")
     @classmethod
-    def _named(cls, given: object) -> object:
+    def _with_names(cls, given: object) -> object:
         """A mapping of names to folders stays; a list, or text with commas, is named by :func:`parse_model`."""
-        if not isinstance(given, str | list | tuple):
-            return given
-        named: dict[str, str] = {}
-        for text in _split(given):
-            name, path = parse_model(str(text))
-            if named.setdefault(name, path) != path:
-                raise ValueError(f"two models are named {name!r}: give one of them another name with NAME=FOLDER")
-        return named
+        return _named(given) if isinstance(given, str | list | tuple) else given
 
     @field_validator("losses", mode="before")
     @classmethod
@@ -244,6 +238,11 @@ class ServerConfig(EngineSettings):
     )
     engines: int | Literal["auto"] = setting(
         1, "Engines on this machine, each with the models and runs of its own; auto: one a GPU.", subject=COMPUTE
+    )
+    each_engine: tuple[EngineChoice, ...] = setting(
+        (),
+        "What one of several engines serves, as model=A,ranks=2 or model=B,device=cuda:3; repeat for each.",
+        subject=COMPUTE,
     )
     insecure_bind: bool = setting(False, "Listen beyond loopback without keys.", subject=NETWORK)
     tls_cert: Path | None = setting(None, "PEM file with the certificate; speaks TLS.", subject=NETWORK)
@@ -311,6 +310,24 @@ class ServerConfig(EngineSettings):
         False, "Label the metrics of training with the run, for 100 runs at most.", subject=OBSERVABILITY
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _models_of_engines(cls, given: Any) -> Any:
+        """What an engine serves, the server names."""
+        if not isinstance(given, dict) or not isinstance(given.get("each_engine"), list | tuple):
+            return given
+        models = given.get("models", {})
+        named = _named(models) if isinstance(models, str | list | tuple) else dict(models)
+        choices: list[Any] = []
+        for engine in given["each_engine"]:
+            choice = parse_engine(engine) if isinstance(engine, str) else engine
+            if isinstance(choice, dict):
+                own = [{text: named[text]} if text in named else _named([text]) for text in choice.get("models", ())]
+                named |= {name: path for each in own for name, path in each.items()}
+                choice = choice | {"models": [name for each in own for name in each]}
+            choices.append(choice)
+        return given | {"models": named, "each_engine": choices}
+
     @field_validator("engines", mode="before")
     @classmethod
     def _number_or_auto(cls, given: object) -> object:
@@ -370,6 +387,17 @@ class ServerConfig(EngineSettings):
         return self
 
     @model_validator(mode="after")
+    def _engines_that_agree(self) -> ServerConfig:
+        if self.each_engine and self.engines != 1:
+            raise ValueError("--engine says what each engine serves, and so how many there are: leave out --engines")
+        forms: dict[str, tuple[str | None, str | None]] = {}
+        for engine in self.engine_settings:
+            for name in engine.models:
+                if forms.setdefault(name, (engine.dtype, engine.quantize)) != (engine.dtype, engine.quantize):
+                    raise ValueError(f"the engines that serve {name} need one dtype and one quantization, as runs move")
+        return self
+
+    @model_validator(mode="after")
     def _whole_tls(self) -> ServerConfig:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key belong together")
@@ -381,6 +409,16 @@ class ServerConfig(EngineSettings):
     def engine(self) -> EngineSettings:
         """The engine's part."""
         return EngineSettings.model_validate({name: getattr(self, name) for name in EngineSettings.model_fields})
+
+    @property
+    def engine_settings(self) -> list[EngineSettings]:
+        """The settings of each engine; empty if all are alike."""
+        ours = {name: getattr(self, name) for name in EngineSettings.model_fields}
+        return [EngineSettings.model_validate(choice.settings(ours)) for choice in self.each_engine]
+
+    def ranks_for(self, model: str) -> int:
+        """The most ranks of an engine that serves a model."""
+        return max((each.ranks for each in self.engine_settings if model in each.models), default=self.ranks)
 
     @property
     def all_models(self) -> dict[str, str]:
@@ -405,6 +443,16 @@ def _absolute(path: Path) -> Path:
 def _split(given: str | list[Any] | tuple[Any, ...]) -> list[Any]:
     """The entries of a list, or of a text that separates them with commas."""
     return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else list(given)
+
+
+def _named(given: str | list[Any] | tuple[Any, ...]) -> dict[str, str]:
+    """Name -> folder of models as :func:`parse_model` reads them."""
+    named: dict[str, str] = {}
+    for text in _split(given):
+        name, path = parse_model(str(text))
+        if named.setdefault(name, path) != path:
+            raise ValueError(f"two models are named {name!r}: give one of them another name with NAME=FOLDER")
+    return named
 
 
 def parse_model(text: str) -> tuple[str, str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +70,38 @@ async def test_every_bit_is_the_same_on_each_engine_and_under_moves(server: Serv
         scores = await weights(still[0])
         assert [await weights(run) for run in runs] == [scores] * 4
         for run in runs:
+            await client.delete_run(run.run_id)
+
+
+async def test_a_run_moves_between_the_halves_of_a_clients_loss(server: Server) -> None:
+    """The second half finds the graph of the first one on the other engine, where that is repeated."""
+    loop = asyncio.get_running_loop()
+    async with gradwire.connect(server.address) as client:
+        still, moving = [await client.create_run("tiny", lora=LORA, seed=1) for _ in range(2)]
+        places = [(await moving.info()).engine]
+
+        async def moved() -> None:
+            places.append(await client.move_run(moving.run_id))
+
+        async def trained(run: gradwire.TrainingClient) -> list[float]:
+            def loss(batch: Any, scores: Any) -> tuple[float, dict[str, Any]]:
+                if run is moving:
+                    asyncio.run_coroutine_threadsafe(moved(), loop).result()
+                values = scores["logprobs"]
+                return -float(sum(row.sum() for row in values)), {"logprobs": [row * 0 - 1 for row in values]}
+
+            figures: list[float] = []
+            for each in range(3):
+                first = await run.forward_backward(rows(each), "causal_lm")
+                custom = await run.forward_backward_custom(rows(each + 1), loss, framework="numpy")
+                step = await run.optim_step(learning_rate=1e-2)
+                figures += [first.loss, custom.loss, step.grad_norm]
+            return figures
+
+        assert await trained(moving) == await trained(still)
+        assert await weights(moving) == await weights(still)
+        assert len(places) == 4 and all(here != there for here, there in itertools.pairwise(places))
+        for run in (still, moving):
             await client.delete_run(run.run_id)
 
 
@@ -157,3 +191,25 @@ async def test_samples_go_on_when_one_of_their_engines_dies(server: Server, dies
         os.kill(pids[here if dies == "holder" else 1 - here], signal.SIGKILL)
         assert tokens(await sampling) == tokens(expected)
         await client.delete_run(run.run_id)
+
+
+@pytest.mark.slow
+async def test_engines_that_serve_different_models(tiny_model_path: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model_path, other)
+    engines = ["--engine", "model=tiny", "--engine", f"model={other},ranks=2"]
+    running = Server(tiny_model_path, tmp_path / "state", *engines, "--threads", "1").start()
+    try:
+        async with gradwire.connect(running.address) as client:
+            runs = [await client.create_run(model, lora={"rank": 4}, seed=1) for model in ("tiny", "other", "tiny")]
+            assert [(await run.info()).engine for run in runs] == [0, 1, 0]
+            assert [(await run.info()).lanes for run in runs] == [1, 2, 1]
+            assert [list(engine.models) for engine in (await client.server_info()).engines] == [["tiny"], ["other"]]
+            for run in runs:
+                await run.train_step(rows(0), "causal_lm", learning_rate=1e-2)
+            with pytest.raises(gradwire.InvalidArgumentError, match="engine 1 does not serve tiny"):
+                await client.move_run(runs[0].run_id, engine=1)
+            result = await client.sampling_client("other").sample(PROMPTS, **ASKED)
+            assert not result.engines, "one engine serves it"
+    finally:
+        running.end()

@@ -24,7 +24,7 @@ from gradwire_server.config import Limits, ServerConfig
 PREFIX = "GRADWIRE_"
 _REPEATED = {
     "models": "--model", "allow_models": "--allow-model", "losses": "--losses", "limits": "--limit",
-    "host_names": "--host-name",
+    "host_names": "--host-name", "each_engine": "--engine",
 }  # fmt: skip
 
 

@@ -56,7 +56,7 @@ class Runs:
     ) -> None:
         self._scheduler, self._records, self._checkpoints = scheduler, records, checkpoints
         self._keys, self._calls, self._models, self._uploads = keys, calls, models, uploads
-        self._limits, self._ranks, self._durability = config.limits, config.ranks, config.durability
+        self._limits, self._ranks_for, self._durability = config.limits, config.ranks_for, config.durability
         self._creating: dict[str, tuple[RunRecord, asyncio.Task[None]]] = {}
 
     async def create(self, caller: Caller, given: pb.RunConfig, idempotency_key: str = "") -> pb.Run:
@@ -74,7 +74,7 @@ class Runs:
             upload = self._uploads.ready(caller, config.from_upload)
             _take_settings(config, upload)
         self._check(config, idempotency_key)
-        config.lanes = config.lanes or self._ranks
+        config.lanes = config.lanes or self._ranks_for(config.base_model)
         request = pb.CreateRunRequest(config=given, idempotency_key=idempotency_key)
         record = new_record(caller.name, config, idempotency_key, _content(request))
         if upload is None:
@@ -95,7 +95,8 @@ class Runs:
         config.ClearField("from_upload")
         if request.HasField("head"):
             config.head, config.num_labels = request.head, request.num_labels
-        config.seed, config.name, config.lanes = request.seed, request.name, self._ranks
+        config.seed, config.name = request.seed, request.name
+        config.lanes = self._ranks_for(config.base_model)
         self._check(config, request.idempotency_key)
         record = new_record(caller.name, config, request.idempotency_key, _content(request))
         record.origin = engine_pb2.EngineCreateRun(

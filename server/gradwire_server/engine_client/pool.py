@@ -71,10 +71,15 @@ class EnginePool:
 def own_engines(config: ServerConfig) -> list[EngineProcess]:
     """The engines that a server's settings ask for, as processes on this machine that are yet to be started."""
     gpus = visible_gpus()
-    count = max(gpus, 1) if config.engines == "auto" else config.engines
-    settings = [config.engine] * count
-    if gpus and count > 1 and config.device in ("", "cuda"):
-        settings = [each.model_copy(update={"device": f"cuda:{n % gpus}"}) for n, each in enumerate(settings)]
+    settings = config.engine_settings
+    if not settings:
+        settings = [config.engine] * (max(gpus, 1) if config.engines == "auto" else config.engines)
+    count = len(settings)
+    if gpus and count > 1:
+        settings = [
+            each.model_copy(update={"device": f"cuda:{n % gpus}"}) if each.device in ("", "cuda") else each
+            for n, each in enumerate(settings)
+        ]
     return [EngineProcess(each, number, count, config.heartbeat_timeout) for number, each in enumerate(settings)]
 
 

@@ -142,6 +142,28 @@ def test_the_engine_gets_its_part_and_nothing_is_lost_on_the_way(tmp_path: Path)
     assert engine.model_dump() == {name: getattr(config, name) for name in EngineSettings.model_fields}
 
 
+def test_engines_that_are_not_alike_serve_their_models_and_agree_on_those_that_several_serve() -> None:
+    config = ServerConfig.model_validate(
+        {"models": ["a=/a"], "each_engine": ["model=a,ranks=2", "model=b=/b,device=cpu"]}
+    )
+    assert config.models == {"a": "/a", "b": "/b"}
+    engines = config.engine_settings
+    assert [(each.models, each.ranks, each.device) for each in engines] == [
+        ({"a": "/a"}, 2, ""),
+        ({"b": "/b"}, 1, "cpu"),
+    ]
+    assert (config.ranks_for("a"), config.ranks_for("b")) == (2, 1)
+    for wrong, said in (
+        (["model=a", "dtype=float64"], "engines that serve a need one dtype"),
+        (["model=a,rank=2"], "'rank=2': give model=NAME, ranks=N"),
+        (["model=a,ranks=0"], "greater than or equal to 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ServerConfig.model_validate({"models": ["a=/a"], "each_engine": wrong})
+    with pytest.raises(ValueError, match="leave out --engines"):
+        ServerConfig.model_validate({"engines": 2, "each_engine": ["model=a=/a"]})
+
+
 def test_help_lists_each_flag_under_a_subject_and_says_what_goes_before_what(tmp_path: Path) -> None:
     text = serve(tmp_path, "--help").stdout
     assert "Flags take precedence over the environment, the environment over the file" in " ".join(text.split())
@@ -152,6 +174,7 @@ def test_help_lists_each_flag_under_a_subject_and_says_what_goes_before_what(tmp
     assert found["Process"] == {"--console", "--ready-file", "--die-with-parent", "--key-on-stdin", "--parent-pid"}
     flags = set().union(*found.values())
     singular = {"models": "model", "allow_models": "allow-model", "limits": "limit", "host_names": "host-name"}
+    singular["each_engine"] = "engine"
     assert flags - found["Process"] - found["Options"] == {
         f"--{singular.get(name, name.replace('_', '-'))}" for name in ServerConfig.model_fields
     }

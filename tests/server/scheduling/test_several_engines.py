@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import pytest
+from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.errors import ServiceError
 from support.front import Client, Door, Start
@@ -89,6 +90,34 @@ async def test_a_move_waits_for_what_has_begun_and_takes_back_what_has_not(start
         assert await run.statuses(4) == ["ok"] * 4
         assert [seq for _, seq in here.seen] == [1], "the others were begun on the other engine only"
         assert history(door, run) == ["1", "2", "3", "4"]
+
+
+async def test_a_move_waits_for_an_automatic_checkpoint(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with start(engines=2, checkpoint_every_steps=1) as door:
+        (run,) = await clients(door, 1)
+        here = door.engines[place(door, run)]
+        work, saves, saved = here.work, asyncio.Event(), asyncio.Event()
+
+        async def slow(request: engine_pb2.EngineRequest) -> None:
+            if request.operation.operation.HasField("save_checkpoint"):
+                saves.set()
+                await saved.wait()
+            await work(request)
+
+        monkeypatch.setattr(here, "work", slow)
+        await run.fb(1, "a")
+        await run.step(2)
+        await saves.wait()
+        await run.fb(3, "b")
+        moving = asyncio.create_task(move(door, run))
+        await asyncio.sleep(0.05)
+        assert not moving.done()
+        saved.set()
+        assert await moving == 1 - here.number
+        assert await run.statuses(3) == ["ok"] * 3
+        assert history(door, run) == ["a", "step", "b"]
+        there = door.engines[place(door, run)]
+        assert [seq for _, seq in there.seen] == [3], "the checkpoint holds the others"
 
 
 async def test_an_engine_dies_and_the_other_one_takes_its_runs(start: Start) -> None:

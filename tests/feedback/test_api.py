@@ -342,3 +342,25 @@ def test_a_deployed_version_answers_as_its_folder_does(trained: FeedbackService,
     ids = tokenizer("Say 1", return_tensors="pt")
     out = model.generate(**ids, max_new_tokens=6, do_sample=False)[0, ids["input_ids"].shape[1] :]
     assert answer["version"] == "v25" and answer["response"] == tokenizer.decode(out, skip_special_tokens=True)
+
+
+def test_ratings_are_corrected_and_withdrawn_with_their_history(trained: FeedbackService, api: httpx.Client) -> None:
+    newest, *_, oldest = api.get("/bot/ratings", params={"limit": 25, "before": 10**6}).json()[-25:]
+    assert (newest["versions"], oldest["versions"]) == (["v25", "v25.1"], ["v15", "v25", "v25.1"])
+    path = f"/bot/ratings/{oldest['id']}"
+    corrected = api.patch(path, json={"score": 0.45}).json()
+    assert (corrected["score"], corrected["withdrawn"]) == (0.45, False)
+    assert [(each["change"], each["score"]) for each in corrected["history"]] == [("corrected", oldest["score"])]
+    before = api.post("/train_policy/bot", json=QUICK | {"dryRun": True}).json()
+    withdrawn = api.delete(path).json()
+    assert [each["change"] for each in withdrawn["history"]] == ["corrected", "withdrawn"]
+    assert withdrawn["versions"] == oldest["versions"], "they stay as they are"
+    after = api.post("/train_policy/bot", json=QUICK | {"dryRun": True}).json()
+    assert after["feedbackCount"] == before["feedbackCount"] - 1
+    assert api.delete(path).status_code == 409 and api.patch(path, json={"score": 1}).status_code == 409
+    assert api.delete(f"/other/ratings/{oldest['id']}").status_code == 404
+    assert api.patch(path, json={"score": 2}).status_code == 422
+    again = api.post("/train_policy/bot", json=QUICK)
+    assert again.status_code == 200, again.text
+    listed = {each["id"]: each["versions"] for each in api.get("/bot/ratings").json()}
+    assert again.json()["version"] in listed[newest["id"]] and again.json()["version"] not in listed[oldest["id"]]

@@ -17,9 +17,9 @@ from alembic.migration import MigrationContext
 from gradwire_feedback.database.connection import Database, UnusableDatabaseError
 from gradwire_feedback.database.ownership import LOCK, Ownership
 from gradwire_feedback.database.tables import Policy, Table, UtcDateTime
-from gradwire_feedback.store import deployments, feedback, jobs, rating
+from gradwire_feedback.store import deployments, feedback, jobs, rating, ratings
 from gradwire_feedback.store.order import next_number
-from gradwire_feedback.store.problems import ConflictError
+from gradwire_feedback.store.problems import ConflictError, ForbiddenError
 from support.feedback import FeedbackService, scores
 from support.server import Server
 
@@ -126,10 +126,11 @@ def test_an_item_is_with_one_rater_at_a_time_and_never_comes_back(database: Data
         assert rating.score_table(session, "bot").tolist() == [[0.25], [0.75]]
     with database.write() as session:
         taken_back = rating.undo(session, "bot", "bob")
-        assert taken_back is not None and taken_back.id == first.id and taken_back.ratings == 1
+        assert taken_back is not None and taken_back.item.id == first.id and taken_back.item.ratings == 1
+        assert (taken_back.scores, taken_back.notes) == ((0.75,), "fine")
         assert rating.score_table(session, "bot").shape == (0, 0)
         taken_back = rating.undo(session, "bot", "bob")
-        assert taken_back is not None and taken_back.id == second.id, "the skip before it"
+        assert taken_back is not None and taken_back.item.id == second.id, "the skip before it"
         assert rating.undo(session, "bot", "bob") is None
 
 
@@ -156,12 +157,14 @@ def set_clocks_back(database: Database, hours: int) -> None:
                         )
 
 
-def publish(database: Database, version: str) -> None:
+def publish(database: Database, version: str, agent: str = "clocks") -> None:
     with database.write() as session:
-        job = jobs.create_job(session, "clocks", {})
+        job = jobs.create_job(session, agent, {})
+        number = next_number(session, agent)
         policy = Policy(
-            agent_id="clocks", version=version, number=next_number(session, "clocks"), parent="base", job_id=job.id,
-            model_path="", reward_model_path="", checkpoint="", feedback_count=0, training_steps=0, reward_mean=0.0,
+            agent_id=agent, version=version, number=number, parent="base", job_id=job.id,
+            model_path="", reward_model_path="", checkpoint="", feedback_count=0, trained_until=number,
+            training_steps=0, reward_mean=0.0,
             reward_std=0.0, config={},
         )  # fmt: skip
         session.add(policy)
@@ -197,7 +200,7 @@ def test_neither_names_nor_clocks_order_versions_and_scores(database_url: str) -
         assert list(observed.weights) == ["v12", "v11"], "the older one is the baseline"
         assert feedback.scores_of(session, "clocks") == [0.25, 0.5, 0.75]
         taken_back = rating.undo(session, "clocks", "ann")
-        assert taken_back is not None and taken_back.prompt == "p2"
+        assert taken_back is not None and taken_back.item.prompt == "p2"
     set_clocks_back(database, 5)
     with database.write() as session:
         held = rating.reserve(session, "clocks", "bob")
@@ -247,3 +250,26 @@ def test_an_owner_that_loses_its_connection_takes_the_lock_again_or_says_it_lost
     for ownership, database in ((owner, first), (other, second)):
         ownership.release()
         database.close()
+
+
+def test_versions_know_which_of_their_ratings_were_changed_since(database_url: str) -> None:
+    database = Database(database_url)
+    database.upgrade()
+    agent = "changes"
+    with database.write() as session:
+        first, second, third = feedback.add_feedback(session, agent, [feedback.Score("p", "r", 0.5, "x")] * 3)
+        ratings.withdraw(session, agent, third.id, "ann", own=False)
+    publish(database, "v2", agent)
+    with database.write() as session:
+        assert ratings.changed_since(session, agent) == {}
+        ratings.correct(session, agent, first.id, "ann", 0.75, None, own=False)
+        ratings.withdraw(session, agent, second.id, "ann", own=False)
+    publish(database, "v1", agent)
+    with database.read() as session:
+        assert ratings.changed_since(session, agent) == {"v2": 2}
+        found = {each.feedback.id: each.versions for each in ratings.ratings_of(session, agent)}
+        assert found == {first.id: ("v2", "v1"), second.id: ("v2",), third.id: ()}
+        assert feedback.scores_of(session, agent) == [0.75]
+    with database.write() as session, pytest.raises(ForbiddenError, match="another person's"):
+        ratings.correct(session, agent, first.id, "bob", 0.0, None, own=True)
+    database.close()

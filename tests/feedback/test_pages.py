@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import numpy as np
@@ -18,6 +19,7 @@ from support.server import Server
 
 pytestmark = pytest.mark.browser
 
+AXE = Path(__file__).parents[2] / "node_modules/axe-core/axe.min.js"
 SCREENSHOTS = os.environ.get("GRADWIRE_SCREENSHOTS")
 """A folder for screenshots of the documentation; none are made without it."""
 
@@ -69,6 +71,11 @@ def add_item(api: httpx.Client, agent: str, prompt: str, response: str, **more: 
     assert answer.status_code == 201, answer.text
 
 
+def introduce(page: Page, name: str) -> None:
+    page.get_by_label("Your name").fill(name)
+    page.get_by_role("button", name="Continue").click()
+
+
 def test_rating_by_keyboard_and_mouse(service: FeedbackService, api: httpx.Client, page: Page) -> None:
     add_item(api, "kettle", "How do I descale a kettle?", "Boil water with citric acid in it, wait, rinse twice.")
     add_item(
@@ -77,6 +84,7 @@ def test_rating_by_keyboard_and_mouse(service: FeedbackService, api: httpx.Clien
     )  # fmt: skip
     add_item(api, "kettle", "What is the capital of Peru?", "Lima.")
     page.goto(f"{service.url}/rate/kettle")
+    introduce(page, "Ann")
     expect(page.get_by_text("How do I descale a kettle?")).to_be_visible(timeout=PATIENCE_MS)
     assert "v1" not in page.content() and "base" not in page.locator("body").inner_text(), "blind to the version"
     page.keyboard.press("4")
@@ -86,14 +94,17 @@ def test_rating_by_keyboard_and_mouse(service: FeedbackService, api: httpx.Clien
     page.keyboard.press("Enter")
     expect(page.get_by_text("Answer B")).to_be_visible(timeout=PATIENCE_MS)
     page.keyboard.press("2")
-    expect(page.get_by_role("button", name="2 Weak").first).to_have_class(re.compile("unelevated"), timeout=PATIENCE_MS)
+    chosen = page.get_by_role("button", name="2 Weak").first
+    expect(chosen).to_have_attribute("aria-pressed", "true", timeout=PATIENCE_MS)
+    expect(chosen).to_contain_text("✓")
     page.get_by_role("button", name="5 Excellent").nth(1).click()
     expect(page.get_by_role("button", name="Next (Enter)")).to_be_enabled(timeout=PATIENCE_MS)
     keep(page, "feedback-rate")
+    page.get_by_label("Note (optional)").fill("B says how")
     page.get_by_role("button", name="Next (Enter)").click()
     expect(page.get_by_text("capital of Peru")).to_be_visible(timeout=PATIENCE_MS)
     page.keyboard.press("u")
-    expect(page.get_by_text("Answer B")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_label("Note (optional)")).to_have_value("B says how", timeout=PATIENCE_MS)
     assert api.get("/kettle/pairs").json() == []
     for key in ("1", "4"):
         page.keyboard.press(key)
@@ -106,6 +117,11 @@ def test_rating_by_keyboard_and_mouse(service: FeedbackService, api: httpx.Clien
     (pair,) = api.get("/kettle/pairs").json()
     assert pair["rejected"] == "Plants eat sunlight."
     assert "3 feedback samples" in api.post("/train_policy/kettle", json={}).json()["detail"]
+    page.goto(f"{service.url}/ratings/kettle")
+    expect(page.get_by_text("by Ann").first).to_be_visible(timeout=PATIENCE_MS)
+    page.get_by_role("button", name="Withdraw").last.click()
+    expect(page.get_by_text(re.compile("Withdrawn: score 0.75, by Ann"))).to_be_visible(timeout=PATIENCE_MS)
+    assert "2 feedback samples" in api.post("/train_policy/kettle", json={}).json()["detail"]
 
 
 def test_the_start_page_and_the_api_documentation_need_no_internet(
@@ -121,6 +137,42 @@ def test_the_start_page_and_the_api_documentation_need_no_internet(
     expect(page.get_by_text("Submit Feedback")).to_be_visible(timeout=PATIENCE_MS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everybody_can_use_the_pages_on_a_phone_too(
+    service: FeedbackService, api: httpx.Client, page: Page, scheme: Literal["light", "dark"]
+) -> None:
+    if not AXE.exists():
+        pytest.skip("axe-core is not installed: npm install --no-save axe-core")
+    agent = f"phone-{scheme}"
+    api.post(f"/feedback/{agent}", json=scores(12))
+    long = "A long answer goes on and on, and says little. " * 60
+    add_item(api, agent, "Explain the tides. " * 40, long, other={"response": long})
+    page.emulate_media(color_scheme=scheme)
+    for path in ("", f"rate/{agent}", f"ratings/{agent}", f"policies/{agent}"):
+        page.goto(f"{service.url}/{path}")
+        if path.startswith("rate/"):
+            introduce(page, "Ann")
+            page.get_by_role("button", name="2 Weak").first.click()
+        expect(page.get_by_role("heading", level=1)).to_be_visible()
+        assert page.evaluate("document.documentElement.lang") == "en-US"
+        page.wait_for_timeout(500)  # what fades in is pale until then
+        page.evaluate(AXE.read_text())
+        found = page.evaluate("axe.run().then((r) => r.violations.map((v) => [v.impact, v.id, v.nodes[0].html]))")
+        assert [each for each in found if each[0] in ("serious", "critical")] == [], path
+        page.set_viewport_size({"width": 400, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400, path
+        if path.startswith("rate/"):
+            first, second = (
+                page.get_by_role("group", name="Grade of answer a"),
+                page.get_by_role("group", name="Grade of answer b"),
+            )
+            above, below = first.bounding_box(), second.bounding_box()
+            assert above is not None and below is not None and above["y"] < below["y"] < 800 - below["height"]
+        keep(page, f"phone-{path.partition('/')[0]}-{scheme}")
+        page.set_viewport_size({"width": 1100, "height": 640})
+
+
 def test_two_raters_never_hold_the_same_item(
     service: FeedbackService, api: httpx.Client, browser: Browser, refused: list[str]
 ) -> None:
@@ -129,7 +181,13 @@ def test_two_raters_never_hold_the_same_item(
     ann, bob = open_page(browser, refused), open_page(browser, refused)
     for rater, number in ((ann, 1), (bob, 2)):
         rater.goto(f"{service.url}/rate/two")
+        introduce(rater, f"Rater {number}")
         expect(rater.get_by_text(f"Prompt number {number}")).to_be_visible(timeout=PATIENCE_MS)
+    cleo = open_page(browser, refused)
+    cleo.goto(f"{service.url}/rate/two")
+    introduce(cleo, "Cleo")
+    expect(cleo.get_by_text("Other people hold the rest: 2 of the waiting answers")).to_be_visible(timeout=PATIENCE_MS)
+    cleo.context.close()
     for rater, grade in ((ann, "5"), (bob, "4")):
         rater.keyboard.press(grade)
         expect(rater.get_by_role("button", name="Next (Enter)")).to_be_enabled(timeout=PATIENCE_MS)
@@ -207,6 +265,12 @@ def test_keys_are_asked_for(server: Server, tmp_path: Path, page: Page) -> None:
         page.get_by_role("button", name="Sign in").click()
         page.wait_for_url("**/rate/bot")
         expect(page.get_by_text("Nothing to rate now")).to_be_visible(timeout=PATIENCE_MS)
+        page.get_by_role("button", name="Sign out").click()
+        page.wait_for_url("**/login")
+        page.goto(f"{service.url}/rate/bot")
+        page.get_by_label("API key").fill(rater)
+        page.get_by_role("button", name="Sign in").click()
+        page.wait_for_url("**/rate/bot")
         page.goto(f"{service.url}/policies/bot")
         expect(page.get_by_text("has the role rate; this page needs read")).to_be_visible(timeout=PATIENCE_MS)
         run_keys(service, "revoke", "ann")

@@ -188,6 +188,12 @@ def test_the_advice_fits_the_scores(scores: list[float], word: str) -> None:
     assert any(word in sentence for sentence in distribution(scores).advice)
 
 
+def test_each_tenth_falls_into_the_bin_that_it_begins() -> None:
+    tenths = [n / 10 for n in range(11)]
+    assert distribution(tenths).histogram == (1, 1, 1, 1, 1, 1, 1, 1, 1, 2)
+    assert distribution([0.1 + 0.2, 0.7 - 1e-6, 0.25]).histogram == (0, 0, 1, 1, 0, 0, 1, 0, 0, 0)
+
+
 def test_good_scores_need_no_advice() -> None:
     found = distribution(np.linspace(0, 1, 101).tolist())
     assert found.advice == () and sum(found.histogram) == found.count == 101

@@ -37,7 +37,7 @@ class Scenario:
         drift: The mean moves from 0.4 to 0.6.
         ramp: The versions other than the first have a tenth of the users for two fifths of the time, then equal shares.
         versions: How many.
-        effect: What the last version adds to each score.
+        effect: What the last version adds to each score; scores are then not grades, whose ends would shrink it.
         binary: Scores of 0 and 1 instead of five grades.
     """
 
@@ -69,6 +69,8 @@ class Scenario:
         mean = mean + self.effect * (versions == others)
         if self.binary:
             values = (rng.random(count) < np.clip(mean, 0, 1)).astype(np.float64)
+        elif self.effect:
+            values = rng.normal(mean, 0.25)
         else:
             values = np.round(4 * np.clip(rng.normal(mean, 0.25), 0, 1)) / 4
         return Scores(values, users, versions, np.where(early, 0, 1).astype(np.int64))

@@ -100,6 +100,11 @@ class RouterPPOAdapter:
             replaced = folder.check_free(overwrite)
             if replaced:
                 said(f"this will replace {replaced} at the end")
+        if settings.hicra.enabled and settings.hicra.normalize:
+            said(
+                "hicra.normalize takes the mean reward of a step off every step, which teaches a policy to avoid deep "
+                "modes even where they pay: set hicra.normalize: false unless all episodes are equally deep"
+            )
         telling = Telling(settings.observability)
         for note in telling.notes:
             said(note)

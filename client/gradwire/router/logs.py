@@ -43,8 +43,18 @@ def read_log(
 
 
 def decisions_of(log: Log) -> list[LoggedDecision]:
-    """Return the decisions of a file, or those given."""
-    return read_log(log) if isinstance(log, Path | str) else list(log)
+    """Return the decisions of a file, or those given, whose propensities and rewards have to be right as well.
+
+    Raises:
+        LogError: A decision is not valid; names it and the field.
+    """
+    if isinstance(log, Path | str):
+        return read_log(log)
+    decisions = list(log)
+    for number, each in enumerate(decisions, 1):
+        _propensity(f"decision {number}", each.propensity)
+        _number(f"decision {number}", "reward", each.reward)
+    return decisions
 
 
 def _from_jsonl(path: Path) -> Iterator[LoggedDecision]:
@@ -104,11 +114,16 @@ def _decision(where: str, features: Mapping[str, float | str], fields: Mapping[s
         raise LogError(f"{where}: mode is {mode!r}; it must be the name of a mode")
     if event not in EVENTS:
         raise LogError(f"{where}: event is {event!r}; it must be one of {', '.join(EVENTS)}")
-    propensity = _number(where, "propensity", fields.get("propensity"))
-    if propensity is None or not 0.0 < propensity <= 1.0:
-        raise LogError(f"{where}: propensity is {propensity}; it must be above 0 and at most 1")
+    propensity = _propensity(where, fields.get("propensity"))
     reward, value, time = (_number(where, name, fields.get(name)) for name in ("reward", "value", "time"))
     return LoggedDecision(features, mode, propensity, reward, event, value, fields.get("probabilities") or {}, time)
+
+
+def _propensity(where: str, value: Any) -> float:
+    number = _number(where, "propensity", value)
+    if number is None or not 0.0 < number <= 1.0:
+        raise LogError(f"{where}: propensity is {number}; it must be above 0 and at most 1")
+    return number
 
 
 def _number(where: str, name: str, value: Any) -> float | None:

@@ -157,7 +157,8 @@ def evaluate_offline(
             (five), so that no decision is judged by a model that has seen its reward.
 
     Raises:
-        ValueError: The log has no rewards, or features that the policy does not have.
+        ValueError: The log has no rewards, features that the policy does not have, a propensity that is not above 0
+            and at most 1, or a reward that is not finite.
     """
     if not 0.0 < confidence < 1.0:
         raise ValueError(f"confidence must be between 0 and 1, got {confidence}")

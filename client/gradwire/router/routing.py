@@ -102,9 +102,8 @@ class RouterPolicy:
         Raises:
             ValueError: Features are missing, unknown or not finite.
         """
-        x = self._seen(features)
         with self._lock:
-            decision = self._decide(x)
+            decision = self._decide(self._seen(features))
         if self._log is not None:
             self._write("decision", features, decision)
         return decision
@@ -117,9 +116,8 @@ class RouterPolicy:
         """
         if self._log is None:
             raise ValueError("a dry run only records: pass log=, the file for its records")
-        x = self._seen(features)
         with self._lock:
-            decision = self._decide(x)
+            decision = self._decide(self._seen(features))
         self._write("dry_run", features, decision)
 
     def update(self, features: Features, mode: str, reward: float, *, propensity: float | None = None) -> None:
@@ -137,15 +135,15 @@ class RouterPolicy:
         Raises:
             ValueError: An unknown mode, a reward that is not finite, or a propensity outside (0, 1].
         """
-        x = self._seen(features)
-        if mode not in self.policy.modes:
-            raise ValueError(f"there is no mode {mode!r}; this policy has {', '.join(self.policy.modes)}")
         if not math.isfinite(reward):
             raise ValueError(f"reward must be a finite number, got {reward}")
         if propensity is not None and not 0.0 < propensity <= 1.0:
             raise ValueError(f"propensity must be a probability above 0, got {propensity}")
-        chosen = self.policy.modes.index(mode)
         with self._lock:
+            x = self._seen(features)
+            if mode not in self.policy.modes:
+                raise ValueError(f"there is no mode {mode!r}; this policy has {', '.join(self.policy.modes)}")
+            chosen = self.policy.modes.index(mode)
             probabilities, value = self._predict(x)
             likely = self._behaviour(probabilities)[chosen] if propensity is None else propensity
             if likely <= 0.0:
@@ -154,6 +152,19 @@ class RouterPolicy:
             self._learn(x, chosen, reward, probabilities, value, likely)
         if self._log is not None:
             self._write("outcome", features, before, float(reward))
+
+    def reload(self, path: Path | str) -> None:
+        """Go on with the policy of another file, while other threads route: each request has the old one or the new.
+
+        What :meth:`update` taught the old policy is lost, unless the new one was trained from a :meth:`save` of it.
+
+        Raises:
+            FileNotFoundError: There is no such file. The old policy stays.
+            ValueError: The file is not a policy. The old policy stays.
+        """
+        policy = LinearPolicy.load(path)
+        with self._lock:
+            self.policy = policy
 
     def save(self, path: Path | str) -> None:
         """Write the current policy."""

@@ -67,6 +67,7 @@ AgentId = Annotated[
     Path(alias="agent_id", pattern=AGENT_ID, description="Letters, digits, '.', '_' and '-'; at most 100."),
     AfterValidator(_agent_id),
 ]
+RatingId = Annotated[str, Path(alias="id", pattern=r"^[0-9a-f]{32}$", description="The id of a rating.")]
 JobId = Annotated[str, Path(alias="id", pattern=r"^[0-9a-f]{32}$", description="The job id returned by train_policy.")]
 Storable = AfterValidator(_storable)
 # the length comes first: only then does pydantic refuse half a surrogate pair, which JSON can hold and UTF-8 cannot
@@ -111,6 +112,41 @@ class FeedbackOut(Body):
     agent_id: str
     score: float
     created_at: datetime
+
+
+class RevisionOut(Body):
+    """What a rating was before a change."""
+
+    change: Literal["corrected", "withdrawn"]
+    score: float
+    notes: str | None
+    by: str
+    created_at: datetime
+
+
+class RatingOut(Body):
+    """A stored rating. `versions` were trained on it, as it was at that time."""
+
+    id: str
+    number: int
+    prompt: str
+    response: str
+    score: float
+    run_id: str
+    notes: str | None
+    version: str | None
+    rater: str | None
+    withdrawn: bool
+    created_at: datetime
+    history: list[RevisionOut]
+    versions: list[str]
+
+
+class CorrectionIn(Body):
+    """Another score for a stored rating."""
+
+    score: ScoreValue
+    notes: Notes | None = Field(default=None, description="Replaces the note; kept if absent.")
 
 
 class AnswerIn(Body):

@@ -79,12 +79,19 @@ class Answer(Table):
 
 
 class Feedback(Table):
-    """One person's score of one answer."""
+    """One person's score of one answer. A withdrawn one counts nowhere, and stays for its history."""
 
     __tablename__ = "feedback"
     __table_args__ = (
         sa.Index("ix_feedback_agent", "agent_id", "number"),
-        sa.UniqueConstraint("answer_id", "rater", name="uq_feedback_rater"),
+        sa.Index(
+            "uq_feedback_rater",
+            "answer_id",
+            "rater",
+            unique=True,
+            sqlite_where=sa.text("NOT withdrawn"),
+            postgresql_where=sa.text("NOT withdrawn"),
+        ),
         sa.CheckConstraint("score >= 0 AND score <= 1", name="ck_feedback_score"),
     )
 
@@ -99,6 +106,23 @@ class Feedback(Table):
     version: Mapped[str | None]
     answer_id: Mapped[str | None] = mapped_column(sa.ForeignKey("answers.id", name="fk_feedback_answer"))
     rater: Mapped[str | None]
+    withdrawn: Mapped[bool] = mapped_column(default=False)
+    created_at: Mapped[datetime] = mapped_column(default=now)
+
+
+class Revision(Table):
+    """What a rating was before it was corrected or withdrawn, and who did that."""
+
+    __tablename__ = "revisions"
+
+    feedback_id: Mapped[str] = mapped_column(
+        sa.ForeignKey("feedback.id", name="fk_revisions_feedback"), primary_key=True
+    )
+    number: Mapped[int] = mapped_column(primary_key=True)
+    change: Mapped[str]
+    score: Mapped[float]
+    notes: Mapped[str | None]
+    by: Mapped[str]
     created_at: Mapped[datetime] = mapped_column(default=now)
 
 
@@ -127,7 +151,10 @@ class IdempotentRequest(Table):
 
 
 class Policy(Table):
-    """A trained version of an agent, the ``number``-th made. ``checkpoint`` names it on the training server."""
+    """A trained version of an agent. ``checkpoint`` names it on the training server.
+
+    ``trained_until`` is the number up to which it knows the agent's ratings and their changes.
+    """
 
     __tablename__ = "policies"
     __table_args__ = (
@@ -145,6 +172,7 @@ class Policy(Table):
     reward_model_path: Mapped[str]
     checkpoint: Mapped[str]
     feedback_count: Mapped[int]
+    trained_until: Mapped[int]
     training_steps: Mapped[int]
     reward_mean: Mapped[float]
     reward_std: Mapped[float]

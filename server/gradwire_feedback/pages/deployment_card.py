@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from gradwire_shell.components import title
 from nicegui import ui
 
 from gradwire_feedback.context import Context
@@ -35,7 +36,7 @@ class DeploymentCard:
 
     def show(self, found: Overview) -> None:
         with ui.card().classes("full-width").mark("deployment"):
-            ui.label("Deployed").classes("text-h6")
+            title("Deployed", 2)
             self._deployed = ui.label().mark("deployed")
             if self._may_train:
                 self._row = ui.row().classes("items-end")

@@ -17,6 +17,7 @@ from gradwire_feedback.statistics.agreement import agreement
 from gradwire_feedback.statistics.distribution import Distribution, distribution
 from gradwire_feedback.store import deployments, rating
 from gradwire_feedback.store.feedback import scores_of
+from gradwire_feedback.store.ratings import changed_since
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class VersionRow:
     reward_std: float
     training_steps: int
     created_at: datetime
+    changed_feedback: int
     reward_history: tuple[float, ...]
 
 
@@ -51,6 +53,7 @@ def load(context: Context, agent_id: str) -> Overview:
         scores = distribution(scores_of(session, agent_id))
         alpha = agreement(rating.score_table(session, agent_id))
         policies = deployments.policies_of(session, agent_id)
+        changed = changed_since(session, agent_id)
         weights = deployments.deployment_of(session, agent_id)
     versions = tuple(
         VersionRow(
@@ -61,6 +64,7 @@ def load(context: Context, agent_id: str) -> Overview:
             reward_std=policy.reward_std,
             training_steps=policy.training_steps,
             created_at=policy.created_at,
+            changed_feedback=changed.get(policy.version, 0),
             reward_history=_history(context, agent_id, policy.version),
         )
         for policy in policies

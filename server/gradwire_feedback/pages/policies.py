@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from gradwire_feedback.context import Context
 from gradwire_feedback.pages import charts
 from gradwire_feedback.pages.deployment_card import DeploymentCard
-from gradwire_feedback.pages.overview import Overview, load
+from gradwire_feedback.pages.overview import Overview, VersionRow, load
 from gradwire_feedback.pages.session import entrance, shell, signed_in
 from gradwire_feedback.pages.training_card import TrainingCard
 from gradwire_feedback.store.keys import Role
@@ -70,7 +70,7 @@ class _Policies:
         assert self._shown is not None
         found = self._shown.distribution
         with ui.card().classes("full-width").mark("scores"):
-            ui.label("Scores").classes("text-h6")
+            title("Scores", 2)
             figures = f"{found.count} scores"
             if found.mean is not None:
                 figures += f", mean {found.mean:.2f}, standard deviation {found.std:.2f}"
@@ -88,7 +88,7 @@ class _Policies:
     def _versions(self) -> None:
         assert self._shown is not None
         with ui.card().classes("full-width").mark("versions"):
-            ui.label("Versions").classes("text-h6")
+            title("Versions", 2)
             if not self._shown.versions:
                 ui.label("No version was trained yet.").classes("quiet")
                 return
@@ -101,7 +101,7 @@ class _Policies:
             ]  # fmt: skip
             rows = [
                 {
-                    "version": each.version, "parent": each.parent, "feedback": each.feedback_count,
+                    "version": each.version, "parent": each.parent, "feedback": _feedback(each),
                     "reward": f"{each.reward_mean:.3f} ± {each.reward_std:.3f}", "steps": each.training_steps,
                     "created": f"{each.created_at:%Y-%m-%d %H:%M}",
                 }
@@ -118,7 +118,7 @@ class _Policies:
         assert self._shown is not None
         found = self._shown.comparison
         with ui.card().classes("full-width").mark("comparison"):
-            ui.label("A/B comparison").classes("text-h6")
+            title("A/B comparison", 2)
             ui.label(found.verdict).classes("text-weight-medium").mark("verdict")
             if not found.versions:
                 return
@@ -157,3 +157,9 @@ class _Policies:
         self._update(await run_in_threadpool(load, self._context, self._agent_id))
         ui.notify(done, type="positive")
         return True
+
+
+def _feedback(version: VersionRow) -> str:
+    """How many ratings a version was trained on, and how many of them were changed since."""
+    changed = f" ({version.changed_feedback} changed since)" if version.changed_feedback else ""
+    return f"{version.feedback_count}{changed}"

@@ -6,18 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastapi.responses import RedirectResponse
-from gradwire_shell.components import title
+from gradwire_shell.components import button, named, panel, plain, title
 from nicegui import events, ui
+from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
 from gradwire_feedback.context import Context
 from gradwire_feedback.database.tables import Item
-from gradwire_feedback.pages.session import entrance, rater_of, shell, signed_in
+from gradwire_feedback.pages.session import ask_name, entrance, rater_of, shell, signed_in
 from gradwire_feedback.settings import LIMITS
 from gradwire_feedback.store import rating
 from gradwire_feedback.store.problems import ConflictError
 
 GRADES = {"1": ("Poor", 0.0), "2": ("Weak", 0.25), "3": ("Fair", 0.5), "4": ("Good", 0.75), "5": ("Excellent", 1.0)}
+GRADE_OF = {score: key for key, (_, score) in GRADES.items()}
 KEYS = {"1 to 5": "rate", "← →": "choose the answer", "Enter": "next", "S": "skip", "U": "undo", "N": "note"}
 
 
@@ -28,7 +30,11 @@ def register(context: Context) -> None:
         if caller is None or isinstance(caller, RedirectResponse):
             return caller
         with shell(agent_id, "rate", KEYS):
-            await _Rating(context, agent_id, rater_of(caller)).show()
+            rater = rater_of(caller)
+            if rater is None:
+                ask_name()
+            else:
+                await _Rating(context, agent_id, rater).show()
         return None
 
 
@@ -38,6 +44,7 @@ class _State:
 
     item: Item | None = None
     waiting: int = 0
+    held: int = 0
     chosen: int = 0
     grades: tuple[str | None, ...] = ()
     notes: str = ""
@@ -56,15 +63,17 @@ class _Rating:
         ui.keyboard(on_key=self._key, ignore=["input", "textarea"])
 
     async def _next(self) -> None:
-        def reserve() -> tuple[Item | None, int]:
+        def reserve() -> _State:
             with self._context.database.write() as session:
                 item = rating.reserve(session, self._agent_id, self._rater)
-                return item, rating.open_items(session, self._agent_id)
+                return self._state_of(session, item)
 
-        self._place(*await run_in_threadpool(reserve))
+        self._state = await run_in_threadpool(reserve)
 
-    def _place(self, item: Item | None, waiting: int) -> None:
-        self._state = _State(item, waiting, grades=(None,) * (len(item.answers) if item else 0))
+    def _state_of(self, session: Session, item: Item | None) -> _State:
+        waiting = rating.open_items(session, self._agent_id)
+        held = rating.held_by_others(session, self._agent_id, self._rater)
+        return _State(item, waiting, held, grades=(None,) * (len(item.answers) if item else 0))
 
     @ui.refreshable_method
     def _body(self) -> None:
@@ -74,16 +83,14 @@ class _Rating:
                 title(f"Rate answers of {self._agent_id}")
                 ui.label(f"{self._state.waiting} waiting").classes("quiet").mark("waiting")
             if item is None:
-                with ui.card().classes("full-width"):
-                    ui.label("Nothing to rate now").classes("text-h6")
-                    ui.label("You have seen all that waits. New answers appear here: look again later.")
+                with panel("Nothing to rate now"):
+                    ui.label(self._why_nothing())
                     with ui.row():
-                        ui.button("Look again", on_click=self._again).props("no-caps")
-                        ui.button("Undo (U)", on_click=self._undo).props("no-caps flat")
+                        button("Look again", self._again, kind="primary")
+                        button("Undo (U)", self._undo)
                 return
-            with ui.card().classes("full-width"):
-                ui.label("Prompt").classes("quiet")
-                ui.label(item.prompt).classes("text")
+            with panel("Prompt"):
+                named(ui.label(item.prompt), "Prompt").classes("text gw-scroll").props("tabindex=0 role=group")
             with ui.element("div").classes("gw-answers full-width"):
                 for position in range(len(item.answers)):
                     self._answer(position)
@@ -92,24 +99,36 @@ class _Rating:
             self._note.on("keydown.esc", js_handler="(event) => event.target.blur()")
             with ui.row().classes("full-width items-center"):
                 done = all(grade is not None for grade in self._state.grades)
-                ui.button("Next (Enter)", on_click=self._submit).props("no-caps").set_enabled(done)
-                ui.button("Skip (S)", on_click=self._skip).props("no-caps flat")
-                ui.button("Undo (U)", on_click=self._undo).props("no-caps flat")
+                button("Next (Enter)", self._submit, kind="primary").set_enabled(done)
+                button("Skip (S)", self._skip)
+                button("Undo (U)", self._undo)
                 ui.label(" · ".join(f"{key} {meaning}" for key, meaning in KEYS.items())).classes("quiet")
 
     def _answer(self, position: int) -> None:
         item, several = self._state.item, len(self._state.grades) > 1
         assert item is not None
-        frame = "border: 2px solid var(--accent)" if several and position == self._state.chosen else "border-width: 2px"
-        with ui.card().style(frame).mark(f"answer-{position}"):
-            ui.label(f"Answer {'AB'[position]}" if several else "Answer").classes("quiet")
-            ui.label(item.answers[position].response or "(empty)").classes("text")
-            with ui.row().classes("gap-1"):
+        name = f"Answer {'AB'[position]}" if several else "Answer"
+        marked = "gw-rated at" if several and position == self._state.chosen else "gw-rated"
+        with panel(name).classes(marked).mark(f"answer-{position}"):
+            text = ui.label(item.answers[position].response or "(empty)").classes("text gw-scroll")
+            named(text, name).props("tabindex=0 role=group")
+            with named(ui.element("div"), f"Grade of {name.lower()}").classes("gw-grades").props("role=group"):
                 for key, (word, _) in GRADES.items():
                     chosen = self._state.grades[position] == key
-                    ui.button(f"{key} {word}", on_click=lambda _, k=key: self._grade(position, k)).props(
-                        f"no-caps dense {'unelevated' if chosen else 'outline'}"
-                    ).classes("q-px-sm")
+                    with button(
+                        "", lambda _, k=key: self._grade(position, k), kind="primary" if chosen else "plain"
+                    ) as grade:
+                        plain(f"{key} ✓" if chosen else key)
+                        plain(word)
+                    named(grade, f"{key} {word}").props(f"aria-pressed={str(chosen).lower()}")
+
+    def _why_nothing(self) -> str:
+        if self._state.held:
+            return (
+                f"Other people hold the rest: {self._state.held} of the waiting answers are open in front of them now. "
+                "What they leave comes back within ten minutes: look again later."
+            )
+        return "You have seen all that waits. New answers appear here: look again later."
 
     def _keep_note(self, event: events.ValueChangeEventArguments[str | None]) -> None:
         self._state.notes = event.value or ""
@@ -168,16 +187,22 @@ class _Rating:
         if not self._allowed():
             return
 
-        def take_back() -> tuple[Item | None, int]:
+        def take_back() -> _State | None:
             with self._context.database.write() as session:
-                item = rating.undo(session, self._agent_id, self._rater)
-                return item, rating.open_items(session, self._agent_id)
+                found = rating.undo(session, self._agent_id, self._rater)
+                if found is None:
+                    return None
+                state = self._state_of(session, found.item)
+            state.notes = found.notes or ""
+            if found.scores:
+                state.grades = tuple(GRADE_OF.get(score) for score in found.scores)
+            return state
 
-        item, waiting = await run_in_threadpool(take_back)
-        if item is None:
+        state = await run_in_threadpool(take_back)
+        if state is None:
             ui.notify("There is nothing to undo.")
             return
-        self._place(item, waiting)
+        self._state = state
         self._body.refresh()
         ui.notify("Taken back: rate it again.")
 

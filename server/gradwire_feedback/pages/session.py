@@ -6,12 +6,14 @@ from contextlib import AbstractContextManager
 from urllib.parse import quote
 
 from fastapi.responses import RedirectResponse
+from gradwire_shell.components import button, panel, title
 from gradwire_shell.frame import frame
 from nicegui import app, ui
 from nicegui.element import Element
 
 from gradwire_feedback.context import Context
 from gradwire_feedback.names import is_agent_id
+from gradwire_feedback.settings import LIMITS
 from gradwire_feedback.store.keys import Caller, Role, caller_of
 from gradwire_feedback.store.problems import UnauthenticatedError
 
@@ -22,10 +24,10 @@ def shell(agent_id: str, here: str, keys: dict[str, str] | None = None) -> Abstr
     """The frame of an agent's page; its content goes into the body of ``with``.
 
     Args:
-        here: ``"rate"`` or ``"policies"``.
+        here: ``"rate"``, ``"ratings"`` or ``"policies"``.
         keys: What keys do, for the help.
     """
-    sections = (AGENTS, ("Rate", f"/rate/{agent_id}"), ("Policies", f"/policies/{agent_id}"))
+    sections = (AGENTS, *((word.title(), f"/{word}/{agent_id}") for word in ("rate", "ratings", "policies")))
     return framed(sections, f"/{here}/{agent_id}", keys)
 
 
@@ -68,7 +70,25 @@ def entrance(context: Context, role: Role, agent_id: str, path: str) -> Caller |
     return caller
 
 
-def rater_of(caller: Caller) -> str:
-    """Identify a rater: by browser, or by key and browser on a service with keys."""
-    browser = str(app.storage.browser["id"])
-    return f"{caller.name}:{browser}" if caller.name else browser
+def rater_of(caller: Caller) -> str | None:
+    """Name the person who rates: the key's owner, or on a service without keys who they said they are; None if unasked.
+
+    The same person in two browsers is one rater.
+    """
+    return caller.name or app.storage.user.get("person")
+
+
+def ask_name() -> None:
+    """Ask a person for their name, once for each browser; the page then begins anew."""
+
+    def enter() -> None:
+        name = " ".join((field.value or "").replace("\0", "").split())[: LIMITS.name_chars]
+        if name:
+            app.storage.user["person"] = name
+            ui.navigate.reload()
+
+    with panel():
+        title("Who are you?")
+        ui.label("Your name stands beside your ratings. Use the same one in every browser.")
+        field = ui.input("Your name").props("outlined dense autofocus").classes("full-width").on("keydown.enter", enter)
+        button("Continue", enter, kind="primary")

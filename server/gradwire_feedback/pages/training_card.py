@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import gradwire
+from gradwire_shell.components import title
 from nicegui import ui
 from starlette.concurrency import run_in_threadpool
 
@@ -36,7 +37,7 @@ class TrainingCard:
 
     def show(self) -> None:
         with ui.card().classes("full-width").mark("training"):
-            ui.label("Training").classes("text-h6")
+            title("Training", 2)
             self._state()
             if not self._may_train:
                 return

@@ -38,7 +38,8 @@ class Distribution:
 
 def distribution(scores: Sequence[float]) -> Distribution:
     values = np.asarray(scores, np.float64)
-    histogram = tuple(int(count) for count in np.histogram(values, BINS, (0.0, 1.0))[0])
+    bins = np.minimum(np.floor(np.round(values * BINS, 9)), BINS - 1).astype(np.int64)  # 0.3 is 0.3, not just below
+    histogram = tuple(int(count) for count in np.bincount(bins, minlength=BINS))
     if not values.size:
         return Distribution(0, None, None, histogram, _advice(values))
     return Distribution(values.size, float(values.mean()), float(values.std()), histogram, _advice(values))

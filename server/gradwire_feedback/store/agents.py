@@ -35,7 +35,9 @@ def agents_of(session: Session) -> list[Agent]:
         {row[0]: row[1] for row in session.execute(query)}
         for query in (
             sa.select(Item.agent_id, sa.func.count()).where(Item.ratings < Item.raters).group_by(Item.agent_id),
-            sa.select(Feedback.agent_id, sa.func.count()).group_by(Feedback.agent_id),
+            sa.select(Feedback.agent_id, sa.func.count())
+            .where(Feedback.withdrawn.is_(False))
+            .group_by(Feedback.agent_id),
             sa.select(Policy.agent_id, sa.func.count()).group_by(Policy.agent_id),
         )
     )

@@ -155,7 +155,7 @@ def observe(session: Session, agent_id: str) -> Observed | None:
         sa.select(Answer.id, Answer.version, Item.deployment, unit, Feedback.score)
         .join(Feedback, Feedback.answer_id == Answer.id)
         .join(Item, Item.id == Answer.item_id)
-        .where(*answered)
+        .where(*answered, Feedback.withdrawn.is_(False))
         .order_by(Item.number, Answer.position, Feedback.number)
     )
     kept = list({row.id: row for row in reversed(rows.all())}.values())[::-1]  # the first score of each answer

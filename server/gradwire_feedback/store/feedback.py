@@ -68,13 +68,13 @@ def _answers(session: Session, agent_id: str, run_ids: set[str]) -> dict[str, An
 
 def scores_of(session: Session, agent_id: str) -> list[float]:
     """Return the agent's scores, oldest first."""
-    query = sa.select(Feedback.score).where(Feedback.agent_id == agent_id)
+    query = sa.select(Feedback.score).where(Feedback.agent_id == agent_id, Feedback.withdrawn.is_(False))
     return list(session.scalars(query.order_by(Feedback.number)))
 
 
 def feedback_of(session: Session, agent_id: str) -> Sequence[Feedback]:
     """Return the agent's feedback, oldest first."""
-    query = sa.select(Feedback).where(Feedback.agent_id == agent_id)
+    query = sa.select(Feedback).where(Feedback.agent_id == agent_id, Feedback.withdrawn.is_(False))
     return session.scalars(query.order_by(Feedback.number)).all()
 
 

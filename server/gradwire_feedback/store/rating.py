@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session
 from gradwire_feedback.database.tables import Answer, Feedback, Item, Skip, now
 from gradwire_feedback.store.order import next_number, next_numbers
 from gradwire_feedback.store.problems import ConflictError, NotFoundError, UnprocessableError
+from gradwire_feedback.store.ratings import withdraw_rows
 
 RESERVED_FOR = timedelta(minutes=10)
 
@@ -76,7 +77,7 @@ def reserve(session: Session, agent_id: str, rater: str) -> Item | None:
     rated = (
         sa.select(Answer.item_id)
         .join(Feedback, Feedback.answer_id == Answer.id)
-        .where(Feedback.rater == rater, Answer.agent_id == agent_id)
+        .where(Feedback.rater == rater, Answer.agent_id == agent_id, Feedback.withdrawn.is_(False))
     )
     skipped = sa.select(Skip.item_id).where(Skip.rater == rater)
     lapsed = sa.not_(Item.reserved_until.between(time, time + 2 * RESERVED_FOR))  # later: the clock was set back
@@ -141,12 +142,26 @@ def skip(session: Session, item_id: str, rater: str) -> None:
     session.flush()
 
 
-def undo(session: Session, agent_id: str, rater: str) -> Item | None:
+@dataclass(frozen=True)
+class TakenBack:
+    """An item that waits again for the rater who rated or skipped it.
+
+    Attributes:
+        scores: The scores that they had given; empty after a skip.
+        notes: Their note.
+    """
+
+    item: Item
+    scores: tuple[float, ...] = ()
+    notes: str | None = None
+
+
+def undo(session: Session, agent_id: str, rater: str) -> TakenBack | None:
     """Take back the rater's last rating or skip, and reserve that item for them again; None if there is none."""
     rated = session.execute(
         sa.select(Answer.item_id, Feedback.number)
         .join(Feedback, Feedback.answer_id == Answer.id)
-        .where(Feedback.rater == rater, Feedback.agent_id == agent_id)
+        .where(Feedback.rater == rater, Feedback.agent_id == agent_id, Feedback.withdrawn.is_(False))
         .order_by(Feedback.number.desc())
         .limit(1)
     ).first()
@@ -162,17 +177,22 @@ def undo(session: Session, agent_id: str, rater: str) -> Item | None:
     if skipped is not None and (rated is None or skipped.number > rated.number):
         item = session.get_one(Item, skipped.item_id, with_for_update={"of": Item})
         session.execute(sa.delete(Skip).where(Skip.item_id == item.id, Skip.rater == rater))
+        found = TakenBack(item)
     else:
         assert rated is not None
         item = session.get_one(Item, rated.item_id, with_for_update={"of": Item})
-        answers = [answer.id for answer in item.answers]
-        session.execute(sa.delete(Feedback).where(Feedback.answer_id.in_(answers), Feedback.rater == rater))
-        item.ratings -= 1
+        query = sa.select(Feedback).where(Feedback.rater == rater, Feedback.withdrawn.is_(False))
+        rows = session.scalars(
+            query.where(Feedback.answer_id.in_([answer.id for answer in item.answers])).order_by(Feedback.number)
+        ).all()
+        found = TakenBack(item, tuple(row.score for row in rows), rows[0].notes)
+        withdraw_rows(session, rows, rater)
+        session.refresh(item)
     for other in session.scalars(sa.select(Item).where(Item.agent_id == agent_id, Item.reserved_by == rater)):
         other.reserved_by = other.reserved_until = None
     item.reserved_by, item.reserved_until = rater, now() + RESERVED_FOR
     session.flush()
-    return item
+    return found
 
 
 def _held(session: Session, item_id: str, rater: str) -> Item:
@@ -182,6 +202,14 @@ def _held(session: Session, item_id: str, rater: str) -> Item:
     if item.reserved_by != rater:
         raise ConflictError("your reservation of this item expired: continue with the next one")
     return item
+
+
+def held_by_others(session: Session, agent_id: str, rater: str) -> int:
+    """Count the open items that other raters have reserved."""
+    query = sa.select(sa.func.count()).where(
+        Item.agent_id == agent_id, Item.ratings < Item.raters, Item.reserved_by != rater, Item.reserved_until > now()
+    )
+    return session.scalar(query) or 0
 
 
 def open_items(session: Session, agent_id: str) -> int:
@@ -196,7 +224,10 @@ def score_table(session: Session, agent_id: str) -> NDArray[np.float64]:
     It contains only answers that two raters or more scored on the page.
     """
     query = sa.select(Feedback.rater, Feedback.answer_id, Feedback.score).where(
-        Feedback.agent_id == agent_id, Feedback.rater.is_not(None), Feedback.answer_id.is_not(None)
+        Feedback.agent_id == agent_id,
+        Feedback.rater.is_not(None),
+        Feedback.answer_id.is_not(None),
+        Feedback.withdrawn.is_(False),
     )
     rows = session.execute(query).all()
     counts: dict[Any, int] = {}
@@ -228,7 +259,7 @@ def pairs_of(session: Session, agent_id: str) -> list[Pair]:
     query = (
         sa.select(Answer.item_id, Feedback.rater, Feedback.prompt, Feedback.response, Feedback.score)
         .join(Feedback, Feedback.answer_id == Answer.id)
-        .where(Feedback.agent_id == agent_id, Feedback.rater.is_not(None))
+        .where(Feedback.agent_id == agent_id, Feedback.rater.is_not(None), Feedback.withdrawn.is_(False))
         .order_by(Feedback.number)
     )
     both: dict[tuple[str, str], list[Any]] = {}

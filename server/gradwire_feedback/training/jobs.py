@@ -194,6 +194,7 @@ class Jobs:
             job = store.job_of(session, job_id)
             file = self._snapshot_file(job)
             if not file.exists():
+                job.request = job.request | {"trained_until": next_number(session, job.agent_id)}
                 rows = [
                     {"prompt": row.prompt, "response": row.response, "score": row.score}
                     for row in feedback_of(session, job.agent_id)
@@ -239,6 +240,7 @@ class Jobs:
                         reward_model_path=plan.reward_model_path or str(folder / "reward_model"),
                         checkpoint=result.policy_checkpoint,
                         feedback_count=result.feedback_count,
+                        trained_until=plan.trained_until,
                         training_steps=result.training_steps,
                         reward_mean=result.final_reward_mean,
                         reward_std=result.final_reward_std,

@@ -31,6 +31,7 @@ class Plan:
         start_path: Folder of that version's policy; None for the base model.
         reward_model_path: Folder of a reward model to reuse; None trains one.
         reward_settings: Settings of a trained reward model that override those of the policy.
+        trained_until: Number up to which it knows the agent's ratings; set when they are read.
     """
 
     config: dict[str, Any]
@@ -38,6 +39,7 @@ class Plan:
     start_path: str | None
     reward_model_path: str | None
     reward_settings: dict[str, Any] = field(default_factory=dict)
+    trained_until: int = 0
 
     @property
     def reward_config(self) -> RewardModelConfig:

@@ -239,6 +239,23 @@ def test_a_line_that_is_no_decision_is_named(tmp_path: Path, name: str, text: st
         read_log(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("propensity", "reward", "message"),
+    [
+        (0.0, 1.0, "decision 2: propensity is 0.0; it must be above 0 and at most 1"),
+        (1.5, 1.0, "decision 2: propensity is 1.5"),
+        (math.nan, 1.0, "decision 2: propensity is nan"),
+        (0.5, math.nan, "decision 2: reward is nan; it must be a finite number"),
+    ],
+)
+def test_decisions_in_memory_are_checked_as_a_file_is(propensity: float, reward: float, message: str) -> None:
+    good, *_ = log = logged(np.random.default_rng(0), 3)
+    log[1] = LoggedDecision(good.features, good.mode, propensity, reward)
+    for use in (lambda: evaluate_offline(log, policy()), lambda: train_offline(log)):
+        with pytest.raises(LogError, match=message):
+            use()
+
+
 def test_columns_are_about_tables(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="read as JSON Lines"):
         read_log(tmp_path / "x.jsonl", features=["a"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +131,35 @@ def test_online_it_learns_which_mode_is_best_for_what(tmp_path: Path) -> None:
     for length in (0.1, 0.9):
         assert learned.route({"length": length, "domain": "code"}).mode == "small"
         assert learned.route({"length": length, "domain": "math"}).mode == "debate"
+
+
+def test_a_policy_is_replaced_while_other_threads_route(file: Path, tmp_path: Path) -> None:
+    """The two differ in modes and features, so a mixture of them would raise or name a foreign mode."""
+    other = tmp_path / "other.npz"
+    LinearPolicy(FeatureSpace(("length",)), ["tiny", "huge"], {"policy_weight": [[0.5, -1.0]]}).save(other)
+    router = RouterPolicy.from_file(file)
+    stopped = threading.Event()
+
+    def serve(_: int) -> set[tuple[str, ...]]:
+        seen = set()
+        while not stopped.is_set():
+            with contextlib.suppress(ValueError):  # the other policy's request
+                seen.add(tuple(router.route({"length": 0.4}).probabilities))
+            with contextlib.suppress(ValueError):
+                seen.add(tuple(router.route(REQUEST).probabilities))
+        return seen
+
+    with ThreadPoolExecutor(3) as pool:
+        serving = [pool.submit(serve, n) for n in range(3)]
+        for _ in range(50):
+            router.reload(other)
+            assert router.route({"length": 0.4}).mode == "tiny"
+            router.reload(file)
+            assert router.route(REQUEST).mode in MODES
+        stopped.set()
+    assert set().union(*(each.result() for each in serving)) <= {tuple(MODES), ("tiny", "huge")}
+    (tmp_path / "broken.npz").write_bytes(b"PK")
+    for missing in ("broken.npz", "none.npz"):
+        with pytest.raises((ValueError, FileNotFoundError)):
+            router.reload(tmp_path / missing)
+    assert list(router.route(REQUEST).probabilities) == MODES, "the old policy stays"

@@ -221,4 +221,5 @@ def test_an_update_whose_credits_are_all_zero_is_skipped_counted_and_said() -> N
     assert result.history[0]["policy_loss"] is None
     assert all((array == 0).all() for array in result.policy.parameters.values())
     assert sum("is skipped: every credit is zero" in line for line in said) == 2
+    assert any("set hicra.normalize: false" in line for line in said)
     assert json.loads(Path("out/metadata.json").read_text())["skipped_updates"] == 2

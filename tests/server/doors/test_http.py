@@ -20,6 +20,7 @@ from gradwire_server.access.keys import KeyFile
 from gradwire_server.cli.preflight import check
 from gradwire_server.cli.settings_file import SettingsError
 from gradwire_server.config import ServerConfig
+from gradwire_server.doors.http import heads
 from gradwire_server.doors.http.errors import HTTP_STATUS
 from gradwire_server.doors.http.openai import events
 from gradwire_server.server import Server
@@ -208,6 +209,39 @@ async def test_tls_is_that_of_grpc(start: Start, tmp_path: Path) -> None:
     async with start(http="127.0.0.1:0", **files) as door, httpx.AsyncClient(verify=verify, timeout=60) as http:
         url = door.server.http.url
         assert url.startswith("https://") and (await http.get(url + "/healthz")).text == "ok"
+
+
+@pytest.mark.parametrize(
+    "begun", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: lo", b"GET /healthz HTTP/1.1\r\nA: b\r\n"]
+)
+async def test_a_head_that_does_not_come_ends_its_connection(
+    start: Start, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    """Without a key: 800 such connections stayed for ever."""
+    async with start(http="127.0.0.1:0") as door:
+        host, port = door.server.http.address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        monkeypatch.setattr(heads, "HEAD_S", 0.2)
+        slow, sent = await asyncio.open_connection(host, int(port))
+        sent.write(begun)
+        assert await asyncio.wait_for(slow.read(), 30) == b""
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")  # one that was idle since its answer goes on
+        assert b"HTTP/1.1 200" in await asyncio.wait_for(reader.readuntil(b"HTTP/1.1 200"), 30)
+        for each in (writer, sent):
+            each.close()
+
+
+async def test_a_head_without_end_is_refused(start: Start) -> None:
+    async with start(http="127.0.0.1:0") as door:
+        host, port = door.server.http.address.split(":")
+        for piece in (b"a" * 1000, b"\r\nA: b"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nA: ")
+            writer.write(piece * (300_000 // len(piece)))
+            assert (await asyncio.wait_for(reader.readline(), 30)).startswith(b"HTTP/1.1 431")
+            writer.close()
 
 
 async def test_an_address_in_use_is_said(start: Start) -> None:

@@ -20,8 +20,8 @@ from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import Core
 from gradwire_server.doors.door import Door
 from gradwire_server.doors.http.errors import error_response
-from gradwire_server.doors.http.gathering import GatheringProtocol
 from gradwire_server.doors.http.guard import GuardedProtocol
+from gradwire_server.doors.http.heads import BoundedHeads
 from gradwire_server.doors.http.openai import app as openai
 from gradwire_server.doors.http.protocol import Protocol
 from gradwire_server.doors.http.tinker import app as tinker
@@ -75,7 +75,7 @@ class HttpDoor(Door):
         await self._tinker.start()
         protocols = await asyncio.to_thread(self._protocols)
         settings = uvicorn.Config(
-            _root(self._core, protocols, self._stopping), http=GatheringProtocol,
+            _root(self._core, protocols, self._stopping), http=BoundedHeads,
             log_config=None, log_level="warning", access_log=False, lifespan="off", ws="none", proxy_headers=False,
             server_header=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSE_S,
             **_tls(config),

@@ -133,7 +133,9 @@ class Chat:
                         for number, tool_call in enumerate(part.get("tool_calls", [])):
                             tool_call["index"] = number
                     else:
-                        part = {"content": "" if self._forced else certain_content(whole[delta.row], self._template)}
+                        names = [tool["function"]["name"] for tool in self._tools]
+                        certain = "" if self._forced else certain_content(whole[delta.row], self._template, names)
+                        part = {"content": certain}
                     new = (part.pop("content") or "")[sent[delta.row] :]
                     if new:
                         part["content"] = new

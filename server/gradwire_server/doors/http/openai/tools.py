@@ -1,61 +1,63 @@
 """Tools in conversations: what a model's template is given, and calls that are read from its answer.
 
-A model writes a call in the form that its chat template teaches it. Read are three forms, told apart by the template:
-
-* Hermes and Qwen: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, any number, with text before them;
-* Llama 3: the whole answer is ``{"name": …, "parameters": {…}}``;
-* Mistral: the answer is, or has after ``[TOOL_CALLS]``, a list ``[{"name": …, "arguments": {…}}, …]``.
-
-An answer of any other form, or one that names no tool of the request, stays text. A forced call has no such form: the
-answer is held to the JSON schema of one call, and read as that.
+A model writes a call in the form that its chat template teaches it (:mod:`.tool_forms`). What is not a whole call of a
+tool of the request stays text. A forced call has no such form: the answer is held to the JSON schema of one call, and
+read as that.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gradwire_server.doors.http.openai.images import IMAGE_PART, ConversationImages
 from gradwire_server.doors.http.openai.requests import check_encodable, invalid, unsupported
+from gradwire_server.doors.http.openai.tool_forms import form_of
 
-HERMES, MISTRAL = "<tool_call>", "[TOOL_CALLS]"
-_HERMES = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+MISTRAL = form_of("[TOOL_CALLS]")
 
 
 def read_answer(
     text: str, template: str, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[str | None, list[dict[str, Any]]]:
-    """The content of an answer and its tool calls in OpenAI's form; the content is None where nothing is left of it."""
-    names = {str(tool["function"]["name"]) for tool in tools}
-    if HERMES in template:
-        found = [_call(part, names) for part in _HERMES.findall(text)]
-        rest = _HERMES.sub("", text)  # text between and behind calls, and a call that was cut off
-    elif MISTRAL in template:
-        rest, _, listed = text.rpartition(MISTRAL)
-        calls = _json(listed.strip())
-        found = [_call(call, names) for call in calls] if isinstance(calls, list) else []
-    else:
-        found, rest = [_call(text.strip(), names)], ""
-    calls_of_tools = [call for call in found if call is not None]
-    if not calls_of_tools or len(calls_of_tools) < len(found):
+    """The content of an answer and its tool calls in OpenAI's form; the content is None where nothing is left of it.
+
+    Calls that were cut off, or that name no tool of the request, are content.
+    """
+    schemas = {str(tool["function"]["name"]): tool["function"].get("parameters") or {} for tool in tools}
+    found = list(form_of(template).read(text, schemas))
+    left = {span[:2] for span in found if span[2] not in schemas or not isinstance(span[3], dict | str)}
+    rest, calls, end = "", [], 0
+    for begin, behind, name, arguments in found:
+        if (begin, behind) in left:
+            continue
+        if begin >= end:  # else another call of the same list
+            rest, end = rest + text[end:begin], behind
+        calls.append(_written(name, arguments))
+    if not calls:
         return text, []
-    return rest.rstrip() or None, calls_of_tools
+    return (rest + text[end:]).rstrip() or None, calls
 
 
-def certain_content(text: str, template: str) -> str:
-    """The beginning of an unfinished answer that is its content, whatever follows: it cannot belong to a call."""
-    marker = HERMES if HERMES in template else MISTRAL if MISTRAL in template else ""
-    whole_is_call = "" if marker == HERMES else "[" if marker else "{"
-    if whole_is_call and text.lstrip().startswith(whole_is_call):
+def certain_content(text: str, template: str, names: Iterable[str] = ()) -> str:
+    """The beginning of an unfinished answer that is its content, whatever follows: it cannot belong to a call.
+
+    Args:
+        names: The tools, with which a call may begin whose mark is a special token.
+    """
+    form, begun = form_of(template), text.lstrip()
+    if form.first and begun.startswith(form.first):
         return ""
-    before, found, _ = text.partition(marker) if marker else (text, "", "")
-    if marker and not found:
-        begun = next(size for size in range(min(len(marker), len(text)), -1, -1) if text.endswith(marker[:size]))
-        before = text[: len(text) - begun]
-    return before.rstrip()
+    if form.read is MISTRAL.read and begun:
+        for name in names:
+            if name.startswith(begun) or (begun.startswith(name) and begun[len(name) :].lstrip()[:1] in ("", "{", "[")):
+                return ""
+    size = min((text.find(mark) for mark in form.begins if mark in text), default=len(text))
+    for mark in form.begins:
+        size = min(size, *(len(text) - part for part in range(1, len(mark)) if text.endswith(mark[:part])), len(text))
+    return text[:size].rstrip()
 
 
 def read_forced(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -89,7 +91,7 @@ def forced_schema(tools: Sequence[Mapping[str, Any]], template: str) -> str:
     Raises:
         ServiceError: UNSUPPORTED for tools whose schemas define a name differently.
     """
-    key = "arguments" if HERMES in template or MISTRAL in template else "parameters"
+    key = "parameters" if form_of(template).family.startswith("Llama") else "arguments"
     calls, definitions = [], dict[str, Any]()
     for tool in tools:
         schema = dict(tool["function"].get("parameters") or {"type": "object"})
@@ -186,15 +188,22 @@ def _known_call(number: int, call: Any) -> dict[str, Any]:
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
-def _call(written: Any, names: set[str]) -> dict[str, Any] | None:
-    call = _json(written) if isinstance(written, str) else written
+def _call(text: str, names: set[str]) -> dict[str, Any] | None:
+    call = _json(text)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or call["name"] not in names:
         return None
-    arguments = call.get("arguments", call.get("parameters", {}))
+    return _written(call["name"], call.get("arguments", call.get("parameters", {})))
+
+
+def _written(name: str, arguments: Any) -> dict[str, Any]:
+    """A call in OpenAI's form, with an id of its own."""
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    function = {"name": call["name"], "arguments": arguments}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+    return {
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 def _json(text: str) -> Any:

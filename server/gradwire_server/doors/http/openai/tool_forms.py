@@ -110,8 +110,8 @@ def _mistral(text: str, schemas: Schemas) -> Found:
             yield max(mark, 0), len(text), *_name_and_arguments(call)
         return
     names = "|".join(map(re.escape, sorted(schemas, key=len, reverse=True)))
-    mark = r"(?:\[TOOL_CALLS\]\s*|^\s*|(?<=\})\s*)"  # or where it was: in front, or behind another call
-    yield from _named(rf"{mark}({names})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{{)")(text, schemas)
+    opens = r"(?:\[TOOL_CALLS\]\s*|^\s*|(?<=\})\s*)"  # or where it was: in front, or behind another call
+    yield from _named(rf"{opens}({names})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{{)")(text, schemas)
 
 
 def _pythonic(text: str, _schemas: Schemas) -> Found:

@@ -41,11 +41,12 @@ def parse_engine(text: str) -> dict[str, Any]:
     for part in text.split(","):
         name, separator, value = (each.strip() for each in part.partition("="))
         if not (separator and value) or name not in ("model", *EngineChoice.model_fields.keys() - {"models"}):
-            raise ValueError(f"{part.strip()[:50]!r}: give model=NAME, ranks=N, device=D, dtype=T or quantize=Q")
+            rule = "model=NAME, ranks=N, device=D, dtype=T, quantize=Q"
+            raise ValueError(f"--engine {text[:100]}: {part.strip()[:50]!r} is none of {rule}")
         if name == "model":
             found["models"].append(value)
         elif name in found:
-            raise ValueError(f"{name} stands twice in {text[:100]!r}")
+            raise ValueError(f"--engine {text[:100]}: {name} stands there twice")
         else:
             found[name] = value
     return found

@@ -155,7 +155,7 @@ def test_engines_that_are_not_alike_serve_their_models_and_agree_on_those_that_s
     assert (config.ranks_for("a"), config.ranks_for("b")) == (2, 1)
     for wrong, said in (
         (["model=a", "dtype=float64"], "engines that serve a need one dtype"),
-        (["model=a,rank=2"], "'rank=2': give model=NAME, ranks=N"),
+        (["model=a,rank=2"], "--engine model=a,rank=2: 'rank=2' is none of model=NAME, ranks=N"),
         (["model=a,ranks=0"], "greater than or equal to 1"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -16,6 +16,7 @@ from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    Gemma3Processor,
     Idefics3Processor,
     LlavaProcessor,
     PreTrainedTokenizerFast,
@@ -25,11 +26,13 @@ from transformers.image_processing_backends import PilBackend
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 IDEFICS = ("idefics3", "smolvlm")
-KINDS = (*QWEN, *IDEFICS, "llava")
+KINDS = (*QWEN, *IDEFICS, "llava", "gemma3")
 TILE = 16
 SPECIAL = (
     "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<image>", "<fake_token_around_image>",
-    "<global-img>", "<end_of_utterance>", *(f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)),
+    "<global-img>",
+    "<start_of_image>", "<end_of_image>", "<image_soft_token>", "<end_of_utterance>",
+    *(f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)),
 )  # fmt: skip
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {% if message.content is string %}{{ message.content }}{% else %}"
@@ -50,6 +53,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def vision_model(path: Path, kind: str) -> Path:
     """Write a random model of this kind (``model_type``), its processor and its tokenizer as a Hugging Face folder."""
     words = tokenizer()
+    if kind == "gemma3":
+        words.add_tokens(["\n\n", "\n\n\n", "\n\n\n\n"])
     words.chat_template = TEMPLATE.replace("IMAGE", image_mark(kind))
     text: dict[str, Any] = {
         "vocab_size": len(words), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -82,6 +87,21 @@ def vision_model(path: Path, kind: str) -> Path:
             "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "temporal_patch_size": 2,
             "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 24 * 24},
         }  # fmt: skip
+    elif kind == "gemma3":
+        text |= {
+            "head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 16,
+        }  # fmt: skip
+        vision = {
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "image_size": TILE, "patch_size": 4, "vision_use_head": False,
+        }  # fmt: skip
+        marks = {
+            "image_token_index": words.convert_tokens_to_ids("<image_soft_token>"), "mm_tokens_per_image": 4,
+            "boi_token_index": words.convert_tokens_to_ids("<start_of_image>"),
+            "eoi_token_index": words.convert_tokens_to_ids("<end_of_image>"),
+        }  # fmt: skip
+        settings = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": TILE, "width": TILE}}
     elif kind == "llava":
         text |= {"model_type": "llama"}
         vision = {
@@ -110,6 +130,8 @@ def vision_model(path: Path, kind: str) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config)
+        if kind == "gemma3":  # whose images begin as zeros
+            torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.5)
     model.save_pretrained(path)
     words.save_pretrained(path)
     (path / "preprocessor_config.json").write_text(json.dumps(settings))
@@ -118,6 +140,8 @@ def vision_model(path: Path, kind: str) -> Path:
 
 def image_mark(kind: str) -> str:
     """What a chat template writes in the place of an image."""
+    if kind == "gemma3":
+        return "<start_of_image>"
     return "<|vision_start|><|image_pad|><|vision_end|>" if kind in QWEN else "<image>"
 
 
@@ -129,6 +153,10 @@ def plain_processor(path: Path, kind: str) -> Any:
     images: PilBackend = AutoImageProcessor.from_pretrained(path, backend="pil")
     if kind in QWEN:
         return _WithoutVideos(images, words, None)
+    if kind == "gemma3":
+        words.boi_token, words.eoi_token, words.image_token = "<start_of_image>", "<end_of_image>", "<image_soft_token>"
+        words.boi_token_id, words.image_token_id = words.convert_tokens_to_ids([words.boi_token, words.image_token])
+        return Gemma3Processor(images, words, image_seq_length=4)
     if kind == "llava":
         return LlavaProcessor(images, words, 4, "default", image_token="<image>", num_additional_image_tokens=1)
     return Idefics3Processor(images, words, image_seq_len=(TILE // 4) ** 2 // 4)

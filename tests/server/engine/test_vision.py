@@ -135,6 +135,16 @@ def check_gradients(engine: LocalEngine, run_id: str, expected: dict[str, torch.
         assert difference <= TOLERANCE * largest, name
 
 
+def test_gemmas_image_tokens_see_all_of_their_image_and_its_line_ends_join(tmp_path: Path) -> None:
+    """The processor puts an image into the text, where its line ends and the text's own are one token."""
+    plain = Plain("gemma3", vision_model(tmp_path / "gemma3", "gemma3"))
+    engine = LocalEngine({"m": plain.path}, tmp_path / "state", dtype=plain.dtype)
+    engine.create("run-a", base_model="m")
+    rows = [Row("user\nIMAGE\nwhat is it?", [CAT]), Row("IMAGE\n\n and IMAGE: alike", [DOG, TALL]), ROWS[0]]
+    found = engine.do("run-a", columns_of(plain, rows), forward=pb.LossCall(loss_fn="causal_lm", outputs=["logprobs"]))
+    assert close(found.columns["logprobs"].values, torch.cat([plain.logprobs(row) for row in rows]))
+
+
 def test_a_loss_and_its_gradients_are_those_of_transformers(plain: Plain, engine: LocalEngine) -> None:
     engine.create("run-a", base_model="m")
     result = engine.do(
@@ -243,7 +253,7 @@ def test_greedy_samples_are_those_of_generate(plain: Plain, engine: LocalEngine,
         inputs = plain.inputs(row)
         with torch.no_grad():
             made = plain.model.generate(
-                **inputs, max_new_tokens=8, min_new_tokens=8, do_sample=False, return_dict_in_generate=True,
+                **inputs, max_new_tokens=8, eos_token_id=-1, do_sample=False, return_dict_in_generate=True,
                 output_logits=True,
             )  # fmt: skip
         tokens = made.sequences[0, inputs["input_ids"].shape[1] :]

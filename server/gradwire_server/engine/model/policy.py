@@ -98,8 +98,16 @@ class Policy:
             dropout=self.dropout,
         )
 
-    def packing(self, *, training: bool = False) -> Packing:
-        """Form in which sequences go through the model; no shared prefixes with dropout, which is per sequence."""
+    def packing(self, *, training: bool = False, images: bool = False) -> Packing:
+        """Form in which sequences go through the model; no shared prefixes with dropout, which is per sequence.
+
+        Args:
+            training: Whether dropout is applied.
+            images: Whether they have images.
+        """
+        vision = self.split_model.vision
+        if images and vision is not None and vision.bidirectional:
+            return Packing.PADDED
         if training and self.has_dropout:
             return min(self.split_model.packing, Packing.PACKED)
         return self.split_model.packing
@@ -148,7 +156,7 @@ class Policy:
                 rule="the same base model, with images",
             )
         self.activate(training=training, activations=activations)
-        arranged = arrange(self.packing(training=training), input_ids, lengths, group_sizes)
+        arranged = arrange(self.packing(training=training, images=images is not None), input_ids, lengths, group_sizes)
         weights = chain(self.model.parameters(), self.model.buffers(), self._parameters.values())
         routers = self.split_model.routers if router_sums is not None else None
         with activations.saving(weights), nullcontext() if routers is None else routers.observed() as seen:

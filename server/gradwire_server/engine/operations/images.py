@@ -78,7 +78,7 @@ def read_images(policy: Policy, rows: Sequence[Sequence[int]], contents: Sequenc
         raise OperationError(
             training_pb2.ERROR_CODE_UNSUPPORTED,
             f"model {facts.name!r} ({facts.architecture}) takes no images here; the models that do are Qwen2-VL,"
-            " Qwen2.5-VL, Qwen3-VL, Idefics3 and SmolVLM",
+            " Qwen2.5-VL, Qwen3-VL, Idefics3, SmolVLM, LLaVA and Gemma 3",
             field=IMAGES,
         )
     for row, numbers in enumerate(rows):
@@ -119,9 +119,9 @@ def check_without_images(policy: Policy, rows: Sequence[Tensor]) -> None:
     if vision is None:
         return
     for row, ids in enumerate(rows):
-        if (ids == vision.image_token).any():
+        if vision.marked(ids).any():
             raise BatchError(
-                f"{IMAGES}, row {row}: it has image tokens (id {vision.image_token}), and no images were sent with it",
+                f"{IMAGES}, row {row}: it has image tokens (id {vision.mark}), and no images were sent with it",
                 field=IMAGES,
                 row=row,
                 rule="one image token for each image",
@@ -160,11 +160,11 @@ def with_images(batch: Batch, given: RowImages) -> Batch:
                 rule=f"tokens <= {MAX_TOKENS}",
             )
         if batch.target_tokens is None:
-            own_scored = own_scored & (own != vision.image_token)
+            own_scored = own_scored & ~vision.marked(own)
         ids.append(expanded.ids)
         scored.append((expanded.sources >= 0) & own_scored[expanded.sources])
     fields, warnings = batch.fields, batch.warnings
-    stays = batch.input_ids[batch.scored] != vision.image_token
+    stays = ~vision.marked(batch.input_ids[batch.scored])
     if batch.target_tokens is None and not stays.all():
         fields = {name: each[stays] if batch.levels[name] == "token" else each for name, each in fields.items()}
         warnings = (*warnings, UNSCORED)

@@ -162,7 +162,7 @@ def _scored(
                 drawn_ids[places], drawn_logprobs[places] = ids.int().cpu(), log_p.gather(1, ids).float().cpu()
 
     with torch.no_grad():
-        for micro in split(batch, budget.microbatch_tokens, policy.packing()):
+        for micro in split(batch, budget.microbatch_tokens, policy.packing(images=batch.images is not None)):
             between_micro_batches()
             if not micro.batch.num_scored:
                 continue

@@ -148,13 +148,15 @@ def _halves(examples: list[int], sizes: Sequence[int], widths: Sequence[int]) ->
 
 def split_for_scores(policy: Policy, batch: Batch, budget: Budget) -> list[MicroBatch]:
     """Split a batch into micro-batches for evaluation mode."""
-    return split(batch, budget.microbatch_tokens, policy.packing(), image_cost=budget.image_cost, lanes=budget.lanes)
+    packing = policy.packing(images=batch.images is not None)
+    return split(batch, budget.microbatch_tokens, packing, image_cost=budget.image_cost, lanes=budget.lanes)
 
 
 def split_for_training(policy: Policy, batch: Batch, budget: Budget) -> list[MicroBatch]:
     """Split a batch into micro-batches for training mode; one example each if the policy has dropout."""
     most = 0 if policy.has_dropout else budget.microbatch_tokens
-    micros = split(batch, most, policy.packing(training=True), image_cost=budget.image_cost, lanes=budget.lanes)
+    packing = policy.packing(training=True, images=batch.images is not None)
+    micros = split(batch, most, packing, image_cost=budget.image_cost, lanes=budget.lanes)
     always = Activations.RECOMPUTE if policy.gradient_checkpointing else Activations.KEEP
     return [replace(micro, activations=always | budget.activations(micro.computed_tokens)) for micro in micros]
 

@@ -182,7 +182,7 @@ class ModelPool:
         split_model = SplitModel(facts, model, self.placement, mixed=self._mixed and dtype is None)
         if quantize is not None or split_model.routers is not None:  # transformers joins the weights of experts
             quantization.release_file(model)
-        if facts.takes_images:
+        if facts.takes_images and quantize is None:
             split_model.vision = Vision(model, facts.path, mixed=split_model.mixed)
         with explained_failures(split_model):
             check_split(split_model)
@@ -229,13 +229,17 @@ class ModelPool:
         )
 
 
+TEXT_IN_FEW_BITS = frozenset({"Gemma3ForConditionalGeneration"})
+"""Models that take images, and that many hold in few bits for text alone."""
+
+
 def check_quantization(facts: ModelFacts, quantize: Quantization | None) -> None:
-    """Refuse to hold a model that takes images in few bits.
+    """Refuse to hold a model that takes images in few bits, but for Gemma 3, which then takes text alone.
 
     Raises:
         OperationError: UNSUPPORTED.
     """
-    if quantize is not None and facts.takes_images:
+    if quantize is not None and facts.takes_images and facts.architecture not in TEXT_IN_FEW_BITS:
         raise OperationError(
             training_pb2.ERROR_CODE_UNSUPPORTED,
             f"model {facts.name!r} takes images, and such a model is not held as {quantize}: leave the quantization"

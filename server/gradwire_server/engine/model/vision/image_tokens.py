@@ -1,10 +1,11 @@
 """The vision part of a model: the places of image tokens in a sequence, and what the language model reads there.
 
-Three kinds of models: those of Qwen-VL (2, 2.5 and 3), with positions of time, height and width and, in the third,
+Four kinds of models: those of Qwen-VL (2, 2.5 and 3), with positions of time, height and width and, in the third,
 further features that are added in the first layers (DeepStack); those of Idefics3 and SmolVLM, with tiles of one size;
-and LLaVA, with as many tokens for every image. Their language model is the trunk, which reads embeddings of image
-tokens that the vision part computed. Its attention is causal, also among the tokens of an image, so rows are packed and
-share prefixes as rows of text do.
+LLaVA, with as many tokens for every image; and Gemma 3, like it, with further tokens around them. Their language model
+is the trunk, which reads embeddings of image tokens that the vision part computed. Its attention is causal, also among
+the tokens of an image, so rows are packed and share prefixes as rows of text do. Only in Gemma 3 an image's tokens
+attend to all of their image, so its rows with images are padded.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from gradwire_server.engine.model.vision.processing import ImageProcessor, Proce
 QWEN = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 IDEFICS = frozenset({"idefics3", "smolvlm"})
 FIXED = frozenset({"llava"})
+BIDIRECTIONAL = frozenset({"gemma3"})
 PARTS = {
     **dict.fromkeys(QWEN, ("model.visual.",)),
     **dict.fromkeys(IDEFICS, ("model.vision_model.", "model.connector.")),
-    **dict.fromkeys(FIXED, ("model.vision_tower.", "model.multi_modal_projector.")),
+    **dict.fromkeys(FIXED | BIDIRECTIONAL, ("model.vision_tower.", "model.multi_modal_projector.")),
 }
 """By model type: how the names of the vision part's parameters begin."""
 
@@ -78,13 +80,17 @@ class Vision:
         mixed: Whether it computes in bfloat16 with float32 weights.
 
     Attributes:
-        image_token: Id of the token that stands for an image in a row, and of each token of an image.
+        image_token: Id of each token of an image.
+        mark: Id of the token that stands for an image in a row; mostly the same.
+        bidirectional: Whether the tokens of an image attend to all of them.
     """
 
     def __init__(self, model: PreTrainedModel, path: str, *, mixed: bool = False) -> None:
         self._model: Any = model
         self._path, self._mixed = path, mixed
         self.image_token = int(model.config.image_token_id)
+        self.bidirectional = model.config.model_type in BIDIRECTIONAL
+        self.mark = int(model.config.boi_token_id) if self.bidirectional else self.image_token
         self._has_grids = model.config.model_type in QWEN
         self._has_tiles = model.config.model_type in IDEFICS
 
@@ -96,16 +102,23 @@ class Vision:
             OperationError: UNSUPPORTED without Pillow, or if the model has no settings for images.
         """
         config = self._model.config
-        tile_tokens = image_tokens = None
+        tile_tokens = image_tokens = around = None
         if not self._has_grids:
             vision = config.vision_config
             patches = (vision.image_size // vision.patch_size) ** 2
             if self._has_tiles:
                 tile_tokens = patches // config.scale_factor**2
+            elif self.bidirectional:
+                image_tokens = int(config.mm_tokens_per_image)
+                around = (self.mark, int(config.eoi_token_id))
             else:
                 further = vision.model_type == "clip_vision_model"  # the token of the whole image
                 image_tokens = patches + further - (config.vision_feature_select_strategy == "default")
-        return ImageProcessor(self._path, self.image_token, tile_tokens, image_tokens)
+        return ImageProcessor(self._path, self.image_token, tile_tokens, image_tokens, around)
+
+    def marked(self, ids: Tensor) -> Tensor:
+        """Which tokens stand for an image, or are of one."""
+        return (ids == self.image_token) | (ids == self.mark)
 
     def expand(self, ids: Tensor, images: Sequence[ProcessedImage]) -> Expanded:
         """Put all tokens of its images into a sequence, which has one token for each or all of them already.
@@ -113,25 +126,27 @@ class Vision:
         Raises:
             ImageRefused: The sequence has another number of image tokens.
         """
-        marks = (ids == self.image_token).nonzero().squeeze(1).tolist()
+        marks = (ids == self.mark).nonzero().squeeze(1).tolist()
         total = sum(image.count for image in images)
-        if len(marks) == len(images):
+        given = int((ids == self.image_token).sum())
+        if given == total and (self.mark == self.image_token or len(marks) == len(images)):
+            whole, source = ids, torch.arange(len(ids))
+        elif len(marks) == len(images) and given in (0, len(marks)):
             parts: list[Tensor] = []
             sources: list[Tensor] = []
-            start = 0
+            ids, start = ids.clone(), 0
             for mark, image in zip(marks, images, strict=True):
-                parts += [ids[start:mark], image.tokens]
-                inserted = torch.full((len(image.tokens),), -1)
+                tokens = self.processor.joined(ids, mark, image.tokens)
+                parts += [ids[start:mark], tokens]
+                inserted = torch.full((len(tokens),), -1)
                 inserted[-1] = mark
                 sources += [torch.arange(start, mark), inserted]
                 start = mark + 1
             whole = torch.cat([*parts, ids[start:]])
             source = torch.cat([*sources, torch.arange(start, len(ids))])
-        elif len(marks) == total:
-            whole, source = ids, torch.arange(len(ids))
         else:
             raise ImageRefused(
-                f"{len(images)} images and {len(marks)} image tokens (id {self.image_token}): a row has one such token"
+                f"{len(images)} images and {len(marks)} image tokens (id {self.mark}): a row has one such token"
                 f" in the place of each image, as the chat template writes, or all {total} that the processor makes"
             )
         seen = whole == self.image_token
@@ -154,12 +169,13 @@ class Vision:
         found: Tensor = self._model.model.get_rope_index(ids[None], seen[None].int(), image_grid_thw=grids)[0]
         return found[:, 0].T
 
-    def trunk_inputs(self, input_ids: Tensor, images: ImageTokens) -> dict[str, Any]:
+    def trunk_inputs(self, input_ids: Tensor, images: ImageTokens, mask: Tensor | None = None) -> dict[str, Any]:
         """Arguments of the trunk for tokens with images.
 
         Args:
             input_ids: ``[S, W]`` on the model's device.
             images: Their image tokens, ``S * W`` entries.
+            mask: ``[S, W]`` 1 for tokens and 0 for padding, if padding has to be left out.
         """
         device = input_ids.device
         embedded: Tensor = self._model.get_input_embeddings()(input_ids)
@@ -175,7 +191,26 @@ class Vision:
                 inputs |= {"visual_pos_masks": mask, "deepstack_visual_embeds": features[1:]}
         if images.positions is not None:
             inputs["position_ids"] = sent(images.positions.T.contiguous(), device).view(3, *input_ids.shape)
+        if self.bidirectional:
+            inputs["attention_mask"] = self._masks(embedded, images.places.view(input_ids.shape) >= 0, mask)
         return inputs | {"inputs_embeds": embedded}
+
+    def _masks(self, embedded: Tensor, seen: Tensor, mask: Tensor | None) -> dict[str, Any]:
+        """The trunk's masks, by kind of layer; ``seen [S, W]`` are the image tokens."""
+        from transformers.models.gemma3.modeling_gemma3 import (
+            create_masks_for_vision_model,
+            get_block_sequence_ids_for_mask,
+        )
+
+        found: dict[str, Any] = create_masks_for_vision_model(
+            config=self._model.config.get_text_config(),
+            inputs_embeds=embedded,
+            attention_mask=mask,
+            past_key_values=None,
+            position_ids=None,
+            block_sequence_ids=get_block_sequence_ids_for_mask(sent(seen.long(), embedded.device)),
+        )
+        return found
 
     def _features(self, images: ImageTokens, places: Tensor) -> list[Tensor]:
         """``[K, H]`` of the image tokens at ``[K]`` places: embeddings, and what is added in the first layers."""
@@ -207,7 +242,10 @@ class Vision:
         config = self._model.config
         if self._has_grids:
             return int(config.vision_config.spatial_merge_size) ** 2
-        return int(config.scale_factor) ** 2 if self._has_tiles else 1
+        if self._has_tiles:
+            return int(config.scale_factor) ** 2
+        vision = config.vision_config
+        return (vision.image_size // vision.patch_size) ** 2 // config.mm_tokens_per_image if self.bidirectional else 1
 
     def trains(self, names: Iterable[str]) -> bool:
         """Whether any of these parameters is of the vision part."""

@@ -33,6 +33,8 @@ ARRAY = b"\x93NUMPY"
 KEPT_BYTES = 256 << 20
 """Bytes of images that were read and are kept for later batches."""
 _REFUSAL_BYTES = 1 << 10
+LONGEST_RUN = 32
+"""Line ends that a token may be."""
 TAKEN = frozenset({"pixel_values", "pixel_attention_mask", "image_grid_thw"})
 
 
@@ -67,13 +69,21 @@ class ImageProcessor:
             None for others.
         image_tokens: Image tokens of an image, for models whose images all have as many; None for models that tell the
             number of tokens by a grid or by tiles.
+        around: Ids of the tokens before and behind those of an image, which stand between two pairs of line ends.
 
     Raises:
         OperationError: UNSUPPORTED without Pillow, without the processor's settings, or without a tokenizer where the
             model has further tokens around those of an image.
     """
 
-    def __init__(self, path: str, image_token: int, tile_tokens: int | None, image_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        image_token: int,
+        tile_tokens: int | None,
+        image_tokens: int | None = None,
+        around: tuple[int, int] | None = None,
+    ) -> None:
         try:
             import PIL  # noqa: F401
         except ImportError:
@@ -89,10 +99,14 @@ class ImageProcessor:
                 f"the folder of the model has no settings of an image processor (preprocessor_config.json): {error}"
             ) from error
         self._image_token, self._tile_tokens, self._image_tokens = image_token, tile_tokens, image_tokens
-        tokenizer = find_tokenizer(path) if tile_tokens is not None else None
-        if tile_tokens is not None and tokenizer is None:
+        described = tile_tokens is not None or around is not None
+        tokenizer = find_tokenizer(path) if described else None
+        if described and tokenizer is None:
             raise _unsupported("the model has no tokenizer.json, which knows the tokens around those of an image")
         self._tokenizer = load_tokenizer(tokenizer) if tokenizer is not None else None
+        self._around, self._line_ends = around, dict[int, int]()
+        if around is not None:
+            self._line_ends = self._runs_of_line_ends()
         self._kept: OrderedDict[bytes, ProcessedImage | ImageRefused] = OrderedDict()
         self._kept_bytes = 0
         self._lock = threading.Lock()
@@ -138,7 +152,11 @@ class ImageProcessor:
             count = self._image_tokens
             if count is None:
                 count = int(inputs["image_grid_thw"].prod()) // self._processor.merge_size**2
-            return ProcessedImage(digest, inputs, torch.full((count,), self._image_token), count)
+            tokens = torch.full((count,), self._image_token)
+            if self._around is not None:
+                before, behind = (torch.tensor([token]) for token in self._around)
+                tokens = torch.cat([self._ids("\n\n"), before, tokens, behind, self._ids("\n\n")])
+            return ProcessedImage(digest, inputs, tokens, count)
         tokens = self._around_tiles(int(made["rows"][0][0]), int(made["cols"][0][0]))
         count = int((tokens == self._image_token).sum())
         expected = inputs["pixel_values"].shape[1] * self._tile_tokens
@@ -148,14 +166,37 @@ class ImageProcessor:
             )
         return ProcessedImage(digest, inputs, tokens, count)
 
+    def joined(self, ids: Tensor, mark: int, tokens: Tensor) -> Tensor:
+        """The tokens of an image for the place ``mark`` of a sequence.
+
+        Line ends beside it become one token with the image's own, as the model's processor, which puts the image into
+        the text, has them: these tokens of ``ids`` are changed.
+        """
+        ends = {count: token for token, count in self._line_ends.items()}
+        for neighbour, first in ((mark - 1, True), (mark + 1, False)):
+            count = self._line_ends.get(int(ids[neighbour])) if 0 <= neighbour < len(ids) else None
+            own = self._line_ends.get(int(tokens[0 if first else -1])) if len(tokens) else None
+            if count is not None and own == 2 and count + own in ends:
+                ids[neighbour] = ends[count + own]
+                tokens = tokens[1:] if first else tokens[:-1]
+        return tokens
+
+    def _runs_of_line_ends(self) -> dict[int, int]:
+        """Tokens that are line ends alone, and how many."""
+        runs = ((self._ids("\n" * count), count) for count in range(1, LONGEST_RUN + 1))
+        return {int(ids[0]): count for ids, count in runs if len(ids) == 1}
+
+    def _ids(self, text: str) -> Tensor:
+        assert self._tokenizer is not None
+        return torch.tensor(self._tokenizer.encode([text], add_special_tokens=False)[0])
+
     def _around_tiles(self, rows: int, columns: int) -> Tensor:
         from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-        assert self._tokenizer is not None
         text = get_image_prompt_string(
             rows, columns, self._tile_tokens, "<fake_token_around_image>", "<image>", "<global-img>"
         )
-        return torch.tensor(self._tokenizer.encode([text], add_special_tokens=False)[0])
+        return self._ids(text)
 
 
 def _size(read: ProcessedImage | ImageRefused) -> int:

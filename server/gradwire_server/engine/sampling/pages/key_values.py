@@ -15,9 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gradwire_losses.batch import sent
+from gradwire_losses.images import ImageTokens
 from torch import Tensor
 
 from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.sampling.image_prompt import images_of_pieces
 from gradwire_server.engine.sampling.pages.model_cache import (
     FIELDS,
     cache_field,
@@ -79,6 +81,16 @@ class KeyValues(Protocol):
         """Drop all rows, and what only they need."""
 
 
+def _images_of(prompts: Sequence[Prompt], width: int) -> ImageTokens | None:
+    """The image tokens of prompts that are padded on the left to this width; None if all are text."""
+    images = images_of_pieces([(prompt, 0, len(prompt)) for prompt in prompts])
+    if images is None:
+        return None
+    ends = [width * (row + 1) for row in range(len(prompts))]
+    places = torch.cat([torch.arange(end - len(prompt), end) for end, prompt in zip(ends, prompts, strict=True)])
+    return images.arranged(places, width * len(prompts))
+
+
 class PaddedRoom:
     """Every row as long as the longest."""
 
@@ -137,12 +149,15 @@ class Together:
         self._masked = False
 
         def of_length(rows: IntArray) -> tuple[Tensor, Any]:
-            return self._forward(policy, ids[rows, -lengths[rows[0]] :], self._mask[rows, -lengths[rows[0]] :])
+            width = lengths[rows[0]]
+            images = _images_of([prompts[row] for row in rows], width)
+            return self._forward(policy, ids[rows, -width:], self._mask[rows, -width:], images=images)
 
         found = [of_length(alike[0])]
         if len(alike) > 1 and not is_recurrent(found[0][1]):
             self._masked = True
-            alike, found = [np.arange(len(prompts))], [self._forward(policy, ids, self._mask)]
+            images = _images_of(prompts, width)
+            alike, found = [np.arange(len(prompts))], [self._forward(policy, ids, self._mask, images=images)]
         else:
             found += map(of_length, alike[1:])
             self._masked = len(alike) > 1 and has_keys(found[0][1])
@@ -163,15 +178,24 @@ class Together:
         return state
 
     def _forward(
-        self, policy: Policy, ids: Tensor, mask: Tensor, positions: Tensor | None = None
+        self,
+        policy: Policy,
+        ids: Tensor,
+        mask: Tensor,
+        positions: Tensor | None = None,
+        images: ImageTokens | None = None,
     ) -> tuple[Tensor, Any]:
         """Last states of rows, ``[R, H]``, and their cache, given the one of earlier tokens if there are positions."""
         cache = {} if positions is None else {self._field: self._cache}
+        own_mask = mask if self._masked else None
+        tokens: dict[str, Any] = {"input_ids": sent(ids, policy.device), "attention_mask": own_mask}
+        vision = policy.split_model.vision
+        if images is not None and vision is not None:
+            tokens = {"attention_mask": own_mask} | vision.trunk_inputs(tokens["input_ids"], images, own_mask)
         output = policy.split_model.trunk(
-            input_ids=sent(ids, policy.device),
-            attention_mask=mask if self._masked else None,
             position_ids=(mask.cumsum(1) - 1).clamp(min=0) if positions is None else sent(positions, policy.device),
             use_cache=True,
+            **tokens,
             **cache,
         )
         field = cache_field(output)

@@ -105,11 +105,11 @@ class LocalSampler:
         self._division.divide(job)
         split_model = policy.split_model
         has_images = any(isinstance(prompt, ImagePrompt) for prompt in prompts)
-        if has_images and not self._fits_pages(policy):
+        if has_images and not self._fits_pages(policy) and not self._keeps_cache(policy):
             raise OperationError(
                 training_pb2.ERROR_CODE_UNSUPPORTED,
-                f"model {policy.facts.name!r} keeps a cache of its own when it samples, which takes no images; it"
-                " can be trained with them",
+                f"model {policy.facts.name!r} keeps no cache when it samples, and takes no images then; it can be"
+                " trained with them",
                 field="images",
             )
         mixed = mixed and not alone and not has_images and can_share(policy) and self._fits_pages(policy)
@@ -177,6 +177,8 @@ class LocalSampler:
 
     def _fits_pages(self, policy: Policy) -> bool:
         split_model = policy.split_model
+        if split_model.vision is not None and split_model.vision.bidirectional:
+            return False
         if split_model not in self._token_bytes:
             policy.activate()
             self._token_bytes[split_model] = policy.compute(lambda: paged_token_bytes(policy, self._agreement))

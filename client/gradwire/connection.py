@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -12,9 +13,9 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire.descriptions import ServerInfo
 from gradwire.embedded import EmbeddedServer
-from gradwire.errors import InvalidArgumentError, UnsupportedError
+from gradwire.errors import InvalidArgumentError, ServerStartError, UnsupportedError
 from gradwire.service import ServiceClient
-from gradwire.wire.transport import Transport, checked_tls
+from gradwire.wire.transport import SECURE_SCHEMES, Transport, checked_tls
 
 PROTOCOL = 1
 MAX_PORT = 65535
@@ -86,8 +87,22 @@ def _has_port(address: str) -> bool:
     """Whether an address is ``HOST:PORT``; one with a scheme may leave the port out, and ``unix:PATH`` has none."""
     if address.startswith("unix:"):
         return True
-    host, _, port = address.rpartition(":")
-    return bool(host) and ("/" in port or (port.isdigit() and int(port) <= MAX_PORT))
+    host, _, port = address.rstrip("/").rpartition(":")
+    return bool(host) and (port.startswith("//") or (port.isdigit() and int(port) <= MAX_PORT))
+
+
+def _check_server_installed() -> None:
+    """Check that a server can be started on this machine.
+
+    Raises:
+        ServerStartError: The light client is installed alone.
+    """
+    missing = [name for name in ("torch", "transformers", "pydantic") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ServerStartError(
+            f"with no address a server is started on this machine, and {missing[0]} is not installed: pip install "
+            "'gradwire[server]', or give the address of a server that runs elsewhere"
+        )
 
 
 async def open_service(
@@ -115,6 +130,7 @@ async def open_service(
                 field="models",
                 rule="at least one",
             )
+        _check_server_installed()
         folder = Path(state_dir) if state_dir else None
         embedded = EmbeddedServer([os.fspath(each) for each in models], folder, server_args, api_key or "")
     elif models or state_dir or server_args:
@@ -124,6 +140,13 @@ async def open_service(
             field="address",
             rule="no address",
         )
+    elif "://" in address and not address.startswith(SECURE_SCHEMES):
+        scheme, _, rest = address.rstrip("/").partition("://")
+        raise InvalidArgumentError(
+            f"the address begins with {scheme}://, and this client speaks gRPC: write {rest}, for TLS "
+            "with https:// before it; the door for HTTP has a port of its own, for the clients of OpenAI and Tinker",
+            field="address", rule="HOST:PORT",
+        )  # fmt: skip
     elif not _has_port(address):
         raise InvalidArgumentError(
             f"the address {address!r} has no port: write HOST:PORT", field="address", rule="HOST:PORT"

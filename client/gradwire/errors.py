@@ -353,11 +353,21 @@ def from_rpc(error: grpc.aio.AioRpcError, address: str) -> GradwireError:
     if "RST_STREAM" in details or details == "Internal error from Core":
         kind = ConnectionLostError
     if "WRONG_VERSION_NUMBER" in details:
-        return ConnectionLostError(
-            f"no answer from {address} to TLS: a server without it has no https:// in its address"
+        return InvalidArgumentError(
+            f"{address} does not speak TLS: leave out https:// and certificates, or start the server with --tls-cert",
+            field="address",
         )
+    if "CERTIFICATE_VERIFY_FAILED" in details or "Hostname Verification" in details:
+        why = details.partition("CERTIFICATE_VERIFY_FAILED: ")[2].partition(":")[0] or "it names another host"
+        return InvalidArgumentError(
+            f"the certificate of {address} is not trusted ({why}): give the PEM file of who signed it as ca_cert, and "
+            "the host name that it names as address",
+            field="ca_cert",
+        )  # fmt: skip
     if kind is ConnectionLostError:
-        return ConnectionLostError(f"no answer from {address}: {details or status.name}")
+        hint = "; a server with TLS has https:// in its address" if "Socket closed" in details else ""
+        reason = details.rpartition("last error: ")[2].partition(": ")[2] or details or status.name
+        return ConnectionLostError(f"no answer from {address}: {reason}{hint}")
     return kind(f"{address} answered {status.name}: {error.details()}")
 
 

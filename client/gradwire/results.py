@@ -13,6 +13,7 @@ from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire import html
+from gradwire.errors import did_you_mean
 
 Array = npt.NDArray[Any]
 Columns = Mapping[str, Column]
@@ -67,6 +68,9 @@ class LossResult:
     activations: Mapping[str, int] = field(default_factory=dict)
 
     def __getitem__(self, metric: str) -> float:
+        if metric not in self.metrics:
+            known = ", ".join(self.metrics)
+            raise KeyError(f"there is no metric {metric!r}{did_you_mean(metric, self.metrics)}; there are {known}")
         return self.metrics[metric]
 
     def _ipython_key_completions_(self) -> list[str]:

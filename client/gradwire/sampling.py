@@ -75,11 +75,21 @@ def _schema(schema: Mapping[str, Any] | str | None) -> str:
         ) from None
 
 
+def _is_list(prompt: Any) -> bool:
+    return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
 def _are_texts(prompts: Sequence[Any]) -> bool:
     if not hasattr(prompts, "__len__"):
         raise InvalidArgumentError(
             f"prompts are texts or rows of token ids, not {type_of(prompts)}", field="prompts", rule="a list"
         )
+    if any(isinstance(each, Mapping) for prompt in prompts for each in (prompt if _is_list(prompt) else [prompt])):
+        raise InvalidArgumentError(
+            "prompts are texts or rows of token ids, and these are chat messages: give the ids that `await "
+            "service.render(messages, train_on=None, add_generation_prompt=True)` returns as input_ids",
+            field="prompts", rule="texts or ids",
+        )  # fmt: skip
     kinds = {isinstance(prompt, str) for prompt in prompts}
     if kinds == {True, False}:
         raise InvalidArgumentError(

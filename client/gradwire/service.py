@@ -15,7 +15,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire.descriptions import LossInfo, ModelInfo, RunInfo, ServerInfo, TokenizerInfo
 from gradwire.embedded import EmbeddedServer
-from gradwire.errors import InvalidArgumentError, ServiceClosedError, UnsupportedError, type_of
+from gradwire.errors import InvalidArgumentError, ServiceClosedError, UnsupportedError, did_you_mean, type_of
 from gradwire.history import History, RunUpdates
 from gradwire.jobs import Files, Jobs
 from gradwire.losses import LossCatalogue, model_path
@@ -491,9 +491,11 @@ def _lora(lora: Lora | None) -> pb.LoraSettings | None:
     known = ("rank", "alpha", "dropout", "target_modules")
     for name in settings:
         if name not in known:
+            near = {"r": "rank"}.get(name) or name.removeprefix("lora_")
             raise InvalidArgumentError(
-                f"lora has no setting {name!r}; it has {', '.join(known)}", field=f"lora.{name}", rule="a known setting"
-            )
+                f"lora has no setting {name!r}{did_you_mean(near, known)}; it has {', '.join(known)}",
+                field=f"lora.{name}", rule="a known setting",
+            )  # fmt: skip
     return message(pb.LoraSettings, **settings)
 
 

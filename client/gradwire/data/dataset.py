@@ -79,7 +79,10 @@ class Dataset(Sequence[T], Generic[T]):
                 break
             held.update(groups[keys[place]])
         if not held or len(held) == len(self):
-            raise ValueError(f"{len(self)} rows of {len(groups)} prompts cannot be split by {share}")
+            raise ValueError(
+                f"{len(self)} rows with {len(groups)} different prompts cannot be split by {share}: each side needs a "
+                "prompt of its own; in a recipe, set held_out: 0 or name a file as validation"
+            )
         kept = [row for index, row in enumerate(self._rows) if index not in held]
         return Dataset(kept), Dataset([self._rows[index] for index in sorted(held)])
 

@@ -344,6 +344,8 @@ def _messages(value: Any, field: str) -> list[Message]:
         known = ROLES.get(str(role).lower())
         if known is None:
             raise Unfit(f"message {number} of {field} has the role {role!r}; known are {', '.join(sorted(ROLES))}")
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            content = _joined(content, f"message {number} of {field}")
         if content is None and not message.get("tool_calls"):
             raise Unfit(f"message {number} of {field} has no content")
         rest = {
@@ -354,6 +356,17 @@ def _messages(value: Any, field: str) -> list[Message]:
             rest["weight"] = int(learned)
         found.append({"role": known, "content": content if content is not None else "", **rest})
     return found
+
+
+def _joined(parts: Sequence[Any], where: str) -> str:
+    """The text of a content that is a list of parts."""
+    texts = [part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+             for part in parts]  # fmt: skip
+    for part, text in zip(parts, texts):
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        if not isinstance(text, str) or kind not in ("text", "input_text", "output_text"):
+            raise Unfit(f"{where} has a part that is no text, {part!r:.60}, which would be left out")
+    return "".join(map(str, texts))
 
 
 def _learned(message: Message, role: str, where: str) -> bool | None:
@@ -378,6 +391,11 @@ def _parsed(value: Any) -> Any:
 
 
 def _missing(row: Row, wanted: str, *fields: str) -> Unfit:
+    usual = {"prompt": PROMPTS, "completion": ANSWERS, "messages": CONVERSATIONS}
+    for each in fields:
+        for name in (each, *usual.get(each, ())):
+            if name in row and row[name] is None:
+                return Unfit(f"{name} is null, and the {each} would be in it")
     return Unfit(f"no column is recognised as {wanted}; the row has {_columns(row)}", *fields)
 
 

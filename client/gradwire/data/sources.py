@@ -62,7 +62,7 @@ def read(source: Source, *, split: str = "train", **options: Any) -> Iterator[tu
     if path.is_dir():
         yield from _folder(path, split)
         return
-    if _kind(path) in READERS or path.is_file():
+    if _kind(path) in (*READERS, *UNREAD) or path.is_file():
         if not path.is_file():
             raise FileNotFoundError(f"there is no file {path}")
         if _kind(path) in UNREAD:

@@ -207,7 +207,7 @@ def test_a_split_shares_no_prompt() -> None:
     assert not asked[0] & asked[1]
     assert [row.messages for row in rows.split(0.2, seed=3)[1]] == [row.messages for row in held]
     assert [row.messages for row in rows.split(0.2, seed=4)[1]] != [row.messages for row in held]
-    with pytest.raises(ValueError, match="3 rows of 1 prompts cannot be split"):
+    with pytest.raises(ValueError, match="3 rows with 1 different prompts cannot be split"):
         talks(3).split(0.5)
 
 

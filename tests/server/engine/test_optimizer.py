@@ -231,7 +231,7 @@ def test_an_optimizer_that_is_not_known_is_refused(make_run: Any) -> None:
     run = make_run()
     run.accumulator.merge({("loss", "sum"): gradient_of(run, 0)}, {("loss", "sum"): 1.0})
     before = weights(run)
-    with pytest.raises(OperationError, match="optimizer is one of adamw, adamw8bit, sgd, muon must hold"):
+    with pytest.raises(OperationError, match="the rule is one of adamw, adamw8bit, sgd, muon"):
         take_step(run, settings(optimizer="adam"))
     assert_equal(weights(run), before)
 

@@ -233,7 +233,7 @@ def test_drawing_parameters_of_past_requests_are_forgotten(policy: Policy) -> No
     ids=str,
 )
 def test_arguments_are_checked(call: dict[str, Any], field: str) -> None:
-    with pytest.raises(OperationError, match="must hold") as caught:
+    with pytest.raises(OperationError, match="the rule is") as caught:
         SamplingParams.from_call(training_pb2.SampleCall(**{"max_tokens": 4} | call), seed=0)
     assert caught.value.field == field
 

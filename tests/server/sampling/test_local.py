@@ -176,7 +176,7 @@ def test_stop_strings_need_a_tokenizer(policy: Policy) -> None:
     ids=str,
 )
 def test_arguments_are_checked(call: dict[str, object], field: str) -> None:
-    with pytest.raises(OperationError, match="must hold") as caught:
+    with pytest.raises(OperationError, match="the rule is") as caught:
         SamplingParams.from_call(training_pb2.SampleCall(**{"max_tokens": 4} | call), seed=0)  # type: ignore[arg-type]
     assert caught.value.field == field
 

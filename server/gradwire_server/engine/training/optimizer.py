@@ -296,13 +296,13 @@ def check_settings(settings: training_pb2.OptimStep) -> None:
         "max_grad_norm": (0 <= settings.max_grad_norm < math.inf, "max_grad_norm >= 0"),
         "momentum": (0 <= settings.momentum < 1, "0 <= momentum < 1"),
         "head_learning_rate": (0 <= settings.head_learning_rate < math.inf, "head_learning_rate >= 0"),
-        "optimizer": (settings.optimizer in ("", *RULES), f"optimizer is one of {', '.join(RULES)}"),
+        "optimizer": (settings.optimizer in ("", *RULES), f"one of {', '.join(RULES)}"),
     }
     for name, (holds, rule) in rules.items():
         if not holds:
             raise OperationError(
                 training_pb2.ERROR_CODE_INVALID_ARGUMENT,
-                f"optim_step: {name} is {getattr(settings, name)!r}, and {rule} must hold",
+                f"optim_step: {name} is {getattr(settings, name)!r}; the rule is {rule}",
                 field=name,
                 rule=rule,
             )

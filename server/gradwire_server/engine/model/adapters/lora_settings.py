@@ -56,6 +56,12 @@ def lora_config(model: PreTrainedModel, settings: training_pb2.LoraSettings) -> 
     if not 0 <= settings.dropout < 1:
         raise refuse("dropout", f"lora dropout is {settings.dropout}; it is in [0, 1)", "0 <= dropout < 1")
     named = _named(model, settings.target_modules)
+    layers = [name for name, _ in model.named_modules()]
+    for target in named:
+        if not any(name == target or name.endswith(f".{target}") for name in layers):
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in _linear_layers(model)}))
+            message = f"the model has no layer {target!r}; its linear layers are {known}"
+            raise refuse("target_modules", message, f"of {known}, {ALL_LINEAR}, {OUTPUT_HEAD}")
     if passed_over := [name for name in sorted(layers_read(model)) if _matches(name, named)]:
         raise refuse(
             "target_modules",

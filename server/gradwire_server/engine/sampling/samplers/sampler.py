@@ -127,7 +127,7 @@ class SamplingParams:
             if not holds:
                 raise OperationError(
                     training_pb2.ERROR_CODE_INVALID_ARGUMENT,
-                    f"sample: {name} is {getattr(params, name)!r}, and {rule} must hold",
+                    f"sample: {name} is {getattr(params, name)!r}; the rule is {rule}",
                     field=name,
                     rule=rule,
                 )

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gradwire import __version__
-from gradwire.cli import data, jobs, runs, uploads
+from gradwire.cli import data, jobs, runs, trained, uploads
 from gradwire.cli.doctor import doctor
 from gradwire.cli.plugins import Commands
 from gradwire.cli.record import record
@@ -45,6 +45,8 @@ app.add_typer(jobs.app, name="jobs")
 app.command()(record)
 app.command()(render)
 app.add_typer(data.app, name="data")
+for command in (trained.export, trained.push, trained.chat):
+    app.command()(command)
 app.add_typer(uploads.app, name="uploads")
 app.command()(doctor)
 

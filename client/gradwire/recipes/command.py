@@ -11,6 +11,7 @@ from typing import Any
 
 from gradwire.cli.text import warnings_to_stderr
 from gradwire.errors import GradwireError
+from gradwire.recipes.folder import next_steps
 from gradwire.recipes.settings import Settings, SettingsError, built, example, load
 
 RECIPES = {
@@ -56,7 +57,7 @@ def _carry_out(parser: argparse.ArgumentParser, given: argparse.Namespace) -> No
             file=sys.stderr,
         )
         raise SystemExit(130) from None
-    print(estimate if given.dry_run else f"{settings.folder}/report.html")
+    print(estimate if given.dry_run else "\n".join([f"{settings.folder}/report.html", *next_steps(settings.folder)]))
 
 
 def settings_of(recipe: str, given: Mapping[str, Any]) -> Settings:

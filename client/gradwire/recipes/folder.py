@@ -79,6 +79,18 @@ def trained(given: str) -> Trained:
     )  # fmt: skip
 
 
+def next_steps(folder: Path | str) -> list[str]:
+    """Lines that say what was trained and which commands go on from there; none before the first checkpoint."""
+    try:
+        found = trained(str(folder))
+    except SettingsError:
+        return []
+    commands = (f"chat {folder}", f"export {folder} OUT --merged", f"push {folder} REPO", f"serve {folder}")
+    if not found.server:
+        commands = (*commands[:3], f"status --address {found.address}")
+    return [f"trained: {found.checkpoint}", *(f"  gradwire {each}" for each in commands)]
+
+
 @asynccontextmanager
 async def open_trained(found: Trained, address: str = "") -> AsyncIterator[gradwire.ServiceClient]:
     """Connect to the server that holds what was trained, or start the training's own again.

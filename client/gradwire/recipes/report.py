@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.html import table
+from gradwire.recipes.folder import next_steps
 from gradwire.rl.loggers import read_jsonl
 
 WIDTH, HEIGHT, MARGIN = 420, 150, 46
@@ -31,11 +32,13 @@ def write_report(folder: Path, title: str, settings: Mapping[str, Any]) -> Path:
         for name, value in line.items():
             if name not in ("iteration", "time") and isinstance(value, int | float):
                 curves.setdefault(name, []).append((line["iteration"], value))
+    steps = next_steps(folder)
     rows = [(name, points[0][1], points[-1][1], unit_of(name)) for name, points in sorted(curves.items())]
     body = [
         f"<h1>{html.escape(title)} of {html.escape(str(settings['model']))}</h1>",
         table(("metric", "first", "last", "unit"), rows),
         *(plot(name, points) for name, points in sorted(curves.items()) if len(points) > 1),
+        "<h2>Go on</h2><pre>" + html.escape("\n".join(steps)) + "</pre>" if steps else "",
         "<h2>Settings</h2>",
         table(("setting", "value"), list(settings.items())),
     ]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import gradwire
 from gradwire import data
@@ -54,10 +54,13 @@ class RLSettings(Settings):
     temperature: float = setting(1.0, "of sampling")
     grader: str = setting("last_number", "last_number, math_answer (symbolic; needs gradwire[math]), multiple_choice")
     grading: dict[str, Any] = setting({}, "a grader of OpenAI's form, over each row's columns; in place of grader")
+    on_failure: Literal["stop", "warn"] = setting("stop", "stop, or warn: what to do when every answer failed")
     eval_problems: int = setting(64, "held-out problems of an evaluation at most; answered greedily")
 
     def check(self) -> None:
         super().check()
+        if self.on_failure not in ("stop", "warn"):
+            raise SettingsError(f"on_failure is {self.on_failure!r}; it must be stop or warn")
         if self.grader not in GRADERS:
             raise SettingsError(f"grader is {self.grader!r}; it must be one of {', '.join(GRADERS)}")
         if self.grading:
@@ -130,7 +133,7 @@ def _config(
         max_grad_norm=settings.max_grad_norm, max_tokens=settings.answer_tokens, temperature=settings.temperature,
         context_tokens=settings.max_tokens, seed=settings.seed,
         eval_every=settings.eval_every if evaluated and not dry_run else 0,
-        save_every=0 if dry_run else settings.save_every or per_epoch,
+        save_every=0 if dry_run else settings.save_every or per_epoch, on_failure=settings.on_failure,
         checkpoint_dir=None if dry_run else Path(settings.folder),
     )  # fmt: skip
 

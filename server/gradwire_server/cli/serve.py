@@ -19,6 +19,7 @@ from rich.table import Table
 from gradwire_server.cli.preflight import check
 from gradwire_server.cli.settings import load, misspelled_variables, with_settings
 from gradwire_server.cli.settings_file import SettingsError
+from gradwire_server.cli.trained import Trained
 from gradwire_server.config import ServerConfig
 from gradwire_server.durable_files import replace_text
 from gradwire_server.observability import logs
@@ -44,6 +45,12 @@ SETTINGS_AT_FAULT = (pb.ERROR_CODE_INVALID_ARGUMENT, pb.ERROR_CODE_UNSUPPORTED, 
 @with_settings
 def serve(
     flags: dict[str, Any],
+    training: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Folder of a training that had a server of its own, to serve what it trained.", metavar="[FOLDER]"
+        ),
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file of settings.", metavar="FILE")] = None,
     ready_file: Annotated[
         Path | None, typer.Option(help="Gets the address once the server listens.", rich_help_panel="Process")
@@ -79,7 +86,8 @@ def serve(
     for sentence in misspelled_variables():  # first: one of them may be why the settings are refused
         console.print(f"gradwire: {sentence}", markup=False)
     try:
-        settings = load(flags, config)
+        trained = Trained.read(training) if training is not None else None
+        settings = load({**(trained.flags() if trained else {}), **flags}, config)
         check(settings)
     except SettingsError as error:
         for sentence in error.sentences:
@@ -97,6 +105,8 @@ def serve(
     own_key = sys.stdin.readline().strip() if key_on_stdin else ""
     # Children are replaced by other programs at once. With gRPC's handlers of forks they can die before that.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    if trained is not None:
+        console.print(f"gradwire: OpenAI's clients name what was trained {trained.checkpoint}", markup=False)
     with asyncio.Runner(loop_factory=_loop_factory(settings)) as runner:
         raise typer.Exit(runner.run(_serve(settings, ready_file, parent, own_key, console_page)))
 

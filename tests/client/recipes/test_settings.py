@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gradwire
+import httpx
 import pytest
 from gradwire.data import DataError
 from gradwire.recipes import command, dpo, grpo, sft
@@ -188,3 +191,73 @@ async def test_texts_are_learned_whole(server: Server, tmp_path: Path) -> None:
     async with gradwire.connect(server.address) as service:
         (ids,) = await service.encode("gemma", [(tmp_path / "a.txt").read_text()])
     assert log(tmp_path / "run", "train/tokens") == [(1, len(ids) + 1)]  # and the end of the text
+
+
+def test_what_was_trained_is_exported_and_talked_to(
+    server: Server, talks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gradwire.cli.app import app
+
+    folder, runner = tmp_path / "run", CliRunner()
+    given = COMMON | {"address": server.address, "data": talks, "on_error": "skip", "max_steps": 1}
+    (tmp_path / "c.yaml").write_text(json.dumps(given | {"folder": str(folder)}))
+    assert runner.invoke(app, ["export", str(folder), str(tmp_path / "none")]).exit_code == 2
+    command.main(["sft", str(tmp_path / "c.yaml")])
+    said = capsys.readouterr().out
+    checkpoint = trained(str(folder)).checkpoint
+    assert f"trained: {checkpoint}" in said and checkpoint.endswith("/step-1")
+    for words in (f"gradwire chat {folder}", f"gradwire export {folder}", f"gradwire push {folder}"):
+        assert words in said and words in (folder / "report.html").read_text()
+    for flags, file in (([], "adapter_config.json"), (["--merged"], "config.json")):
+        out = tmp_path / file
+        done = runner.invoke(app, ["export", f"{folder}@step-1", str(out), *flags])
+        assert done.exit_code == 0 and (out / file).is_file(), done.output
+    asked = ["chat", checkpoint, "--address", server.address, "--base", "--max-tokens", "4", "--temperature", "0"]
+    done = runner.invoke(app, asked, input="2 and 2?\n/new\nand 3?\n\n")
+    assert done.exit_code == 0 and done.output.count("trained> ") == 2, done.output
+    with gradwire.sync.connect(server.address) as service:
+        assert not [run for run in service.list_runs() if run.name == "export"]
+    done = runner.invoke(app, ["chat", f"{folder}@stp-1"])
+    assert done.exit_code == 2 and "there is no checkpoint" in done.output, done.output
+
+
+def test_a_server_finds_what_was_trained(tmp_path: Path) -> None:
+    from gradwire_server.cli.settings import SettingsError
+    from gradwire_server.cli.trained import Trained
+
+    state = {"run_id": "run-1", "checkpoint": "run-1/step-1", "settings": {"model": "m"}, "server": "/s", "address": ""}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    assert Trained.read(tmp_path).flags() == {"models": ["m"], "state_dir": "/s", "http": "127.0.0.1:8000"}
+    (tmp_path / "state.json").write_text(json.dumps(state | {"server": "", "address": "box:1"}))
+    with pytest.raises(SettingsError) as caught:
+        Trained.read(tmp_path)
+    assert "used the server at box:1" in str(caught.value.sentences)
+
+
+@pytest.mark.slow
+def test_an_afternoon_by_commands_alone(tmp_path: Path) -> None:
+    """SFT, then DPO and GRPO from it, an export and a served model, without a server that a person starts."""
+    model = chat_model(tmp_path / "model", "marked")
+    talks = [{"question": f"{n} and 2?", "answer": "four"} for n in range(8)]
+    data = {"sft": written(tmp_path / "talks.jsonl", talks), "dpo": written(tmp_path / "pairs.jsonl", PAIRS)}
+    data["grpo"] = data["sft"]
+    before = ""
+    for recipe in ("sft", "dpo", "grpo"):
+        given = {"model": str(model), "data": data[recipe], "folder": str(tmp_path / recipe), "max_steps": 2,
+                 "batch_size": 2, "held_out": 0.0, "warmup": 0, "init_from": before}  # fmt: skip
+        given |= {"answer_tokens": 8, "group_size": 2} if recipe == "grpo" else {}
+        (tmp_path / "c.yaml").write_text(json.dumps(given))
+        command.main([recipe, str(tmp_path / "c.yaml")])
+        before = str(tmp_path / recipe)
+    assert trained(before).server == str(tmp_path / "sft" / "server")
+    command_line = [sys.executable, "-m", "gradwire.cli", "serve", before, "--address", "127.0.0.1:0"]
+    with subprocess.Popen([*command_line, "--http", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True) as served:
+        assert served.stdout is not None
+        try:
+            url = next(line.split()[-1] for line in served.stdout if "HTTP on" in line)
+            asked = {"messages": [{"role": "user", "content": "2 and 2?"}], "max_tokens": 4}
+            asked |= {"model": trained(before).checkpoint}
+            answered = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=120)
+        finally:
+            served.terminate()
+    assert answered.status_code == 200 and answered.json()["choices"], answered.text

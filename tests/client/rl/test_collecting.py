@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gradwire
 import numpy as np
 import pytest
 from gradwire.rl import (
@@ -269,7 +270,8 @@ async def test_a_training_in_which_everything_fails_stops(rule_inference: Callab
         await algorithm.train(5, progress_bar=False)
     told = str(raised.value)
     assert "iteration 0: 8 of 8 episodes failed" in told and "KeyError: 'no such door' (File" in told
-    assert f'{Path(__file__).name}", line' in told and "Traceback" in told
+    assert f'{Path(__file__).name}", line' in told and "Traceback" in raised.value.traceback
+    assert isinstance(raised.value, gradwire.GradwireError) and "\n" not in told
     assert algorithm.history == [] and algorithm.state.iteration == 0
     assert len(await make(heads, Broken(), on_failure="warn").train(2, progress_bar=False)) == 2
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradwire.errors import GradwireError
 from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.loggers import CheckpointLogger, JsonlLogger, MetricLogger
 from gradwire.rl.recording import TrajectoryRecorder
@@ -25,8 +26,16 @@ SHOWN = (
 )
 
 
-class RolloutsFailedError(RuntimeError):
-    """Nothing in an iteration can be trained on: every episode, or every reward, failed."""
+class RolloutsFailedError(GradwireError):
+    """Nothing in an iteration can be trained on: every episode, or every reward, failed.
+
+    Attributes:
+        traceback: That of the first failure; empty if it has none.
+    """
+
+    def __init__(self, message: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.traceback = traceback
 
 
 class Reporter:
@@ -100,7 +109,7 @@ def check_failures(iteration: int, trajectories: Sequence[Trajectory]) -> None:
     """Raise if everything in an iteration failed.
 
     Raises:
-        RolloutsFailedError: Everything failed; the message has the first failure, its traceback and its line.
+        RolloutsFailedError: Everything failed; the message has the first failure and its line.
     """
     if not trajectories:
         return
@@ -110,14 +119,15 @@ def check_failures(iteration: int, trajectories: Sequence[Trajectory]) -> None:
         return
     if failed:
         first = failed[0]
-        told = f"{first.error}{_place(first.traceback)}\n{first.traceback}"
+        told, traceback = f"{first.error}{_place(first.traceback)}", first.traceback
         what = f"{len(failed)} of {len(trajectories)} episodes failed, and none can be trained on"
     else:
         assert unscored[0].evaluation is not None
-        told = unscored[0].evaluation.error
+        told, traceback = unscored[0].evaluation.error, ""
         what = f"none of the {len(trajectories)} trajectories could be scored"
+    logger.error("iteration %d: %s\n%s", iteration, what, traceback or told)
     raise RolloutsFailedError(
-        f'iteration {iteration}: {what} (on_failure="warn" continues anyway). The first: {told.strip()}'
+        f"iteration {iteration}: {what} (on_failure: warn continues anyway); the first: {told.strip()}", traceback
     )
 
 

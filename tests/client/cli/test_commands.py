@@ -113,10 +113,10 @@ def test_tls_to_a_server_without_it_costs_one_sentence(server: Server) -> None:
     """In a process of its own: gRPC writes to its stderr, not to Python's."""
     words = [sys.executable, "-m", "gradwire.cli", "status", "--address", f"https://{server.address}"]
     away = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert (away.returncode, away.stdout) == (1, "")
+    assert (away.returncode, away.stdout) == (2, "")
     assert away.stderr == (
-        f"gradwire: https://{server.address}: no answer from {server.address} to TLS:"
-        " a server without it has no https:// in its address\n"
+        f"gradwire: https://{server.address}: {server.address} does not speak TLS: leave out https:// and certificates,"
+        " or start the server with --tls-cert\n"
     )
     missing = run("status", "--ca-cert", "none.pem")
     assert missing.exit_code == 2 and "'none.pem' does not exist" in missing.stderr

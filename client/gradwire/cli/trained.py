@@ -69,8 +69,11 @@ def chat(
 
         found = trained(what)
         async with open_trained(found, address) as service:
-            source = found.checkpoint or found.run_id
-            model = found.model or (await service.get_training_client(found.run_id).info()).base_model
+            source, run = found.checkpoint or found.run_id, service.get_training_client(found.run_id)
+            saved = [each.path for each in await run.list_checkpoints()]
+            if found.checkpoint and found.checkpoint not in saved:
+                raise ValueError(f"there is no checkpoint {found.checkpoint!r}; there are {', '.join(saved)}")
+            model = found.model or (await run.info()).base_model
             names = [each.name for each in await service.list_models()]
             model = model if model in names else names[0]
             talk = _Talk(service, model, system, max_tokens, temperature)
@@ -93,9 +96,9 @@ class _Talk:
 
     def __init__(self, service: Any, model: str, system: str, max_tokens: int, temperature: float) -> None:
         self._service, self._model, self._most, self._temperature = service, model, max_tokens, temperature
-        self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        self.messages: list[Any] = [{"role": "system", "content": system}] if system else []
 
-    async def answer(self, text: str, source: str) -> list[dict[str, str]]:
+    async def answer(self, text: str, source: str) -> list[Any]:
         """Print an answer while it is written; return question and answer as messages."""
         from gradwire.rl.prompts import plain_chat
 

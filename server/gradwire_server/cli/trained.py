@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradwire_server.cli.settings import SettingsError
+from gradwire_server.cli.settings_file import SettingsError
 
 HTTP = "127.0.0.1:8000"
 """Where what was trained is served to OpenAI's clients unless --http says otherwise."""

@@ -222,7 +222,7 @@ def test_what_was_trained_is_exported_and_talked_to(
 
 
 def test_a_server_finds_what_was_trained(tmp_path: Path) -> None:
-    from gradwire_server.cli.settings import SettingsError
+    from gradwire_server.cli.settings_file import SettingsError
     from gradwire_server.cli.trained import Trained
 
     state = {"run_id": "run-1", "checkpoint": "run-1/step-1", "settings": {"model": "m"}, "server": "/s", "address": ""}
@@ -238,7 +238,7 @@ def test_a_server_finds_what_was_trained(tmp_path: Path) -> None:
 def test_an_afternoon_by_commands_alone(tmp_path: Path) -> None:
     """SFT, then DPO and GRPO from it, an export and a served model, without a server that a person starts."""
     model = chat_model(tmp_path / "model", "marked")
-    talks = [{"question": f"{n} and 2?", "answer": "four"} for n in range(8)]
+    talks = [{"question": f"{n} and 2?", "answer": str(n + 2)} for n in range(8)]
     data = {"sft": written(tmp_path / "talks.jsonl", talks), "dpo": written(tmp_path / "pairs.jsonl", PAIRS)}
     data["grpo"] = data["sft"]
     before = ""

@@ -125,7 +125,8 @@ def check_failures(iteration: int, trajectories: Sequence[Trajectory]) -> None:
         assert unscored[0].evaluation is not None
         told, traceback = unscored[0].evaluation.error, ""
         what = f"none of the {len(trajectories)} trajectories could be scored"
-    logger.error("iteration %d: %s\n%s", iteration, what, traceback or told)
+    if traceback:
+        logger.error("iteration %d: the first failure:\n%s", iteration, traceback)
     raise RolloutsFailedError(
         f"iteration {iteration}: {what} (on_failure: warn continues anyway); the first: {told.strip()}", traceback
     )

@@ -20,6 +20,7 @@ from gradwire_server.access.keys import KeyFile
 from gradwire_server.cli.preflight import check
 from gradwire_server.cli.settings_file import SettingsError
 from gradwire_server.config import ServerConfig
+from gradwire_server.core.core import VERSION
 from gradwire_server.doors.http import heads
 from gradwire_server.doors.http.errors import HTTP_STATUS
 from gradwire_server.doors.http.openai import events
@@ -47,7 +48,8 @@ def test_every_code_has_a_status_and_none_is_retried_in_vain() -> None:
 
 async def test_both_protocols_and_health_share_a_listener(server: Server) -> None:
     async with _http(server) as http:
-        assert (await http.get("/healthz")).text == "ok"
+        assert (await http.get("/healthz")).text == (await http.get("/health")).text == "ok"
+        assert (await http.get("/version")).json() == {"version": VERSION}
         assert (await http.get("/api/v1/healthz")).json() == {"status": "ok"}
         (model,) = (await http.get("/v1/models")).json()["data"]
         (served,) = (await http.get("/api/v1/get_server_capabilities")).json()["supported_models"]

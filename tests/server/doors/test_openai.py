@@ -206,6 +206,18 @@ def test_answers_follow_a_schema(client: openai.OpenAI) -> None:
     for choice in found.choices:
         assert choice.finish_reason == "stop" and choice.message.content is not None
         jsonschema.validate(json.loads(choice.message.content), CALL_SCHEMA)
+    for extra in ({"guided_json": CALL_SCHEMA}, {"structured_outputs": {"json": CALL_SCHEMA}}):
+        bare = {"add_generation_prompt": True, "skip_special_tokens": True}
+        guided = client.chat.completions.create(
+            model="tiny", messages=HELLO, max_tokens=400, seed=1, extra_body=extra | bare
+        )
+        jsonschema.validate(json.loads(guided.choices[0].message.content or ""), CALL_SCHEMA)
+        with pytest.raises(openai.BadRequestError, match="give one"):
+            client.chat.completions.create(
+                model="tiny", messages=HELLO, response_format={"type": "json_object"}, extra_body=extra
+            )
+    with pytest.raises(openai.BadRequestError, match="structured_outputs"):
+        client.completions.create(model="tiny", prompt="a", extra_body={"structured_outputs": {"regex": "a+"}})
     anything = client.chat.completions.create(
         model="tiny", messages=HELLO, response_format={"type": "json_object"}, max_tokens=30, seed=1
     )

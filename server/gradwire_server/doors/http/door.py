@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from gradwire_http.browsers import BrowserGuard, body_refusal
 from gradwire_proto.v1 import training_pb2 as pb
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gradwire_server.config import ServerConfig
-from gradwire_server.core.core import Core
+from gradwire_server.core.core import VERSION, Core
 from gradwire_server.doors.door import Door
 from gradwire_server.doors.http.errors import error_response
 from gradwire_server.doors.http.guard import GuardedProtocol
@@ -154,11 +154,14 @@ def _root(core: Core, protocols: Sequence[Protocol], stopping: asyncio.Event) ->
         if prefix:
             await guards[prefix]({**scope, "root_path": scope.get("root_path", "") + prefix[:-1]}, receive, send)
             return
-        if path == "/healthz":
+        if path == "/version":
+            await JSONResponse({"version": VERSION})(scope, receive, send)
+            return
+        if path in ("/healthz", "/health"):
             healthy = not stopping.is_set()
             await PlainTextResponse("ok" if healthy else "stopping", 200 if healthy else 503)(scope, receive, send)
             return
-        message = f"{path[:200]} is not served here; there are {known} and /healthz"
+        message = f"{path[:200]} is not served here; there are {known}, /healthz, /health and /version"
         error = pb.Error(code=pb.ERROR_CODE_UNSUPPORTED, message=message)
         await error_response(error, _any_error_body, 404)(scope, receive, send)
 

@@ -158,7 +158,7 @@ class Chat:
             tools_json=json.dumps(self._tools) if self._tools else "",
             template_kwargs_json=json.dumps(self._asked.chat_template_kwargs or {}),
             train_on=pb.TRAIN_ON_NOTHING,
-            add_generation_prompt=True,
+            add_generation_prompt=self._asked.add_generation_prompt is not False,
         )
         rendered = await self._core.texts.render(self._caller, request)
         return list(rendered.rows[0].ids)

@@ -63,8 +63,9 @@ def described(name: str, created: float = 0, owner: str = "gradwire") -> dict[st
 
 
 async def listed(core: Core, caller: Caller) -> list[dict[str, Any]]:
-    """The base models; then what the caller's fine-tuning jobs made; then its runs, each with its newest checkpoint."""
-    found = [described(model.name) for model in core.models()]
+    """The base models, loaded or allowed; then what the caller's fine-tuning jobs made; then its runs, each with its
+    newest checkpoint."""
+    found = [described(name) for name in core.config.all_models]
     for job in tuned_jobs(core, caller):
         found += [described(name, checkpoint.created_at, job.owner) for name, checkpoint in models_of(job)]
     token = ""

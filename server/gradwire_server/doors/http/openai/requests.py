@@ -1,8 +1,9 @@
 """Requests for completions as OpenAI's clients send them, and what they ask of the sampler.
 
-Beside OpenAI's own fields: ``top_k``, ``min_p``, ``repetition_penalty``, ``stop_token_ids`` and ``ignore_eos``, as
-other servers name them (``extra_body`` of the ``openai`` package). A field that is not known is refused. Fields that
-say something about the caller, or how to bill or cache, are taken and have no effect.
+Beside OpenAI's own fields: ``top_k``, ``min_p``, ``repetition_penalty``, ``stop_token_ids``, ``ignore_eos``,
+``guided_json``, ``structured_outputs``, ``skip_special_tokens`` and ``add_generation_prompt``, as other servers name
+them (``extra_body`` of the ``openai`` package). A field that is not known is refused. Fields that say something about
+the caller, or how to bill or cache, are taken and have no effect.
 """
 
 from __future__ import annotations
@@ -33,6 +34,14 @@ class StreamOptions(BoundedModel):
     include_usage: bool = False
 
 
+class StructuredOutputs(BoundedModel):
+    """The form of the text, as vLLM names it. Other forms than ``json`` are refused by their names."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: dict[str, Any] | str = Field(alias="json")
+
+
 class SamplingRequest(BoundedModel):
     """What completions and chat completions share."""
 
@@ -54,6 +63,9 @@ class SamplingRequest(BoundedModel):
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
+    guided_json: dict[str, Any] | str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    skip_special_tokens: Literal[True] | None = None
     # Without effect.
     user: str | None = None
     metadata: Any = None
@@ -69,6 +81,12 @@ class SamplingRequest(BoundedModel):
         Raises:
             ServiceError: INVALID_ARGUMENT.
         """
+        guided = self.guided_json if self.structured_outputs is None else self.structured_outputs.json_
+        if guided is not None:
+            field = "guided_json" if self.structured_outputs is None else "structured_outputs"
+            if json_schema:
+                raise invalid(f"{field} and response_format or tool_choice both say what the text is: give one", field)
+            json_schema = _encodable([guided if isinstance(guided, str) else json.dumps(guided)], field)[0]
         temperature = 1.0 if self.temperature is None else self.temperature
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if "" in stop:
@@ -167,6 +185,7 @@ class ChatRequest(SamplingRequest):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
     modalities: list[Literal["text"]] | None = None
     reasoning_effort: str | None = None
 

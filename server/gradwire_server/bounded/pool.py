@@ -31,6 +31,8 @@ IDLE_S = 10.0
 """Seconds without a request after which a process for long ones ends."""
 PATIENCE_S = 180.0
 """Seconds that a request may take before its process is ended; rendering gives up by itself long before."""
+SHORT_PATIENCE_S = 60.0
+"""The same for a short request, behind which others wait."""
 NICENESS = 5
 """Of processes for long requests: the front, the engine and short requests go first."""
 ATTEMPTS = 2
@@ -102,10 +104,18 @@ class _Lane:
         settings: Returns those of a process that is about to start.
         count: Processes at most.
         idle_s: Seconds without a request after which a process ends; None: it stays.
+        patience_s: Seconds that a request may take before its process is ended.
     """
 
-    def __init__(self, module: str, settings: Callable[[], ProcessSettings], count: int, idle_s: float | None) -> None:
-        self._module, self._settings, self._idle_s = module, settings, idle_s
+    def __init__(
+        self,
+        module: str,
+        settings: Callable[[], ProcessSettings],
+        count: int,
+        idle_s: float | None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._module, self._settings, self._idle_s, self._patience_s = module, settings, idle_s, patience_s
         self._turns = Turns(of_key=1, total=count)
         self._idle: list[tuple[_Process, asyncio.TimerHandle | None]] = []
         self._all: set[_Process] = set()
@@ -134,14 +144,14 @@ class _Lane:
         for _ in range(ATTEMPTS):  # a process that something else ended is no fault of the request
             process = self._take() or await self._start()
             try:
-                answer = await asyncio.wait_for(process.ask(method, owner, raw), PATIENCE_S)
+                answer = await asyncio.wait_for(process.ask(method, owner, raw), self._patience_s)
             except _ProcessEnded:
                 log.warning("a process of %s ended during a request of %d bytes", self._module, len(raw))
                 await self._end(process)
             except TimeoutError:
                 await self._end(process)
-                message = f"converting these {len(raw):,} bytes took more than {PATIENCE_S:.0f} s; send less at a time"
-                raise ServiceError(pb.ERROR_CODE_LIMIT_EXCEEDED, message) from None
+                took = f"converting these {len(raw):,} bytes took more than {self._patience_s:.0f} s"
+                raise ServiceError(pb.ERROR_CODE_LIMIT_EXCEEDED, f"{took}; send less at a time") from None
             except BaseException:
                 await self._end(process)  # it may have read half of the request
                 raise
@@ -215,7 +225,7 @@ class ProcessPool:
         long_idle_s: float | None = None,
     ) -> None:
         self._methods, self._settings = tuple(methods), settings
-        self._short = _Lane(module, settings, 1, None)
+        self._short = _Lane(module, settings, 1, None, SHORT_PATIENCE_S)
         idle_s = IDLE_S if long_idle_s is None else long_idle_s
         niced = lambda: settings().model_copy(update={"niceness": NICENESS})  # noqa: E731
         self._long = _Lane(module, niced, LONG_PROCESSES, idle_s)

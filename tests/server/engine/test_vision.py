@@ -141,6 +141,7 @@ def test_gemmas_image_tokens_see_all_of_their_image_and_its_line_ends_join(tmp_p
     engine = LocalEngine({"m": plain.path}, tmp_path / "state", dtype=plain.dtype)
     engine.create("run-a", base_model="m")
     rows = [Row("user\nIMAGE\nwhat is it?", [CAT]), Row("IMAGE\n\n and IMAGE: alike", [DOG, TALL]), ROWS[0]]
+    rows.append(Row("IMAGEIMAGE: side by side", [CAT, DOG]))
     found = engine.do("run-a", columns_of(plain, rows), forward=pb.LossCall(loss_fn="causal_lm", outputs=["logprobs"]))
     assert close(found.columns["logprobs"].values, torch.cat([plain.logprobs(row) for row in rows]))
 

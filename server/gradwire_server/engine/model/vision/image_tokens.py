@@ -137,6 +137,8 @@ class Vision:
             ids, start = ids.clone(), 0
             for mark, image in zip(marks, images, strict=True):
                 tokens = self.processor.joined(ids, mark, image.tokens)
+                if parts and start == mark:
+                    parts[-1], tokens = self.processor.side_by_side(parts[-1], tokens)
                 parts += [ids[start:mark], tokens]
                 inserted = torch.full((len(tokens),), -1)
                 inserted[-1] = mark

@@ -181,6 +181,14 @@ class ImageProcessor:
                 tokens = tokens[1:] if first else tokens[:-1]
         return tokens
 
+    def side_by_side(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens of two images with nothing between them, whose line ends become one token, that of the first."""
+        counts = [self._line_ends.get(int(token)) for token in (first[-1], second[0])]
+        ends = {count: token for token, count in self._line_ends.items()}
+        if None in counts or (total := sum(count or 0 for count in counts)) not in ends:
+            return first, second
+        return torch.cat([first[:-1], torch.tensor([ends[total]])]), second[1:]
+
     def _runs_of_line_ends(self) -> dict[int, int]:
         """Tokens that are line ends alone, and how many."""
         runs = ((self._ids("\n" * count), count) for count in range(1, LONGEST_RUN + 1))

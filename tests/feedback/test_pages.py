@@ -149,6 +149,7 @@ def test_everybody_can_use_the_pages_on_a_phone_too(
     long = "A long answer goes on and on, and says little. " * 60
     add_item(api, agent, "Explain the tides. " * 40, long, other={"response": long})
     page.emulate_media(color_scheme=scheme)
+    faults: list[tuple[str, ...]] = []
     for path in ("", f"rate/{agent}", f"ratings/{agent}", f"policies/{agent}"):
         page.goto(f"{service.url}/{path}")
         if path.startswith("rate/"):
@@ -159,7 +160,7 @@ def test_everybody_can_use_the_pages_on_a_phone_too(
         page.wait_for_timeout(500)  # what fades in is pale until then
         page.evaluate(AXE.read_text())
         found = page.evaluate("axe.run().then((r) => r.violations.map((v) => [v.impact, v.id, v.nodes[0].html]))")
-        assert [each for each in found if each[0] in ("serious", "critical")] == [], path
+        faults += [(path, *each) for each in found if each[0] in ("serious", "critical")]
         page.set_viewport_size({"width": 400, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") <= 400, path
         if path.startswith("rate/"):
@@ -171,6 +172,7 @@ def test_everybody_can_use_the_pages_on_a_phone_too(
             assert above is not None and below is not None and above["y"] < below["y"] < 800 - below["height"]
         keep(page, f"phone-{path.partition('/')[0]}-{scheme}")
         page.set_viewport_size({"width": 1100, "height": 640})
+    assert faults == []
 
 
 def test_two_raters_never_hold_the_same_item(

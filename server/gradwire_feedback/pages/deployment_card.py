@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gradwire_shell.components import title
+from gradwire_shell.components import button, title
 from nicegui import ui
 
 from gradwire_feedback.context import Context
@@ -41,8 +41,8 @@ class DeploymentCard:
             if self._may_train:
                 self._row = ui.row().classes("items-end")
                 with ui.row():
-                    ui.button("Deploy", on_click=self._deploy).props("no-caps")
-                    ui.button("Roll back", on_click=self._roll_back).props("no-caps outline")
+                    button("Deploy", self._deploy, kind="primary")
+                    button("Roll back", self._roll_back)
         self.refresh(found)
 
     def refresh(self, found: Overview) -> None:

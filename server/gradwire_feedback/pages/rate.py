@@ -89,7 +89,7 @@ class _Rating:
                         button("Look again", self._again, kind="primary")
                         button("Undo (U)", self._undo)
                 return
-            with panel("Prompt"):
+            with panel("Prompt").classes("full-width"):
                 named(ui.label(item.prompt), "Prompt").classes("text gw-scroll").props("tabindex=0 role=group")
             with ui.element("div").classes("gw-answers full-width"):
                 for position in range(len(item.answers)):
@@ -118,9 +118,9 @@ class _Rating:
                     with button(
                         "", lambda _, k=key: self._grade(position, k), kind="primary" if chosen else "plain"
                     ) as grade:
-                        plain(f"{key} ✓" if chosen else key)
-                        plain(word)
-                    named(grade, f"{key} {word}").props(f"aria-pressed={str(chosen).lower()}")
+                        plain(f"{key} ")
+                        plain(f"{word} ✓" if chosen else word)
+                    grade.props(f"aria-pressed={str(chosen).lower()}")
 
     def _why_nothing(self) -> str:
         if self._state.held:

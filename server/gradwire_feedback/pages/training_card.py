@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import gradwire
-from gradwire_shell.components import title
+from gradwire_shell.components import button, title
 from nicegui import ui
 from starlette.concurrency import run_in_threadpool
 
@@ -47,8 +47,8 @@ class TrainingCard:
                 self._reward = ui.select(
                     {"retrain": "train it again", "reuse": "reuse the last one"}, value="retrain", label="Reward model"
                 ).style("width: 12rem")
-                ui.button("Estimate", on_click=self._dry_run).props("no-caps outline")
-                ui.button("Train", on_click=self._train).props("no-caps")
+                button("Estimate", self._dry_run)
+                button("Train", self._train, kind="primary")
 
     async def refresh(self) -> None:
         def newest() -> Job | None:
@@ -84,10 +84,7 @@ class TrainingCard:
             ui.label(numbers).classes("quiet")
             if self._may_train:
                 job_id = job.id
-                ui.button(
-                    "Cancel",
-                    on_click=lambda: self._act(lambda: self._context.jobs.cancel(job_id), "It will stop soon."),
-                ).props("no-caps flat dense")
+                button("Cancel", lambda: self._act(lambda: self._context.jobs.cancel(job_id), "It will stop soon."))
 
     def _plan(self) -> Plan:
         given = {"max_steps": int(self._steps.value or 0), "learning_rate": float(self._rate.value or 0)}

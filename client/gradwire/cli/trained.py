@@ -7,12 +7,15 @@ import sys
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import gradwire
 from gradwire.cli.text import plain, warnings_to_stderr
+
+if TYPE_CHECKING:
+    from gradwire.recipes.folder import Trained
 
 What = Annotated[
     str, typer.Argument(help="A training's folder, FOLDER@CHECKPOINT, or a checkpoint RUN_ID/NAME of a server.")
@@ -65,10 +68,10 @@ def chat(
     """Talk to what was trained, in its chat format; an empty line or Ctrl-D ends it, /new begins again."""
 
     async def work() -> None:
-        from gradwire.recipes.folder import open_trained, trained
+        from gradwire.recipes.folder import trained
 
         found = trained(what)
-        async with open_trained(found, address) as service:
+        async with _opened(found, address) as service:
             source, run = found.checkpoint or found.run_id, service.get_training_client(found.run_id)
             saved = [each.path for each in await run.list_checkpoints()]
             if found.checkpoint and found.checkpoint not in saved:
@@ -125,12 +128,32 @@ def _question() -> str:
 
 
 @asynccontextmanager
+async def _opened(found: Trained, address: str) -> AsyncIterator[gradwire.ServiceClient]:
+    """Connect to the server that holds what was trained, or start the training's own again.
+
+    Args:
+        address: ``HOST:PORT``; "" for that of the training.
+
+    Raises:
+        SettingsError: Nothing says where the server is.
+    """
+    from gradwire.recipes.settings import SettingsError
+
+    address = address or found.address
+    if not address and not found.server:
+        raise SettingsError(f"say where the server of {found.checkpoint or found.run_id} is: --address HOST:PORT")
+    own = {} if address else {"models": [found.model], "state_dir": Path(found.server)}
+    async with gradwire.connect(address or None, **own) as service:  # type: ignore[arg-type]
+        yield service
+
+
+@asynccontextmanager
 async def _run_at(what: str, address: str) -> AsyncIterator[tuple[Any, str]]:
     """A run with the weights that were named, a fork that is deleted then, and their path."""
-    from gradwire.recipes.folder import open_trained, trained
+    from gradwire.recipes.folder import trained
 
     found = trained(what)
-    async with open_trained(found, address) as service:
+    async with _opened(found, address) as service:
         if not found.checkpoint:
             yield service.get_training_client(found.run_id), found.run_id
             return

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import gradwire
 from gradwire.recipes.settings import Settings, SettingsError
 from gradwire.whole_files import replace_json
 
@@ -89,24 +87,6 @@ def next_steps(folder: Path | str) -> list[str]:
     if not found.server:
         commands = (*commands[:3], f"status --address {found.address}")
     return [f"trained: {found.checkpoint}", *(f"  gradwire {each}" for each in commands)]
-
-
-@asynccontextmanager
-async def open_trained(found: Trained, address: str = "") -> AsyncIterator[gradwire.ServiceClient]:
-    """Connect to the server that holds what was trained, or start the training's own again.
-
-    Args:
-        address: ``HOST:PORT``; by default that of the training.
-
-    Raises:
-        SettingsError: Nothing says where the server is.
-    """
-    address = address or found.address
-    if not address and not found.server:
-        raise SettingsError(f"say where the server of {found.checkpoint or found.run_id} is: --address HOST:PORT")
-    own = {} if address else {"models": [found.model], "state_dir": Path(found.server)}
-    async with gradwire.connect(address or None, **own) as service:  # type: ignore[arg-type]
-        yield service
 
 
 def server_folder(settings: Settings) -> Path:

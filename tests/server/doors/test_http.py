@@ -174,10 +174,11 @@ async def test_a_body_that_cannot_be_read_is_explained(server: Server, content: 
 async def test_a_mistake_of_the_server_is_said_in_the_protocols_form(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken() -> None:
+    def broken(*_: object) -> None:
         raise RuntimeError("odd")
 
     monkeypatch.setattr(server.core, "models", broken)
+    monkeypatch.setattr(server.core.runs, "page", broken)
     async with _http(server) as http:
         for path, where in (("/api/v1/get_server_capabilities", ("detail",)), ("/v1/models", ("error", "message"))):
             caplog.clear()

@@ -38,7 +38,7 @@ NEXT: Mapping[str, tuple[str, ...]] = {
 }
 """The states that may follow each state."""
 SAID = {QUEUED: "resumed", PAUSED: "paused", CANCELLED: "cancelled"}
-RECIPES = ("sft", "dpo", "reward", "ppo", "grpo", "distill")
+RECIPES = ("sft", "dpo", "kto", "orpo", "simpo", "reward", "process_reward", "ppo", "grpo", "distill")
 SCRIPT = "script"
 FILE_SETTINGS = ("data", "validation", "script")
 """Settings that name files of the owner's."""

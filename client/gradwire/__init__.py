@@ -8,6 +8,7 @@ import os as _os
 from importlib.metadata import version as _version
 
 _os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read at gRPC's import; what fails is raised or logged here
+_os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # its handlers crash half of the forked children
 
 from gradwire import sync
 from gradwire.connection import Connection, connect

@@ -56,9 +56,9 @@ class SharedWeights:
             config.lora.CopyFrom(run.config.lora)
         return engine_pb2.EngineSharedWeights(run_id=run.run_id, file=str(file), config=config)
 
-    def _write(self, file: Path, tensors: dict[str, Tensor]) -> None:
+    def _write(self, file: Path, whole: dict[str, Tensor]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, file)
+        save_file(whole, file)
 
     def forget(self, run_id: str) -> None:
         """Forget a run that the engine no longer holds."""

@@ -56,12 +56,10 @@ def lora_config(model: PreTrainedModel, settings: training_pb2.LoraSettings) -> 
     if not 0 <= settings.dropout < 1:
         raise refuse("dropout", f"lora dropout is {settings.dropout}; it is in [0, 1)", "0 <= dropout < 1")
     named = _named(model, settings.target_modules)
-    layers = [name for name, _ in model.named_modules()]
-    for target in named:
-        if not any(name == target or name.endswith(f".{target}") for name in layers):
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in _linear_layers(model)}))
-            message = f"the model has no layer {target!r}; its linear layers are {known}"
-            raise refuse("target_modules", message, f"of {known}, {ALL_LINEAR}, {OUTPUT_HEAD}")
+    if unknown := _unknown(model, named):
+        known = ", ".join(sorted({name.rpartition(".")[2] for name in _linear_layers(model)}))
+        message = f"the model has no layer {unknown[0]!r}; its linear layers are {known}"
+        raise refuse("target_modules", message, f"of {known}, {ALL_LINEAR}, {OUTPUT_HEAD}")
     if passed_over := [name for name in sorted(layers_read(model)) if _matches(name, named)]:
         raise refuse(
             "target_modules",
@@ -120,6 +118,20 @@ def _named(model: PreTrainedModel, given: Sequence[str]) -> list[str]:
     if OUTPUT_HEAD in targets and not any(name.rpartition(".")[2] == OUTPUT_HEAD for name, _ in model.named_modules()):
         targets[targets.index(OUTPUT_HEAD)] = _head_name(model)
     return targets
+
+
+def _unknown(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
+    """The targets that name neither a layer nor, as peft reads them, weights of fused experts."""
+    layers = [name for name, _ in model.named_modules()]
+    missing = [target for target in targets if not any(_matches(name, [target]) for name in layers)]
+    if not missing:
+        return []
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = LoraConfig(target_modules=list(missing))
+    convert_peft_config_for_transformers(config, model, None)
+    return [target for target in missing if target in (config.target_modules or ())]
 
 
 def _head_name(model: PreTrainedModel) -> str:

@@ -77,7 +77,9 @@ def test_a_run_holds_what_is_computed(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"rank": 4}, {"rank": 4, "targets": ["gate_proj", "up_proj", "o_proj"]}], ids=str
+    "settings",
+    [{}, {"rank": 4}, {"rank": 4, "targets": {"Mixtral": ["w1", "w3"]}}],
+    ids=["full", "lora", "lora on experts"],
 )
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_a_mixture_of_experts_is_computed_on_meta_tensors(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
@@ -85,7 +87,7 @@ def test_a_mixture_of_experts_is_computed_on_meta_tensors(tmp_path: Path, name: 
     path = mixture(tmp_path / "model", name)
     config, tokens = run_config(rank=settings.get("rank", 0)), 64
     if "targets" in settings:
-        config.lora.target_modules.extend(settings["targets"])
+        config.lora.target_modules.extend([*settings["targets"].get(name, ["gate_proj", "up_proj"]), "o_proj"])
     policy, meta = real_policy(path, config), MetaModel(str(path), torch.float32, config)
     assert meta.trained_parameters == policy.num_trainable_parameters
     assert meta.weight_bytes == policy.split_model.weight_bytes - buffer_bytes(policy)

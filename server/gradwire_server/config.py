@@ -20,6 +20,7 @@ CHUNK_BYTES = 1 << 20
 """The most that one frame of a stream carries."""
 
 MAX_ENGINES = 64
+MAX_RANKS = 64
 HOST_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 TRAINED_BYTES = 16
@@ -103,6 +104,13 @@ class Limits(BaseModel):
     key_tokens_per_minute: int = Field(default=0, ge=0, description="tokens that one key submits a minute; 0: no limit")
 
 
+def _number_or_auto(given: object, most: int, what: str) -> object:
+    text = str(given)
+    if text == "auto" or (text.isdigit() and 1 <= int(text) <= most):
+        return int(text) if text.isdigit() else text
+    raise ValueError(f"give a number of {what} from 1 to {most}, or auto, not {text[:20]!r}")
+
+
 def setting(default: Any, description: str, *, subject: str, **bounds: Any) -> Any:
     """A field of the settings.
 
@@ -135,15 +143,19 @@ class EngineSettings(BaseModel):
     )
     device: str = setting(
         "",
-        "cpu, cuda, cuda:1, cuda:all (layers over all GPUs); the best there is when absent.",
+        "cpu, cuda or cuda:1; the best there is when absent.",
         subject=COMPUTE,
     )
-    ranks: int = setting(
-        1,
-        "Processes of an engine, one a GPU, that share the work of each run: a power of two.",
+    ranks: int | Literal["auto"] = setting(
+        "auto",
+        "Processes of an engine, one a GPU, that share the work of each run: a power of two; auto: the fewest on which"
+        " the models fit by `gradwire estimate`.",
         subject=COMPUTE,
-        ge=1,
-        le=64,
+    )
+    shard: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "Divide the weights of each model among the ranks; auto: where a whole copy does not fit each of them.",
+        subject=COMPUTE,
     )
     dtype: Literal["float32", "bfloat16", "mixed", "float64"] | None = setting(
         None,
@@ -215,7 +227,17 @@ class EngineSettings(BaseModel):
     def _absolute_folder(cls, folder: Path) -> Path:
         return _absolute(folder)
 
-    @field_validator("group_runs", mode="before")
+    @field_validator("ranks", mode="before")
+    @classmethod
+    def _ranks_or_auto(cls, given: object) -> object:
+        return _number_or_auto(given, MAX_RANKS, "ranks")
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks; 1 as long as it has not been chosen."""
+        return 1 if self.ranks == "auto" else self.ranks
+
+    @field_validator("group_runs", "shard", mode="before")
     @classmethod
     def _on_or_off(cls, given: object) -> object:
         """YAML reads a bare ``on`` as true."""
@@ -331,10 +353,7 @@ class ServerConfig(EngineSettings):
     @field_validator("engines", mode="before")
     @classmethod
     def _number_or_auto(cls, given: object) -> object:
-        text = str(given)
-        if text == "auto" or (text.isdigit() and 1 <= int(text) <= MAX_ENGINES):
-            return int(text) if text.isdigit() else text
-        raise ValueError(f"give a number of engines from 1 to {MAX_ENGINES}, or auto, not {text[:20]!r}")
+        return _number_or_auto(given, MAX_ENGINES, "engines")
 
     @field_validator("host_names", mode="before")
     @classmethod
@@ -415,10 +434,6 @@ class ServerConfig(EngineSettings):
         """The settings of each engine; empty if all are alike."""
         ours = {name: getattr(self, name) for name in EngineSettings.model_fields}
         return [EngineSettings.model_validate(choice.settings(ours)) for choice in self.each_engine]
-
-    def ranks_for(self, model: str) -> int:
-        """The most ranks of an engine that serves a model."""
-        return max((each.ranks for each in self.engine_settings if model in each.models), default=self.ranks)
 
     @property
     def all_models(self) -> dict[str, str]:

@@ -459,7 +459,10 @@ class EngineHello(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     LOSSES_FIELD_NUMBER: _builtins.int
     TOKENIZER_FILES_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     device: _builtins.str
+    ranks: _builtins.int
+    """processes that it consists of"""
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[_training_pb2.ModelInfo]: ...
     @_builtins.property
@@ -475,10 +478,11 @@ class EngineHello(_message.Message):
         models: _abc.Iterable[_training_pb2.ModelInfo] | None = ...,
         losses: _abc.Iterable[_training_pb2.LossInfo] | None = ...,
         tokenizer_files: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "losses", b"losses", "models", b"models", "tokenizer_files", b"tokenizer_files"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "losses", b"losses", "models", b"models", "ranks", b"ranks", "tokenizer_files", b"tokenizer_files"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

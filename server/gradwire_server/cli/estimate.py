@@ -70,6 +70,9 @@ def estimate(
     device: Annotated[
         str, typer.Option(help='Memory of a GPU ("80 GiB"), or "cpu", "cpu 16 GiB"; this machine when absent.')
     ] = "",
+    ranks: Annotated[
+        int, typer.Option(min=1, max=64, help="Ranks, each on such a device: a power of two, as of `gradwire serve`.")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print bytes by part and total_bytes as JSON.")] = False,
 ) -> None:
     """Compute what a training takes in memory, whether it fits a device, and what to turn on if not.
@@ -80,6 +83,8 @@ def estimate(
     for flag, path in [("--model", model), *(("--reference", each) for each in references if each != "base")]:
         if not Path(path).is_file() and (fault := model_fault(path)):
             _fail(f"{flag} {path}: {fault}")
+    if ranks & (ranks - 1):
+        _fail(f"--ranks {ranks}: the work is divided in halves; give a power of two")
     if full and quantize:
         _fail("--full trains all weights, and weights held in 4 or 8 bits cannot be trained: leave one of them out")
     for flag, given in (("--lora-rank", lora_rank), ("--target-module", target_module)):
@@ -90,8 +95,7 @@ def estimate(
 
         from gradwire_server.engine.errors import OperationError
         from gradwire_server.engine.sizing.advice import advice
-        from gradwire_server.engine.sizing.estimate import Workload, meta_model
-        from gradwire_server.engine.sizing.estimate import estimate as compute
+        from gradwire_server.engine.sizing.estimate import Workload, meta_model, on_ranks
     except ModuleNotFoundError as missing:
         _fail(f"`gradwire estimate` needs {missing.name}, which is not installed: pip install 'gradwire[server]'")
     where = _device(device)
@@ -116,7 +120,7 @@ def estimate(
             sizes = meta_model(workload, where.kind)
             if tokens is None:
                 workload = replace(workload, tokens=min(TOKENS, sizes.context_length))
-            found = compute(workload, where, sizes)
+            found = on_ranks(workload, where, ranks, sizes)
             sentences = advice(found)
     except OperationError as error:
         layers = f"--target-module {' '.join(target_module)}" if target_module else f"--model {model}"
@@ -156,11 +160,6 @@ def _device(text: str) -> Device:
     from gradwire_server.engine.machine import machine_memory
     from gradwire_server.engine.sizing.estimate import Device
 
-    if text.strip().lower() == "cuda:all":
-        _fail(
-            f"--device {text}: that is every GPU of a server, and an estimate is of one device; give the memory of one,"
-            ' as in --device "80 GiB"'
-        )
     match = DEVICE.fullmatch(text.strip())
     if match is None or (text and not text.strip()):
         _fail(f'--device {text}: give the memory of a GPU ("80 GiB"), "cpu" or "cpu 16 GiB"')
@@ -194,6 +193,8 @@ def _document(found: Estimate, sentences: list[str]) -> dict[str, object]:
         "needed_bytes": found.needed_bytes,
         "usable_bytes": found.usable_bytes,
         "fits": found.fits,
+        "ranks": found.workload.ranks,
+        "divided": found.workload.divided,
         "activations": found.chosen.label,
         "activation_bytes": {
             "checkpointing": found.activations[True],

@@ -94,7 +94,7 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     kind: Any = field.annotation
     if name in _REPEATED:
         kind = list[Path] if name == "losses" else list[str]
-    elif kind == ByteSize | None or name == "engines":
+    elif kind == ByteSize | None or name in ("engines", "ranks"):
         kind = str
     extra = field.json_schema_extra
     assert isinstance(extra, dict)

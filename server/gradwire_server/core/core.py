@@ -139,6 +139,7 @@ class Core(Startable):
             self._models,
             self.uploads,
             config,
+            self.engines.ranks_for,
         )
         self.recordings = Recordings(config.state_dir, storage)
         await asyncio.to_thread(self.recordings.clean)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class Runs:
         models: The models that a run may be created from.
         uploads: The uploads that it may be created from.
         config: The server's settings.
+        ranks_for: Number of ranks for a model: the lanes of a run that is created without.
     """
 
     def __init__(
@@ -53,10 +54,11 @@ class Runs:
         models: ModelNames,
         uploads: Uploads,
         config: ServerConfig,
+        ranks_for: Callable[[str], int],
     ) -> None:
         self._scheduler, self._records, self._checkpoints = scheduler, records, checkpoints
         self._keys, self._calls, self._models, self._uploads = keys, calls, models, uploads
-        self._limits, self._ranks_for, self._durability = config.limits, config.ranks_for, config.durability
+        self._limits, self._ranks_for, self._durability = config.limits, ranks_for, config.durability
         self._creating: dict[str, tuple[RunRecord, asyncio.Task[None]]] = {}
 
     async def create(self, caller: Caller, given: pb.RunConfig, idempotency_key: str = "") -> pb.Run:

@@ -44,9 +44,11 @@ class Agreement:
     Attributes:
         rank: Number of this process.
         ranks: Number of processes.
+        lock_step: Whether all processes compute the same at the same time, because models are divided among them.
     """
 
     rank, ranks = 0, 1
+    lock_step = False
 
     def __init__(self, marks: CrashMarks | None = None) -> None:
         self._marks = marks

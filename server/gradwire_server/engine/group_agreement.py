@@ -29,6 +29,8 @@ from gradwire_server.engine_link.crash_marks import CrashMarks
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)
 """How long a collective may wait. Long, because a rank may compute for long; the watch ends a group that is stuck."""
+LAYER_PATIENCE = timedelta(minutes=10)
+"""How long a rank waits for the others to make a layer whole. They compute the same, so none is late by much."""
 _COMPARED = ("loss", "optim_step", "train_step", "sample")
 """Kinds of results that every rank computes."""
 _FAILED, _OUT_OF_MEMORY = 1, 2
@@ -41,16 +43,22 @@ class GroupAgreement(Agreement):
         rank: This process's number.
         ranks: Number of processes.
         marks: The front's page of marks, of rank 0.
+        divides: The device of this rank, if models are divided among the ranks, which are in lock step then.
 
     Attributes:
         collective: Number of the newest collective.
         inside: Whether this rank waits in it.
         waited_s: Seconds spent in collectives.
+        models: The group in which layers are made whole, once the ranks have joined; None if models are not divided.
     """
 
-    def __init__(self, rank: int, ranks: int, marks: CrashMarks | None = None) -> None:
+    def __init__(
+        self, rank: int, ranks: int, marks: CrashMarks | None = None, *, divides: torch.device | None = None
+    ) -> None:
         super().__init__(marks)
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks, self.lock_step = rank, ranks, divides is not None
+        self._device = divides
+        self.models: dist.ProcessGroup | None = None
         self._apart = False  # within a piece of work, in which ranks do different things
         self.collective, self.inside = 0, False
         self.waited_s = 0.0
@@ -68,6 +76,11 @@ class GroupAgreement(Agreement):
             world_size=self.ranks,
             timeout=PATIENCE,
         )
+        if self._device is not None:
+            backend = "nccl" if self._device.type == "cuda" else "gloo"
+            self.models = dist.new_group(timeout=LAYER_PATIENCE, backend=backend)
+            # The first collective, because the store is gone after this call.
+            dist.all_reduce(torch.zeros(1, device=self._device), group=self.models)
 
     def check(self, request: engine_pb2.EngineRequest) -> None:
         """See :class:`.agreement.Agreement`: rank 0 looks, and the others learn it at the end of a piece of work."""

@@ -42,7 +42,9 @@ class Lanes:
     """
 
     def __init__(self, count: int = 1, agreement: Agreement | None = None) -> None:
-        self.count, self._agreement = count, agreement or Agreement()
+        agreement = agreement or Agreement()
+        # In lock step every process computes all lanes.
+        self.count, self._agreement = count, Agreement() if agreement.lock_step else agreement
         rank, ranks = self._agreement.rank, self._agreement.ranks
         first = rank * count // ranks
         self.own = range(first, first + max(1, count // ranks))

@@ -67,6 +67,10 @@ class EnginePool:
         whole.device = f"{len(devices)} x {first.device}" if len(set(devices)) == 1 else ", ".join(devices)
         return whole
 
+    def ranks_for(self, model: str) -> int:
+        """The most ranks of an engine that serves a model; they say how many they have when they start."""
+        return max((engine.hello.ranks for engine in self.engines if model in engine.models), default=1) or 1
+
 
 def own_engines(config: ServerConfig) -> list[EngineProcess]:
     """The engines that a server's settings ask for, as processes on this machine that are yet to be started."""

@@ -7,7 +7,6 @@ import torch
 from gradwire_server.engine import generators
 from gradwire_server.engine.generators import generator_states, preserved_rng
 from gradwire_server.engine.model.placement import Placement
-from gradwire_server.engine.process.settings_check import _check_device
 
 
 @pytest.fixture
@@ -31,16 +30,8 @@ def test_one_of_several_is_used(four_gpus: list[int], device: str, index: int) -
     assert placement.device == torch.device("cuda", index)
     assert placement.loading_arguments() == {"device_map": {"": f"cuda:{index}"}}
     assert sorted(generator_states()) == ["cpu", f"cuda:{index}"] and set(four_gpus) == {index}
-    said = "has 4 GPUs, and the engine uses one, cuda:0" in placement.note and "cuda:all" in placement.note
+    said = "has 4 GPUs, and the engine uses one, cuda:0" in placement.note
     assert said == (device == "cuda")  # who names one needs no hint
-
-
-def test_all_are_used_only_where_asked_for(four_gpus: list[int]) -> None:
-    placement = Placement("cuda:all")
-    assert placement.loading_arguments() == {"device_map": "auto"}
-    assert "over 4 GPUs in a row, of which one is busy at a time" in placement.note
-    assert sorted(generator_states()) == ["cpu", "cuda:0", "cuda:1", "cuda:2", "cuda:3"]
-    _check_device("cuda:all")
 
 
 def test_no_generator_of_a_gpu_is_touched_by_an_engine_on_the_cpu(four_gpus: list[int]) -> None:

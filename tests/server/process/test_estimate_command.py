@@ -136,10 +136,7 @@ def test_a_model_whose_code_loops_over_tokens_is_estimated_in_proportion(tmp_pat
         (("--device", f"{'9' * 400} GiB"), f"--device {'9' * 40}…: the memory of a device is between 1 MiB and"),
         (("--device", "cpu 0.0000001 MiB"), "--device cpu 0.0000001 MiB: the memory of a device is between 1 MiB and"),
         (("--device", " "), '--device  : give the memory of a GPU ("80 GiB"), "cpu" or "cpu 16 GiB"'),
-        (
-            ("--device", "cuda:all"),
-            "--device cuda:all: that is every GPU of a server, and an estimate is of one device",
-        ),
+        (("--ranks", "3"), "--ranks 3: the work is divided in halves; give a power of two"),
     ],
 )
 def test_a_size_that_nothing_has_is_one_sentence(model: Path, words: tuple[str, ...], sentence: str) -> None:

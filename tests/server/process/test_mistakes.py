@@ -33,16 +33,11 @@ MISTAKES = {
     ),
     "device misspelt": (
         "--model tiny --device cuad",
-        "--device cuad: there is no such device; give cpu, cuda, cuda:N or cuda:all",
-    ),
-    "no GPU of several": (
-        "--model tiny --device cuda:all",
-        "--device cuda:all: torch * finds no CUDA device here; `gradwire doctor` looks for the reason, and --device cpu"
-        " trains without one",
+        "--device cuad: there is no such device; give cpu, cuda or cuda:N",
     ),
     "device of another kind": (
         "--model tiny --device mps",
-        "--device mps: there is no such device; give cpu, cuda, cuda:N or cuda:all",
+        "--device mps: there is no such device; give cpu, cuda or cuda:N",
     ),
     "losses missing": (
         "--model tiny --losses none.py",

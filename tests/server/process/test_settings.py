@@ -152,7 +152,7 @@ def test_engines_that_are_not_alike_serve_their_models_and_agree_on_those_that_s
         ({"a": "/a"}, 2, ""),
         ({"b": "/b"}, 1, "cpu"),
     ]
-    assert (config.ranks_for("a"), config.ranks_for("b")) == (2, 1)
+    assert [each.num_ranks for each in config.engine_settings] == [2, 1]
     for wrong, said in (
         (["model=a", "dtype=float64"], "engines that serve a need one dtype"),
         (["model=a,rank=2"], "--engine model=a,rank=2: 'rank=2' is none of model=NAME, ranks=N"),

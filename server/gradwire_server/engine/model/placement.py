@@ -1,7 +1,7 @@
 """Where the tensors of models and runs live.
 
-A tensor is *whole* if this process holds all of its elements. :class:`Placement` keeps every tensor whole; a subclass
-may shard models over ranks with ``torch.distributed.fsdp.fully_shard``. A sharded parameter is a DTensor, except within
+A tensor is *whole* if this process holds all of its elements. :class:`Placement` keeps every tensor whole;
+:class:`Sharded` divides models among ranks. A sharded parameter is a DTensor, except within
 :meth:`.split_model.SplitModel.compute`, where modules see a whole copy. Code that needs a whole tensor elsewhere, or
 combines many tensors, calls the functions of this module, which accept both kinds.
 """
@@ -12,55 +12,48 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
 
 from gradwire_server.engine.generators import use_gpus
 
-ALL_GPUS = "cuda:all"
-"""Device name for all GPUs of the machine."""
-
 
 class Placement:
-    """Every tensor whole on one device, or the layers of a model in a row on all GPUs.
+    """Every tensor whole on one device.
 
     Args:
-        device: ``"cpu"``, ``"cuda"`` (the first GPU), ``"cuda:N"``, or :data:`ALL_GPUS`.
+        device: ``"cpu"``, ``"cuda"`` (the first GPU), or ``"cuda:N"``.
 
     Attributes:
-        device: The device; of several, the first.
+        device: The device.
         note: What a person should know about the choice; empty if nothing.
+        parts: Number of parts that the weights of a model are divided into, of which this process holds one.
     """
 
+    parts = 1
+
     def __init__(self, device: str | torch.device = "cpu") -> None:
-        count = torch.cuda.device_count() if str(device).startswith("cuda") else 0
-        self._spread = device == ALL_GPUS and count > 1
-        self.device = torch.device("cuda" if device == ALL_GPUS else device)
+        self.device = torch.device(device)
         self.note = ""
         if self.device.type != "cuda":
             return
+        count = torch.cuda.device_count()
         if count > 1 and self.device.index is None:
             self.device = torch.device("cuda", 0)
+            self.note = (
+                f"this machine has {count} GPUs, and the engine uses one, {self.device}; --engines auto starts one on"
+                " each, --ranks shares the work of each run among several, and --device cuda:N takes another"
+            )
         if count:
-            use_gpus(range(count) if self._spread else [self.device.index or 0])
-        if self._spread:
-            self.note = (
-                f"the layers of a model are spread over {count} GPUs in a row, of which one is busy at a time; memory"
-                f" is measured on {self.device} alone"
-            )
-        elif count > 1:
-            self.note = (
-                f"this machine has {count} GPUs, and the engine uses one, {self.device}; --device cuda:N takes another,"
-                f" and --device {ALL_GPUS} spreads the layers of a model over all, of which one is busy at a time"
-            )
+            use_gpus([self.device.index or 0])
 
     def loading_arguments(self) -> dict[str, Any]:
         """Arguments of transformers' ``from_pretrained`` that load a model onto its device."""
-        if self.device.type != "cuda":
-            return {}
-        # With "auto", accelerate's dispatch_model moves hidden states from GPU to GPU.
-        return {"device_map": "auto" if self._spread else {"": str(self.device)}}
+        return {"device_map": {"": str(self.device)}} if self.device.type == "cuda" else {}
 
     def place(self, module: nn.Module) -> None:
         """Move a loaded module's parameters to their places; they are there already."""
@@ -73,6 +66,48 @@ class Placement:
         return weight.is_leaf
 
 
+class Sharded(Placement):
+    """Each layer of a model, and what is around the layers, divided among all ranks by ``fully_shard``.
+
+    A layer is whole for as long as it computes. All ranks compute the same at the same time, because each takes part in
+    making every layer whole. What is added to a model later, such as an adapter, is whole in each rank.
+
+    Args:
+        device: This rank's.
+        group: All ranks.
+    """
+
+    def __init__(self, device: str | torch.device, group: dist.ProcessGroup) -> None:
+        super().__init__(device)
+        self.parts = group.size()
+        self._mesh = DeviceMesh.from_group(group, self.device.type)
+
+    def loading_arguments(self) -> dict[str, Any]:
+        """None: a model that does not fit one device is read into the memory of the host."""
+        return {}
+
+    def place(self, module: nn.Module) -> None:
+        """Move each layer to the device, and keep this rank's part of it there."""
+        for layer in layers_of(module):
+            fully_shard(layer, mesh=self._mesh, reshard_after_forward=True)
+        fully_shard(module, mesh=self._mesh, reshard_after_forward=True)
+
+    def adds_in_place(self, weight: Tensor) -> bool:
+        """Never: the gradient of a weight is divided, too."""
+        return False
+
+
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    """The layers that are divided one by one; the inner ones, such as experts, before those around them."""
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    return [layer for each in reversed(lists) for layer in each]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether each rank holds another part of the tensor."""
+    return isinstance(tensor, DTensor)
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The tensor with all its elements, detached: itself, not a copy, if it is whole."""
     tensor = tensor.detach()
@@ -82,6 +117,22 @@ def whole(tensor: Tensor) -> Tensor:
 def whole_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by name, each whole and contiguous, as safetensors writes them."""
     return {name: whole(tensor).contiguous() for name, tensor in tensors.items()}
+
+
+def whole_on_host(tensors: Mapping[str, Tensor], *, keep: bool) -> Mapping[str, Tensor]:
+    """Tensors by name, those that are sharded as whole ones in the memory of the host.
+
+    All ranks call it for the same tensors, one by one, so that a device never holds more than one whole tensor.
+
+    Args:
+        keep: Whether this rank wants them.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        value = whole(tensor).cpu() if isinstance(tensor, DTensor) else tensor
+        if keep:
+            found[name] = value
+    return found
 
 
 def placed_like(value: Tensor, target: Tensor) -> Tensor:

@@ -243,7 +243,7 @@ class Policy:
                 field="checkpoint",
                 rule="same base model, LoRA settings and head",
             )
-        for name in mine:
+        for name in sorted(mine):  # where ranks divide a tensor, all assign to the same one
             assign(self._masters[name], tensors[name])
         self.sync()
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from gradwire_proto.v1 import training_pb2
 
+from gradwire_server.engine.model.placement import whole_on_host
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.request import Columns, Outcome
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.state.exports import export_run
+from gradwire_server.engine.state.exports import export_run, whole_weights
 from gradwire_server.engine.state.folders import folder_bytes
 from gradwire_server.engine.state.snapshot import capture, restore
 
@@ -16,12 +17,16 @@ def save_checkpoint(
     context: EngineContext, run: EngineRun, seq: int, call: training_pb2.SaveCheckpoint, columns: Columns
 ) -> Outcome:
     """Save the run's state, or its weights alone, as a checkpoint."""
+    context.agreement.alike(f"weights of {run.run_id}", run.digest)
+    keep = context.agreement.rank == 0
+    state = capture(run, weights_only=call.weights_only)
+    files = {file: whole_on_host(tensors, keep=keep) for file, tensors in state.items()}
 
     def save() -> training_pb2.Checkpoint:
         manifest = context.store.save(
             run.run_id,
             call.name or f"step-{run.step}",
-            capture(run, weights_only=call.weights_only),
+            files,
             config=run.config,
             step=run.step,
             seq=seq,
@@ -31,7 +36,6 @@ def save_checkpoint(
         )
         return manifest.to_proto()
 
-    context.agreement.alike(f"weights of {run.run_id}", run.digest)
     return Outcome(training_pb2.OperationResult(checkpoint=context.agreement.once(save)))
 
 
@@ -51,8 +55,10 @@ def export(
     name = call.name or f"step-{run.step}"
     place = context.store.export_folder(run.run_id, name)
 
+    weights = whole_weights(run, keep=context.agreement.rank == 0)
+
     def write() -> training_pb2.ExportResult:
-        written = export_run(context.pool, run, place, call.format or "auto")
+        written = export_run(context.pool, run, place, call.format or "auto", weights)
         return training_pb2.ExportResult(
             name=name,
             format=written.format,

@@ -21,6 +21,7 @@ import queue
 import socket
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gradwire_proto.v1 import engine_pb2
 
@@ -34,6 +35,7 @@ from gradwire_server.engine.process.engine import Engine
 from gradwire_server.engine.process.heartbeat import Heartbeat
 from gradwire_server.engine.process.loop import Loop
 from gradwire_server.engine.process.ranks import Ranks
+from gradwire_server.engine.process.ranks_choice import chosen
 from gradwire_server.engine.process.read_back import ReadBack
 from gradwire_server.engine.process.setup import load_losses, set_up
 from gradwire_server.engine.state.residency import Residency
@@ -51,12 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the engine until it is shut down; the exit code."""
     options = _parser().parse_args(arguments)
     settings: EngineSettings = options.settings
-    share = Share(options.number, options.engines * settings.ranks)
+    share = Share(options.number, options.engines * settings.num_ranks)
     set_up(settings, "engine", share)
     link = EngineLink(socket.socket(fileno=options.fd))
     try:
         tracing = Tracing.to(settings.traces, "gradwire-engine") if settings.traces else Tracing()
         load_losses(settings)
+        settings, note = chosen(settings, share)
+        share = replace(share, engines=options.engines * settings.num_ranks)
+        if note:
+            logger.warning(note)
         ranks = Ranks(settings, options.marks, share)
         engine = Engine(settings, ranks.agreement, tracing, share)
         context = engine.context

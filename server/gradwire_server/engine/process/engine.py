@@ -14,8 +14,10 @@ from gradwire_proto.v1 import engine_pb2, training_pb2
 from gradwire_server.config import EngineSettings
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.failures import is_fatal, to_error
+from gradwire_server.engine.group_agreement import GroupAgreement
 from gradwire_server.engine.machine import Share
 from gradwire_server.engine.model.loading.pool import Dtype, ModelPool
+from gradwire_server.engine.model.placement import Placement, Sharded
 from gradwire_server.engine.model.tokenizers import find_tokenizer
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.decisions import GROUP_TOKENS, Decision
@@ -81,11 +83,13 @@ class Engine:
         rank: int = 0,
     ) -> None:
         agreement, share = agreement or Agreement(), share or Share()
-        device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if settings.ranks > 1 and device == "cuda":
-            device = f"cuda:{rank}"
+        device = device_of(settings, rank)
         usable = {**settings.allow_models, **settings.models}
-        pool = ModelPool(usable, device, _DTYPES[settings.dtype], compiled=settings.compile, quantize=settings.quantize)
+        group = agreement.models if isinstance(agreement, GroupAgreement) else None
+        placement = Placement(device) if group is None else Sharded(device, group)
+        pool = ModelPool(
+            usable, placement, _DTYPES[settings.dtype], compiled=settings.compile, quantize=settings.quantize
+        )
         store = CheckpointStore(settings.state_dir)
         activations, references = settings.activation_budget_gib, int(settings.reference_cache_gib * GIB)
         self._computed_with = ComputedWith(pool, settings.state_dir)
@@ -117,7 +121,7 @@ class Engine:
         if settings.group_runs == "on" or (settings.group_runs == "auto" and pool.device.type != "cpu"):
             # Not by default on a CPU, where a replay of the journal is to give the bits that were given before.
             self.context.decisions.group_tokens = GROUP_TOKENS[pool.device.type]
-        self._models, self._ranks = list(settings.models), settings.ranks
+        self._models, self._ranks = list(settings.models), settings.num_ranks
         self._groups = GroupedRuns(self.context)
         self._adapter_shapes = AdapterShapes(pool)
         self._shared = SharedWeights(settings.state_dir / SHARED / str(share.number), agreement)
@@ -143,13 +147,14 @@ class Engine:
         if pool.device.type == "cuda":
             device = f"{device} ({torch.cuda.get_device_name(pool.device)})"
         if self._ranks > 1:
-            device = f"{self._ranks} ranks, {device}"
+            device = f"{self._ranks} ranks, {device}{', weights divided' if pool.placement.parts > 1 else ''}"
         if pool.placement.note:
             logger.warning(pool.placement.note)
         return engine_pb2.EngineHello(
             device=device,
             models=[self._model_info(name) for name in self._models],
             losses=[loss_info(loss) for loss in all_losses()],
+            ranks=self._ranks,
             tokenizer_files={name: str(file) for name, file in self.context.tokenizer_files.items()},
         )
 
@@ -289,6 +294,12 @@ class Engine:
             takes_images=facts.takes_images,
             image_token_id=facts.image_token_id,
         )
+
+
+def device_of(settings: EngineSettings, rank: int) -> str:
+    """The device of a process of an engine."""
+    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return f"cuda:{rank}" if settings.num_ranks > 1 and device == "cuda" else device
 
 
 def loss_info(loss: LossSpec) -> training_pb2.LossInfo:

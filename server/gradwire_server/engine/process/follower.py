@@ -22,6 +22,7 @@ from gradwire_server.engine.process.decision_link import Leader
 from gradwire_server.engine.process.engine import Engine
 from gradwire_server.engine.process.loop import carried_out
 from gradwire_server.engine.process.pulse import Pulse
+from gradwire_server.engine.process.ranks import divided_device
 from gradwire_server.engine.process.setup import load_losses, set_up
 from gradwire_server.engine.process.watch import BROKEN, send_pulses
 
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     share = Share(options.number, options.engines)
     set_up(settings, f"engine rank {options.rank}", share)
     load_losses(settings)
-    agreement = GroupAgreement(options.rank, settings.ranks)
+    agreement = GroupAgreement(options.rank, settings.num_ranks, divides=divided_device(settings, options.rank))
     activity, device = Activity(), None
     send_pulses(lambda: Pulse.take(agreement, activity, device), options.pulse)
     leader = Leader(socket.socket(fileno=options.fd))

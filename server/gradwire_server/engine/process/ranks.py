@@ -24,6 +24,7 @@ from gradwire_server.engine.machine import Share
 from gradwire_server.engine.operations.decisions import Decision
 from gradwire_server.engine.process.activity import Activity
 from gradwire_server.engine.process.decision_link import Followers
+from gradwire_server.engine.process.engine import device_of
 from gradwire_server.engine.process.pulse import Pulse
 from gradwire_server.engine.process.watch import Watch
 from gradwire_server.engine_link.crash_marks import CrashMarks
@@ -46,7 +47,7 @@ class Ranks:
         self._watch: Watch | None = None
         self._followers = Followers()
         self.agreement = Agreement(page)
-        if settings.ranks > 1:
+        if settings.num_ranks > 1:
             self._start(settings, page, share or Share())
 
     def send(self, decision: Decision) -> None:
@@ -72,12 +73,12 @@ class Ranks:
         ]
 
     def _start(self, settings: EngineSettings, marks: CrashMarks | None, share: Share) -> None:
-        agreement = self.agreement = GroupAgreement(0, settings.ranks, marks)
+        agreement = self.agreement = GroupAgreement(0, settings.num_ranks, marks, divides=divided_device(settings, 0))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
         sockets, pipes = [], []
         with tempfile.TemporaryDirectory(prefix="gradwire-ranks-") as folder:
             store = Path(folder) / "store"
-            for rank in range(1, settings.ranks):
+            for rank in range(1, settings.num_ranks):
                 ours, theirs = socket.socketpair()
                 reading, writing = os.pipe()
                 with theirs:
@@ -92,6 +93,11 @@ class Ranks:
             self._followers, self._watch = Followers(sockets), Watch(agreement, pipes)
             self._watch.start()
             agreement.join(store)
+
+
+def divided_device(settings: EngineSettings, rank: int) -> torch.device | None:
+    """The device of a rank, if models are divided among the ranks."""
+    return torch.device(device_of(settings, rank)) if settings.shard == "on" else None
 
 
 def command(settings: EngineSettings, share: Share, rank: int, fd: int, pulse: int, store: Path) -> list[str]:

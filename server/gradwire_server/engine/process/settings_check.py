@@ -12,7 +12,6 @@ from gradwire_proto.v1 import training_pb2
 
 from gradwire_server.config import EngineSettings
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.model.placement import ALL_GPUS
 
 
 def check_settings(settings: EngineSettings) -> None:
@@ -23,7 +22,7 @@ def check_settings(settings: EngineSettings) -> None:
     """
     if settings.device:
         _check_device(settings.device)
-    if settings.ranks > 1:
+    if settings.num_ranks > 1 or settings.shard == "on":
         _check_ranks(settings)
     for file in settings.losses:
         try:
@@ -38,11 +37,11 @@ def check_settings(settings: EngineSettings) -> None:
 def _check_device(name: str) -> None:
     device: torch.device | None = None
     with suppress(RuntimeError):
-        device = torch.device("cuda" if name == ALL_GPUS else name)
+        device = torch.device(name)
     if device is None or (device.type != "cuda" and name != "cpu"):  # torch knows more kinds, the engine does not
         raise OperationError(
             training_pb2.ERROR_CODE_INVALID_ARGUMENT,
-            f"--device {name}: there is no such device; give cpu, cuda, cuda:N or cuda:all",
+            f"--device {name}: there is no such device; give cpu, cuda or cuda:N",
         )
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
@@ -56,14 +55,18 @@ def _check_device(name: str) -> None:
 
 def _check_ranks(settings: EngineSettings) -> None:
     count = torch.cuda.device_count() if settings.device in ("", "cuda") else 0
-    if settings.ranks & (settings.ranks - 1):
+    if settings.num_ranks & (settings.num_ranks - 1):
         reason = "the work is divided in halves; give a power of two"
     elif settings.device not in ("", "cpu", "cuda"):
         reason = f"--device {settings.device}: with several ranks, each has a GPU of its own; give cuda or cpu"
-    elif settings.device != "cpu" and 0 < count < settings.ranks:
+    elif settings.device != "cpu" and 0 < count < settings.num_ranks:
         reason = f"torch finds {count} CUDA devices here; give at most as many ranks, or --device cpu"
     elif settings.sampler != "local":
         reason = "--sampler vllm works with one rank only; leave one of the two out"
+    elif settings.shard == "on" and settings.quantize:
+        reason = f"weights held as {settings.quantize} cannot be divided among ranks; leave out --shard or --quantize"
+    elif settings.shard == "on" and settings.ranks == 1:
+        reason = "--shard on divides weights among several ranks; give more of them, or leave it out"
     else:
         return
     raise OperationError(training_pb2.ERROR_CODE_INVALID_ARGUMENT, f"--ranks {settings.ranks}: {reason}")

@@ -29,13 +29,14 @@ class Division:
     """
 
     def __init__(self, agreement: Agreement) -> None:
-        self._agreement, self._alone = agreement, Agreement()
+        self._agreement, self._divides = agreement, agreement.ranks > 1 and not agreement.lock_step
+        self._attempts = Agreement() if self._divides else agreement
         self._serial = itertools.count()
 
     def divide(self, job: LocalJob) -> None:
         """Leave some of a new request's rows to other ranks: whole prompts, where there are as many as ranks."""
         ranks, number = self._agreement.ranks, next(self._serial)
-        if ranks == 1:
+        if not self._divides:
             return
         count, prompts = len(job.limits), len(job.prompts)
 
@@ -48,8 +49,8 @@ class Division:
         job.own = [row for row in range(count) if (place(row) + number) % ranks == self._agreement.rank]
 
     def attempt(self, work: Callable[[], T]) -> T | Failure:
-        """See :meth:`.agreement.Agreement.attempt`; a failure concerns this process alone."""
-        return self._alone.attempt(work)
+        """See :meth:`.agreement.Agreement.attempt`; of divided samples, a failure concerns this process alone."""
+        return self._attempts.attempt(work)
 
     def exchange(self, jobs: Sequence[LocalJob]) -> None:
         """Tell the other ranks what a step has brought to requests, and learn it from them.
@@ -57,7 +58,7 @@ class Division:
         Args:
             jobs: The same requests in every rank.
         """
-        if self._agreement.ranks == 1:
+        if not self._divides:
             return
         told = engine_pb2.EngineSampled()
         for place, job in enumerate(jobs):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from gradwire_server.config import MAX_RANKS
 from gradwire_server.engine.model.layers.activations import Activations
-from gradwire_server.engine.sizing.estimate import ENGINE_BYTES, Estimate, Workload
+from gradwire_server.engine.sizing.estimate import ENGINE_BYTES, Estimate, Workload, fewest_ranks
 from gradwire_server.engine.sizing.parts import readable
 
 TREATMENTS = {
@@ -18,7 +19,7 @@ TREATMENTS = {
 
 def advice(found: Estimate) -> list[str]:
     """Sentences about an estimate; the first says whether it fits."""
-    return [_verdict(found), *(_batches(found) if found.fits else _changes(found))]
+    return [_verdict(found), *_ranks(found), *(_batches(found) if found.fits else _changes(found))]
 
 
 def _verdict(found: Estimate) -> str:
@@ -26,6 +27,20 @@ def _verdict(found: Estimate) -> str:
     needs = f"{readable(found.total_bytes)} and {engine} for the engine itself"
     room = f"{readable(found.usable_bytes)} that can be planned with of {readable(found.device.bytes)}"
     return f"It fits: {needs}, of {room}." if found.fits else f"It does not fit: {needs}, and there are {room}."
+
+
+def _ranks(found: Estimate) -> Iterator[str]:
+    """What several ranks mean, where they are asked for or help."""
+    workload = found.workload
+    if workload.ranks > 1:
+        how = "which divide the weights" if workload.divided else "each with a whole copy of the weights"
+        yield f"The figures are of each of {workload.ranks} ranks, {how}."
+    if found.device.kind == "cuda" and (workload.ranks > 1 or not found.fits):
+        fewest = fewest_ranks(replace(workload, divided=False), found.device, MAX_RANKS)
+        if fewest is not None:
+            ranks = fewest.workload.ranks
+            on = f"from {ranks} such devices on (--ranks {ranks})" if ranks > 1 else "one such device"
+            yield f"It fits {on}: {readable(fewest.total_bytes)} on each."
 
 
 def _batches(found: Estimate) -> Iterator[str]:

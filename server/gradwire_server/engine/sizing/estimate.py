@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -22,7 +22,13 @@ from gradwire_server.engine.scoring.activation_choice import Costs
 from gradwire_server.engine.scoring.memory import Memory, MemoryUser, TokenBytes, may_recompute
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.sizing.meta_model import MODEL, MetaModel
-from gradwire_server.engine.sizing.parts import GRADIENT_BYTES, MOMENT_BYTES, key_value_bytes, master_bytes
+from gradwire_server.engine.sizing.parts import (
+    GRADIENT_BYTES,
+    MOMENT_BYTES,
+    gathered_bytes,
+    key_value_bytes,
+    master_bytes,
+)
 
 USABLE = 0.9
 """Part of a device's memory that is planned with; the rest is left to fragmentation."""
@@ -64,6 +70,8 @@ class Workload:
         quantize: How the frozen base holds its linear layers; None in ``dtype``.
         references: ``"base"``, or folders, configurations and hub names.
         image_tokens: Those of each row's tokens that are of images.
+        ranks: Number of ranks, each on a device of its own; everything else is of one of them.
+        divided: Whether the weights are divided among them.
     """
 
     model: str
@@ -79,6 +87,8 @@ class Workload:
     references: tuple[str, ...] = ()
     image_tokens: int = 0
     target_modules: tuple[str, ...] = ()
+    ranks: int = 1
+    divided: bool = False
 
     @property
     def run_config(self) -> training_pb2.RunConfig:
@@ -171,6 +181,7 @@ PARTS = {
     "masters": "float32 masters of trained weights",
     "gradients": "accumulated gradients",
     "moments": "AdamW's moments",
+    "gathered": "layers of divided models that are whole for a moment",
     "activations": "activations of one micro-batch",
     "images": "the vision part on the images of one micro-batch",
     "logits": "logits kept for the backward; those computed again pass",
@@ -281,7 +292,36 @@ def held_parts(workload: Workload, model: MetaModel) -> dict[str, int]:
             parts["references"] += _reference(reference, workload.dtype).weight_bytes
         elif not workload.lora_rank:  # a run that trains all weights has a copy of its own
             parts["references"] += model.weight_bytes
+    if workload.divided:
+        trained_whole = () if workload.lora_rank else ("masters", "gradients", "moments")
+        for name in ("weights", "references", *trained_whole):
+            parts[name] = math.ceil(parts[name] / workload.ranks)
+        parts["gathered"] = gathered_bytes(model.model, workload.dtype)
     return parts
+
+
+def on_ranks(workload: Workload, device: Device, ranks: int, model: MetaModel | None = None) -> Estimate:
+    """The memory of each of several ranks, which divide the weights only if a whole copy does not fit.
+
+    Raises:
+        OperationError: See :func:`estimate`.
+    """
+    model = model or meta_model(workload, device.kind)
+    found = estimate(replace(workload, ranks=ranks), device, model)
+    if ranks == 1 or found.fits or workload.quantize:
+        return found
+    return estimate(replace(workload, ranks=ranks, divided=True), device, model)
+
+
+def fewest_ranks(workload: Workload, device: Device, most: int, model: MetaModel | None = None) -> Estimate | None:
+    """The memory of each of the fewest ranks, a power of two, on which a workload fits; None for more than ``most``."""
+    model, ranks = model or meta_model(workload, device.kind), 1
+    while ranks <= most:
+        found = on_ranks(workload, device, ranks, model)
+        if found.fits:
+            return found
+        ranks *= 2
+    return None
 
 
 def _reference(path: str, dtype: torch.dtype) -> MetaModel:

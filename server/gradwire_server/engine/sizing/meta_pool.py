@@ -49,6 +49,7 @@ class MetaPool(ModelPool):
         quantize: Quantization | None = None,
         *,
         offload: bool = False,
+        placement: Placement | None = None,
     ) -> SplitModel:
         facts = self.facts(name)
         check_quantization(facts, quantize)
@@ -59,7 +60,7 @@ class MetaPool(ModelPool):
         if quantize is not None:
             for layer in quantized_layers(model):
                 layer.__class__ = _MetaQuantizedLinear
-        split_model = SplitModel(facts, model, self.placement)
+        split_model = SplitModel(facts, model, placement or self.placement)
         if model.config._attn_implementation == "sdpa":
             model.config._attn_implementation = packed.NAME
             split_model.packing = Packing.SHARED

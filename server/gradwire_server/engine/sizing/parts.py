@@ -7,10 +7,12 @@ moments of AdamW are float32.
 from __future__ import annotations
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from gradwire_server.engine.model.loading.configuration import size_of
 from gradwire_server.engine.model.loading.quantization import Quantization, quantized_layers
+from gradwire_server.engine.model.placement import layers_of
 
 GRADIENT_BYTES = 4
 MOMENT_BYTES = 8
@@ -41,6 +43,18 @@ def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, quantize: Quantizat
         narrow = count // 2 + count // 64 + count // 4096 if quantize == "nf4" else count + 4 * layer.out_features
         whole += narrow - count * dtype.itemsize
     return whole
+
+
+def gathered_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
+    """Bytes of a divided model's layers that are whole at a time: two, the next one being fetched, and the rest."""
+    outer: list[int] = []
+    inside: set[nn.Parameter] = set()
+    for layer in reversed(layers_of(model)):  # the ones around others first
+        own = [parameter for parameter in layer.parameters() if parameter not in inside]
+        inside.update(own)
+        outer.append(sum(parameter.numel() for parameter in own))
+    rest = sum(parameter.numel() for parameter in model.parameters() if parameter not in inside)
+    return (rest + sum(sorted(outer)[-2:])) * dtype.itemsize
 
 
 def key_value_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from gradwire_server.engine.generators import generator_states, preserved_rng, set_generator_states
 from gradwire_server.engine.model.layers.heads import Head
 from gradwire_server.engine.model.loading.pool import ModelPool
+from gradwire_server.engine.model.placement import is_sharded
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.policy_from_config import make_policy
 from gradwire_server.engine.training.accumulation import GradientAccumulator
@@ -135,10 +136,14 @@ class EngineRun:
         return f"{self.config.seed}/{self.step}/{self.accumulator.num_operations}"
 
     def digest(self) -> int:
-        """A number that differs if any bit of the trained weights does, but for chance; waits for the device."""
+        """A number that differs if any bit of the trained weights does, but for chance; waits for the device.
+
+        Weights of which each rank holds another part are left out.
+        """
         bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-        masters = [master.detach().contiguous() for master in self.policy.masters().values()]
-        return int(torch.stack([each.view(bits[each.element_size()]).sum() for each in masters]).sum())
+        masters = [each.detach().contiguous() for each in self.policy.masters().values() if not is_sharded(each)]
+        sums = [each.view(bits[each.element_size()]).sum() for each in masters]
+        return int(torch.stack(sums).sum()) if sums else 0
 
     def drop_accumulated(self, step_seq: int) -> None:
         """Clear the accumulation for a step that was dropped unexecuted, if the step is newer than :attr:`seq`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +21,7 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.adapters.lora_settings import lora_config, only_the_head_of_tied
 from gradwire_server.engine.model.layers.heads import save_head
 from gradwire_server.engine.model.loading.pool import ModelPool
-from gradwire_server.engine.model.placement import whole_tensors
+from gradwire_server.engine.model.placement import Placement, whole_on_host, whole_tensors
 from gradwire_server.engine.model.policy import HEAD_PREFIX, LoraPolicy, Policy
 from gradwire_server.engine.model.split_model import ModelFacts
 from gradwire_server.engine.scoring.token_scores import token_logits
@@ -65,10 +66,25 @@ class Exported:
     logprob_difference: float | None = None
 
 
-def export_run(pool: ModelPool, run: EngineRun, place: Path, requested: str) -> Exported:
+def whole_weights(run: EngineRun, *, keep: bool = True) -> Mapping[str, Tensor]:
+    """All weights of a run's model that its export writes; none for an adapter. All ranks call it.
+
+    Args:
+        keep: Whether this process wants those that are divided among ranks.
+    """
+    if isinstance(run.policy, LoraPolicy):
+        return {}
+    run.policy.activate()
+    return whole_on_host(run.policy.model.state_dict(), keep=keep)
+
+
+def export_run(
+    pool: ModelPool, run: EngineRun, place: Path, requested: str, weights: Mapping[str, Tensor] | None = None
+) -> Exported:
     """Write a run's weights as a folder.
 
     Args:
+        weights: The result of :func:`whole_weights`, where it is known already.
         place: The folder; an existing one is replaced.
         requested: "auto" (as the run trains), "hf" or "merged" (a whole model, with the adapter merged into it), or
             "peft".
@@ -93,8 +109,7 @@ def export_run(pool: ModelPool, run: EngineRun, place: Path, requested: str) -> 
                     difference = _logprob_difference(policy, merged)
                 merged.save_pretrained(folder)
         else:
-            policy.activate()
-            policy.model.save_pretrained(folder, state_dict=whole_tensors(policy.model.state_dict()))
+            policy.model.save_pretrained(folder, state_dict=whole_tensors(weights or whole_weights(run)))
         _copy_tokenizer(policy.facts, folder)
         if policy.head is not None:
             save_head(policy.head, folder)
@@ -117,7 +132,7 @@ def save_adapter(policy: LoraPolicy, folder: Path) -> None:
 
 def _merged(pool: ModelPool, run: EngineRun) -> PreTrainedModel:
     """Load a copy of the base model and merge the run's adapter into its weights."""
-    base = pool.load(run.config.base_model).model
+    base = pool.load(run.config.base_model, placement=None if pool.placement.parts == 1 else Placement()).model
     config = lora_config(base, run.config.lora)
     with only_the_head_of_tied():
         merged = PeftModel(base, config, adapter_name="merged", autocast_adapter_dtype=False)

@@ -63,13 +63,14 @@ def check_memory(pool: ModelPool, create: engine_pb2.EngineCreateRun, agreement:
             )
     needed = sum(value * each for _, value, each, _, _ in needs)
     if not config.HasField("lora"):
-        needed += own_bytes
+        needed += own_bytes // pool.placement.parts
     fields = ", ".join(field for field, *_ in needs) or "base_model"
     _check_share(pool, create, needed, fields)
     free = agreement.free_memory(pool.device)
     at_once = needed
     if not config.HasField("lora"):  # gradients and moments come with the first step, which some runs never take
-        at_once -= facts.num_parameters * (trained - pool.dtype.itemsize - master_bytes(pool.dtype))
+        later = facts.num_parameters * (trained - pool.dtype.itemsize - master_bytes(pool.dtype))
+        at_once -= later // pool.placement.parts
     base = 0 if pool.is_loaded(config.base_model) or not config.HasField("lora") else _weights(pool, config.base_model)
     if at_once + base > free:
         model = f" and its base model {readable(base)}" if base else ""
@@ -105,9 +106,9 @@ def check_models(pool: ModelPool, names: Sequence[str]) -> None:
 
 
 def _weights(pool: ModelPool, name: str) -> int:
-    """Bytes of the shared copy of a model."""
+    """Bytes that this process holds of the shared copy of a model."""
     if pool.quantize is None:
-        return pool.facts(name).num_parameters * pool.dtype.itemsize
+        return pool.facts(name).num_parameters * pool.dtype.itemsize // pool.placement.parts
     return weight_bytes(pool.meta_model(name), pool.dtype, pool.quantize)
 
 

@@ -147,6 +147,7 @@ class ModelPool:
         quantize: Quantization | None = None,
         *,
         offload: bool = False,
+        placement: Placement | None = None,
     ) -> SplitModel:
         """Load a copy of a model from disk for one owner.
 
@@ -154,14 +155,23 @@ class ModelPool:
             dtype: Overrides the server's.
             quantize: Holds the linear layers in few bits, which cannot be trained.
             offload: Keeps the layers in host memory, which cannot be trained either.
+            placement: Where its tensors live, instead of the pool's placement.
 
         Raises:
             OperationError: UNKNOWN_MODEL, or UNSUPPORTED if it cannot be loaded.
         """
-        facts = self.facts(name)
+        facts, placement = self.facts(name), placement or self.placement
+        if placement.parts > 1 and (quantize or offload):
+            raise OperationError(
+                training_pb2.ERROR_CODE_UNSUPPORTED,
+                f"models are divided among {placement.parts} ranks here, and one that is"
+                f" {'offloaded' if offload else f'held as {quantize}'} cannot be: leave that out, or start the server"
+                " with --shard off, where every rank has a whole copy",
+                field="reference_model",
+            )
         self.check(name)
         logger.info("loading %s from %s as %s on %s", name, facts.path, quantize or dtype or facts.dtype, self.device)
-        arguments = {} if offload else self.placement.loading_arguments()
+        arguments = {} if offload else placement.loading_arguments()
         check_quantization(facts, quantize)
         if quantize is not None:
             arguments |= quantization.loading_arguments(quantize, dtype or self.dtype, self.device)
@@ -179,7 +189,7 @@ class ModelPool:
             model.set_experts_implementation("eager")  # grouped products know no float64
         if offload:
             offload_layers(model, self.device)
-        split_model = SplitModel(facts, model, self.placement, mixed=self._mixed and dtype is None)
+        split_model = SplitModel(facts, model, placement, mixed=self._mixed and dtype is None)
         if quantize is not None or split_model.routers is not None:  # transformers joins the weights of experts
             quantization.release_file(model)
         if facts.takes_images and quantize is None:
@@ -190,7 +200,8 @@ class ModelPool:
             check_rows(split_model)
         if self._compiled and not offload:
             compile_layers(split_model.trunk)
-        self.placement.place(split_model.root)
+        placement.place(split_model.root)
+        split_model.weight_bytes //= placement.parts
         return split_model
 
     def _read_facts(self, name: str) -> ModelFacts:

@@ -1,0 +1,57 @@
+"""How many ranks are taken where nobody says, and whether they divide the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gradwire_server.config import EngineSettings
+from gradwire_server.engine.process.ranks_choice import choice
+from gradwire_server.engine.sizing.advice import advice
+from gradwire_server.engine.sizing.estimate import Device, Workload, estimate, on_ranks
+from gradwire_server.engine.sizing.parts import GIB
+from transformers import LlamaConfig
+
+
+@pytest.fixture(scope="module")
+def seven_b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configuration of a model of 7 billion parameters, 12.6 GiB in bfloat16."""
+    folder = tmp_path_factory.mktemp("seven")
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 30, "num_key_value_heads": 8}
+    sizes |= {"max_position_embeddings": 8192, "vocab_size": 32000, "num_attention_heads": 32}
+    config = LlamaConfig(**sizes, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(folder)
+    return folder
+
+
+def test_the_fewest_ranks_on_which_the_models_fit(seven_b: Path) -> None:
+    settings = EngineSettings(models={"seven": str(seven_b)})
+
+    def found(gib: int, gpus: int, **given: object) -> tuple[object, str, str]:
+        chosen, note = choice(settings.model_copy(update=given), Device("cuda", gib * GIB), gpus)
+        return chosen.ranks, chosen.shard, note
+
+    assert found(80, 8) == (1, "off", "") and found(14, 1) == (1, "off", "") and found(14, 0) == (1, "off", "")
+    ranks, shard, note = found(14, 8)
+    assert ranks in (2, 4) and shard == "on"
+    assert note.startswith(f"{ranks} ranks, among which the weights are divided: {seven_b} does not fit")
+    assert found(14, 8, quantize="nf4")[:2] == (1, "off")
+    assert found(80, 8, ranks=4) == (4, "off", "") and found(14, 8, ranks=4)[:2] == (4, "on")
+    assert found(14, 8, ranks=4, shard="off") == (4, "off", "")
+
+
+def test_the_estimate_of_ranks(seven_b: Path) -> None:
+    workload, device = Workload(str(seven_b), tokens=4096), Device("cuda", 14 * GIB)
+    alone, four = estimate(workload, device), on_ranks(workload, device, 4)
+    assert not alone.fits and four.fits and four.workload.divided
+    assert (
+        four.parts["weights"] == -(-alone.parts["weights"] // 4) and four.parts["adapters"] == alone.parts["adapters"]
+    )
+    layer = alone.parts["weights"] / 30
+    assert 2 * layer * 0.9 < four.parts["gathered"] < 5 * layer
+    assert any("such devices on (--ranks" in sentence for sentence in advice(alone))
+    assert "which divide the weights" in " ".join(advice(four))
+    whole = on_ranks(workload, Device("cuda", 80 * GIB), 4)
+    assert not whole.workload.divided and whole.parts == estimate(workload, Device("cuda", 80 * GIB)).parts
+    full, shared = (on_ranks(Workload(str(seven_b), 0, 4096), Device("cuda", 80 * GIB), n) for n in (1, 8))
+    assert not full.fits and shared.parts["moments"] * 8 == full.parts["moments"]

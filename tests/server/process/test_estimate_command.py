@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 PARTS = {
     "weights", "references", "adapters", "masters", "gradients", "moments", "activations", "logits", "passing",
-    "key_values", "libraries", "images",
+    "key_values", "libraries", "images", "gathered",
 }  # fmt: skip
 
 

@@ -25,7 +25,6 @@ from gradwire.sampling import SamplingClient, token_ids
 from gradwire.training import TrainingClient
 from gradwire.wire.link import RunLink
 from gradwire.wire.processes import Connected
-from gradwire.wire.queue import OperationQueue
 from gradwire.wire.requests import message
 from gradwire.wire.transport import Transport
 from gradwire.wire.uploads import Kind, Upload, as_upload_id, upload
@@ -305,14 +304,19 @@ class ServiceClient(Connected):
             takeover: Replace the run's current writer; False raises RunBusyError if there is one.
         """
         limits = self._info.limits
-        queue = OperationQueue(run_id, self._loop, max_payload_bytes=limits.get("max_payload_bytes"))
         window = min(WINDOW, limits.get("max_window", WINDOW))
         max_in_flight = max(limits.get("max_queued_operations", 2 * MAX_IN_FLIGHT) // 2, 1)
         link = RunLink(
-            queue, self._transport, takeover=takeover, window=window, max_in_flight=min(MAX_IN_FLIGHT, max_in_flight)
+            run_id,
+            self._loop,
+            self._transport,
+            takeover=takeover,
+            window=window,
+            max_in_flight=min(MAX_IN_FLIGHT, max_in_flight),
+            max_payload_bytes=limits.get("max_payload_bytes"),
         )
         self._links.append(link)
-        return TrainingClient(self._transport, queue, link, self._losses)
+        return TrainingClient(self._transport, link, self._losses)
 
     async def delete_run(self, run_id: str) -> None:
         """Delete a run with its checkpoints."""

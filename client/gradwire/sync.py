@@ -100,7 +100,7 @@ class TrainingClient(Operations):
     """One run: operations return futures; all other methods block."""
 
     def __init__(self, client: training.TrainingClient, loop_thread: LoopThread) -> None:
-        super().__init__(client._transport, client._queue, client._link, client._losses)
+        super().__init__(client._transport, client._link, client._losses)
         self._client = client
         self._loop_thread = loop_thread
 

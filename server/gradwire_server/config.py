@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, field_validator, model_validator
 
 from gradwire_server.engine_choice import EngineChoice, parse_engine
 from gradwire_server.engine_link.vitals import STALE_S
@@ -104,6 +104,11 @@ class Limits(BaseModel):
     key_tokens_per_minute: int = Field(default=0, ge=0, description="tokens that one key submits a minute; 0: no limit")
 
 
+T = TypeVar("T")
+Several = Annotated[tuple[T, ...], BeforeValidator(lambda given: _split(given) if isinstance(given, str) else given)]
+"""Several values, which a text separates with commas."""
+
+
 def _number_or_auto(given: object, most: int, what: str) -> object:
     text = str(given)
     if text == "auto" or (text.isdigit() and 1 <= int(text) <= most):
@@ -137,7 +142,7 @@ class EngineSettings(BaseModel):
     allow_models: dict[str, str] = setting(
         {}, "A model that is loaded when a client first names it; as --model; repeat.", subject=MODELS
     )
-    losses: tuple[Path, ...] = setting((), "A Python file that registers losses; repeat for more.", subject=MODELS)
+    losses: Several[Path] = setting((), "A Python file that registers losses; repeat for more.", subject=MODELS)
     state_dir: Path = setting(
         Path("gradwire-state"), "Folder of runs, checkpoints and the journal.", subject=DURABILITY
     )
@@ -212,11 +217,6 @@ class EngineSettings(BaseModel):
         """A mapping of names to folders stays; a list, or text with commas, is named by :func:`parse_model`."""
         return _named(given) if isinstance(given, str | list | tuple) else given
 
-    @field_validator("losses", mode="before")
-    @classmethod
-    def _files(cls, given: object) -> object:
-        return _split(given) if isinstance(given, str) else given
-
     @field_validator("losses")
     @classmethod
     def _absolute_losses(cls, files: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -253,7 +253,7 @@ class ServerConfig(EngineSettings):
         "HOST:PORT for clients of Tinker and OpenAI (gradwire[http]); a PORT alone is on loopback; off when absent.",
         subject=NETWORK,
     )
-    host_names: tuple[str, ...] = setting(
+    host_names: Several[str] = setting(
         (),
         "A further host name by which a server without keys is asked over HTTP, as behind a proxy; repeat.",
         subject=NETWORK,
@@ -354,11 +354,6 @@ class ServerConfig(EngineSettings):
     @classmethod
     def _number_or_auto(cls, given: object) -> object:
         return _number_or_auto(given, MAX_ENGINES, "engines")
-
-    @field_validator("host_names", mode="before")
-    @classmethod
-    def _some_names(cls, given: object) -> object:
-        return _split(given) if isinstance(given, str) else given
 
     @field_validator("host_names")
     @classmethod

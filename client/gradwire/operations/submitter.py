@@ -8,7 +8,6 @@ from gradwire.losses import LossCatalogue
 from gradwire.results import Columns
 from gradwire.wire.link import RunLink
 from gradwire.wire.processes import Connected
-from gradwire.wire.queue import OperationQueue
 from gradwire.wire.transport import Transport
 
 
@@ -17,10 +16,9 @@ class Submitter(Connected):
 
     elsewhere = "pass its run_id on, and call get_training_client(run_id) of a connection there"
 
-    def __init__(self, transport: Transport, queue: OperationQueue, link: RunLink, losses: LossCatalogue) -> None:
+    def __init__(self, transport: Transport, link: RunLink, losses: LossCatalogue) -> None:
         self._transport = transport
-        self._queue = queue
-        self._link = link
+        self._link, self._queue = link, link.queue
         self._losses = losses
 
     @property

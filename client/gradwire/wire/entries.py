@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
+from typing import Protocol
 
 from gradwire_proto.codec import Column, digest, encode
 from gradwire_proto.v1 import training_pb2 as pb
@@ -69,6 +70,22 @@ class Entry:
     timeout_s: float = 0.0
     deadline: float | None = None
     expired_seen: tuple[int, ...] = ()
+
+
+class Sender(Protocol):
+    """What sends a queue's operations; called on the event loop."""
+
+    def submitted(self) -> None:
+        """Send the operations that were appended."""
+
+    def filled(self, entry: Entry) -> None:
+        """Send an operation whose request came after those of later ones."""
+
+    def cancel(self, entry: Entry) -> None:
+        """Ask the server to cancel an operation."""
+
+    def watch_deadline(self, entry: Entry, at: float) -> None:
+        """Ask the server, at this time on the event loop's clock, whether an operation is still to be executed."""
 
 
 @dataclass

@@ -59,31 +59,38 @@ logger = logging.getLogger("gradwire")
 
 
 class RunLink:
-    """Connects a queue with the server.
+    """Connects a queue of operations, which it makes, with the server.
 
     Args:
-        queue: The operations.
+        run_id: The run.
+        loop: The event loop that receives results.
         transport: The channel.
         takeover: Whether opening the run fences another writer.
         window: How far beyond the oldest operation that is still being built others are sent.
         max_in_flight: Number of operations sent before the server has answered the first of them.
+        max_payload_bytes: Larger operations are refused on the client; None asks the server for its limit.
+
+    Attributes:
+        queue: The run's operations.
     """
 
     def __init__(
         self,
-        queue: OperationQueue,
+        run_id: str,
+        loop: asyncio.AbstractEventLoop,
         transport: Transport,
         *,
         takeover: bool = True,
         window: int = 256,
         max_in_flight: int = 1024,
+        max_payload_bytes: int | None = None,
     ) -> None:
-        self._queue = queue
+        self.queue = OperationQueue(run_id, loop, self, max_payload_bytes=max_payload_bytes)
         self._transport = transport
         self._window = window
         self._max_in_flight = max_in_flight
-        self._lease = Lease(queue, transport, takeover)
-        self._results = ResultStream(queue, transport, self._lease, self._wake_sender, self._broken)
+        self._lease = Lease(self.queue, transport, takeover)
+        self._results = ResultStream(self.queue, transport, self._lease, self._wake_sender, self._broken)
         self._opening: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = False
@@ -92,15 +99,11 @@ class RunLink:
         self._send_work = asyncio.Event()
         self._out_of_turn: list[Entry] = []
         self._cancels = asyncio.Semaphore(MOST_CANCELS)
-        queue.on_submitted = self._submitted
-        queue.on_filled = self._filled
-        queue.on_cancel = self._cancel
-        queue.on_deadline = self._watch_deadline
 
     async def open(self) -> None:
         """Acquire the run, if this has not happened yet."""
-        if self._queue.dead is not None:
-            raise self._queue.dead
+        if self.queue.dead is not None:
+            raise self.queue.dead
         if self._opening is None:
             self._opening = asyncio.create_task(self._lease.open())
         try:
@@ -109,8 +112,8 @@ class RunLink:
             self._die(error)
             raise
         except asyncio.CancelledError:
-            if self._opening.cancelled() and self._queue.dead is not None:
-                raise self._queue.dead from None
+            if self._opening.cancelled() and self.queue.dead is not None:
+                raise self.queue.dead from None
             raise
 
     async def adopt(self, decode_result: Decode[Any]) -> dict[int, Future[Any]]:
@@ -125,26 +128,26 @@ class RunLink:
                 "call earlier_operations() before the first operation: each result received releases the earlier ones"
             )
         released = self._lease.released
-        self._results.next_index = released - self._queue.base + 1
-        first, last = released + 1, self._queue.base
-        futures = {seq: self._queue.adopt(seq, decode_result) for seq in range(first, last + 1)}
+        self._results.next_index = released - self.queue.base + 1
+        first, last = released + 1, self.queue.base
+        futures = {seq: self.queue.adopt(seq, decode_result) for seq in range(first, last + 1)}
         if futures:
-            self._submitted()
+            self.submitted()
         return futures
 
     async def discard(self) -> int:
         """Cancel every operation of the parked run that has no result; return their number."""
         await self.open()
-        request = pb.DiscardPendingRequest(run_id=self._queue.run_id, epoch=self._lease.epoch)
+        request = pb.DiscardPendingRequest(run_id=self.queue.run_id, epoch=self._lease.epoch)
         answer = await self._transport.unary(lambda stub: stub.DiscardPending, request)
         return int(answer.num_discarded)
 
     async def close(self, error: GradwireError) -> None:
         """Wait, for a limited time, until submitted operations are acknowledged; fail those without a result."""
-        if self._started and self._queue.dead is None:
+        if self._started and self.queue.dead is None:
             try:
                 async with asyncio.timeout(CLOSE_PATIENCE_S):
-                    for entry in self._queue.unsent:
+                    for entry in self.queue.unsent:
                         await entry.acknowledged.wait()
             except TimeoutError:
                 self._say_lost(f"the server did not answer within {CLOSE_PATIENCE_S:g} s")
@@ -156,39 +159,39 @@ class RunLink:
 
     # ---- called by the queue, on the event loop
 
-    def _submitted(self) -> None:
+    def submitted(self) -> None:
         self._wake_sender()
         self._results.expect()
-        if not self._started and self._queue.dead is None:
+        if not self._started and self.queue.dead is None:
             self._started = True
             self._spawn(self._guarded(self._send, self._writes_no_more))
             self._spawn(self._guarded(self._results.receive, self._die))
             self._spawn(self._guarded(self._results.acknowledge, self._die))
 
-    def _filled(self, entry: Entry) -> None:
+    def filled(self, entry: Entry) -> None:
         self._out_of_turn.append(entry)
         self._send_work.set()
 
-    def _cancel(self, entry: Entry) -> None:
+    def cancel(self, entry: Entry) -> None:
         async def cancel() -> None:
             await entry.acknowledged.wait()
             await self._ask_to_cancel(entry)
 
         self._spawn(cancel())
 
-    def _watch_deadline(self, entry: Entry, at: float) -> None:
+    def watch_deadline(self, entry: Entry, at: float) -> None:
         """Ask the server, once an operation's deadline has passed, whether it is still to be executed."""
 
         def passed() -> None:
-            if self._queue.waits(entry):
+            if self.queue.waits(entry):
                 self._spawn(self._ask_to_cancel(entry, if_expired=True))
 
-        self._queue.loop.call_at(at, passed)
+        self.queue.loop.call_at(at, passed)
 
     async def _ask_to_cancel(self, entry: Entry, *, if_expired: bool = False) -> None:
         request = pb.CancelRequest(
-            run_id=self._queue.run_id,
-            seq=self._queue.base + entry.index,
+            run_id=self.queue.run_id,
+            seq=self.queue.base + entry.index,
             epoch=self._lease.epoch,
             if_expired=if_expired,
         )
@@ -196,7 +199,7 @@ class RunLink:
             async with self._cancels:
                 answer = await self._transport.unary(lambda stub: stub.Cancel, request)
             if answer.HasField("error"):
-                self._queue.decide(entry, errors.from_wire(answer.error))
+                self.queue.decide(entry, errors.from_wire(answer.error))
 
     def _spawn(self, work: Awaitable[None]) -> None:
         async def run() -> None:
@@ -213,7 +216,7 @@ class RunLink:
             await work()
         except GradwireError as error:
             if isinstance(error, ConnectionLostError):
-                error.add_note(f"once the server is back, continue with get_training_client({self._queue.run_id!r})")
+                error.add_note(f"once the server is back, continue with get_training_client({self.queue.run_id!r})")
             give_up(error)
         except asyncio.CancelledError:
             self._say_lost(
@@ -222,25 +225,25 @@ class RunLink:
             self._die(ServiceClosedError("the service was closed before the result came"))
             raise
         except Exception as error:  # A bug in the link must fail the waiting operations, not leave them waiting.
-            logger.exception("the link of %s stopped", self._queue.run_id)
-            self._die(InternalServerError(f"the client's link of {self._queue.run_id} stopped: {error!r}"))
+            logger.exception("the link of %s stopped", self.queue.run_id)
+            self._die(InternalServerError(f"the client's link of {self.queue.run_id} stopped: {error!r}"))
 
     def _say_lost(self, reason: str) -> None:
-        lost = len(self._queue.unsent)
+        lost = len(self.queue.unsent)
         if lost:
             logger.warning(
                 "%s: %d submitted operations may not have reached the server, because %s",
-                self._queue.run_id, lost, reason,
+                self.queue.run_id, lost, reason,
             )  # fmt: skip
 
     def _writes_no_more(self, error: GradwireError) -> None:
         if isinstance(error, RewoundError):  # acknowledged operations were discarded by a restore
             self._die(error)
         else:
-            self._queue.fence(error)
+            self.queue.fence(error)
 
     def _die(self, error: GradwireError) -> None:
-        self._queue.die(error)
+        self.queue.die(error)
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
@@ -253,7 +256,7 @@ class RunLink:
     async def _send(self) -> None:
         backoff = self._transport.backoff()
         while True:
-            while self._queue.first_unacknowledged is None:
+            while self.queue.first_unacknowledged is None:
                 self._send_work.clear()
                 await self._send_work.wait()
             try:
@@ -264,17 +267,17 @@ class RunLink:
                 self._may_reopen = False
                 await self._lease.reopen(stale)
             except LimitExceededError as error:  # the run's queue on the server is full; it drains as the server works
-                logger.debug("%s: %s", self._queue.run_id, error)
+                logger.debug("%s: %s", self.queue.run_id, error)
                 await asyncio.sleep(FULL_INTERVAL_S)
             except (*PASSING, SequenceGapError) as error:
-                await self._broken(error, bool(self._queue.unsent), backoff.pause)
+                await self._broken(error, bool(self.queue.unsent), backoff.pause)
 
     async def _broken(
         self, error: GradwireError, waiting: bool, pause: Callable[[GradwireError], Awaitable[None]]
     ) -> None:
         self._may_reopen = True
         if waiting:
-            logger.debug("%s: %s", self._queue.run_id, error)
+            logger.debug("%s: %s", self.queue.run_id, error)
             self._transport.check_alive()
             await pause(error)
 
@@ -301,7 +304,7 @@ class RunLink:
     async def _write(self, stream: SubmitStream) -> None:
         """Write operations in order, skipping a number whose content is not ready; it is written once it is."""
         self._out_of_turn.clear()
-        index = self._queue.first_unacknowledged or self._queue.last_index + 1
+        index = self.queue.first_unacknowledged or self.queue.last_index + 1
         missing: set[int] = set()
         while self._fence is None:
             self._send_work.clear()
@@ -312,11 +315,11 @@ class RunLink:
                 if entry.index < index:
                     self._add_ready(entry, ready)
             while len(ready) < SENT_TOGETHER and index <= min(
-                self._queue.last_index,
+                self.queue.last_index,
                 min(missing, default=index) + self._window,
                 self._results.next_index + self._max_in_flight - 1,
             ):
-                pending = self._queue.unacknowledged(index)
+                pending = self.queue.unacknowledged(index)
                 if pending is not None and not self._add_ready(pending, ready):
                     missing.add(index)
                 index += 1
@@ -330,7 +333,7 @@ class RunLink:
         request = entry.request
         if request is None:
             return False
-        ready.append((self._queue.header(entry, request, self._lease.epoch), request.payload))
+        ready.append((self.queue.header(entry, request, self._lease.epoch), request.payload))
         return True
 
     async def _read_acknowledgements(self, stream: SubmitStream, progress: Callable[[], None]) -> None:
@@ -341,7 +344,7 @@ class RunLink:
         """
         async with contextlib.aclosing(stream.acknowledgements()) as acknowledgements:
             async for ack in acknowledgements:
-                entry = self._queue.unacknowledged(ack.seq - self._queue.base)
+                entry = self.queue.unacknowledged(ack.seq - self.queue.base)
                 if ack.HasField("error"):
                     self._refused(entry, errors.from_wire(ack.error))
                     continue
@@ -349,20 +352,20 @@ class RunLink:
                 if not ack.duplicate:  # a fenced writer is told, too, of what was accepted from it
                     self._may_reopen = False
                 if entry is not None:
-                    self._queue.acknowledge(entry)
+                    self.queue.acknowledge(entry)
         raise self._fence or ConnectionLostError(f"{self._transport.address} ended the stream of operations")
 
     def _refused(self, entry: Entry | None, error: GradwireError) -> None:
         """Handle an operation that the server refused without taking its number."""
         if isinstance(error, ResultReleasedError):  # but the server accepted this one on an earlier stream
             if entry is not None:
-                self._queue.acknowledge(entry)
+                self.queue.acknowledge(entry)
         elif isinstance(error, (*AWAY, LimitExceededError, SequenceGapError)):
             raise error
         elif isinstance(error, WRITER):
             self._stop_writing(error)
         elif entry is None:  # it was acknowledged on an earlier stream; its result tells the outcome
-            logger.debug("%s: %s", self._queue.run_id, error)
+            logger.debug("%s: %s", self.queue.run_id, error)
         # the placeholder of a failed operation was refused as well, and later operations wait for its number
         elif entry.cause is not None:
             self._stop_writing(error)
@@ -373,7 +376,7 @@ class RunLink:
             # Later operations wait for this number: an operation that fails takes it, and they fail with it.
             entry.cause = error
             entry.request = Request.abandoned(0, f"refused: {error}")
-            self._filled(entry)
+            self.filled(entry)
 
     def _stop_writing(self, error: GradwireError) -> None:
         self._fence = self._fence or error

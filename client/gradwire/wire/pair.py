@@ -10,7 +10,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire.errors import DeadlineExceededError, OperationCancelledError
 from gradwire.results import Columns
-from gradwire.wire.entries import Entry, Request
+from gradwire.wire.entries import Entry, Request, Sender
 
 
 class Queue(Protocol):
@@ -20,15 +20,13 @@ class Queue(Protocol):
         base: Number of the run's last operation when the client opened it.
         loop: The event loop that receives results.
         computing: The tasks that build second halves; they end with the queue.
-        on_filled: Sends a second half that has its request.
-        on_cancel: Asks the server to cancel an operation.
+        sender: Sends a second half that has its request, and cancels.
     """
 
     base: int
     loop: asyncio.AbstractEventLoop
     computing: set[asyncio.Task[None]]
-    on_filled: Callable[[Entry], None]
-    on_cancel: Callable[[Entry], None]
+    sender: Sender
 
     def waits(self, entry: Entry) -> bool: ...
 
@@ -74,9 +72,9 @@ class Pair:
     def cancel(self) -> None:
         """Cancel the half whose turn it is."""
         if self._queue.waits(self.first):
-            self._queue.on_cancel(self.first)
+            self._queue.sender.cancel(self.first)
         elif self._filled:
-            self._queue.on_cancel(self._second)
+            self._queue.sender.cancel(self._second)
         else:
             label = self._second.label
             self.give_up(OperationCancelledError(f"{label} was cancelled before its gradients were sent"))
@@ -93,7 +91,7 @@ class Pair:
         self._filled, self._second.request = True, request
         if self.first.deadline is not None:
             self._second.timeout_s = max(self.first.deadline - self._queue.loop.time(), 1e-3)
-        self._queue.on_filled(self._second)
+        self._queue.sender.filled(self._second)
 
     def _too_slow(self) -> None:
         self.give_up(DeadlineExceededError(f"{self._second.label} was not done when its timeout was over"))

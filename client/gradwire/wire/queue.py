@@ -6,7 +6,7 @@ this for operations that reached it; :class:`OperationQueue` decides it for oper
 they had a number. A deadline that passes in the queue is raised before the operation's turn; having seen it says
 nothing about the operations before it.
 
-:class:`gradwire.wire.link.RunLink` sends the operations.
+:class:`gradwire.wire.link.RunLink` is the sender of the operations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gradwire.errors import (
 )
 from gradwire.futures import Future, failed, running_loop
 from gradwire.results import Columns
-from gradwire.wire.entries import Entry, LocalFailure, Request, check_timeout
+from gradwire.wire.entries import Entry, LocalFailure, Request, Sender, check_timeout
 from gradwire.wire.pair import Pair
 from gradwire.wire.processes import check_not_forked
 
@@ -50,19 +50,19 @@ class OperationQueue:
     Args:
         run_id: The run.
         loop: The event loop that receives results.
+        sender: Sends the operations.
         max_payload_bytes: Larger operations are refused on the client; None asks the server for its limit.
     """
 
-    def __init__(self, run_id: str, loop: asyncio.AbstractEventLoop, *, max_payload_bytes: int | None = None) -> None:
+    def __init__(
+        self, run_id: str, loop: asyncio.AbstractEventLoop, sender: Sender, *, max_payload_bytes: int | None = None
+    ) -> None:
         self.run_id = run_id
         self.loop = loop
+        self.sender = sender
         self.base = 0
         self.last_index = 0
         self.dead: GradwireError | None = None
-        self.on_submitted: Callable[[], None] = lambda: None
-        self.on_filled: Callable[[Entry], None] = lambda entry: None
-        self.on_cancel: Callable[[Entry], None] = lambda entry: None
-        self.on_deadline: Callable[[Entry, float], None] = lambda entry, at: None
         self._max_payload_bytes = max_payload_bytes
         self._lock = threading.Lock()
         self._unfinished: dict[int, Entry] = {}
@@ -99,7 +99,7 @@ class OperationQueue:
                 entry, future = self._entry(label, self.last_index + 1, request, decode_result)
                 entry.timeout_s = timeout or 0.0
                 self._append(entry)
-        self._on_loop(self.on_submitted)
+        self._on_loop(self.sender.submitted)
         return future
 
     def _end_accumulation(self) -> None:
@@ -144,7 +144,7 @@ class OperationQueue:
             future._on_cancel = partial(self._on_loop, pair.cancel)
             self._append(pair.first)
             self._append(second)
-        self._on_loop(self.on_submitted)
+        self._on_loop(self.sender.submitted)
         return future
 
     def adopt(self, seq: int, decode_result: Decode[T]) -> Future[T]:
@@ -221,7 +221,7 @@ class OperationQueue:
             index, label, request, self._failure_seen, on_result, on_error, traceparent=span.traceparent,
             expired_seen=tuple(sorted(self._expired_seen)),
         )  # fmt: skip
-        future._on_cancel = partial(self._on_loop, lambda: self.on_cancel(entry))
+        future._on_cancel = partial(self._on_loop, lambda: self.sender.cancel(entry))
         return entry, future
 
     def _append(self, entry: Entry) -> None:
@@ -265,7 +265,7 @@ class OperationQueue:
         entry.request = None
         if entry.timeout_s and entry.deadline is None:
             entry.deadline = self.loop.time() + entry.timeout_s
-            self.on_deadline(entry, entry.deadline)
+            self.sender.watch_deadline(entry, entry.deadline)
         entry.acknowledged.set()
         outcome = self._early.pop(entry.index, None)
         if outcome is not None:

@@ -354,11 +354,10 @@ class World:
 
     async def _history(self, transport: SimulatedTransport, run_id: str) -> list[str]:
         """Return the run's state, restored in the engine by one more operation."""
-        queue = OperationQueue(run_id, self.loop)
-        link = RunLink(queue, transport)
+        link = RunLink(run_id, self.loop, transport)
         await link.open()
         request = Request.of(pb.Operation(zero_grad=pb.ZeroGrad()))
-        await queue.submit("zero_grad", lambda: request, lambda result, columns: None)
+        await link.queue.submit("zero_grad", lambda: request, lambda result, columns: None)
         assert self.server is not None
         holders = [engine for engine in self.server.engines if run_id in engine.runs]
         if len(holders) != 1:
@@ -412,13 +411,12 @@ class Program:
         world = self._world
         total = self._operations * world._writers
         while True:
-            queue = OperationQueue(self._run_id, world.loop)
-            link = RunLink(queue, SimulatedTransport(world.network, 10 * HOURS))
+            link = RunLink(self._run_id, world.loop, SimulatedTransport(world.network, 10 * HOURS))
             try:
                 adopted = await link.adopt(_value)
                 for seq, future in adopted.items():
                     await self._observe(seq, future, "")
-                if await self._submit_all(queue, total):
+                if await self._submit_all(link.queue, total):
                     return
             except WriterError:
                 pass

@@ -97,6 +97,8 @@ def test_of_jobs_at_once_one_is_made_and_the_others_name_it(database_url: str) -
         (made,) = [job.id for job in jobs.active_jobs(session) if job.agent_id == "contested"]
     assert told.count(made) == 1
     assert sum(f"is being trained by job {made}" in each for each in told) == 7
+    with database.write() as session:  # or the services of later tests would go on with it
+        jobs.finish(session, made, "failed", "only a test")
     database.close()
 
 

@@ -15,7 +15,7 @@ import gradwire
 import pytest
 from gradwire.cli.app import app
 from support.chats import chat_model
-from support.jobs import SETTINGS, finished, kill, reached, workers, write_data
+from support.jobs import SETTINGS, STEPS, finished, kill, reached, workers, write_data
 from support.server import Server, free_port
 from typer.testing import CliRunner
 
@@ -59,19 +59,19 @@ async def test_a_job_tells_everything_and_leaves_results(
     server: Server, service: gradwire.ServiceClient, data: dict[str, Path], undisturbed: dict[int, Any], tmp_path: Path
 ) -> None:
     job = next(each for each in await service.jobs.list() if each.recipe == "sft")
-    assert (job.state, job.step, job.total_steps, job.attempt) == ("succeeded", 10, 10, 1)
+    assert (job.state, job.step, job.total_steps, job.attempt) == ("succeeded", STEPS, STEPS, 1)
     assert job.trained_tokens == sum(metrics["train/tokens"] for metrics in undisturbed.values())
-    assert [each.step for each in job.checkpoints] == [3, 6, 9, 10]
-    assert sorted(undisturbed) == list(range(1, 11)) and "eval/loss" in undisturbed[4]
-    assert undisturbed[10]["train/loss"] < undisturbed[1]["train/loss"]
+    assert [each.step for each in job.checkpoints] == [20, 40, STEPS]
+    assert sorted(undisturbed) == list(range(1, STEPS + 1)) and "eval/loss" in undisturbed[25]
+    assert undisturbed[STEPS]["train/loss"] < undisturbed[1]["train/loss"]
     events = await service.jobs.events(job.job_id)
     assert [event.number for event in events] == list(range(1, len(events) + 1))
     assert events[-1].message == "The job has successfully completed"
     assert "SFT" in await service.jobs.log(job.job_id)
     table = await service.files.download(job.result_files[0], tmp_path / "results.csv")
     rows = list(csv.DictReader(table.read_text().splitlines()))
-    assert [int(row["step"]) for row in rows] == list(range(1, 11))
-    assert float(rows[9]["train_loss"]) == undisturbed[10]["train/loss"]
+    assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
+    assert float(rows[-1]["train_loss"]) == undisturbed[STEPS]["train/loss"]
     ids = [[5, 6, 7]]
     sampled = await service.sampling_client(job.checkpoints[-1].path).sample(ids, max_tokens=2)
     assert len(sampled.samples[0][0].token_ids) <= 2
@@ -85,15 +85,15 @@ async def test_kills_change_nothing(server: Server, data: dict[str, Path], undis
         await reached(service, job.job_id, 2)
         for pid in workers(server.process.pid):
             kill(pid)
-        await reached(service, job.job_id, 5)
+        await reached(service, job.job_id, 25)
         kill(server.engine_pid)
-        await reached(service, job.job_id, 7)
+        await reached(service, job.job_id, 45)
         server.end(signal.SIGKILL)
         server.start()
         assert await finished(service, job.job_id) == undisturbed
         ended = await service.jobs.get(job.job_id)
         assert ended.attempt in (2, 3)  # it may have ended just before the server was killed
-        assert len({each.path for each in ended.checkpoints}) == len(ended.checkpoints) == 4
+        assert len({each.path for each in ended.checkpoints}) == len(ended.checkpoints) == 3
         assert [run.run_id for run in await service.list_runs() if run.name == job.job_id] == [ended.run_id]
         assert len(ended.result_files) == 1
 
@@ -132,7 +132,7 @@ async def test_cancel_ends_the_worker_and_keeps_what_there_is(
     server: Server, service: gradwire.ServiceClient, data: dict[str, Path]
 ) -> None:
     job = await service.jobs.submit("sft", SETTINGS | {"data": str(data["talks"]), "max_steps": 500})
-    await reached(service, job.job_id, 4)
+    await reached(service, job.job_id, 21)
     cancelled = await service.jobs.cancel(job.job_id)
     assert cancelled.state == "cancelled" and cancelled.checkpoints
     with pytest.raises(gradwire.UnsupportedError, match="is cancelled and cannot be cancelled"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import random
@@ -101,5 +102,7 @@ def answer_to(address: tuple[str, int], sent: bytes) -> bytes:
             connection.sendall(sent)
             connection.shutdown(socket.SHUT_WR)
             return connection.recv(1 << 16)
-        except ConnectionError:
-            return b""
+        except OSError as error:
+            if isinstance(error, ConnectionError) or error.errno == errno.ENOTCONN:  # it closed before we did
+                return b""
+            raise

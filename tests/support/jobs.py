@@ -13,8 +13,10 @@ from typing import Any
 
 import gradwire
 
+STEPS = 60
+"""As many as take a few seconds: a worker tells its steps twice a second."""
 SETTINGS: dict[str, Any] = {
-    "model": "marked", "batch_size": 8, "max_steps": 10, "save_every": 3, "eval_every": 4, "max_tokens": 256,
+    "model": "marked", "batch_size": 8, "max_steps": STEPS, "save_every": 20, "eval_every": 25, "max_tokens": 256,
     "held_out": 0.1, "warmup": 2, "learning_rate": 1e-2,
 }  # fmt: skip
 

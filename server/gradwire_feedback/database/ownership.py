@@ -10,6 +10,7 @@ import fcntl
 import os
 import socket
 import threading
+import time
 from contextlib import suppress
 
 import sqlalchemy as sa
@@ -19,6 +20,9 @@ from gradwire_feedback.database.tables import Owner
 
 LOCK = 0x6772_6164_7769_7265
 """The number of PostgreSQL's lock; any that other programs on the database do not use."""
+
+PATIENCE_S = 2.0
+"""PostgreSQL notices the end of a killed service's connection a moment later."""
 
 
 class Ownership:
@@ -41,7 +45,11 @@ class Ownership:
         Raises:
             UnusableDatabaseError: Another service is; says which.
         """
-        if not self._lock():
+        until = time.monotonic() + PATIENCE_S
+        while not (mine := self._lock()) and time.monotonic() < until:
+            self.release()
+            time.sleep(0.1)
+        if not mine:
             with self._database.read() as session:
                 holder = session.get(Owner, 1)
             who = (

@@ -110,7 +110,8 @@ def read_config(loss: LossSpec, kwargs: Mapping[str, Any]) -> LossConfig:
     else:
         span = _range(name, properties.get(name, {}))
         rule = span or said
-        must = f"; the rule is {span}" if span else f": {said}"
+        of_type = first["type"].endswith(("_type", "_parsing"))
+        must = (f": {said}" if of_type or not span else "") + (f"; the rule is {span}" if span else "")
         within = len(first["loc"]) > 2 and not isinstance(first["loc"][-1], int)
         message = f"{loss.name}: {f'the {entry!r} of {name}' if within else name} is {first['input']!r}{must}"
     raise OperationError(training_pb2.ERROR_CODE_INVALID_ARGUMENT, message, field=name, rule=rule)

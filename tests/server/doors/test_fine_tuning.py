@@ -84,6 +84,9 @@ class Receiver(http.server.BaseHTTPRequestHandler):
         self.send_response(503 if len(self.news) == 1 else 204)
         self.end_headers()
 
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
+
 
 @pytest.fixture(scope="module")
 def receiver() -> Iterator[str]:

@@ -134,7 +134,7 @@ def test_lora_scale_and_targets(make_run: Any) -> None:
         ({"rank": 0}, "lora.rank"),
         ({"rank": 4, "alpha": -1.0}, "lora.alpha"),
         ({"rank": 4, "dropout": 1.0}, "lora.dropout"),
-        ({"rank": 4, "target_modules": ["no_such_layer"]}, "lora"),
+        ({"rank": 4, "target_modules": ["no_such_layer"]}, "lora.target_modules"),
     ],
 )
 def test_lora_settings_that_do_not_fit_are_refused(make_run: Any, settings: dict[str, Any], field: str) -> None:

@@ -40,6 +40,7 @@ async def told_of(service: gradwire.ServiceClient) -> tuple[gradwire.RankInfo, .
     return ranks
 
 
+@pytest.mark.slow
 async def test_a_killed_rank_costs_a_run_nothing(
     tiny_model_path: Path, tmp_path: Path, rng: np.random.Generator
 ) -> None:

@@ -17,6 +17,7 @@ STEPS = 25
 PATIENCE_S = 300
 
 
+@pytest.mark.slow
 def test_a_job_survives_the_death_of_the_service_and_its_server(tiny_model_path: Path, tmp_path: Path) -> None:
     """The embedded server ends with the service that started it."""
     service, job = at_work(tiny_model_path, tmp_path, 16)

@@ -40,6 +40,7 @@ def test_the_fewest_ranks_on_which_the_models_fit(seven_b: Path) -> None:
     assert found(14, 8, ranks=4, shard="off") == (4, "off", "")
 
 
+@pytest.mark.slow
 def test_the_estimate_of_ranks(seven_b: Path) -> None:
     workload, device = Workload(str(seven_b), tokens=4096), Device("cuda", 14 * GIB)
     alone, four = estimate(workload, device), on_ranks(workload, device, 4)

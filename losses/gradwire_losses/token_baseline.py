@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Self
 
 import torch
@@ -125,20 +126,20 @@ FORMULA = (
     "1/T sum_t max(-r_t A_t, -clip(r_t) A_t), A_t = R_i - sum_j R_j W_jt / sum_j W_jt, "
     "W_jt = sum_{u <= t} (1 - 2 p_ju + sum_v p_ju(v)^2)"
 )
-
-
-@register_loss(
-    "optimal_token_baseline",
+_estimator = partial(
+    register_loss,
     config=TokenBaselineConfig,
     layout="groups",
     fields=FIELDS,
     scores=_scores,
     metrics=GRPO_METRICS,
     reference=REFERENCE,
-    formula=FORMULA + ", over the responses with a scored token at t",
     streams=lambda config, present: not needs_whole_batch(config),
     whole_batch=COMPARED_TOKENS,
 )
+
+
+@_estimator("optimal_token_baseline", formula=FORMULA + ", over the responses with a scored token at t")
 def optimal_token_baseline(batch: Batch, scores: Scores, config: TokenBaselineConfig) -> LossOutput:
     """GRPO whose baseline is one of its own at each position: the rewards' mean, weighted by the gradient so far.
 
@@ -149,18 +150,7 @@ def optimal_token_baseline(batch: Batch, scores: Scores, config: TokenBaselineCo
     return _objective(batch, scores, config, places)
 
 
-@register_loss(
-    "tir_optimal_token_baseline",
-    config=TokenBaselineConfig,
-    layout="groups",
-    fields=FIELDS,
-    scores=_scores,
-    metrics=GRPO_METRICS,
-    reference=REFERENCE,
-    formula=FORMULA + ", t counts scored tokens only",
-    streams=lambda config, present: not needs_whole_batch(config),
-    whole_batch=COMPARED_TOKENS,
-)
+@_estimator("tir_optimal_token_baseline", formula=FORMULA + ", t counts scored tokens only")
 def tir_optimal_token_baseline(batch: Batch, scores: Scores, config: TokenBaselineConfig) -> LossOutput:
     """``optimal_token_baseline`` for responses with tool results: tokens are compared by their number among those that
     the policy wrote, whatever lies between."""

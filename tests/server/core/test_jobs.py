@@ -16,11 +16,13 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from gradwire.recipes import command
 from gradwire_proto.v1 import jobs_pb2 as jobs
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.jobs_pb2_grpc import JobServiceStub
 from gradwire_server.access.keys import KeyFile, Quota
 from gradwire_server.core.jobs import workers
+from gradwire_server.core.jobs.jobs import RECIPES
 from gradwire_server.journal.backup import backup, restore
 from gradwire_server.journal.repair import repair
 from support.front import Door, Start, start
@@ -301,3 +303,7 @@ async def test_a_worker_that_cannot_be_started_is_tried_again_and_then_given_up(
                 await asyncio.sleep(0.02)
         assert (job.error.code, job.attempt) == ("worker_crashed", 5)
         assert waited[:4] == [0.5, 1.0, 2.0, 4.0]
+
+
+def test_a_job_runs_every_recipe_of_the_command_line() -> None:
+    assert set(RECIPES) == set(command.RECIPES), "the server may not import the client, and so has a list of its own"

@@ -240,22 +240,25 @@ SCORE: dict[str, Any] = {
 BOTH = {"type": "multi", "graders": {"right": RIGHT, "short": SHORT}, "calculate_output": "0.2 * right + short"}
 
 
-def test_reinforcement_learns_by_its_graders(client: openai.OpenAI) -> None:
-    rows = [{"messages": [{"role": "user", "content": f"{a} and"}], "answer": "e"} for a in range(16)]
+def reinforced(client: openai.OpenAI, count: int, grader: Any, hyperparameters: Any, **gradwire: int) -> FineTuningJob:
+    """A reinforcement job on so many problems that has succeeded."""
+    rows = [{"messages": [{"role": "user", "content": f"{a} and"}], "answer": "e"} for a in range(count)]
     job = client.fine_tuning.jobs.create(
         model="org/marked",
         training_file=upload(client, lines(rows), "problems.jsonl"),
         method={
             "type": "reinforcement",
-            "reinforcement": {
-                "grader": BOTH,  # type: ignore[typeddict-item]
-                "hyperparameters": {"n_epochs": 4, "batch_size": 8, "learning_rate_multiplier": 1000},
-            },
+            "reinforcement": {"grader": grader, "hyperparameters": hyperparameters},
         },
         seed=1,
-        extra_body={"gradwire": {"answer_tokens": 8, "lora_rank": 0}},
+        extra_body={"gradwire": gradwire},
     )
-    job = ended(client, job.id)
+    return ended(client, job.id)
+
+
+def test_reinforcement_learns_by_its_graders(client: openai.OpenAI) -> None:
+    numbers = {"n_epochs": 4, "batch_size": 8, "learning_rate_multiplier": 1000}
+    job = reinforced(client, 16, BOTH, numbers, answer_tokens=8, lora_rank=0)
     method = job.method
     assert method is not None and method.reinforcement is not None
     assert method.reinforcement.grader.model_dump(exclude_unset=True) == BOTH
@@ -380,20 +383,7 @@ def test_models_grade(client: openai.OpenAI, supervised: FineTuningJob) -> None:
     run = graders.run(grader=both, model_sample="four", item={})
     assert run.reward == 1 and set(run.sub_rewards) == {"score", "kind"}, run
     assert len(run.model_grader_token_usage_per_model) == 2
-    rows = [{"messages": [{"role": "user", "content": f"{a} and"}], "answer": "e"} for a in range(10)]
-    job = client.fine_tuning.jobs.create(
-        model="org/marked",
-        training_file=upload(client, lines(rows), "problems.jsonl"),
-        method={
-            "type": "reinforcement",
-            "reinforcement": {
-                "grader": both,  # type: ignore[typeddict-item]
-                "hyperparameters": {"n_epochs": 1, "batch_size": 5},
-            },
-        },
-        extra_body={"gradwire": {"answer_tokens": 4, "group_size": 2}},
-    )
-    ended(client, job.id)
+    job = reinforced(client, 10, both, {"n_epochs": 1, "batch_size": 5}, answer_tokens=4, group_size=2)
     events = [event for event in client.fine_tuning.jobs.list_events(job.id) if event.type == "metrics"]
     assert [event.data["train_reward_mean"] for event in events] == [1.0, 1.0]  # type: ignore[index]
     assert all(event.data["rewards/not_scored"] == 0 for event in events)  # type: ignore[index]

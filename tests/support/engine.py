@@ -34,9 +34,9 @@ def token_rows(rows: Sequence[Sequence[int]], name: str = "input_ids") -> dict[s
     return {name: Column.from_rows([np.array(row, np.int32) for row in rows])}
 
 
-def loss_call(loss: LossSpec, **more: Any) -> pb.LossCall:
-    """A call of a loss with the arguments that it requires."""
-    kwargs: dict[str, Any] = {"reduction_divisor": 16.0} if loss.name == "dr_grpo" else {}
+def loss_call(loss: LossSpec, arguments: Mapping[str, Any] | None = None, **more: Any) -> pb.LossCall:
+    """A call of a loss with these arguments and those that it requires."""
+    kwargs = ({"reduction_divisor": 16.0} if loss.name == "dr_grpo" else {}) | dict(arguments or {})
     if "reference_model" in loss.config.model_fields:
         kwargs["reference_model"] = "base"
     return pb.LossCall(loss_fn=loss.name, loss_kwargs_json=json.dumps(kwargs), **more)

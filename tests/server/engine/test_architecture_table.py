@@ -56,6 +56,12 @@ def test_a_model_whose_rows_depend_on_their_neighbours_is_refused(
         run_of("Phi-3, LongRoPE", tmp_path)
 
 
+def test_a_model_that_draws_in_training_mode_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_model, "jittered", lambda _: [])
+    with pytest.raises(OperationError, match="draws random numbers in training mode also without dropout"):
+        run_of("Phi-MoE", tmp_path)
+
+
 def test_a_forward_that_fails_is_refused_with_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(OperationError, match=r"not supported: its forward fails in torch.bfloat16: RuntimeError"):
         run_of("xLSTM", tmp_path, torch.bfloat16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,20 @@ load_builtin_losses()
 LOSSES = [loss.name for loss in all_losses() if loss.function.__module__.startswith("gradwire_losses.")]
 STEP = pb.OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8)
 CUTS = (0, 2, 5, 9)
+STATISTICS: list[tuple[str, dict[str, Any]]] = [
+    ("dpo", {"loss_type": "aot"}),
+    ("dpo", {"loss_type": "aot_unpaired"}),
+    ("grpo", {"scale_rewards": "batch"}),
+    ("grpo", {"whiten_advantages": True}),
+    ("grpo", {"top_entropy_quantile": 0.5}),
+    ("grpo", {"advantage_scale": "nonzero"}),
+    ("grpo", {"surrogate": "clip_cov", "cov_share": 0.3, "cov_min": -9.0}),
+    ("grpo", {"surrogate": "kl_cov", "cov_share": 0.3}),
+    ("kto", {"loss_type": "apo_zero_unpaired"}),
+    ("value_only", {"whiten_rewards": True}),
+    ("enhanced_ppo", {"whiten_advantages": False}),
+]
+"""Arguments by which a loss takes a statistic of its batch, or takes none."""
 
 Columns = dict[str, Column]
 
@@ -67,22 +82,25 @@ def gradient(engine: LocalEngine, run: str) -> dict[str, torch.Tensor]:
     return {name: value * factor for name, value in gradients.items()}
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_parts_are_the_whole_and_calls_are_where_the_loss_says_so(engine: LocalEngine, batches: Any, name: str) -> None:
+@pytest.mark.parametrize(("name", "kwargs"), [*((name, {}) for name in LOSSES), *STATISTICS])
+def test_parts_are_the_whole_and_calls_are_where_the_loss_says_so(
+    engine: LocalEngine, batches: Any, name: str, kwargs: dict[str, Any]
+) -> None:
     loss = get_loss(name)
+    call = partial(loss_call, loss, kwargs)
     columns = batches.columns(loss, rows=9, shortest=2, longest=9)
     parts = [rows_of(columns, first, last) for first, last in itertools.pairwise(CUTS)]
     for run in ("run-whole", "run-parts", "run-calls"):
         create(engine, run, loss)
-    whole = engine.do("run-whole", columns, forward_backward=loss_call(loss)).proto.loss
+    whole = engine.do("run-whole", columns, forward_backward=call()).proto.loss
     expected = gradient(engine, "run-whole")
     assert any(value.any() for value in expected.values())
 
     for part in parts[:-1]:
-        held = engine.do("run-parts", part, forward_backward=loss_call(loss, accumulate=True)).proto.loss
+        held = engine.do("run-parts", part, forward_backward=call(accumulate=True)).proto.loss
         assert not held.HasField("loss") and held.num_tokens == 0
     assert engine.context.runs["run-parts"].accumulator.empty
-    found = engine.do("run-parts", parts[-1], forward_backward=loss_call(loss)).proto.loss
+    found = engine.do("run-parts", parts[-1], forward_backward=call()).proto.loss
     assert (found.loss, found.num_tokens, found.num_loss_tokens) == (
         whole.loss,
         whole.num_tokens,
@@ -94,7 +112,7 @@ def test_parts_are_the_whole_and_calls_are_where_the_loss_says_so(engine: LocalE
     assert engine.do("run-parts", optim_step=STEP).proto.optim_step.num_accumulated == 1
 
     for part in parts:
-        last = engine.do("run-calls", part, forward_backward=loss_call(loss)).proto.loss
+        last = engine.do("run-calls", part, forward_backward=call()).proto.loss
     said = [warning for warning in last.warnings if "accumulate=True" in warning]
     if not said:
         apart = gradient(engine, "run-calls")

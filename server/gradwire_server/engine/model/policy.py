@@ -117,6 +117,11 @@ class Policy:
         """Whether a forward in training mode draws random numbers."""
         return self.dropout > 0
 
+    @property
+    def draws(self) -> list[str]:
+        """What draws random numbers in training mode, with its rate; empty unless the run asked for dropout."""
+        return [f"{name} {self.dropout:g}" for name in self.split_model.dropout_names if self.dropout > 0]
+
     def hidden(
         self,
         input_ids: Tensor,
@@ -326,6 +331,11 @@ class LoraPolicy(Policy):
     @property
     def has_dropout(self) -> bool:
         return self._adapter_dropout > 0 or self.dropout > 0
+
+    @property
+    def draws(self) -> list[str]:
+        adapter = [f"the adapter's dropout {self._adapter_dropout:g}"] if self._adapter_dropout > 0 else []
+        return super().draws + adapter
 
     @property
     def peft_config(self) -> LoraConfig:

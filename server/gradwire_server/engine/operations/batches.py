@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -103,6 +103,8 @@ def trained(
     hints = run.advisor.hints(loss.name, loss.hints, found.metrics, run.step)
     if first and (said := balance_hint(run.policy.model, run.config, run.policy.router_aux_loss_coef)):
         hints = [*hints, said]
+    if first and (draws := run.policy.draws):
+        hints = [*hints, _draws(draws)]
     if again and not loss.streams(training.loss.call.config, frozenset(training.loss.batch.fields)):
         hints = [*hints, _not_one_batch(loss)]
     return evaluated(replace(found, warnings=[*found.warnings, *hints]) if hints else found)
@@ -112,6 +114,13 @@ def _not_one_batch(loss: LossSpec) -> str:
     return (
         f"{loss.name} takes a statistic of its batch ({loss.whole_batch}), and took one of each call since the last "
         "step; to take one of all, send them as one batch, or all but the last with accumulate=True"
+    )
+
+
+def _draws(names: Sequence[str]) -> str:
+    return (
+        f"random numbers are drawn in training, as this run asked for: {', '.join(names)}; so its log-probabilities "
+        "differ from those of samples, of forward and of a reference, which draw nothing"
     )
 
 

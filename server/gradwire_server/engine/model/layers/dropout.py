@@ -28,6 +28,11 @@ class DropoutPlaces:
         owners += {id(config): config for config in configs}.values()
         self._places: list[_Place] = [place for owner in owners for place in _rates(owner)]
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the rates, as the model's configuration and modules have them."""
+        return sorted({"dropout" if name == "p" else name for _, name, _ in self._places if "layerdrop" not in name})
+
     def set(self, rate: float) -> None:
         """Set this rate everywhere, except that whole layers are never dropped."""
         for holder, name, _ in self._places:

@@ -198,6 +198,17 @@ def test_a_long_row_fits_because_the_server_recomputes_it(model: Path) -> None:
     assert always.chosen == Activations.RECOMPUTE and always.parts["activations"] == always.activations[True]
 
 
+def test_logits_are_all_kept_or_12_bytes_a_token(model: Path) -> None:
+    """The vocabulary has 100 tokens; the scored id, its log-probability and its place are kept whatever there is."""
+    tokens, every = 60_000, 4 * 59_999 * 100
+    fits = estimated(model, Device("cuda", 8 * GIB), tokens=tokens)
+    assert fits.parts["logits"] == every + 12 * 59_999
+    assert f"keep the logits of such rows for the backward pass: {every / 2**30:.1f}" in " ".join(advice(fits))
+    tight = estimated(model, Device("cuda", int(1.3 * GIB)), tokens=tokens)
+    assert tight.parts["logits"] == 12 * 59_999
+    assert "computes them again in the backward pass" in " ".join(advice(replace(fits, parts=tight.parts)))
+
+
 def test_a_micro_batch_has_as_many_rows_as_the_engine_would_choose(model: Path) -> None:
     found = estimated(model, tokens=200, rows=64)
     assert found.microbatch_rows == found.budget.microbatch_tokens // 200

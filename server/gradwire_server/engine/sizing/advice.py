@@ -53,6 +53,7 @@ def _batches(found: Estimate) -> Iterator[str]:
     if found.chosen and not workload.checkpointing:
         does = " and ".join(TREATMENTS[each] for each in found.chosen)
         yield f"The activations of such rows do not fit, so the server {does}."
+    yield from _logits(found)
     longest = min(longest_row(found), found.context_length)
     if longest > workload.tokens:
         yield f"A row may have up to about {longest:,} tokens."
@@ -63,6 +64,20 @@ def _batches(found: Estimate) -> Iterator[str]:
         yield (
             f"Sampling adds {readable(found.key_value_token_bytes * workload.tokens)} for each row of"
             f" {workload.tokens:,} tokens in progress (--samples)."
+        )
+
+
+def _logits(found: Estimate) -> Iterator[str]:
+    """On a GPU: whether logits are kept, which decides between gigabytes and 12 bytes a token."""
+    if found.device.kind != "cuda" or found.workload.head == "reward":
+        return
+    every = 4 * found.microbatch_rows * (found.workload.tokens - 1) * found.model.run.policy.facts.vocab_size
+    if found.parts["logits"] >= every:
+        yield f"There is room to keep the logits of such rows for the backward pass: {readable(every)} in float32."
+    else:
+        yield (
+            f"There is no room for the logits of such rows, {readable(every)} in float32, so the server computes them"
+            " again in the backward pass."
         )
 
 

@@ -19,6 +19,7 @@ from gradwire_server.engine_link.vitals import STALE_S
 CHUNK_BYTES = 1 << 20
 """The most that one frame of a stream carries."""
 
+STORE_SCHEMES = ("s3", "gs", "az", "file")
 MAX_ENGINES = 64
 MAX_RANKS = 64
 HOST_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -146,6 +147,12 @@ class EngineSettings(BaseModel):
     state_dir: Path = setting(
         Path("gradwire-state"), "Folder of runs, checkpoints and the journal.", subject=DURABILITY
     )
+    store: str = setting(
+        "",
+        "Where checkpoints, exports and uploads are, for engines on several machines: file:///FOLDER that they share,"
+        " or s3://BUCKET/PREFIX, gs:// or az:// (gradwire[store]). The state folder when absent.",
+        subject=DURABILITY,
+    )
     device: str = setting(
         "",
         "cpu, cuda or cuda:1; the best there is when absent.",
@@ -226,6 +233,16 @@ class EngineSettings(BaseModel):
     @classmethod
     def _absolute_folder(cls, folder: Path) -> Path:
         return _absolute(folder)
+
+    @field_validator("store")
+    @classmethod
+    def _known_store(cls, url: str) -> str:
+        scheme, separator, rest = url.partition("://")
+        if url and (not separator or scheme not in STORE_SCHEMES or not rest.strip("/")):
+            raise ValueError(f"give {', '.join(f'{name}://...' for name in STORE_SCHEMES)}, not {url!r}")
+        if scheme == "file" and not rest.startswith("/"):
+            raise ValueError(f"{url!r} does not name a folder from the root: file:///mnt/gradwire, with three slashes")
+        return url.rstrip("/")
 
     @field_validator("ranks", mode="before")
     @classmethod

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """Give a file that no longer changes a second name; copy it where it cannot be linked."""
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)
 
 
 def sync(path: Path) -> None:

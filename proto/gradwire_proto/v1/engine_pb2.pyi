@@ -125,6 +125,7 @@ class EngineCreateRun(_message.Message):
     FRESH_HEAD_FIELD_NUMBER: _builtins.int
     SHARE_PERCENT_FIELD_NUMBER: _builtins.int
     HELD_BYTES_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     checkpoint: _builtins.str
     """start from this checkpoint: "RUN_ID/NAME" """
@@ -136,6 +137,8 @@ class EngineCreateRun(_message.Message):
     """Part of the memory that the owner's runs may take. 0: it is not checked that the run fits, as in a recovery."""
     held_bytes: _builtins.int
     """memory that the owner's other runs take"""
+    fence: _builtins.int
+    """The number under which the engine writes the run's checkpoints: the store refuses earlier ones. 0: none."""
     @_builtins.property
     def config(self) -> _training_pb2.RunConfig: ...
     def __init__(
@@ -148,10 +151,11 @@ class EngineCreateRun(_message.Message):
         fresh_head: _builtins.bool = ...,
         share_percent: _builtins.int = ...,
         held_bytes: _builtins.int = ...,
+        fence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "config", b"config", "fresh_head", b"fresh_head", "held_bytes", b"held_bytes", "run_id", b"run_id", "share_percent", b"share_percent", "weights_only", b"weights_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "config", b"config", "fence", b"fence", "fresh_head", b"fresh_head", "held_bytes", b"held_bytes", "run_id", b"run_id", "share_percent", b"share_percent", "weights_only", b"weights_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -128,7 +128,7 @@ class Core(Startable):
             self._tracing,
             self._on_parked,
         )
-        self.uploads = Uploads(config, self._models, self.keys.quota, self.scheduler.ask)
+        self.uploads = Uploads(config, storage.folders, self._models, self.keys.quota, self.scheduler.ask)
         await asyncio.to_thread(self.uploads.load)
         self.runs = Runs(
             self.scheduler,

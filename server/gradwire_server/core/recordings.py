@@ -13,6 +13,7 @@ from gradwire_server.access.keys import Caller
 from gradwire_server.core.storage import Storage
 from gradwire_server.durable_files import make_folder
 from gradwire_server.journal.provable import write_record
+from gradwire_server.stores.store import CHECKPOINTS, Place
 
 RECORDS = "records"
 """Folder in the state folder for records while they are sent."""
@@ -38,15 +39,16 @@ class Recordings:
         """
         records, checkpoints = self._storage.records, self._storage.checkpoints
 
-        def readable(path: str) -> Path:
+        def readable(path: str) -> Place:
             run, found = checkpoints.get(path, caller)
-            return checkpoints.folder(run.run_id, "checkpoints", found.name)
+            return checkpoints.place(run.run_id, CHECKPOINTS, found.name)
 
         run, parent = records.get(run_id, caller, write=True), self._state_dir / RECORDS
         await asyncio.to_thread(make_folder, parent, 0o700)
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=parent))
         try:
-            await write_record(self._storage.journal, run, self._state_dir, folder, readable, signed=signed)
+            sign_with = self._state_dir if signed else None
+            await write_record(self._storage.journal, run, self._storage.folders, folder, readable, sign_with)
             yield folder
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,13 @@ from gradwire_server.access.keys import Caller, Keys
 from gradwire_server.access.model_names import ModelNames
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.uploads import Uploads
-from gradwire_server.errors import ServiceError, check_length, limit_exceeded, unknown_checkpoint
+from gradwire_server.errors import ServiceError, check_length, limit_exceeded
 from gradwire_server.journal.checkpoint_records import ORIGIN, CheckpointRecords
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.run_row import RunRecord, new_record
 from gradwire_server.scheduling.run_feed import Changes
 from gradwire_server.scheduling.scheduler import Scheduler
+from gradwire_server.stores.store import CHECKPOINTS, EXPORTS, Place, upload_checkpoint
 
 WATCH_PAUSE_S = 0.2
 """Seconds between two messages to one who watches: changes in between are sent together."""
@@ -83,7 +83,7 @@ class Runs:
             return await self._once(record)
         record.origin.checkpoint = f"{record.run_id}/{ORIGIN}"
         record.origin.weights_only = record.origin.fresh_head = True
-        return await self._once(record, self._uploads.checkpoint(upload))
+        return await self._once(record, upload_checkpoint(upload.upload_id))
 
     async def fork(self, caller: Caller, request: pb.ForkRunRequest) -> pb.Run:
         """Create a run from a checkpoint of a run that the caller may read.
@@ -109,7 +109,7 @@ class Runs:
             fresh_head=request.HasField("head"),
         )
         record.forked_from = checkpoint.path
-        return await self._once(record, self._checkpoints.folder(source.run_id, "checkpoints", checkpoint.name))
+        return await self._once(record, self._checkpoints.place(source.run_id, CHECKPOINTS, checkpoint.name))
 
     def get(self, caller: Caller, run_id: str) -> pb.Run:
         """Return a run.
@@ -261,24 +261,37 @@ class Runs:
         """
         run_id, _, name = path.partition("/")
         record = self._records.get(run_id, caller, write=True)
-        folder = self._checkpoints.folder(record.run_id, "exports", name)
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await self._checkpoints.delete_folder(self._checkpoints.place(record.run_id, EXPORTS, name))
 
-    async def folder(self, caller: Caller, *, checkpoint: str = "", export: str = "") -> Path:
-        """Return the folder of a checkpoint or of an export, given as ``"RUN_ID/NAME"``, for a door to read.
+    async def change_export(self, caller: Caller, path: str, write: Callable[[Path, Path], None]) -> None:
+        """Replace the export ``"RUN_ID/NAME"`` by another form of it.
+
+        Args:
+            write: Writes the new form into an empty folder, its second argument, from the old one, its first; called in
+                a thread.
+
+        Raises:
+            ServiceError: UNKNOWN_RUN, UNKNOWN_CHECKPOINT; or the store cannot be used.
+        """
+        run_id, _, name = path.partition("/")
+        place = self._checkpoints.place(self._records.get(run_id, caller).run_id, EXPORTS, name)
+        await self._checkpoints.change(place, write)
+
+    @asynccontextmanager
+    async def folder(self, caller: Caller, *, checkpoint: str = "", export: str = "") -> AsyncGenerator[Path]:
+        """Provide the folder of a checkpoint or of an export, given as ``"RUN_ID/NAME"``, for a door to read.
 
         Raises:
             ServiceError: UNKNOWN_RUN, UNKNOWN_CHECKPOINT; INVALID_ARGUMENT for a name that is none.
         """
         if export:
             run_id, _, name = export.partition("/")
-            folder = self._checkpoints.folder(self._records.get(run_id, caller).run_id, "exports", name)
+            place = self._checkpoints.place(self._records.get(run_id, caller).run_id, EXPORTS, name)
         else:
             record, found = self._checkpoints.get(checkpoint, caller)
-            folder = self._checkpoints.folder(record.run_id, "checkpoints", found.name)
-        if not await asyncio.to_thread(folder.is_dir):
-            raise unknown_checkpoint(export or checkpoint)
-        return folder
+            place = self._checkpoints.place(record.run_id, CHECKPOINTS, found.name)
+        async with self._checkpoints.reading(place, named=export or checkpoint) as folder:
+            yield folder
 
     def described(self, record: RunRecord) -> pb.Run:
         """A run with what only its queue knows: why it is parked, how long a recovery would take."""
@@ -290,7 +303,7 @@ class Runs:
         run.engine = self._scheduler.placement.of(record.run_id).engine.number
         return run
 
-    async def _once(self, record: RunRecord, origin: Path | None = None) -> pb.Run:
+    async def _once(self, record: RunRecord, origin: Place | None = None) -> pb.Run:
         known = self._known(record)
         if known is None:
             known = record

@@ -17,6 +17,8 @@ from gradwire_server.journal.mirror import reconcile
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.state_folder import StateFolderError
+from gradwire_server.stores.opening import open_store
+from gradwire_server.stores.store import StoreError
 
 
 class Storage:
@@ -25,7 +27,8 @@ class Storage:
     Attributes:
         journal: The journal.
         records: The rows of the runs.
-        checkpoints: The rows and folders of their checkpoints.
+        folders: The store of their checkpoints and exports, and of uploads.
+        checkpoints: The rows of their checkpoints.
         jobs, files: The rows of jobs and of files.
     """
 
@@ -56,11 +59,12 @@ class Storage:
                 mirror=config.mirror,
                 accept_changes=config.accept_changes,
             )
-            self.records = RunRecords(self.journal.store, config.state_dir, config.limits.max_runs)
-            self.checkpoints = CheckpointRecords(self.records, self.journal.store, config.state_dir)
+            self.folders = await asyncio.to_thread(open_store, config)
+            self.records = RunRecords(self.journal.store, config.state_dir, config.limits.max_runs, self.folders)
+            self.checkpoints = CheckpointRecords(self.records, self.journal.store, self.folders)
             self.jobs, self.files = JobRecords(self.journal.store), FileRecords(self.journal.store)
             return await self.records.load()
-        except StateFolderError as error:
+        except (StateFolderError, StoreError) as error:
             raise SystemExit(f"gradwire: {error}") from error
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # sqlite3 can fail to decode its own message
             raise SystemExit(

@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from gradwire_proto.v1 import engine_pb2, journal_pb2
 from gradwire_proto.v1 import training_pb2 as pb
@@ -24,7 +24,9 @@ from gradwire_server.access.model_names import ModelNames
 from gradwire_server.access.quotas import check_uploads
 from gradwire_server.config import CHUNK_BYTES, ServerConfig
 from gradwire_server.errors import ServiceError, limit_exceeded, unknown_upload
+from gradwire_server.journal.checkpoint_records import store_failed
 from gradwire_server.journal.upload_folders import UploadFolders
+from gradwire_server.stores.store import Store, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +45,16 @@ class Uploads:
 
     Args:
         config: The server's settings.
+        store: The store of their checkpoints.
         models: The models that weights may be uploaded for.
         quota_of: Returns the present quota of a key.
         ask: Sends a request to an engine with a model when it is a key's turn; see :meth:`.Scheduler.ask`.
     """
 
-    def __init__(self, config: ServerConfig, models: ModelNames, quota_of: Callable[[str], Quota], ask: Ask) -> None:
-        self._folders, self._limits = UploadFolders(config.state_dir), config.limits
+    def __init__(
+        self, config: ServerConfig, store: Store, models: ModelNames, quota_of: Callable[[str], Quota], ask: Ask
+    ) -> None:
+        self._folders, self._limits = UploadFolders(config.state_dir, store), config.limits
         self._models, self._quota_of, self._ask = models, quota_of, ask
         self._known: dict[str, journal_pb2.UploadDescription] = {}
         self._locks: dict[str, asyncio.Lock] = {}
@@ -173,10 +178,6 @@ class Uploads:
             raise _invalid(f"the upload {upload_id} is not complete: upload the folder again, which continues it")
         return upload
 
-    def checkpoint(self, upload: pb.Upload) -> Path:
-        """The folder of a finished upload's checkpoint."""
-        return self._folders.checkpoint(upload.upload_id)
-
     # ---- internals ----
 
     def _check(self, asked: pb.BeginUploadRequest) -> None:
@@ -242,6 +243,10 @@ class Uploads:
             if upload.upload_id not in self._known:
                 raise unknown_upload(upload.upload_id)
             await asyncio.to_thread(self._folders.check, upload)
+            try:
+                await asyncio.to_thread(self._folders.offer, upload.upload_id)
+            except StoreError as error:
+                raise store_failed(error) from error
             importing = engine_pb2.EngineRequest(import_upload=engine_pb2.EngineImportUpload(upload=upload))
             await self._ask(described.owner, upload.base_model, importing, "took the upload over")
             finished = journal_pb2.UploadDescription()

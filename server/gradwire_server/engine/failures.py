@@ -15,6 +15,7 @@ from gradwire_proto.v1 import training_pb2
 from pydantic import ValidationError
 
 from gradwire_server.engine.errors import DamagedFile, GroupBroken, OperationError
+from gradwire_server.stores.store import StoreError, StoreFull
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,10 @@ def to_error(error: Exception, what: str) -> training_pb2.Error:
         return training_pb2.Error(
             code=training_pb2.ERROR_CODE_INVALID_BATCH, message=str(error), field=error.field, rule=error.rule
         )
+    if isinstance(error, StoreError):
+        full = isinstance(error, StoreFull)
+        code = training_pb2.ERROR_CODE_STORAGE_FULL if full else training_pb2.ERROR_CODE_INTERNAL
+        return training_pb2.Error(code=code, message=str(error))
     if is_out_of_memory(error):
         logger.warning("out of memory in %s: %s", what, error)
         if torch.cuda.is_available():

@@ -1,24 +1,28 @@
-"""Checkpoints of runs: their rows, their folders, and the operations that read them."""
+"""Checkpoints of runs: their rows, their places in the store, and the operations that read them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
+import logging
 import re
-import shutil
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
-from gradwire_server.durable_files import make_folder, sync, sync_tree
+from gradwire_server.checkpoint_files import DamagedCheckpoint
 from gradwire_server.errors import ServiceError, unknown_checkpoint
 from gradwire_server.journal import history
 from gradwire_server.journal.database import Database
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.operation_kinds import kind_of, loss_call, training_call
+from gradwire_server.stores.store import CHECKPOINTS, Place, Store, StoreError, StoreFull, run_owner, saved_place
+
+log = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 ORIGIN = "fork-origin"
@@ -30,10 +34,14 @@ SNAPSHOT = "snapshot."
 
 
 class CheckpointRecords:
-    """The checkpoints of every run of a state folder."""
+    """The checkpoints of every run of a state folder.
 
-    def __init__(self, runs: RunRecords, store: Database, state_dir: Path) -> None:
-        self._runs, self._store, self._folder = runs, store, state_dir / "runs"
+    Attributes:
+        folders: The store of their folders.
+    """
+
+    def __init__(self, runs: RunRecords, store: Database, folders: Store) -> None:
+        self._runs, self._store, self.folders = runs, store, folders
 
     def get(self, path: str, caller: Caller, *, write: bool = False) -> tuple[RunRecord, pb.Checkpoint]:
         """Return the run and the checkpoint of a path ``"RUN_ID/NAME"``.
@@ -69,7 +77,7 @@ class CheckpointRecords:
         return None
 
     async def add(self, record: RunRecord, checkpoint: pb.Checkpoint) -> None:
-        """Record a checkpoint whose folder is complete."""
+        """Record a checkpoint that is in the store."""
         query, values = "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", (
             record.run_id, checkpoint.name, checkpoint.SerializeToString(),
         )  # fmt: skip
@@ -77,16 +85,14 @@ class CheckpointRecords:
         record.checkpoints[checkpoint.name] = checkpoint
 
     async def copy(self, record: RunRecord, saved: pb.Checkpoint, name: str) -> None:
-        """Copy a checkpoint of a run to another name, as the server's own. Files are linked where possible."""
-        source, target = (self.folder(record.run_id, "checkpoints", each) for each in (saved.name, name))
-
-        def run() -> None:
-            shutil.rmtree(target, ignore_errors=True)  # of an earlier copy that a crash has cut off
-            shutil.copytree(source, target, copy_function=_link_or_copy)
-            sync_tree(target)
-            sync(target.parent)
-
-        await asyncio.to_thread(run)
+        """Copy a checkpoint of a run to another name, as the server's own."""
+        source, target = (self.place(record.run_id, CHECKPOINTS, each) for each in (saved.name, name))
+        try:
+            await asyncio.to_thread(self.folders.copy, source, target)
+        except FileNotFoundError:
+            raise unknown_checkpoint(saved.path) from None
+        except StoreError as error:
+            raise store_failed(error) from error
         copied = pb.Checkpoint()
         copied.CopyFrom(saved)
         copied.path, copied.name, copied.note, copied.public = f"{record.run_id}/{name}", name, "automatic", False
@@ -102,54 +108,103 @@ class CheckpointRecords:
             raise unknown_checkpoint(f"{record.run_id}/{name}")  # another call has deleted it meanwhile
         query, values = "DELETE FROM checkpoints WHERE run_id = ? AND name = ?", (record.run_id, name)
         await self._store.write(lambda connection: connection.execute(query, values).close())
-        await asyncio.to_thread(shutil.rmtree, self.folder(record.run_id, "checkpoints", name), ignore_errors=True)
+        await self.delete_folder(self.place(record.run_id, CHECKPOINTS, name))
 
-    def folder(self, run_id: str, kind: str, name: str) -> Path:
-        """The folder of a checkpoint or an export.
+    async def delete_folder(self, place: Place) -> None:
+        """Delete a folder that nothing refers to any more; where the store fails, it stays there."""
+        try:
+            await asyncio.to_thread(self.folders.delete, place)
+        except StoreError as error:
+            log.error("%s was deleted and is still in the store (`gradwire repair` finds it): %s", place, error)
+
+    async def fence(self, run_id: str) -> int:
+        """Number for the engine that gets a run now; those that held it before can no longer write.
+
+        Raises:
+            ServiceError: The store cannot be used.
+        """
+        if not self.folders.fenced:
+            return 0
+        try:
+            return await asyncio.to_thread(self.folders.fence, run_owner(run_id))
+        except StoreError as error:
+            raise store_failed(error) from error
+
+    @asynccontextmanager
+    async def reading(self, place: Place, *, named: str = "") -> AsyncGenerator[Path]:
+        """Provide the folder of a checkpoint or export, to be read only.
+
+        Args:
+            named: What its reader calls it, for errors.
+
+        Raises:
+            ServiceError: UNKNOWN_CHECKPOINT; CHECKPOINT_CORRUPT; or the store cannot be used.
+        """
+        reading = self.folders.reading(place)
+        try:
+            folder = await asyncio.to_thread(reading.__enter__)
+        except FileNotFoundError:
+            raise unknown_checkpoint(named or str(place)) from None
+        except DamagedCheckpoint as error:
+            raise ServiceError(pb.ERROR_CODE_CHECKPOINT_CORRUPT, f"{named or place} is damaged: {error}") from error
+        except StoreError as error:
+            raise store_failed(error) from error
+        try:
+            yield folder
+        finally:
+            await asyncio.to_thread(reading.__exit__, None, None, None)
+
+    async def change(self, place: Place, write: Callable[[Path, Path], None]) -> None:
+        """Replace a folder by what ``write`` writes into its second argument from its first."""
+
+        def change() -> None:
+            with self.folders.reading(place) as old, self.folders.replacing(place) as new:
+                write(old, new)
+
+        try:
+            await asyncio.to_thread(change)
+        except FileNotFoundError:
+            raise unknown_checkpoint(str(place)) from None
+        except StoreError as error:
+            raise store_failed(error) from error
+
+    def place(self, run_id: str, kind: str, name: str) -> Place:
+        """The place of a checkpoint or an export.
 
         Args:
             kind: ``"checkpoints"`` or ``"exports"``.
 
         Raises:
-            ServiceError: INVALID_ARGUMENT for an invalid name, which could lead out of the folder.
+            ServiceError: INVALID_ARGUMENT for an invalid name, which could lead elsewhere.
         """
         if not NAME.fullmatch(run_id) or not NAME.fullmatch(name):
             raise ServiceError(
                 pb.ERROR_CODE_INVALID_ARGUMENT, f"{name[:100]!r} is not a name", field="name", rule=NAME.pattern
             )
-        return self._folder / run_id / kind / name
+        return saved_place(run_id, kind, name)
 
-    async def adopt(self, record: RunRecord, folder: Path) -> None:
+    async def adopt(self, record: RunRecord, source: Place) -> None:
         """Copy the checkpoint from which a run starts, and for a fork the source's record up to it, into its own.
 
-        Files are linked where possible. The fork stays restorable when the original is deleted.
+        The fork stays restorable when the original is deleted.
 
         Raises:
             ServiceError: UNKNOWN_CHECKPOINT if the original was deleted meanwhile.
         """
-        target = self.folder(record.run_id, "checkpoints", ORIGIN)
-
-        def copy() -> None:
-            make_folder(target.parent)
-            try:
-                shutil.copytree(folder, target, copy_function=_link_or_copy)
-            except OSError as error:
-                if folder.exists():
-                    raise
-                deleted = record.forked_from or record.config.from_upload
-                raise unknown_checkpoint(deleted) from error
-            sync_tree(target)
-            sync(target.parent)
-
-        await asyncio.to_thread(copy)
+        try:
+            await asyncio.to_thread(self.folders.copy, source, self.place(record.run_id, CHECKPOINTS, ORIGIN))
+        except FileNotFoundError as error:
+            raise unknown_checkpoint(record.forked_from or record.config.from_upload) from error
+        except StoreError as error:
+            raise store_failed(error) from error
         if record.config.from_upload:
             return
-        source, _, name = record.forked_from.partition("/")
-        original = self._runs.find(source)
+        run_id, _, name = record.forked_from.partition("/")
+        original = self._runs.find(run_id)
         if original is None or name not in original.checkpoints:
             raise unknown_checkpoint(record.forked_from)  # deleted meanwhile
         seq = original.checkpoints[name].seq
-        await self._store.write(lambda connection: history.copy(connection, source, seq, record.run_id))
+        await self._store.write(lambda connection: history.copy(connection, run_id, seq, record.run_id))
 
     async def user_of(self, run_id: str, name: str = "") -> tuple[str, str, int] | None:
         """Find an operation whose replay would read a checkpoint of a run.
@@ -174,11 +229,10 @@ class CheckpointRecords:
         return found
 
 
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another filesystem, or one without links
-        shutil.copy2(source, target)
+def store_failed(error: StoreError) -> ServiceError:
+    """The error for a caller whose request the store did not carry out."""
+    code = pb.ERROR_CODE_STORAGE_FULL if isinstance(error, StoreFull) else pb.ERROR_CODE_INTERNAL
+    return ServiceError(code, str(error))
 
 
 def named_checkpoints(operation: pb.Operation) -> list[tuple[str, str]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -21,7 +20,15 @@ from gradwire_proto.v1 import engine_pb2, journal_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.signing import BadSignature, sign, signer
-from gradwire_server.checkpoint_files import StoredFile, read_manifest, read_sealed, sealed
+from gradwire_server.checkpoint_files import (
+    MANIFEST,
+    DamagedCheckpoint,
+    StoredFile,
+    read_manifest,
+    read_sealed,
+    sealed,
+)
+from gradwire_server.durable_files import link_or_copy
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.checkpoint_records import uses
 from gradwire_server.journal.entries import JournalEntry
@@ -30,6 +37,7 @@ from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.same_state import parse_outcome
 from gradwire_server.journal.segments import Buffer, CorruptRecord, Location, Segments
 from gradwire_server.journal.state_folder import RUNS, SEGMENTS
+from gradwire_server.stores.store import CHECKPOINTS, Place, Store, StoreError, saved_place
 
 RECORD, SIGNATURE = "record.json", "signature.json"
 FORMAT = 1
@@ -49,14 +57,20 @@ def _lacks(run_id: str, reason: str) -> ServiceError:
 
 
 async def write_record(
-    journal: Journal, run: RunRecord, state_dir: Path, folder: Path, readable: Callable[[str], Path], *, signed: bool
+    journal: Journal,
+    run: RunRecord,
+    store: Store,
+    folder: Path,
+    readable: Callable[[str], Place],
+    sign_with: Path | None = None,
 ) -> None:
     """Write the record of a run's operations that have results and whose batches are kept.
 
     Args:
+        store: The store of checkpoints.
         folder: An empty folder.
-        readable: The folder of a checkpoint ``"RUN_ID/NAME"`` of another run, if the record's reader may read it.
-        signed: Whether to sign it with the server's key.
+        readable: The place of a checkpoint ``"RUN_ID/NAME"`` of another run, if the record's reader may read it.
+        sign_with: The state folder with the key to sign it with; None for no signature.
 
     Raises:
         ServiceError: UNSUPPORTED if a batch is not kept, an operation read a checkpoint that is gone, or the journal is
@@ -82,10 +96,13 @@ async def write_record(
         own = run_id == run.run_id
         if own and path != first and name in run.checkpoints and run.checkpoints[name].seq > after:
             continue  # verifying saves it again
-        source = state_dir / RUNS / run_id / "checkpoints" / name if own else readable(path)
-        if not source.is_dir():
-            raise _lacks(run.run_id, f"the checkpoint {path}, which it reads, is gone")
-        await asyncio.to_thread(_link, source, folder / RUNS / run_id / "checkpoints" / name)
+        source = saved_place(run_id, CHECKPOINTS, name) if own else readable(path)
+        try:
+            await asyncio.to_thread(_link, store, source, folder / RUNS / run_id / "checkpoints" / name)
+        except FileNotFoundError:
+            raise _lacks(run.run_id, f"the checkpoint {path}, which it reads, is gone") from None
+        except (StoreError, DamagedCheckpoint) as error:
+            raise _lacks(run.run_id, f"the checkpoint {path}, which it reads, cannot be read: {error}") from error
     facts = await journal.facts.of(run.run_id)
     content = {
         "format": FORMAT,
@@ -98,9 +115,9 @@ async def write_record(
         "after_seq": after,
         "up_to_seq": up_to_seq,
         "computed_with": [{"after_seq": seq, "at": at, "facts": known, "note": note} for seq, at, known, note in facts],
-        "checkpoints": await asyncio.to_thread(_saved, run, state_dir, after),
+        "checkpoints": await asyncio.to_thread(_saved, run, store, after),
     }
-    await asyncio.to_thread(_seal, folder, content, state_dir if signed else None)
+    await asyncio.to_thread(_seal, folder, content, sign_with)
 
 
 def _beginning(run: RunRecord) -> pb.Checkpoint | None:
@@ -143,13 +160,14 @@ def _used(run: RunRecord, entry: JournalEntry) -> Iterator[str]:
             yield name if "/" in name else f"{run.run_id}/{name}"
 
 
-def _saved(run: RunRecord, state_dir: Path, after: int) -> dict[str, dict[str, object]]:
+def _saved(run: RunRecord, store: Store, after: int) -> dict[str, dict[str, object]]:
     """Number and digests of tensors of each checkpoint that the recorded operations saved, if it is still there."""
     found: dict[str, dict[str, object]] = {}
     for saved in run.checkpoints.values():
         if saved.seq > after:
             try:
-                manifest = read_manifest(state_dir / RUNS / run.run_id / "checkpoints" / saved.name)
+                with store.reading(saved_place(run.run_id, CHECKPOINTS, saved.name), MANIFEST) as folder:
+                    manifest = read_manifest(folder)
             except Exception as error:  # damaged, or deleted meanwhile: nothing can be said of it
                 found[saved.name] = {"seq": saved.seq, "damaged": str(error)}
                 continue
@@ -171,14 +189,9 @@ def _seal(folder: Path, content: dict[str, object], key_of: Path | None) -> None
         (folder / SIGNATURE).write_text(json.dumps(sign(key_of, text.encode()), indent=1))
 
 
-def _link(source: Path, to: Path) -> None:
-    def link(one: str, other: str) -> None:
-        try:
-            os.link(one, other)
-        except OSError:  # another file system
-            shutil.copy2(one, other)
-
-    shutil.copytree(source, to, copy_function=link)
+def _link(store: Store, source: Place, to: Path) -> None:
+    with store.reading(source) as folder:
+        shutil.copytree(folder, to, copy_function=link_or_copy)
 
 
 # ---- reading ----

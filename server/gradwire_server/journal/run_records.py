@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import sqlite3
 from collections import Counter
@@ -20,13 +21,18 @@ from gradwire_server.journal.run_files import RUN_FILE, described_runs, write_de
 from gradwire_server.journal.run_row import RunRecord, insert, read_rows
 from gradwire_server.journal.same_state import note_facts
 from gradwire_server.journal.schema import RUN
+from gradwire_server.stores.folders import FolderStore
+from gradwire_server.stores.store import Store, StoreError, run_owner
+
+log = logging.getLogger(__name__)
 
 
 class RunRecords:
     """Every run of a state folder, in memory and in the database."""
 
-    def __init__(self, store: Database, state_dir: Path, max_runs: int) -> None:
+    def __init__(self, store: Database, state_dir: Path, max_runs: int, folders: Store | None = None) -> None:
         self._store, self._folder, self._max_runs = store, state_dir / "runs", max_runs
+        self._saved = folders or FolderStore(state_dir)
         self._records: dict[str, RunRecord] = {}
         self._by_key: dict[tuple[str, str], RunRecord] = {}
         self._owned: Counter[str] = Counter()
@@ -37,7 +43,7 @@ class RunRecords:
         """Load the runs; delete those whose creation did not finish, and skip those whose row is damaged."""
         unfinished = f"DELETE FROM runs WHERE ready = 0 AND digest = {RUN} RETURNING run_id"
         for (run_id,) in await self._store.write(lambda connection: connection.execute(unfinished).fetchall()):
-            await asyncio.to_thread(shutil.rmtree, self._folder / run_id, ignore_errors=True)
+            await asyncio.to_thread(self._delete_folders, run_id)
         for record in await self._store.read(read_rows):
             self._add(record)
         saved = await self._store.read(
@@ -249,4 +255,12 @@ class RunRecords:
             self._store.noted = False  # the row that had the commit's number may be gone
 
         await self._store.write(work)
-        await asyncio.to_thread(shutil.rmtree, self._folder / record.run_id, ignore_errors=True)
+        await asyncio.to_thread(self._delete_folders, record.run_id)
+
+    def _delete_folders(self, run_id: str) -> None:
+        """Delete a run's files; where the store fails, what it has of them stays there."""
+        shutil.rmtree(self._folder / run_id, ignore_errors=True)
+        try:
+            self._saved.delete_all(run_owner(run_id))
+        except StoreError as error:
+            log.error("%s was deleted and is still in the store (`gradwire repair` finds it): %s", run_id, error)

@@ -1,8 +1,8 @@
 """The folders of uploads on disk.
 
 An upload is a folder ``uploads/ID`` of the state folder. While it is received it holds ``upload.json`` and ``files/``,
-whose sizes say how much has arrived; when it is finished the engine makes a checkpoint of the files, ``checkpoint/``,
-and they go.
+whose sizes say how much has arrived; when it is finished the engine makes a checkpoint of the files, in the store, and
+they go.
 """
 
 from __future__ import annotations
@@ -21,17 +21,23 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.checkpoint_files import DamagedCheckpoint, StoredFile, read_sealed, sealed
 from gradwire_server.durable_files import make_folder, replace_text, sync, sync_tree
 from gradwire_server.errors import ServiceError
+from gradwire_server.stores.store import Store, StoreError, upload_files
 
 log = logging.getLogger(__name__)
 
-DESCRIPTION, FILES, CHECKPOINT = "upload.json", "files", "checkpoint"
+DESCRIPTION, FILES = "upload.json", "files"
 
 
 class UploadFolders:
-    """The uploads of a state folder."""
+    """The uploads of a state folder.
 
-    def __init__(self, state_dir: Path) -> None:
-        self._place = state_dir / "uploads"
+    Args:
+        state_dir: The state folder.
+        store: The store of their checkpoints.
+    """
+
+    def __init__(self, state_dir: Path, store: Store) -> None:
+        self._place, self._store = state_dir / "uploads", store
 
     def load(self) -> Iterator[journal_pb2.UploadDescription]:
         """Read the descriptions, and delete the folders whose description is missing or damaged."""
@@ -41,7 +47,7 @@ class UploadFolders:
                 described = json_format.ParseDict(content, journal_pb2.UploadDescription())
             except (OSError, ValueError, KeyError, TypeError, json_format.ParseError) as error:
                 log.warning("the upload %s is deleted: its description cannot be read: %s", folder.name, error)
-                shutil.rmtree(folder, ignore_errors=True)
+                self._delete(folder)
                 continue
             yield described
 
@@ -97,13 +103,21 @@ class UploadFolders:
                 raise ServiceError(pb.ERROR_CODE_PAYLOAD_CORRUPT, message, field="path") from error
         sync_tree(folder)
 
-    def drop_files(self, upload_id: str) -> None:
-        """Delete the files as they arrived."""
-        shutil.rmtree(self._place / upload_id / FILES, ignore_errors=True)
+    def offer(self, upload_id: str) -> None:
+        """Put the files, which were checked, where the engines read them.
 
-    def checkpoint(self, upload_id: str) -> Path:
-        """The folder of the checkpoint that was made of the files."""
-        return self._place / upload_id / CHECKPOINT
+        Raises:
+            StoreError: The store cannot be used.
+        """
+        self._store.take(upload_files(upload_id), self._place / upload_id / FILES)
+
+    def drop_files(self, upload_id: str) -> None:
+        """Delete the files as they arrived, here and in the store."""
+        shutil.rmtree(self._place / upload_id / FILES, ignore_errors=True)
+        try:
+            self._store.delete(upload_files(upload_id))
+        except StoreError as error:
+            log.error("the files of %s are no longer needed and still in the store: %s", upload_id, error)
 
     def last_change(self, upload_id: str) -> float:
         """Unix time at which the upload was begun or added to; now if it is being made or deleted."""
@@ -117,8 +131,15 @@ class UploadFolders:
         """Delete an upload; what a crash leaves of it is deleted at the next start."""
         folder = self._place / upload_id
         (folder / DESCRIPTION).unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        self._delete(folder)
         sync(self._place)
+
+    def _delete(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            self._store.delete_all(f"uploads/{folder.name}")
+        except StoreError as error:
+            log.error("%s was deleted and is still in the store (`gradwire repair` finds it): %s", folder.name, error)
 
 
 def _size(file: Path) -> int:

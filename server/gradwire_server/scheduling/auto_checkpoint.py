@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import shutil
 from collections.abc import Sequence
 
 from gradwire_proto.v1 import engine_pb2
@@ -27,6 +25,7 @@ from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.scheduling.placement import Placement
 from gradwire_server.scheduling.recovery_cost import RecoveryCost
 from gradwire_server.scheduling.run_queue import RunQueue
+from gradwire_server.stores.store import CHECKPOINTS, StoreError, run_owner, saved_place
 
 log = logging.getLogger(__name__)
 
@@ -58,17 +57,18 @@ class AutoCheckpoint:
         self._every_steps, self._every_bytes, self._replay_s = every_steps, every_bytes, replay_s
 
     async def start(self, records: Sequence[RunRecord]) -> None:
-        """Delete automatic checkpoints that a crash left on disk before they were recorded in the database."""
+        """Delete automatic checkpoints that a crash left in the store before they were recorded in the database."""
 
         def remove() -> None:
             for record in records:
-                folder = self._checkpoints.folder(record.run_id, "checkpoints", "x").parent
-                names = os.listdir(folder) if folder.is_dir() else []
-                for name in names:
+                for name in self._checkpoints.folders.names(run_owner(record.run_id), CHECKPOINTS):
                     if name.startswith(AUTOMATIC) and name not in record.checkpoints:
-                        shutil.rmtree(folder / name, ignore_errors=True)
+                        self._checkpoints.folders.delete(saved_place(record.run_id, CHECKPOINTS, name))
 
-        await asyncio.to_thread(remove)
+        try:
+            await asyncio.to_thread(remove)
+        except StoreError as error:
+            log.error("automatic checkpoints that a crash left are still in the store: %s", error)
 
     def due(self, queue: RunQueue) -> bool:
         """Whether to save a run as soon as none of its operations is in the engine."""

@@ -63,6 +63,7 @@ class Executor:
         """
         request = engine_pb2.EngineRequest(create_run=queue.record.origin)
         request.create_run.held_bytes, request.create_run.share_percent = held_bytes, share_percent
+        request.create_run.fence = await self._checkpoints.fence(queue.record.run_id)
         await self._placement.ready(queue)
         began = time.monotonic()
         reply = await self.ask(queue, request, "made the run")
@@ -276,7 +277,8 @@ class Executor:
         engine, began = self._placement.of(queue.record.run_id).engine, time.monotonic()
         holder = engine.holder
         try:
-            done = await restore(engine, self._journal, queue.record)
+            fence = await self._checkpoints.fence(queue.record.run_id)
+            done = await restore(engine, self._journal, queue.record, fence)
         except ReplayDied as error:
             queue.recovery_cost.replay_deaths[error.seq] += 1
             if queue.recovery_cost.replay_deaths[error.seq] >= DEATHS:

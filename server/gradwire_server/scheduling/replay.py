@@ -55,8 +55,11 @@ class Restored:
     loading_s: float
 
 
-async def restore(engine: EngineClient, journal: Journal, record: RunRecord) -> Restored:
+async def restore(engine: EngineClient, journal: Journal, record: RunRecord, fence: int) -> Restored:
     """Restore a run in the engine to its state after its last result.
+
+    Args:
+        fence: The number under which the engine writes its checkpoints (:meth:`.CheckpointRecords.fence`).
 
     Raises:
         EngineDied: The engine died, and no operation is suspected.
@@ -66,16 +69,18 @@ async def restore(engine: EngineClient, journal: Journal, record: RunRecord) -> 
     """
     passed: list[ServiceError] = []
     try:
-        return await _restore(engine, journal, record, passed)
+        return await _restore(engine, journal, record, fence, passed)
     except ServiceError as error:
         if not passed:
             raise
         raise ServiceError(passed[0].code, f"{passed[0]}; and without it, {error}") from error
 
 
-async def _restore(engine: EngineClient, journal: Journal, record: RunRecord, passed: list[ServiceError]) -> Restored:
+async def _restore(
+    engine: EngineClient, journal: Journal, record: RunRecord, fence: int, passed: list[ServiceError]
+) -> Restored:
     began = time.monotonic()
-    base, facts = await _begin(engine, record, passed)
+    base, facts = await _begin(engine, record, fence, passed)
     loading_s = time.monotonic() - began
     change = None
     if facts:
@@ -128,7 +133,9 @@ async def behind(journal: Journal, record: RunRecord, base: int) -> list[Journal
     return entries
 
 
-async def _begin(engine: EngineClient, record: RunRecord, passed: list[ServiceError]) -> tuple[int, Mapping[str, str]]:
+async def _begin(
+    engine: EngineClient, record: RunRecord, fence: int, passed: list[ServiceError]
+) -> tuple[int, Mapping[str, str]]:
     """Create the run in the engine from its newest readable checkpoint, or else from its origin.
 
     Args:
@@ -138,7 +145,9 @@ async def _begin(engine: EngineClient, record: RunRecord, passed: list[ServiceEr
         The number of the last operation that the state contains, 0 for the origin; what the run is computed with.
     """
     for checkpoint in sorted(record.complete_checkpoints, key=lambda saved: saved.seq, reverse=True):
-        create = engine_pb2.EngineCreateRun(run_id=record.run_id, config=record.config, checkpoint=checkpoint.path)
+        create = engine_pb2.EngineCreateRun(
+            run_id=record.run_id, config=record.config, checkpoint=checkpoint.path, fence=fence
+        )
         try:
             reply, _ = await engine.request(engine_pb2.EngineRequest(create_run=create))
         except ServiceError as error:
@@ -149,7 +158,9 @@ async def _begin(engine: EngineClient, record: RunRecord, passed: list[ServiceEr
         else:
             # Trust the number in the folder: a save that overwrote it may have crashed before its row was written.
             return reply.run_created.seq, reply.run_created.computed_with
-    reply, _ = await engine.request(engine_pb2.EngineRequest(create_run=record.origin))
+    request = engine_pb2.EngineRequest(create_run=record.origin)
+    request.create_run.fence = fence
+    reply, _ = await engine.request(request)
     return 0, reply.run_created.computed_with
 
 

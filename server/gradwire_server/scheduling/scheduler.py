@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
@@ -40,6 +39,7 @@ from gradwire_server.scheduling.placement import EngineQueue, Placement, Visit
 from gradwire_server.scheduling.results import Results
 from gradwire_server.scheduling.run_feed import RunFeed
 from gradwire_server.scheduling.run_queue import RunQueue
+from gradwire_server.stores.store import Place
 
 log = logging.getLogger(__name__)
 
@@ -157,11 +157,11 @@ class Scheduler:
         self.feed.close(shutting_down())
         return left
 
-    async def create(self, record: RunRecord, origin: Path | None = None) -> None:
+    async def create(self, record: RunRecord, origin: Place | None = None) -> None:
         """Create a run in the database and the engine; durable when it returns.
 
         Args:
-            origin: The folder of the checkpoint from which it starts; None: it starts from its model.
+            origin: The place of the checkpoint from which it starts; None: it starts from its model.
 
         Raises:
             ServiceError: LIMIT_EXCEEDED, or the engine's own error. Nothing is left of the run.

@@ -76,6 +76,8 @@ def test_a_layer_that_the_model_does_not_call_gets_no_adapter(tmp_path: Path) ->
 
 def test_adapters_on_shared_weights_are_exported_and_not_merged(tmp_path: Path) -> None:
     run = run_of("Zamba", tmp_path)
+    for name in ("merged", "adapter"):
+        (tmp_path / name).mkdir()
     with pytest.raises(OperationError, match="share their weights"):
         export_run(run._pool, run, tmp_path / "merged", "merged")
     assert export_run(run._pool, run, tmp_path / "adapter", "auto").format == "peft"

@@ -13,6 +13,8 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.checkpoint_files import StoredFile
 from gradwire_server.engine.state import checkpoints
+from gradwire_server.stores.folders import FolderStore
+from gradwire_server.stores.store import Place
 from support.engine import LocalEngine, token_rows
 
 BATCH = token_rows([[1, 20, 30, 40, 50], [1, 9, 8, 7, 6, 5, 4], [1, 60]])
@@ -98,7 +100,8 @@ def test_a_save_that_fails_leaves_the_old_one_and_no_rubbish(
 
 def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every sync, what carries the name is complete: the old content, or the new."""
-    place = tmp_path / "place"
+    store, place = FolderStore(tmp_path), tmp_path / "run" / "place"
+    place.parent.mkdir()
     seen: list[str] = []
     sync = os.fsync
 
@@ -108,11 +111,11 @@ def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(os, "fsync", watch)
     for content in ("old", "new"):
-        with checkpoints.replacing(place) as folder:
+        with store.replacing(Place("run", "place")) as folder:
             (folder / "a").write_text(content)
             (folder / "b").write_text(content)
     assert seen == ["", "", "", "oldold", "oldold", "oldold", "oldold", "newnew"]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["place"]
+    assert [entry.name for entry in place.parent.iterdir()] == ["place"]
 
 
 def test_weights_only_starts_the_optimizer_anew(engine: LocalEngine) -> None:

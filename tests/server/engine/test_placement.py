@@ -21,6 +21,7 @@ from gradwire_server.engine.state.checkpoints import CheckpointStore
 from gradwire_server.engine.state.exports import export_run
 from gradwire_server.engine.state.snapshot import capture, restore
 from gradwire_server.engine.training.forward_only import custom_backward, kept_forward
+from gradwire_server.stores.folders import FolderStore
 from support.sampling import samples_of
 from support.sharding import (
     MANY,
@@ -95,7 +96,7 @@ def test_masters_of_a_sharded_model_in_bfloat16_are_those_of_a_whole_one(
 @pytest.mark.parametrize("config", [{}, {"lora": 4}, {"head": "value"}], ids=["full", "lora", "value-head"])
 def test_checkpoints_fit_whole_and_sharded_runs(model_path: Path, tmp_path: Path, config: dict[str, Any]) -> None:
     plain, sharded = pair(model_path, **config)
-    store = CheckpointStore(tmp_path)
+    store = CheckpointStore(FolderStore(tmp_path))
     train(sharded, "causal_lm", ONE)
     sharded.move_ema(0.9)
     train_on(
@@ -120,6 +121,7 @@ def test_checkpoints_fit_whole_and_sharded_runs(model_path: Path, tmp_path: Path
 def test_a_sharded_model_is_exported_whole(model_path: Path, tmp_path: Path) -> None:
     _, run = pair(model_path)
     train(run, "causal_lm", ONE)
+    (tmp_path / "export").mkdir()
     assert export_run(ModelPool({"m": str(model_path)}), run, tmp_path / "export", "auto").format == "hf"
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float64)
     assert_same(dict(exported.named_parameters()), whole_tensors(run.policy.state_tensors()))

@@ -176,7 +176,8 @@ class TrainingService(TrainingServiceServicer):
                 recording = self._core.recordings.folder(caller, request.record, signed=request.sign)
                 folder = await used.enter_async_context(recording)
             else:
-                folder = await self._core.runs.folder(caller, **{source: getattr(request, source)})
+                reading = self._core.runs.folder(caller, **{source: getattr(request, source)})
+                folder = await used.enter_async_context(reading)
             frames = files.frames(folder, partial(self._core.calls.slice, caller.name))
             async for frame in await used.enter_async_context(aclosing(frames)):
                 yield frame

@@ -9,7 +9,6 @@ from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.request import Columns, Outcome
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.exports import export_run, whole_weights
-from gradwire_server.engine.state.folders import folder_bytes
 from gradwire_server.engine.state.snapshot import capture, restore
 
 
@@ -53,16 +52,16 @@ def export(
 ) -> Outcome:
     """Export the run as a folder that plain transformers or peft can load."""
     name = call.name or f"step-{run.step}"
-    place = context.store.export_folder(run.run_id, name)
-
     weights = whole_weights(run, keep=context.agreement.rank == 0)
 
     def write() -> training_pb2.ExportResult:
-        written = export_run(context.pool, run, place, call.format or "auto", weights)
+        with context.store.exporting(run.run_id, name) as folder:
+            written = export_run(context.pool, run, folder, call.format or "auto", weights)
+            size_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         return training_pb2.ExportResult(
             name=name,
             format=written.format,
-            size_bytes=folder_bytes(place),
+            size_bytes=size_bytes,
             logprob_difference=written.logprob_difference,
         )
 

@@ -41,6 +41,7 @@ from gradwire_server.engine.state.snapshot import restore
 from gradwire_server.engine.state.uploads import check_upload, import_upload
 from gradwire_server.observability import logs
 from gradwire_server.observability.tracing import Tracing
+from gradwire_server.stores.opening import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,8 @@ class Engine:
         pool = ModelPool(
             usable, placement, _DTYPES[settings.dtype], compiled=settings.compile, quantize=settings.quantize
         )
-        store = CheckpointStore(settings.state_dir)
+        self._store = open_store(settings)
+        store = CheckpointStore(self._store)
         activations, references = settings.activation_budget_gib, int(settings.reference_cache_gib * GIB)
         self._computed_with = ComputedWith(pool, settings.state_dir)
         # A power of two, so that a few bytes for the kernel change no batch.
@@ -219,6 +221,7 @@ class Engine:
     def _create_run(self, request: Request, budget: Budget) -> Answer:
         create, context = request.message.create_run, self.context
         self._drop(create.run_id)
+        context.store.fences[create.run_id] = create.fence
         config, fresh_head = create.config, False
         if create.checkpoint:
             theirs = context.store.manifest(create.checkpoint).config
@@ -257,6 +260,7 @@ class Engine:
         if run is not None:
             self.context.residency.remove(run_id)
             self._shared.forget(run_id)
+            self.context.store.fences.pop(run_id, None)
             run.close()
             self.context.references.keep_model(run.config.base_model)
 
@@ -273,8 +277,7 @@ class Engine:
 
     def _import_upload(self, request: Request, budget: Budget) -> Answer:
         upload = request.message.import_upload.upload
-        folder = self.context.store.upload_folder(upload.upload_id)
-        self.context.agreement.once(lambda: import_upload(self.context.pool, folder, upload))
+        self.context.agreement.once(lambda: import_upload(self.context.pool, self._store, upload))
         return plain_answer(empty=training_pb2.Empty())
 
     def _model_info(self, name: str) -> training_pb2.ModelInfo:

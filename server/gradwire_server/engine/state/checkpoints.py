@@ -1,14 +1,12 @@
-"""Checkpoints on disk: folders of safetensors files with a manifest to verify them.
-
-A folder exists completely or not at all (:mod:`.folders`). Nothing is ever unpickled.
-"""
+"""Checkpoints: folders of safetensors files with a manifest to verify them, in a store. Nothing is ever unpickled."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,10 +25,9 @@ from gradwire_server.checkpoint_files import (
     sealed,
 )
 from gradwire_server.crash_points import crash_point
-from gradwire_server.durable_files import make_folder
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.placement import whole_tensors
-from gradwire_server.engine.state.folders import replacing
+from gradwire_server.stores.store import CHECKPOINTS, EXPORTS, Place, Store, saved_place
 
 FORMAT = 1
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -48,18 +45,21 @@ def versions() -> dict[str, str]:
 
 
 class CheckpointStore:
-    """The checkpoints and exports in a state folder.
+    """The checkpoints and exports in a store, as an engine reads and writes them.
 
     Args:
-        state_dir: Checkpoints are in ``runs/RUN_ID/checkpoints/NAME``, exports in ``runs/RUN_ID/exports/NAME``.
+        store: The store.
+
+    Attributes:
+        fences: Number under which each run is written, by run id (:meth:`.Store.fence`).
     """
 
-    def __init__(self, state_dir: Path) -> None:
-        self._runs = state_dir / "runs"
-        self._uploads = state_dir / "uploads"
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.fences: dict[str, int] = {}
 
-    def folder(self, path: str) -> Path:
-        """The folder of ``"RUN_ID/NAME"``.
+    def place(self, path: str) -> Place:
+        """The place of ``"RUN_ID/NAME"``.
 
         Raises:
             OperationError: UNKNOWN_CHECKPOINT, for anything that is not such a path.
@@ -67,26 +67,18 @@ class CheckpointStore:
         run_id, _, name = path.partition("/")
         if not (NAME.fullmatch(run_id) and NAME.fullmatch(name)):
             raise _unknown(path)
-        return self._runs / run_id / "checkpoints" / name
+        return saved_place(run_id, CHECKPOINTS, name)
 
-    def export_folder(self, run_id: str, name: str) -> Path:
-        """The folder of an export; its parent is created."""
-        return self._named(run_id, "exports", name)
-
-    def upload_folder(self, upload_id: str) -> Path:
-        """The folder of an upload.
-
-        Raises:
-            OperationError: INVALID_ARGUMENT for anything that is not an id.
-        """
-        if not NAME.fullmatch(upload_id):
-            raise OperationError(training_pb2.ERROR_CODE_INVALID_ARGUMENT, f"{upload_id!r} is not an upload")
-        return self._uploads / upload_id
+    @contextmanager
+    def exporting(self, run_id: str, name: str) -> Iterator[Path]:
+        """Provide an empty folder that becomes an export, as :meth:`.Store.replacing`."""
+        with self._replacing(_named(run_id, EXPORTS, name)) as folder:
+            yield folder
 
     def has(self, path: str) -> bool:
-        """Whether the folder of ``"RUN_ID/NAME"`` exists, valid or not."""
+        """Whether ``"RUN_ID/NAME"`` exists, valid or not."""
         try:
-            return self.folder(path).is_dir()
+            return self._store.has(self.place(path))
         except OperationError:
             return False
 
@@ -97,7 +89,8 @@ class CheckpointStore:
             OperationError: UNKNOWN_CHECKPOINT or CHECKPOINT_CORRUPT.
         """
         try:
-            return read_manifest(self.folder(path))
+            with self._store.reading(self.place(path), MANIFEST) as folder:
+                return read_manifest(folder)
         except FileNotFoundError:
             raise _unknown(path) from None
         except DamagedCheckpoint as error:
@@ -109,9 +102,12 @@ class CheckpointStore:
         Raises:
             OperationError: UNKNOWN_CHECKPOINT, or CHECKPOINT_CORRUPT naming the torn or changed file.
         """
-        manifest, folder = self.manifest(path), self.folder(path)
-        for name, stored in manifest.files.items():
-            _check(path, folder / name, stored)
+        manifest, place = self.manifest(path), self.place(path)
+        try:
+            for name, stored in manifest.files.items():
+                self._store.check(place, name, stored)
+        except DamagedCheckpoint as error:
+            raise _corrupt(path, error) from error
         return manifest
 
     def load(self, path: str, name: str, manifest: Manifest) -> dict[str, Tensor]:
@@ -123,9 +119,14 @@ class CheckpointStore:
         stored = manifest.files.get(name)
         if stored is None:
             return {}
-        file = self.folder(path) / name
-        _check(path, file, stored)
-        return load_file(file)
+        try:
+            with self._store.reading(self.place(path), name) as folder:
+                stored.check(folder / name)
+                return load_file(folder / name)
+        except FileNotFoundError:  # deleted at this moment
+            raise _unknown(path) from None
+        except DamagedCheckpoint as error:
+            raise _corrupt(path, error) from error
 
     def save(
         self,
@@ -147,34 +148,39 @@ class CheckpointStore:
             weights_only: Whether ``files`` hold weights alone.
 
         Raises:
-            OperationError: INVALID_ARGUMENT for a bad name, ALREADY_EXISTS, or STORAGE_FULL; no partial files remain.
+            OperationError: INVALID_ARGUMENT for a bad name, or ALREADY_EXISTS.
+            StoreError: It cannot be written; no partial files remain.
         """
-        place = self._named(run_id, "checkpoints", name)
-        if place.exists() and not overwrite:
+        place = _named(run_id, CHECKPOINTS, name)
+        if not overwrite and self._store.has(place):
             raise OperationError(
                 training_pb2.ERROR_CODE_ALREADY_EXISTS,
                 f"run {run_id} has a checkpoint {name!r} already; choose another name, or save with overwrite=True",
                 field="name",
             )
-        with replacing(place) as folder:
+        with self._replacing(place) as folder:
             write_checkpoint(
                 folder, files, run_id=run_id, name=name, config=config, step=step, seq=seq, note=note,
                 weights_only=weights_only,
             )  # fmt: skip
         return self.manifest(f"{run_id}/{name}")
 
-    def _named(self, run_id: str, kind: str, name: str) -> Path:
-        if not NAME.fullmatch(name):
-            raise OperationError(
-                training_pb2.ERROR_CODE_INVALID_ARGUMENT,
-                f"{name!r} is no name for {kind}: letters, digits, '.', '_' and '-', at most 100, "
-                "beginning with a letter or digit",
-                field="name",
-                rule=NAME.pattern,
-            )
-        parent = self._runs / run_id / kind
-        make_folder(parent)
-        return parent / name
+    @contextmanager
+    def _replacing(self, place: Place) -> Iterator[Path]:
+        with self._store.replacing(place, self.fences.get(place.owner.partition("/")[2], 0)) as folder:
+            yield folder
+
+
+def _named(run_id: str, kind: str, name: str) -> Place:
+    if not NAME.fullmatch(name):
+        raise OperationError(
+            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+            f"{name!r} is no name for {kind}: letters, digits, '.', '_' and '-', at most 100, "
+            "beginning with a letter or digit",
+            field="name",
+            rule=NAME.pattern,
+        )
+    return saved_place(run_id, kind, name)
 
 
 def write_checkpoint(
@@ -209,13 +215,6 @@ def write_checkpoint(
         "files": {file: asdict(one) for file, one in stored.items()},
     } | ({"weights_only": True} if weights_only else {})
     (folder / MANIFEST).write_text(sealed(content))
-
-
-def _check(path: str, file: Path, stored: StoredFile) -> None:
-    try:
-        stored.check(file)
-    except DamagedCheckpoint as error:
-        raise _corrupt(path, error) from error
 
 
 def _unknown(path: str) -> OperationError:

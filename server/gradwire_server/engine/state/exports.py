@@ -26,7 +26,6 @@ from gradwire_server.engine.model.policy import HEAD_PREFIX, LoraPolicy, Policy
 from gradwire_server.engine.model.split_model import ModelFacts
 from gradwire_server.engine.scoring.token_scores import token_logits
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.state.folders import replacing
 
 PREFIX = "base_model.model."
 """What peft puts before a tensor's name in a file."""
@@ -79,18 +78,18 @@ def whole_weights(run: EngineRun, *, keep: bool = True) -> Mapping[str, Tensor]:
 
 
 def export_run(
-    pool: ModelPool, run: EngineRun, place: Path, requested: str, weights: Mapping[str, Tensor] | None = None
+    pool: ModelPool, run: EngineRun, folder: Path, requested: str, weights: Mapping[str, Tensor] | None = None
 ) -> Exported:
     """Write a run's weights as a folder.
 
     Args:
         weights: The result of :func:`whole_weights`, where it is known already.
-        place: The folder; an existing one is replaced.
+        folder: An empty folder.
         requested: "auto" (as the run trains), "hf" or "merged" (a whole model, with the adapter merged into it), or
             "peft".
 
     Raises:
-        OperationError: INVALID_ARGUMENT, or STORAGE_FULL.
+        OperationError: INVALID_ARGUMENT.
     """
     policy = run.policy
     if requested not in FORMATS:
@@ -99,20 +98,19 @@ def export_run(
         raise _refuse("this run trains all weights, so there is no adapter to export: use format 'hf'")
     difference: float | None = None
     as_adapter = isinstance(policy, LoraPolicy) and requested in ("auto", "peft")
-    with replacing(place) as folder:
-        if isinstance(policy, LoraPolicy):
-            if as_adapter:
-                save_adapter(policy, folder)
-            else:
-                merged = _merged(pool, run)
-                if pool.quantize is not None:
-                    difference = _logprob_difference(policy, merged)
-                merged.save_pretrained(folder)
+    if isinstance(policy, LoraPolicy):
+        if as_adapter:
+            save_adapter(policy, folder)
         else:
-            policy.model.save_pretrained(folder, state_dict=whole_tensors(weights or whole_weights(run)))
-        _copy_tokenizer(policy.facts, folder)
-        if policy.head is not None:
-            save_head(policy.head, folder)
+            merged = _merged(pool, run)
+            if pool.quantize is not None:
+                difference = _logprob_difference(policy, merged)
+            merged.save_pretrained(folder)
+    else:
+        policy.model.save_pretrained(folder, state_dict=whole_tensors(weights or whole_weights(run)))
+    _copy_tokenizer(policy.facts, folder)
+    if policy.head is not None:
+        save_head(policy.head, folder)
     return Exported("peft" if as_adapter else "hf", difference)
 
 

@@ -24,8 +24,8 @@ from gradwire_server.engine.model.vision.image_tokens import auto_class, takes_i
 from gradwire_server.engine.state.adapter_shapes import AdapterShapes, Shapes
 from gradwire_server.engine.state.checkpoints import write_checkpoint
 from gradwire_server.engine.state.exports import PREFIX
-from gradwire_server.engine.state.folders import replacing
 from gradwire_server.engine.state.snapshot import WEIGHTS
+from gradwire_server.stores.store import Store, upload_checkpoint, upload_files
 
 ADAPTER, MODEL = "adapter", "model"
 ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
@@ -70,20 +70,20 @@ def check_upload(pool: ModelPool, shapes: AdapterShapes, request: pb.BeginUpload
     return pb.Upload()
 
 
-def import_upload(pool: ModelPool, folder: Path, upload: pb.Upload) -> None:
-    """Write the checkpoint ``folder/checkpoint`` from the complete files in ``folder/files``.
+def import_upload(pool: ModelPool, store: Store, upload: pb.Upload) -> None:
+    """Write the checkpoint of an upload from its complete files.
 
     Raises:
-        OperationError: INVALID_ARGUMENT if the files do not hold the weights; STORAGE_FULL.
+        OperationError: INVALID_ARGUMENT if the files do not hold the weights.
+        StoreError: They cannot be read, or it cannot be written.
     """
-    files = folder / "files"
-    with preserved_rng():
+    with store.reading(upload_files(upload.upload_id)) as files, preserved_rng():
         tensors = _adapter_tensors(pool, files, upload) if upload.kind == ADAPTER else _model_tensors(files, upload)
     config = pb.RunConfig(base_model=upload.base_model, from_upload=upload.upload_id)
     if upload.HasField("lora"):
         config.lora.CopyFrom(upload.lora)
-    with replacing(folder / "checkpoint") as place:
-        write_checkpoint(place, {WEIGHTS: tensors}, run_id=upload.upload_id, name="checkpoint", config=config)
+    with store.replacing(upload_checkpoint(upload.upload_id)) as folder:
+        write_checkpoint(folder, {WEIGHTS: tensors}, run_id=upload.upload_id, name="checkpoint", config=config)
 
 
 # ---- adapters ----

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import importlib
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -21,6 +23,7 @@ from gradwire_http.models import BoundedModel
 from gradwire_proto.v1 import training_pb2 as pb
 from itsdangerous import BadSignature, URLSafeTimedSerializer
 from pydantic import Field
+from starlette.background import BackgroundTask
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
@@ -31,6 +34,7 @@ from gradwire_server.doors.http.tinker.operation_route import operation_route
 from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.store import MAX_TTL_S, SavedRecord, TinkerStore
 from gradwire_server.doors.http.tinker.training_requests import MAX_NUMBER
+from gradwire_server.durable_files import link_or_copy
 from gradwire_server.errors import ServiceError, unknown_checkpoint
 
 SIGNED = "/external_weights/"
@@ -97,14 +101,16 @@ def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights) 
     async def external_weights_urls(caller: CallerOf, request: Request, model_id: str, name: str) -> dict[str, Any]:
         """Signed URLs of the files of exported weights."""
         path = TinkerPath.of(model_id, f"external_weights/{name}")
-        folder = await _folder(caller, path)
+        files = await _listed(caller, path)
         recipients = store.saved[str(path)].recipients
         if recipients:
             async with encrypting.setdefault(str(path), asyncio.Lock()):
-                await asyncio.to_thread(_encrypt, folder, recipients)
+                if not all(file.endswith(AGE) for file in await _listed(caller, path)):
+                    encrypt = partial(_encrypt, recipients=recipients)
+                    await core.runs.change_export(caller, saved.export(caller, path), encrypt)
+                files = await _listed(caller, path)
         token, expires = signer().dumps(str(path)), time.time() + VALID_S
         base = str(request.base_url).rstrip("/") + SIGNED + token
-        files = await asyncio.to_thread(_files, folder)
         return {
             "urls": {file: f"{base}/{quote(file)}" for file in files},
             "expires": datetime.fromtimestamp(expires, UTC).isoformat(),
@@ -121,17 +127,28 @@ def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights) 
         record = store.saved.get(str(path))
         if record is None:
             raise unknown_checkpoint(str(path))
-        folder = await _folder(Caller(record.owner), path)
-        if file not in await asyncio.to_thread(_files, folder):
-            raise ServiceError(pb.ERROR_CODE_UNKNOWN_CHECKPOINT, f"{path} has no file {file[:200]!r}", field="file")
-        return FileResponse(folder / file, media_type="application/octet-stream")
+        async with AsyncExitStack() as used:
+            folder = await used.enter_async_context(_folder(Caller(record.owner), path))
+            if file not in await asyncio.to_thread(_files, folder):
+                raise ServiceError(pb.ERROR_CODE_UNKNOWN_CHECKPOINT, f"{path} has no file {file[:200]!r}", field="file")
+            sent = BackgroundTask(used.pop_all().aclose)
+            return FileResponse(folder / file, media_type="application/octet-stream", background=sent)
 
-    async def _folder(caller: Caller, path: TinkerPath) -> Path:
+    async def _listed(caller: Caller, path: TinkerPath) -> list[str]:
+        async with _folder(caller, path) as folder:
+            return await asyncio.to_thread(_files, folder)
+
+    @asynccontextmanager
+    async def _folder(caller: Caller, path: TinkerPath) -> AsyncGenerator[Path]:
         stored = saved.export(caller, path)
-        try:
-            return await core.runs.folder(caller, export=stored)
-        except ServiceError:
-            raise unknown_checkpoint(str(path)) from None
+        async with AsyncExitStack() as used:
+            try:
+                folder = await used.enter_async_context(core.runs.folder(caller, export=stored))
+            except ServiceError as error:
+                if error.code == pb.ERROR_CODE_INTERNAL:  # the store's, which says what to do
+                    raise
+                raise unknown_checkpoint(str(path)) from None
+            yield folder
 
     return router
 
@@ -164,14 +181,12 @@ def _age_recipients(recipients: Sequence[str]) -> list[Any]:
     return found
 
 
-def _encrypt(folder: Path, recipients: Sequence[str]) -> None:
-    """Replace the files of a folder by encrypted ones, each at once; those that are encrypted already stay."""
+def _encrypt(folder: Path, to: Path, recipients: Sequence[str]) -> None:
+    """Write the files of a folder to another, encrypted; those that are encrypted already are copied."""
     keys = _age_recipients(recipients)
     pyrage: Any = importlib.import_module("pyrage")
     for name in _files(folder):
         if name.endswith(AGE):
+            link_or_copy(str(folder / name), str(to / name))
             continue
-        partial = folder / f".{name}{AGE}"
-        pyrage.encrypt_file(str(folder / name), str(partial), keys)
-        partial.replace(folder / f"{name}{AGE}")
-        (folder / name).unlink()
+        pyrage.encrypt_file(str(folder / name), str(to / f"{name}{AGE}"), keys)

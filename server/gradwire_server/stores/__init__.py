@@ -1,0 +1,4 @@
+"""Where checkpoints, exports and uploads are: whole folders of files, behind one interface (:mod:`.store`).
+
+The front and every engine open the same store: the state folder, another folder that they share, or an object store.
+"""

@@ -203,7 +203,7 @@ def test_logits_are_all_kept_or_12_bytes_a_token(model: Path) -> None:
     tokens, every = 60_000, 4 * 59_999 * 100
     fits = estimated(model, Device("cuda", 8 * GIB), tokens=tokens)
     assert fits.parts["logits"] == every + 12 * 59_999
-    assert f"keep the logits of such rows for the backward pass: {every / 2**30:.1f}" in " ".join(advice(fits))
+    assert f"keep the logits of such rows for the backward pass: {every / 2**20:.1f} MiB" in " ".join(advice(fits))
     tight = estimated(model, Device("cuda", int(1.3 * GIB)), tokens=tokens)
     assert tight.parts["logits"] == 12 * 59_999
     assert "computes them again in the backward pass" in " ".join(advice(replace(fits, parts=tight.parts)))

@@ -97,8 +97,8 @@ def save_model(name: str, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def plain(folder: Path, dtype: torch.dtype) -> Any:
-    """The model in transformers alone; with the long factors of LongRoPE for all lengths, as rows are served."""
+def served_configuration(folder: Path) -> Any:
+    """The configuration with the long factors of LongRoPE for all lengths, as rows are served."""
     config = AutoConfig.from_pretrained(folder)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
@@ -106,7 +106,12 @@ def plain(folder: Path, dtype: torch.dtype) -> Any:
             rope["short_mscale"] = rope["long_mscale"]
         else:
             rope["short_factor"] = rope["long_factor"]
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype).eval()
+    return config
+
+
+def plain(folder: Path, dtype: torch.dtype) -> Any:
+    """The model in transformers alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder, config=served_configuration(folder), dtype=dtype).eval()
     if dtype == torch.float64 and getattr(model.config, "_experts_implementation", None) == "grouped_mm":
         model.set_experts_implementation("eager")
     return model

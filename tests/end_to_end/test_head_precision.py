@@ -15,8 +15,7 @@ import gradwire
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.server import Server
 from transformers import AutoModelForCausalLM
 
@@ -59,8 +58,7 @@ def trunk(folder: Path, row: list[int]) -> tuple[torch.Tensor, Any]:
 
 
 def head_of(folder: Path) -> dict[str, torch.Tensor]:
-    with safe_open(folder / HEAD_FILE, "pt") as stored:
-        return {name: stored.get_tensor(name) for name in ("weight", "bias")}
+    return load_file(folder / HEAD_FILE)
 
 
 def of_targets(logits: torch.Tensor, row: list[int]) -> np.ndarray:
@@ -100,7 +98,8 @@ async def test_value_and_reward_heads(service: gradwire.ServiceClient, plain: Pa
     value = await service.create_run("tiny", lora=4, head="value")
     reward = await service.create_run("tiny", lora=4, head="reward", seed=3)
     await reward.export(tmp_path / "reward")
-    heads = {"value": head_of(plain), "reward": head_of(tmp_path / "reward")}
+    weight = load_file(tmp_path / "reward" / "adapter_model.safetensors")["base_model.model.score.weight"]
+    heads = {"value": head_of(plain), "reward": {"weight": weight, "bias": torch.zeros(1)}}
     assert {tensor.dtype for head in heads.values() for tensor in head.values()} == {torch.float32}
     values, rewards = await value.compute_values(ROWS), await reward.compute_rewards(ROWS)
     rounded = 0.0

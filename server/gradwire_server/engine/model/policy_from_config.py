@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import torch
 from gradwire_proto.v1 import training_pb2
 
-from gradwire_server.engine.model.layers.heads import make_head
+from gradwire_server.engine.model.layers.head_files import load_head
+from gradwire_server.engine.model.layers.heads import Head, make_head
 from gradwire_server.engine.model.layers.routers import balance_coefficient
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import FullPolicy, LoraPolicy, Policy
+from gradwire_server.engine.model.split_model import ModelFacts
 
 
 def make_policy(pool: ModelPool, config: training_pb2.RunConfig, run_id: str) -> Policy:
@@ -19,7 +24,7 @@ def make_policy(pool: ModelPool, config: training_pb2.RunConfig, run_id: str) ->
     facts = pool.facts(config.base_model)
     if config.HasField("lora"):
         split_model = pool.get(config.base_model)
-        head = make_head(config, facts.hidden_size, split_model.device, model_path=facts.path)
+        head = _start_head(config, facts, split_model.device)
         settings = training_pb2.LoraSettings()
         settings.CopyFrom(config.lora)
         settings.dropout = settings.dropout or config.dropout
@@ -37,7 +42,7 @@ def make_policy(pool: ModelPool, config: training_pb2.RunConfig, run_id: str) ->
         return policy
     split_model = pool.load(config.base_model)
     coefficient = balance_coefficient(split_model.model, config)
-    head = make_head(config, facts.hidden_size, split_model.device, model_path=facts.path)
+    head = _start_head(config, facts, split_model.device)
     if head is not None:
         pool.placement.place(head)
     policy = FullPolicy(
@@ -45,3 +50,11 @@ def make_policy(pool: ModelPool, config: training_pb2.RunConfig, run_id: str) ->
     )
     policy.router_aux_loss_coef = coefficient
     return policy
+
+
+def _start_head(config: training_pb2.RunConfig, facts: ModelFacts, device: torch.device) -> Head | None:
+    """The head that a run's configuration asks for, with the weights in the base model's folder if there are some."""
+    head = make_head(config, facts.hidden_size, device)
+    if head is not None:
+        load_head(head, Path(facts.path))
+    return head

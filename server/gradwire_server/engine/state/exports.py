@@ -19,7 +19,13 @@ from transformers import PreTrainedModel
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.adapters.lora_settings import lora_config, only_the_head_of_tied
-from gradwire_server.engine.model.layers.heads import save_head
+from gradwire_server.engine.model.layers.head_files import (
+    classifier_name,
+    classifier_tensors,
+    describe_classifier,
+    save_value_head,
+)
+from gradwire_server.engine.model.layers.heads import Head
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.placement import Placement, whole_on_host, whole_tensors
 from gradwire_server.engine.model.policy import HEAD_PREFIX, LoraPolicy, Policy
@@ -100,27 +106,36 @@ def export_run(
     as_adapter = isinstance(policy, LoraPolicy) and requested in ("auto", "peft")
     if isinstance(policy, LoraPolicy):
         if as_adapter:
-            save_adapter(policy, folder)
+            save_adapter(policy, folder, policy.head)
         else:
             merged = _merged(pool, run)
             if pool.quantize is not None:
                 difference = _logprob_difference(policy, merged)
-            merged.save_pretrained(folder)
+            _save_model(merged, merged.state_dict(), policy.head, folder)
     else:
-        policy.model.save_pretrained(folder, state_dict=whole_tensors(weights or whole_weights(run)))
+        _save_model(policy.model, weights or whole_weights(run), policy.head, folder)
     _copy_tokenizer(policy.facts, folder)
-    if policy.head is not None:
-        save_head(policy.head, folder)
+    if policy.head is not None and policy.head.kind == "value":
+        save_value_head(policy.head, folder)
+    elif policy.head is not None and not as_adapter:
+        describe_classifier(policy.head, policy.model.config, folder)
     return Exported("peft" if as_adapter else "hf", difference)
 
 
-def save_adapter(policy: LoraPolicy, folder: Path) -> None:
-    """Write an adapter in peft's format."""
+def _save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], head: Head | None, folder: Path) -> None:
+    model.save_pretrained(folder, state_dict=whole_tensors(weights) | classifier_tensors(head, model.config))
+
+
+def save_adapter(policy: LoraPolicy, folder: Path, head: Head | None = None) -> None:
+    """Write an adapter in peft's format; with a reward or classification head, it is one for sequences."""
     config = copy.copy(policy.peft_config)
     config.base_model_name_or_path = policy.facts.path
     config.inference_mode = True
+    beside = classifier_tensors(head, policy.model.config)
+    if beside:
+        config.task_type, config.modules_to_save = "SEQ_CLS", [classifier_name(policy.model.config)]
     config.save_pretrained(str(folder))
-    weights = _without_head(policy)
+    weights = _without_head(policy) | beside
     save_file(
         {f"{PREFIX}{name}": weight for name, weight in whole_tensors(weights).items()},
         folder / "adapter_model.safetensors",

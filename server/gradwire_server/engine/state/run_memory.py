@@ -49,7 +49,7 @@ def check_memory(pool: ModelPool, create: engine_pb2.EngineCreateRun, agreement:
         of_rank = trained * _parameters_of_rank(pool, config)
         needs.append(("lora.rank", config.lora.rank, of_rank, "an adapter of this rank", "leave lora out"))
     if config.head == "classification":
-        of_label = TRAINED_BYTES * (facts.hidden_size + 1) + SCORE_BYTES * SCORED_TOKENS
+        of_label = TRAINED_BYTES * facts.hidden_size + SCORE_BYTES * SCORED_TOKENS
         needs.append(("num_labels", config.num_labels, of_label, "a head with so many labels", "use fewer labels"))
     for field, value, each, what, instead in needs:
         if value * each > most:

@@ -43,7 +43,8 @@ PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 NOT_COMPUTED = {
     "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "dtype", "embd_pdrop", "eos_token_id",
-    "initializer_range", "pad_token_id", "resid_pdrop", "torch_dtype", "transformers_version", "use_cache",
+    "id2label", "initializer_range", "label2id", "pad_token_id", "resid_pdrop", "torch_dtype", "transformers_version",
+    "use_cache",
 }  # fmt: skip
 """Settings of a model that do not change its logits."""
 

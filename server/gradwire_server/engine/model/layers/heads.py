@@ -5,20 +5,15 @@ Legend: ``H`` hidden size, ``N`` places, ``C`` classes.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal, cast
 
 import torch
 from gradwire_proto.v1 import training_pb2
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.model.placement import whole_tensors
 
 HeadKind = Literal["value", "reward", "classification"]
-HEAD_FILE = "gradwire_head.safetensors"
 HEAD_KINDS: tuple[str, ...] = ("", "value", "reward", "classification")
 
 
@@ -26,7 +21,8 @@ class Head(nn.Module):
     """A linear map in float32, whatever the trunk's dtype: ``[N, H] -> [N]``, or ``[N, H] -> [N, C]`` to classify.
 
     A value head starts at zero, so that advantages equal returns until it has learned. The others start small and
-    random, so that preferences and classes give the trunk a gradient from the first step.
+    random, so that preferences and classes give the trunk a gradient from the first step, and have no bias, as in
+    transformers, whose ``...ForSequenceClassification`` loads them from an export.
 
     Args:
         kind: ``"value"`` (value of the state in which token t was emitted, read at token t - 1), ``"reward"`` (of a
@@ -43,7 +39,7 @@ class Head(nn.Module):
         self.kind = kind
         outputs = num_labels if kind == "classification" else 1
         self.weight = nn.Parameter(torch.zeros(outputs, hidden_size, dtype=torch.float32))
-        self.bias = nn.Parameter(torch.zeros(outputs, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.zeros(outputs, dtype=torch.float32)) if kind == "value" else None
         if kind != "value":
             generator = torch.Generator().manual_seed(seed)
             nn.init.normal_(self.weight, std=1.0 / (hidden_size + 1), generator=generator)
@@ -57,26 +53,15 @@ class Head(nn.Module):
 
     @property
     def num_outputs(self) -> int:
-        return len(self.bias)
+        return len(self.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
         outputs = nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
         return outputs if self.kind == "classification" else outputs.squeeze(-1)
 
 
-def save_head(head: Head, folder: Path) -> None:
-    """Write a head beside a model's weights, where :func:`make_head` finds it."""
-    save_file(whole_tensors(head.state_dict()), folder / HEAD_FILE, metadata={"format": "pt", "kind": head.kind})
-
-
-def make_head(
-    config: training_pb2.RunConfig, hidden_size: int, device: torch.device, *, model_path: str = ""
-) -> Head | None:
+def make_head(config: training_pb2.RunConfig, hidden_size: int, device: torch.device) -> Head | None:
     """Make the head that a run's configuration asks for, or None.
-
-    Args:
-        model_path: Folder of the base model. If it contains an exported head of this kind and shape, the head starts
-            with those weights.
 
     Raises:
         OperationError: INVALID_ARGUMENT, with the field.
@@ -97,16 +82,4 @@ def make_head(
         )
     if not config.head:
         return None
-    head = Head(cast(HeadKind, config.head), hidden_size, config.seed, device, num_labels=config.num_labels)
-    _load_exported(head, Path(model_path) / HEAD_FILE)
-    return head
-
-
-def _load_exported(head: Head, file: Path) -> None:
-    if not file.is_file():
-        return
-    with safe_open(file, "pt") as stored:
-        same_kind = (stored.metadata() or {}).get("kind") == head.kind
-        tensors = {name: stored.get_tensor(name) for name in stored.keys()} if same_kind else {}  # noqa: SIM118
-    if {name: each.shape for name, each in tensors.items()} == {n: each.shape for n, each in head.state_dict().items()}:
-        head.load_state_dict(tensors)
+    return Head(cast(HeadKind, config.head), hidden_size, config.seed, device, num_labels=config.num_labels)

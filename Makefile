@@ -103,7 +103,7 @@ test-faults: setup
 
 # Engines of 2 and 4 ranks against one process: every loss, samples, errors, signals.
 test-ranks: setup
-	$(BIN)/python -m pytest tests/server/engine/ranks tests/end_to_end/test_ranks.py -m "slow or not slow"
+	$(BIN)/python -m pytest tests/server/engine/ranks tests/end_to_end/test_ranks.py tests/faults/test_ranks.py -m "slow or not slow"
 
 # The table of benchmarks/README.md, 15 minutes on an idle machine; `make bench ARGS=--write-docs` writes it there.
 bench: setup .venv-parity/.installed .venv-sb3/.installed .venv-tinker/.installed

@@ -171,6 +171,7 @@ class EngineProcess(Driver):
 
     Attributes:
         hello: what it said first.
+        pulses: where its ranks tell of themselves.
     """
 
     def __init__(self, models: Mapping[str, Path], state_dir: Path, **settings: Any) -> None:
@@ -180,8 +181,11 @@ class EngineProcess(Driver):
         chosen = EngineSettings(models=folders, state_dir=state_dir, device="cpu", **{"threads": 1} | settings)
         words = [sys.executable, "-m", "gradwire_server.engine.process", "--fd", str(theirs.fileno())]
         words += ["--settings", chosen.model_dump_json()]
-        self.process = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=os.environ | {"HF_HUB_OFFLINE": "1"})
-        theirs.close()
+        self.pulses, pulses = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        words += ["--pulses", str(pulses.fileno())]
+        with theirs, pulses:
+            fds = [theirs.fileno(), pulses.fileno()]
+            self.process = subprocess.Popen(words, pass_fds=fds, env=os.environ | {"HF_HUB_OFFLINE": "1"})
         self.link = EngineLink(ours)
         self.hello, _ = self.link.receive(engine_pb2.EngineReply)
 
@@ -202,9 +206,11 @@ class EngineProcess(Driver):
         self.request(shutdown={})
         code = self.process.wait(120)
         self.link.close()
+        self.pulses.close()
         return code
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(120)
         self.link.close()
+        self.pulses.close()

@@ -647,7 +647,6 @@ class EngineHeartbeat(_message.Message):
     OWNERS_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
     RUN_MOVES_FIELD_NUMBER: _builtins.int
-    RANKS_FIELD_NUMBER: _builtins.int
     busy_s: _builtins.float
     """time spent on requests, including the current one"""
     request_s: _builtins.float
@@ -674,10 +673,6 @@ class EngineHeartbeat(_message.Message):
     def run_moves(self) -> _containers.MessageMap[_builtins.str, Global___RunMoves]:
         """"to_host", "to_device", "to_disk", "from_disk" """
 
-    @_builtins.property
-    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineRank]:
-        """by number; empty in an engine of one process"""
-
     def __init__(
         self,
         *,
@@ -689,28 +684,33 @@ class EngineHeartbeat(_message.Message):
         owners: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         runs: _abc.Mapping[_builtins.str, _training_pb2.RunsHeld] | None = ...,
         run_moves: _abc.Mapping[_builtins.str, Global___RunMoves] | None = ...,
-        ranks: _abc.Iterable[Global___EngineRank] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "caches", b"caches", "device", b"device", "memory_bytes", b"memory_bytes", "owners", b"owners", "ranks", b"ranks", "request_s", b"request_s", "run_moves", b"run_moves", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "caches", b"caches", "device", b"device", "memory_bytes", b"memory_bytes", "owners", b"owners", "request_s", b"request_s", "run_moves", b"run_moves", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineHeartbeat: _TypeAlias = EngineHeartbeat  # noqa: Y015
 
 @_typing.final
-class EngineRank(_message.Message):
+class EnginePulse(_message.Message):
+    """Sent by each rank of an engine of several, four times a second, over a socket of messages to the front."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
+    RANK_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     BUSY_S_FIELD_NUMBER: _builtins.int
     WAITED_S_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     USED_BYTES_FIELD_NUMBER: _builtins.int
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
-    SILENT_S_FIELD_NUMBER: _builtins.int
+    COLLECTIVE_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
     device: _builtins.str
+    """empty before it has one"""
     busy_s: _builtins.float
     """time spent on decisions, without waiting for other ranks"""
     waited_s: _builtins.float
@@ -720,26 +720,30 @@ class EngineRank(_message.Message):
     used_bytes: _builtins.int
     """of the device, by all processes; 0 on a CPU"""
     total_bytes: _builtins.int
-    silent_s: _builtins.float
-    """since its last pulse"""
+    collective: _builtins.int
+    """number of its newest collective"""
+    waits: _builtins.bool
+    """in it, or for a decision"""
     def __init__(
         self,
         *,
+        rank: _builtins.int = ...,
         device: _builtins.str = ...,
         busy_s: _builtins.float = ...,
         waited_s: _builtins.float = ...,
         memory_bytes: _builtins.int = ...,
         used_bytes: _builtins.int = ...,
         total_bytes: _builtins.int = ...,
-        silent_s: _builtins.float = ...,
+        collective: _builtins.int = ...,
+        waits: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "device", b"device", "memory_bytes", b"memory_bytes", "silent_s", b"silent_s", "total_bytes", b"total_bytes", "used_bytes", b"used_bytes", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "collective", b"collective", "device", b"device", "memory_bytes", b"memory_bytes", "rank", b"rank", "total_bytes", b"total_bytes", "used_bytes", b"used_bytes", "waited_s", b"waited_s", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___EngineRank: _TypeAlias = EngineRank  # noqa: Y015
+Global___EnginePulse: _TypeAlias = EnginePulse  # noqa: Y015
 
 @_typing.final
 class DeviceUse(_message.Message):

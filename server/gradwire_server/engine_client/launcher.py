@@ -27,8 +27,10 @@ processor time of glibc's own choice with blocks of a MiB mapped, and takes 1.11
 
 async def launch(
     settings: EngineSettings, number: int, engines: int
-) -> tuple[asyncio.subprocess.Process, AsyncEngineLink, CrashMarks]:
+) -> tuple[asyncio.subprocess.Process, AsyncEngineLink, CrashMarks, socket.socket]:
     """Start an engine's process; its first frame says hello, or what stopped its start.
+
+    The socket is where its ranks send their pulses, if it has several.
 
     Args:
         number: The engine's number; no two engines with one state folder have the same.
@@ -38,12 +40,14 @@ async def launch(
         OSError: The process cannot be started.
     """
     ours, theirs = socket.socketpair()
+    listening, pulses = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.setblocking(False)
     marks = CrashMarks()
     try:
-        with theirs:
+        with theirs, pulses:
             process = await asyncio.create_subprocess_exec(
-                *command(settings, number, engines, theirs.fileno(), marks.fd),
-                pass_fds=[theirs.fileno(), marks.fd],
+                *command(settings, number, engines, theirs.fileno(), marks.fd, pulses.fileno()),
+                pass_fds=[theirs.fileno(), marks.fd, pulses.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,
                 env=environment(),
@@ -51,9 +55,10 @@ async def launch(
             )
     except BaseException:
         ours.close()
+        listening.close()
         marks.close()
         raise
-    return process, AsyncEngineLink(ours), marks
+    return process, AsyncEngineLink(ours), marks, listening
 
 
 def environment() -> dict[str, str]:
@@ -64,8 +69,8 @@ def environment() -> dict[str, str]:
     return ours | os.environ | {"TOKENIZERS_PARALLELISM": "false"}
 
 
-def command(settings: EngineSettings, number: int, engines: int, fd: int, marks_fd: int) -> list[str]:
+def command(settings: EngineSettings, number: int, engines: int, fd: int, marks_fd: int, pulses_fd: int) -> list[str]:
     """The command line of an engine's process."""
     words = [sys.executable, "-m", "gradwire_server.engine.process", "--fd", str(fd), "--marks", str(marks_fd)]
-    words += ["--number", str(number), "--engines", str(engines)]
+    words += ["--pulses", str(pulses_fd), "--number", str(number), "--engines", str(engines)]
     return [*words, "--settings", settings.model_dump_json()]

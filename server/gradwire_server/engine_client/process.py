@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import signal
+import socket
 from collections.abc import Callable, Sequence
 
 from gradwire_proto.v1 import engine_pb2
@@ -18,6 +19,7 @@ from gradwire_server.engine_client.client import EngineAnswer, EngineDied, Holde
 from gradwire_server.engine_client.launcher import launch
 from gradwire_server.engine_link.crash_marks import CrashMarks
 from gradwire_server.engine_link.frames import AsyncEngineLink, Buffer, LinkClosed
+from gradwire_server.engine_link.pulses import MAX_PULSE_BYTES, PULSE_S
 from gradwire_server.engine_link.vitals import BEAT_S, STALE_S, Vitals
 from gradwire_server.errors import ServiceError
 
@@ -198,9 +200,9 @@ class EngineProcess:
     async def _live(self, started: asyncio.Future[None]) -> None:
         """The life of one engine process; ends by raising why it ended."""
         began = asyncio.get_running_loop().time()
-        process, link, marks = await launch(self._settings, self.number, self._engines)
+        process, link, marks, pulses = await launch(self._settings, self.number, self._engines)
         connection = _Connection(link, process, self.vitals, marks)
-        tasks, refused = [], False
+        tasks, refused = [asyncio.create_task(self._watch_ranks(process, pulses))], False
         try:
             first, _ = await connection.link.receive(engine_pb2.EngineReply)
             if first.HasField("error"):
@@ -212,8 +214,8 @@ class EngineProcess:
             if not started.done():
                 started.set_result(None)
             self._changed()
-            tasks = [asyncio.create_task(work()) for work in (connection.receive, self._watch)]
-            done, _pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            tasks += [asyncio.create_task(work()) for work in (connection.receive, self._watch)]
+            done, _pending = await asyncio.wait(tasks[1:], return_when=asyncio.FIRST_COMPLETED)
             done.pop().result()
         finally:
             self._connection, self.holder.alive = None, False
@@ -225,9 +227,27 @@ class EngineProcess:
             _kill(process)
             code = await process.wait()
             connection.link.close()
+            pulses.close()
             connection.lost()
             if not (self._stopping or refused):
                 log.warning("process %d of engine %d ended with code %d", process.pid, self.number, code)
+
+    async def _watch_ranks(self, process: asyncio.subprocess.Process, pulses: socket.socket) -> None:
+        """Hear the ranks of an engine process, if it has several, and kill it when something is wrong with them."""
+        loop, ranks = asyncio.get_running_loop(), self.vitals.watched()
+        last = loop.time()
+        while not (trouble := ranks.trouble()):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PULSE_S if ranks.newest else None):
+                    message = await loop.sock_recv(pulses, MAX_PULSE_BYTES)
+                if not message:
+                    return
+                ranks.heard(engine_pb2.EnginePulse.FromString(message))
+            now = loop.time()
+            ranks.waited(now - last)
+            last = now
+        log.critical("engine %d is killed, and starts again from its runs' journals: %s", self.number, trouble)
+        _kill(process)
 
     async def _watch(self) -> None:
         """Tells of an engine that is there and gives no sign, and of one that gives them again."""

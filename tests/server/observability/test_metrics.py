@@ -139,6 +139,12 @@ def full() -> Metrics:
     caches = {"references": engine_pb2.CacheUse(hits=3, misses=1), "logprobs": engine_pb2.CacheUse(hits=9, misses=2)}
     runs = {"device": pb.RunsHeld(runs=2, bytes=64), "disk": pb.RunsHeld(runs=5, bytes=320)}
     moves = {"to_disk": engine_pb2.RunMoves(runs=7, bytes=448, seconds=0.5)}
+    ranks = vitals.watched()
+    for pulse in (
+        engine_pb2.EnginePulse(device="cuda:0"),
+        engine_pb2.EnginePulse(rank=1, memory_bytes=7, total_bytes=4),
+    ):
+        ranks.heard(pulse)
     vitals.take(
         engine_pb2.EngineHeartbeat(
             request_s=1.5,
@@ -147,7 +153,6 @@ def full() -> Metrics:
             caches=caches,
             runs=runs,
             run_moves=moves,
-            ranks=[engine_pb2.EngineRank(device="cuda:0"), engine_pb2.EngineRank(memory_bytes=7, total_bytes=4)],
         )
     )
     metrics.registry.register(
@@ -216,12 +221,16 @@ def test_vitals_tell_a_silent_engine_and_how_busy_it_was(monkeypatch: pytest.Mon
     assert vitals.fresh
     now += 6.0
     assert not vitals.fresh
-    ranks = [engine_pb2.EngineRank(busy_s=1.5, waited_s=3.0, silent_s=0.2), engine_pb2.EngineRank(device="cuda:1")]
-    vitals.take(engine_pb2.EngineHeartbeat(busy_s=3.0, memory_bytes=5, ranks=ranks))
+    ranks = vitals.watched()
+    ranks.heard(engine_pb2.EnginePulse(rank=0, busy_s=1.5, waited_s=3.0))
+    ranks.heard(engine_pb2.EnginePulse(rank=1, device="cuda:1"))
+    ranks.waited(0.5)
+    vitals.take(engine_pb2.EngineHeartbeat(busy_s=3.0, memory_bytes=5))
     assert vitals.fresh and vitals.busy == 0.5 and vitals.to_proto().memory_bytes == 5
     now += 1.0
     first, second = vitals.to_proto().ranks
-    assert (first.busy, first.waits, first.heartbeat_age_s) == (0.25, 0.5, 1.2) and second.device == "cuda:1"
+    assert (first.busy, first.waits, first.heartbeat_age_s) == (0.25, 0.5, 0.5) and second.device == "cuda:1"
+    vitals.watched()
     vitals.started()
     assert vitals.restarts == 1 and vitals.to_proto().memory_bytes == 0 and not vitals.to_proto().ranks
 

@@ -31,6 +31,7 @@ from gradwire_server.engine.machine import Share
 from gradwire_server.engine.operations.images_ahead import ImagesAhead
 from gradwire_server.engine.operations.request import Request
 from gradwire_server.engine.operations.samples_in_progress import SamplesInProgress
+from gradwire_server.engine.process.activity import Activity
 from gradwire_server.engine.process.engine import Engine
 from gradwire_server.engine.process.heartbeat import Heartbeat
 from gradwire_server.engine.process.loop import Loop
@@ -63,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         share = replace(share, engines=options.engines * settings.num_ranks)
         if note:
             logger.warning(note)
-        ranks = Ranks(settings, options.marks, share)
+        activity = Activity()
+        ranks = Ranks(settings, activity, share, marks=options.marks, pulses=options.pulses)
         engine = Engine(settings, ranks.agreement, tracing, share)
         context = engine.context
         hello = engine_pb2.EngineReply(hello=engine.hello())
@@ -78,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         link.send(hello)
         reading = (link, requests, residency, ReadBack(context.store, link.send), ImagesAhead(context))
         threading.Thread(target=_read_ahead, args=reading, name="reader", daemon=True).start()
-        heartbeat = Heartbeat(engine, link.send, lambda activity: ranks.report(activity, context.pool.device))
-        heartbeat.start()
+        Heartbeat(engine, link.send, activity=activity).start()
+        ranks.loaded(context.pool.device)
         Loop(
             context.decisions,
             engine,
@@ -87,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             requests,
             ranks,
             lambda answer: link.send(answer.reply, answer.buffers),
-            heartbeat.activity.working,
+            activity.working,
         ).run()
     except LinkClosed:
         logger.info("the front is gone")
@@ -123,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--number", type=int, default=0, help="its number among the server's engines")
     parser.add_argument("--engines", type=int, default=1, help="how many there are, which share the machine")
     parser.add_argument("--marks", type=int, help="the memory in which requests are marked as begun")
+    parser.add_argument("--pulses", type=int, help="the socket for the pulses of ranks, if there are several")
     parser.add_argument(
         "--settings", type=EngineSettings.model_validate_json, required=True, metavar="JSON", help="as EngineSettings"
     )

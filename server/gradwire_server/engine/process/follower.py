@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradwire_server.config import EngineSettings
+from gradwire_server.crash_points import set_rank
 from gradwire_server.engine.group_agreement import GroupAgreement
 from gradwire_server.engine.machine import Share
 from gradwire_server.engine.operations.samples_in_progress import SamplesInProgress
@@ -21,10 +22,9 @@ from gradwire_server.engine.process.activity import Activity
 from gradwire_server.engine.process.decision_link import Leader
 from gradwire_server.engine.process.engine import Engine
 from gradwire_server.engine.process.loop import carried_out
-from gradwire_server.engine.process.pulse import Pulse
+from gradwire_server.engine.process.pulse import BROKEN, Pulse
 from gradwire_server.engine.process.ranks import divided_device
 from gradwire_server.engine.process.setup import load_losses, set_up
-from gradwire_server.engine.process.watch import BROKEN, send_pulses
 
 logger = logging.getLogger("gradwire_server.engine")
 
@@ -35,14 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings: EngineSettings = options.settings
     share = Share(options.number, options.engines)
     set_up(settings, f"engine rank {options.rank}", share)
+    set_rank(options.rank)
     load_losses(settings)
     agreement = GroupAgreement(options.rank, settings.num_ranks, divides=divided_device(settings, options.rank))
-    activity, device = Activity(), None
-    send_pulses(lambda: Pulse.take(agreement, activity, device), options.pulse)
+    activity = Activity()
+    pulse = Pulse(agreement, activity)
+    pulse.start(socket.socket(fileno=options.pulses))
     leader = Leader(socket.socket(fileno=options.fd))
     agreement.join(options.store)
     engine = Engine(settings, agreement, share=share, rank=options.rank)
-    device = engine.context.pool.device
+    pulse.device = engine.context.pool.device
     samples = SamplesInProgress(engine.context)
     gc.freeze()
     while True:
@@ -61,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rank", type=int, required=True, help="this process's number, from 1 on")
     parser.add_argument("--fd", type=int, required=True, help="the socket to rank 0")
-    parser.add_argument("--pulse", type=int, required=True, help="the pipe for this rank's pulse")
+    parser.add_argument("--pulses", type=int, required=True, help="the socket for this rank's pulses")
     parser.add_argument("--store", type=Path, required=True, help="the file by which the ranks find each other")
     parser.add_argument("--number", type=int, required=True, help="the engine's number among those of the server")
     parser.add_argument("--engines", type=int, required=True, help="how many processes share the machine")

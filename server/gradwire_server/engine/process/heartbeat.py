@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from gradwire_proto.v1 import engine_pb2, training_pb2
@@ -23,23 +23,22 @@ class Heartbeat:
     Args:
         engine: The engine whose caches and device are reported.
         send: Called with each report; LinkClosed ends the thread.
-        ranks: Describes the ranks of the engine, of which this one is the first; none in an engine of one process.
         interval_s: Seconds between reports.
+        activity: Counts the time spent on requests; by default a new one.
 
     Attributes:
-        activity: Counts the time spent on requests.
+        activity: The same.
     """
 
     def __init__(
         self,
         engine: Engine,
         send: Callable[[engine_pb2.EngineReply], None],
-        ranks: Callable[[Activity], Sequence[engine_pb2.EngineRank]] = lambda activity: (),
         interval_s: float = BEAT_S,
+        activity: Activity | None = None,
     ) -> None:
         self._engine, self._send, self._interval_s = engine, send, interval_s
-        self.activity = Activity()
-        self._ranks = ranks
+        self.activity = activity or Activity()
         self._memory = MemoryOwners(engine.context)
         self._utilization = _utilization(engine.context.pool.device)
 
@@ -75,7 +74,6 @@ class Heartbeat:
             share = self._utilization()
             if share is not None:
                 beat.device.utilization = share
-        beat.ranks.extend(self._ranks(self.activity))
         return beat
 
     def _run(self) -> None:

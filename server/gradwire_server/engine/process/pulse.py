@@ -1,9 +1,14 @@
-"""The pulse of a rank: where it is and what it uses, as it tells rank 0 four times a second."""
+"""The pulse of a rank: where it is and what it uses, sent four times a second to the front, which watches the group.
+
+A thread of its own sends it, so a rank that computes for minutes has one all the time.
+"""
 
 from __future__ import annotations
 
-import struct
-from typing import NamedTuple
+import os
+import socket
+import threading
+import time
 
 import torch
 from gradwire_proto.v1 import engine_pb2
@@ -11,60 +16,53 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_server.engine.group_agreement import GroupAgreement
 from gradwire_server.engine.machine import resident_bytes
 from gradwire_server.engine.process.activity import Activity
+from gradwire_server.engine_link.pulses import PULSE_S
 
-_PACKED = struct.Struct("<QBddQQQ")
-SIZE = _PACKED.size
+BROKEN = 70
+"""Exit code of a rank that ends its group."""
 
 
-class Pulse(NamedTuple):
-    """One pulse.
+class Pulse:
+    """The pulse of this process.
+
+    Args:
+        agreement: This rank's.
+        activity: The time that it spends on decisions.
 
     Attributes:
-        collective: Number of the newest collective.
-        inside: Whether the rank waits in it.
-        busy_s: Time spent on decisions, waiting included.
-        waited_s: Time spent waiting for other ranks.
-        memory_bytes: Resident memory of the process.
-        used_bytes: Of the device, by all processes; 0 on a CPU.
-        total_bytes: Of the device; 0 on a CPU.
+        device: Its device, once it has loaded its models.
     """
 
-    collective: int
-    inside: bool
-    busy_s: float
-    waited_s: float
-    memory_bytes: int
-    used_bytes: int = 0
-    total_bytes: int = 0
+    def __init__(self, agreement: GroupAgreement, activity: Activity) -> None:
+        self._agreement, self._activity = agreement, activity
+        self.device: torch.device | None = None
 
-    @classmethod
-    def take(cls, agreement: GroupAgreement, activity: Activity, device: torch.device | None) -> Pulse:
-        """This rank's present pulse; ``device`` is None as long as it has none."""
-        free = total = 0
+    def start(self, front: socket.socket) -> None:
+        """Send pulses from now on; the process ends when the front is gone."""
+        threading.Thread(target=self._run, args=[front], name="pulse", daemon=True).start()
+
+    def present(self) -> engine_pb2.EnginePulse:
+        """The pulse of this moment."""
+        device, agreement, free, total = self.device, self._agreement, 0, 0
         if device is not None and device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
-        (busy_s, _), waited_s = activity.seconds(), agreement.waited_s
-        place = agreement.collective, agreement.inside
-        return cls(*place, busy_s, waited_s, resident_bytes(), total - free, total)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Pulse:
-        """The last of the pulses in what was read from a pipe."""
-        collective, inside, *rest = _PACKED.unpack(data[-SIZE:])
-        return cls(collective, bool(inside), *rest)
-
-    def pack(self) -> bytes:
-        """The pulse as bytes; so few are written into a pipe at once."""
-        return _PACKED.pack(*self)
-
-    def to_proto(self, device: str, silent_s: float) -> engine_pb2.EngineRank:
-        """The rank as the front learns of it."""
-        return engine_pb2.EngineRank(
-            device=device,
-            busy_s=self.busy_s - self.waited_s,
-            waited_s=self.waited_s,
-            memory_bytes=self.memory_bytes,
-            used_bytes=self.used_bytes,
-            total_bytes=self.total_bytes,
-            silent_s=silent_s,
+        (busy_s, present_s), waited_s = self._activity.seconds(), agreement.waited_s
+        return engine_pb2.EnginePulse(
+            rank=agreement.rank,
+            device="" if device is None else str(device),
+            busy_s=busy_s - waited_s,
+            waited_s=waited_s,
+            memory_bytes=resident_bytes(),
+            used_bytes=total - free,
+            total_bytes=total,
+            collective=agreement.collective,
+            waits=agreement.inside or (device is not None and not present_s),
         )
+
+    def _run(self, front: socket.socket) -> None:
+        while True:
+            try:
+                front.send(self.present().SerializeToString())
+            except OSError:
+                os._exit(BROKEN)
+            time.sleep(PULSE_S)

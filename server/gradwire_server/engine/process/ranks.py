@@ -1,21 +1,22 @@
 """The ranks of an engine: rank 0 starts the others as its children, and hands them its decisions.
 
-They end when rank 0 does, and rank 0 ends when one of them does (:mod:`.watch`): the group lives and dies as one, and
-the front starts it again like an engine of one process.
+They end when rank 0 does, and rank 0 ends when one of them does: the group lives and dies as one, and the front starts
+it again like an engine of one process. The front ends it when a rank is stopped or the ranks are out of step
+(:mod:`gradwire_server.engine_link.pulses`).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from pathlib import Path
 
 import torch
-from gradwire_proto.v1 import engine_pb2
 
 from gradwire_server.config import EngineSettings
 from gradwire_server.engine.agreement import Agreement
@@ -25,9 +26,10 @@ from gradwire_server.engine.operations.decisions import Decision
 from gradwire_server.engine.process.activity import Activity
 from gradwire_server.engine.process.decision_link import Followers
 from gradwire_server.engine.process.engine import device_of
-from gradwire_server.engine.process.pulse import Pulse
-from gradwire_server.engine.process.watch import Watch
+from gradwire_server.engine.process.pulse import BROKEN, Pulse
 from gradwire_server.engine_link.crash_marks import CrashMarks
+
+logger = logging.getLogger("gradwire_server.engine")
 
 
 class Ranks:
@@ -35,64 +37,75 @@ class Ranks:
 
     Args:
         settings: The engine's.
-        marks: File descriptor of the front's page of marks; None without a front.
+        activity: The time that this process spends on decisions.
         share: The engine's share of the machine.
+        marks: File descriptor of the front's page of marks; None without a front.
+        pulses: File descriptor of the socket on which the ranks tell the front of themselves, if there are several.
 
     Attributes:
         agreement: This rank's agreement with the others.
     """
 
-    def __init__(self, settings: EngineSettings, marks: int | None = None, share: Share | None = None) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        activity: Activity | None = None,
+        share: Share | None = None,
+        *,
+        marks: int | None = None,
+        pulses: int | None = None,
+    ) -> None:
         page = None if marks is None else CrashMarks(marks)
-        self._watch: Watch | None = None
-        self._followers = Followers()
+        self._pulse: Pulse | None = None
+        self._followers, self._over = Followers(), False
         self.agreement = Agreement(page)
         if settings.num_ranks > 1:
-            self._start(settings, page, share or Share())
+            assert pulses is not None, "without --pulses, nobody watches the ranks"
+            agreement = GroupAgreement(0, settings.num_ranks, page, divides=divided_device(settings, 0))
+            self._pulse = Pulse(agreement, activity or Activity())
+            self._pulse.start(socket.socket(fileno=os.dup(pulses)))
+            self.agreement = agreement
+            self._start(settings, agreement, share or Share(), pulses)
 
     def send(self, decision: Decision) -> None:
         """Hand on a decision to the other ranks; see :meth:`.Followers.send`."""
-        if self._watch is not None and any(request.ends for request in decision.requests):
-            self._watch.stop()
+        self._over = any(request.ends for request in decision.requests)
         self._followers.send(decision)
 
-    def report(self, activity: Activity, device: torch.device) -> list[engine_pb2.EngineRank]:
-        """The ranks that have told of themselves, by number; none in an engine of one process.
+    def loaded(self, device: torch.device) -> None:
+        """Take note of the device, once the models are there."""
+        if self._pulse is not None:
+            self._pulse.device = device
 
-        Args:
-            activity: This process's.
-            device: This process's.
-        """
-        if self._watch is None or not isinstance(self.agreement, GroupAgreement):
-            return []
-        now = time.perf_counter()
-        heard = {0: (Pulse.take(self.agreement, activity, device), now)} | self._watch.heard
-        return [
-            pulse.to_proto(f"cuda:{rank}" if device.type == "cuda" else device.type, now - at)
-            for rank, (pulse, at) in sorted(heard.items())
-        ]
-
-    def _start(self, settings: EngineSettings, marks: CrashMarks | None, share: Share) -> None:
-        agreement = self.agreement = GroupAgreement(0, settings.num_ranks, marks, divides=divided_device(settings, 0))
+    def _start(self, settings: EngineSettings, agreement: GroupAgreement, share: Share, pulses: int) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
-        sockets, pipes = [], []
+        sockets = []
         with tempfile.TemporaryDirectory(prefix="gradwire-ranks-") as folder:
             store = Path(folder) / "store"
             for rank in range(1, settings.num_ranks):
                 ours, theirs = socket.socketpair()
-                reading, writing = os.pipe()
                 with theirs:
-                    subprocess.Popen(
-                        command(settings, share, rank, theirs.fileno(), writing, store),
-                        pass_fds=[theirs.fileno(), writing],
+                    process = subprocess.Popen(
+                        command(settings, share, rank, theirs.fileno(), pulses, store),
+                        pass_fds=[theirs.fileno(), pulses],
                         stdin=subprocess.DEVNULL,
                     )
-                os.close(writing)
+                threading.Thread(target=self._wait, args=[rank, process], name=f"rank {rank}", daemon=True).start()
                 sockets.append(ours)
-                pipes.append(reading)
-            self._followers, self._watch = Followers(sockets), Watch(agreement, pipes)
-            self._watch.start()
+            os.close(pulses)
+            self._followers = Followers(sockets)
             agreement.join(store)
+
+    def _wait(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        if not self._over:
+            logger.critical(
+                "rank %d ended with code %d, and the engine with it; its runs are restored from their journals",
+                rank,
+                code,
+            )
+            logging.shutdown()
+            os._exit(BROKEN)
 
 
 def divided_device(settings: EngineSettings, rank: int) -> torch.device | None:
@@ -100,13 +113,13 @@ def divided_device(settings: EngineSettings, rank: int) -> torch.device | None:
     return torch.device(device_of(settings, rank)) if settings.shard == "on" else None
 
 
-def command(settings: EngineSettings, share: Share, rank: int, fd: int, pulse: int, store: Path) -> list[str]:
+def command(settings: EngineSettings, share: Share, rank: int, fd: int, pulses: int, store: Path) -> list[str]:
     """The command line of a rank's process."""
     words = [sys.executable, "-m", "gradwire_server.engine.process.follower", "--rank", str(rank), "--fd", str(fd)]
     return [
         *words,
-        "--pulse",
-        str(pulse),
+        "--pulses",
+        str(pulses),
         "--store",
         str(store),
         "--number",

@@ -147,7 +147,16 @@ def read_sealed(file: Path) -> Any:
     Raises:
         ValueError, KeyError, TypeError: It is not what was written.
     """
-    raw = json.loads(file.read_bytes())
+    return unsealed(file.read_bytes())
+
+
+def unsealed(content: bytes) -> Any:
+    """The content of what :func:`sealed` gave.
+
+    Raises:
+        ValueError, KeyError, TypeError: It is not.
+    """
+    raw = json.loads(content)
     if raw["blake2b"] != _digest(raw["content"]):
         raise ValueError("its checksum does not match")
     return raw["content"]

@@ -153,6 +153,18 @@ class EngineSettings(BaseModel):
         " or s3://BUCKET/PREFIX, gs:// or az:// (gradwire[store]). The state folder when absent.",
         subject=DURABILITY,
     )
+    store_cache: ByteSize | None = setting(
+        None,
+        "Disk of this machine for what was written to an object store and read from it lately. 32 GiB when absent.",
+        subject=DURABILITY,
+    )
+    store_patience: float = setting(
+        60.0,
+        "Seconds for which an object store may not answer before an operation fails.",
+        subject=DURABILITY,
+        gt=0,
+        allow_inf_nan=False,
+    )
     device: str = setting(
         "",
         "cpu, cuda or cuda:1; the best there is when absent.",

@@ -15,6 +15,7 @@ POINTS = (
     "engine.before_operation",
     "engine.inside_optim_step",
     "engine.inside_checkpoint",
+    "store.between_objects",
     "engine.before_rename",
     "engine.after_rename",
     "engine.before_reply",

@@ -17,8 +17,8 @@ from gradwire_server.journal.mirror import reconcile
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.state_folder import StateFolderError
-from gradwire_server.stores.opening import open_store
-from gradwire_server.stores.store import StoreError
+from gradwire_server.stores.claim import claimed
+from gradwire_server.stores.store import Store, StoreError
 
 
 class Storage:
@@ -36,6 +36,7 @@ class Storage:
         self._config = config
         self._locks: list[int] = []
         self._opened: Journal | None = None
+        self.folders: Store
 
     async def open(self) -> Sequence[RunRecord]:
         """Open everything; return the runs.
@@ -59,7 +60,7 @@ class Storage:
                 mirror=config.mirror,
                 accept_changes=config.accept_changes,
             )
-            self.folders = await asyncio.to_thread(open_store, config)
+            self.folders = await asyncio.to_thread(claimed, config)
             self.records = RunRecords(self.journal.store, config.state_dir, config.limits.max_runs, self.folders)
             self.checkpoints = CheckpointRecords(self.records, self.journal.store, self.folders)
             self.jobs, self.files = JobRecords(self.journal.store), FileRecords(self.journal.store)

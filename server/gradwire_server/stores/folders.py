@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import json
 import os
 import secrets
 import shutil
@@ -18,7 +19,7 @@ from pathlib import Path
 from gradwire_server.checkpoint_files import StoredFile
 from gradwire_server.crash_points import crash_point
 from gradwire_server.durable_files import link_or_copy, make_folder, replace_text, sync, sync_tree
-from gradwire_server.stores.store import Place, Store, StoreFull, Superseded
+from gradwire_server.stores.store import IDENTITY, Place, Store, StoreFull, Superseded
 
 FENCE = ".fence"
 """File of an owner's folder with the number of its newest holder."""
@@ -34,6 +35,13 @@ class FolderStore(Store):
 
     def __init__(self, root: Path, *, fenced: bool = False) -> None:
         self._root, self.fenced = root, fenced
+
+    def identity(self, proposed: str) -> str:
+        file = self._root / IDENTITY
+        make_folder(self._root)
+        if not file.exists():
+            replace_text(file, json.dumps({"id": proposed}))
+        return str(json.loads(file.read_text())["id"])
 
     def fence(self, owner: str) -> int:
         if not self.fenced:

@@ -11,6 +11,8 @@ from pathlib import Path
 from gradwire_server.checkpoint_files import StoredFile
 
 CHECKPOINTS, EXPORTS = "checkpoints", "exports"
+IDENTITY = "gradwire.json"
+"""File of a store that says whose it is."""
 
 
 class StoreError(Exception):
@@ -69,6 +71,10 @@ class Store(ABC):
 
     fenced = True
     """Whether writers that were superseded are refused; else :meth:`fence` gives 0, which is never refused."""
+
+    @abstractmethod
+    def identity(self, proposed: str) -> str:
+        """Name of the store: the proposed one if it had none."""
 
     @abstractmethod
     def fence(self, owner: str) -> int:

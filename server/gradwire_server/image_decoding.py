@@ -1,27 +1,18 @@
-"""Decoding of images, as a process: ``python -m gradwire_server.image_decoding``.
+"""Decoding of images, as a process: ``python -m gradwire_server.image_decoding`` (see :mod:`.helper_processes`).
 
-A file of a few kilobytes may take minutes and gigabytes to decode. The process that starts this one gives it one file
-at a time over its standard input, and ends it if that takes too long. A file is preceded by its length; the answer is
-the length of a JSON object, the object, and the pixels that it describes. The process imports nothing but Pillow.
+A file of a few kilobytes may take minutes and gigabytes to decode. The process imports nothing but Pillow.
 """
 
 from __future__ import annotations
 
 import base64
-import json
-import resource
-import struct
-import sys
 import warnings
 from io import BytesIO
-from typing import BinaryIO
 
+from gradwire_server.helper_processes import MEMORY_BYTES, serve
 from gradwire_server.image_sizes import MAX_PIXELS
 
 FORMATS = ("PNG", "JPEG", "WEBP")
-LENGTH = struct.Struct("<Q")
-MEMORY_BYTES = 2 << 30
-"""Of one process: 16 megapixels take 64 MiB at four bytes, and decoding and turning them some copies."""
 
 
 def decoded(content: bytes) -> tuple[dict[str, object], bytes]:
@@ -59,23 +50,6 @@ def too_large(width: int, height: int) -> str:
     return f"it has {width} x {height} pixels, and an image has at most {MAX_PIXELS:,}; make it smaller before sending"
 
 
-def main() -> None:
-    """Answer until the standard input ends."""
-    warnings.simplefilter("ignore")
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    reading, writing = sys.stdin.buffer, sys.stdout.buffer
-    while (content := _read(reading)) is not None:
-        about, pixels = decoded(content)
-        header = json.dumps(about).encode()
-        writing.write(LENGTH.pack(len(header)) + header + LENGTH.pack(len(pixels)))
-        writing.write(pixels)
-        writing.flush()
-
-
-def _read(stream: BinaryIO) -> bytes | None:
-    start = stream.read(LENGTH.size)
-    return stream.read(LENGTH.unpack(start)[0]) if len(start) == LENGTH.size else None
-
-
 if __name__ == "__main__":
-    main()
+    warnings.simplefilter("ignore")
+    serve(decoded)

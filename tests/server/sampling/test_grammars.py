@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.tokenizers import TextTokenizer
 from gradwire_server.engine.sampling import jobs
+from gradwire_server.engine.sampling.drawing import json_grammar
 from gradwire_server.engine.sampling.drawing.grammars import Grammars
 from gradwire_server.engine.sampling.jobs import LocalJob
 from gradwire_server.engine.sampling.samplers.local import LocalSampler
@@ -50,6 +52,26 @@ def test_a_cancelled_schema_begins_no_sample(
     while sampler.turn():
         sampler.step()
     assert not compiled.done and not waiting.done
+
+
+def test_a_schema_that_would_compile_for_hours_is_refused_and_the_next_one_followed(
+    bpe: Policy, tokens: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patterns = [{"pattern": f".*{letter}.{{{n}}}.*"} for n, letter in enumerate("abcdefghijklmnopqrstuvwxyz", 1)]
+    endless = SamplingParams(max_tokens=5, seed=0, json_schema=json.dumps({"type": "string", "allOf": patterns}))
+    monkeypatch.setattr(json_grammar, "TRIAL_S", 1.0)
+    sampler = LocalSampler()
+    refused = sampler.begin(bpe, [[1, 7]], endless, tokens)
+    while not refused.done:
+        sampler.step()
+    assert isinstance(refused.error, OperationError)
+    assert refused.error.code == training_pb2.ERROR_CODE_LIMIT_EXCEEDED
+    assert "more than 1 s to compile" in str(refused.error)
+    monkeypatch.undo()
+    guided = sampler.begin(bpe, [[1, 7]], GUIDED, tokens)
+    while sampler.turn():
+        sampler.step()
+    assert guided.samples().texts is not None
 
 
 def test_keys_take_turns() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.tokenizers import find_tokenizer, load_tokenizer
-from gradwire_server.engine.model.vision.decoders import DECODERS, ImageRefused
+from gradwire_server.engine.model.vision.decoders import ImageRefused, decode
 from gradwire_server.image_decoding import too_large
 from gradwire_server.image_sizes import MAX_PIXELS
 
@@ -221,7 +221,7 @@ def opened(content: bytes) -> Image:
     """
     from PIL import Image
 
-    return _on_white(Image.fromarray(_array(content)) if content.startswith(ARRAY) else DECODERS.decode(content))
+    return _on_white(Image.fromarray(_array(content)) if content.startswith(ARRAY) else decode(content))
 
 
 def _on_white(image: Image) -> Image:

@@ -12,6 +12,11 @@ from gradwire_proto.v1 import training_pb2
 
 from gradwire_server.engine.errors import OperationError, panics_as_errors
 from gradwire_server.engine.model.tokenizers import TextTokenizer
+from gradwire_server.helper_processes import MEMORY_BYTES, Helpers
+
+TRIAL_S = 10.0
+"""Seconds that a schema may take to compile; ordinary ones take milliseconds."""
+_TRIALS = Helpers("gradwire_server.schema_trial", 1)
 
 
 class JsonGrammar:
@@ -24,14 +29,16 @@ class JsonGrammar:
         end_tokens: The model's end tokens, allowed once the text is complete.
 
     Raises:
-        OperationError: INVALID_ARGUMENT for a schema that is none, or uses what llguidance does not know; UNSUPPORTED
-            without llguidance, or for a tokenizer that it cannot read.
+        OperationError: INVALID_ARGUMENT for a schema that is none, or uses what llguidance does not know;
+            LIMIT_EXCEEDED for one that takes too long or too much memory to compile; UNSUPPORTED without llguidance, or
+            for a tokenizer that it cannot read.
     """
 
     def __init__(self, schema: str, tokenizer: TextTokenizer, vocab_size: int, end_tokens: tuple[int, ...]) -> None:
         guidance = _llguidance()
         if not end_tokens:
             raise _unsupported("the model has no end token, which ends a JSON document")
+        _try(schema)
         matcher = guidance.LLMatcher
         try:
             grammar = matcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
@@ -76,6 +83,18 @@ class JsonText:
             self._matcher.consume_token(token)
 
 
+def _try(schema: str) -> None:
+    """Compile a schema in a process that can be ended, before it keeps this one busy."""
+    try:
+        told, _ = _TRIALS.ask(schema.encode(), TRIAL_S)
+    except TimeoutError:
+        raise _too_complex(f"takes more than {TRIAL_S:g} s to compile") from None
+    except EOFError:
+        raise _too_complex(f"takes more than {MEMORY_BYTES >> 30} GiB to compile, or llguidance fails on it") from None
+    if "refused" in told:
+        raise _invalid(told["refused"])
+
+
 @lru_cache(maxsize=8)
 def _tokens(tokenizer: TextTokenizer, vocab_size: int, end_tokens: tuple[int, ...]) -> Any:
     """The vocabulary as llguidance wants it; a second for a large one, so it is kept."""
@@ -95,6 +114,14 @@ def _llguidance() -> Any:
 def _unsupported(reason: str) -> OperationError:
     return OperationError(
         training_pb2.ERROR_CODE_UNSUPPORTED, f"json_schema cannot be followed: {reason}", field="json_schema"
+    )
+
+
+def _too_complex(what: str) -> OperationError:
+    return OperationError(
+        training_pb2.ERROR_CODE_LIMIT_EXCEEDED,
+        f"the JSON schema {what}; give it fewer patterns (above all in allOf) and fewer alternatives",
+        field="json_schema",
     )
 
 

@@ -168,9 +168,12 @@ class LocalSampler:
     def _join_compiled(self) -> None:
         while (job := self._grammars.take()) is not None:
             key = self._to_join.pop(job, None)
-            if key is None or job.error is not None:  # it was cancelled, or its grammar could not be compiled
+            if key is None:  # it was cancelled
                 continue
             try:
+                with self._agreement.together("a grammar"):  # which may take one rank too long, and not another
+                    if job.error is not None:
+                        raise job.error
                 self._join(job, key)
             except Exception as error:  # as of begin(); whoever waits for the samples receives it
                 job.error = error

@@ -931,13 +931,17 @@ Global___EncodeResponse: _TypeAlias = EncodeResponse  # noqa: Y015
 
 @_typing.final
 class DecodeRequest(_message.Message):
+    """pieces: each text is that of one id, as the vocabulary writes it; every sequence then has one id."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    PIECES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     skip_special_tokens: _builtins.bool
+    pieces: _builtins.bool
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]: ...
     def __init__(
@@ -946,10 +950,11 @@ class DecodeRequest(_message.Message):
         model: _builtins.str = ...,
         sequences: _abc.Iterable[Global___TokenIds] | None = ...,
         skip_special_tokens: _builtins.bool = ...,
+        pieces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "sequences", b"sequences", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "pieces", b"pieces", "sequences", b"sequences", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2727,6 +2732,10 @@ class SampleCall(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOP_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     DETERMINISTIC_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """samples per prompt; 0 means 1"""
     max_tokens: _builtins.int
@@ -2756,6 +2765,14 @@ class SampleCall(_message.Message):
     """and so many most probable tokens in each place of the prompts; 0: none"""
     deterministic: _builtins.bool
     """computed without rows of other requests: the same bits whatever else is asked"""
+    regex: _builtins.str
+    """the whole text matches this expression, in Rust's syntax; empty: any text"""
+    grammar: _builtins.str
+    """the text is of this grammar, in Lark's form or as GBNF; empty: any text"""
+    min_tokens: _builtins.int
+    """no end token, stop token or stop string ends a sample before"""
+    keep_special_tokens: _builtins.bool
+    """texts have the special tokens in them, but for the one that ends a sample"""
     @_builtins.property
     def prompts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -2791,10 +2808,14 @@ class SampleCall(_message.Message):
         prompt_logprobs: _builtins.bool = ...,
         top_prompt_logprobs: _builtins.int = ...,
         deterministic: _builtins.bool = ...,
+        regex: _builtins.str = ...,
+        grammar: _builtins.str = ...,
+        min_tokens: _builtins.int = ...,
+        keep_special_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "max_tokens", b"max_tokens", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "deterministic", b"deterministic", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "top_prompt_logprobs", b"top_prompt_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "deterministic", b"deterministic", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "keep_special_tokens", b"keep_special_tokens", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "top_prompt_logprobs", b"top_prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015

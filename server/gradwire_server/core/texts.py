@@ -13,6 +13,9 @@ from gradwire_server.config import ServerConfig
 from gradwire_server.errors import ServiceError
 from gradwire_server.tokenizing.settings import METHODS, TokenizerSettings
 
+PIECES = 2048
+"""Tokens whose pieces are looked up at a time."""
+
 
 class Texts:
     """The conversions, in processes of their own; every key has its turn.
@@ -52,9 +55,7 @@ class Texts:
         Raises:
             ServiceError: INVALID_BATCH for a prompt that leaves no room in the context, before its ids go further.
         """
-        request = pb.EncodeRequest(model=model, texts=texts, add_special_tokens=True)
-        response = await self.convert(caller, "Encode", request.SerializeToString())
-        sequences = pb.EncodeResponse.FromString(response).sequences
+        sequences = await self.encode(caller, model, texts)
         for number, sequence in enumerate(sequences):
             if len(sequence.ids) >= context_length:
                 raise ServiceError(
@@ -65,7 +66,15 @@ class Texts:
                     row=number,
                     rule=f"tokens < {context_length}",
                 )
-        return list(sequences)
+        return sequences
+
+    async def encode(
+        self, caller: Caller, model: str, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[pb.TokenIds]:
+        """Encode texts into token ids with the model's tokenizer."""
+        request = pb.EncodeRequest(model=model, texts=texts, add_special_tokens=add_special_tokens)
+        response = await self.convert(caller, "Encode", request.SerializeToString())
+        return list(pb.EncodeResponse.FromString(response).sequences)
 
     async def decode(
         self, caller: Caller, model: str, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = True
@@ -75,6 +84,16 @@ class Texts:
         request = pb.DecodeRequest(model=model, sequences=ids, skip_special_tokens=skip_special_tokens)
         response = await self.convert(caller, "Decode", request.SerializeToString())
         return list(pb.DecodeResponse.FromString(response).texts)
+
+    async def pieces(self, caller: Caller, model: str, ids: Sequence[int]) -> list[str]:
+        """Each token as the model's vocabulary writes it; empty for an id that it does not have."""
+        found: list[str] = []
+        for start in range(0, len(ids), PIECES):
+            sequences = [pb.TokenIds(ids=[token]) for token in ids[start : start + PIECES]]
+            request = pb.DecodeRequest(model=model, sequences=sequences, pieces=True)
+            response = await self.convert(caller, "Decode", request.SerializeToString())
+            found += pb.DecodeResponse.FromString(response).texts
+        return found
 
     async def render(self, caller: Caller, request: pb.RenderRequest) -> pb.RenderResponse:
         """Render conversations into token ids and loss masks with the model's own chat template."""

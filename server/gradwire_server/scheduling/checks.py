@@ -128,6 +128,9 @@ def check_loss(call: pb.LossCall, limits: Limits) -> pb.Error | None:
     return None
 
 
+FORMS = ("json_schema", "regex", "grammar")
+
+
 def check_sample(call: pb.SampleCall, rows: int, limits: Limits) -> pb.Error | None:
     """Return the error of a sample call that exceeds a limit; None if it exceeds none.
 
@@ -142,7 +145,7 @@ def check_sample(call: pb.SampleCall, rows: int, limits: Limits) -> pb.Error | N
         ("stop", max(len(call.stop), len(call.stop_token_ids)), "max_stops", limits.max_stops),
         ("stop", max(map(len, call.stop), default=0), "max_stop_chars", limits.max_stop_chars),
         ("prompts", max(map(len, call.prompts), default=0), "max_text_chars", limits.max_text_chars),
-        ("json_schema", len(call.json_schema), "max_kwargs_chars", limits.max_kwargs_chars),
+        *((form, len(getattr(call, form)), "max_kwargs_chars", limits.max_kwargs_chars) for form in FORMS),
         ("logit_bias", len(call.logit_bias), "max_logit_biases", limits.max_logit_biases),
         ("top_logprobs", call.top_logprobs, "max_top_logprobs", limits.max_top_logprobs),
         ("top_prompt_logprobs", call.top_prompt_logprobs, "max_top_logprobs", limits.max_top_logprobs),

@@ -72,6 +72,12 @@ class Tokenizers:
         if len(request.sequences) > limit:
             raise limit_exceeded(f"{len(request.sequences)} sequences", "max_encode_texts", limit, "sequences")
         tokenizer = self._load(self._names.find(request.model, "model"))
+        if request.pieces:
+            if any(len(sequence.ids) != 1 for sequence in request.sequences):
+                message = "pieces are those of single ids: send a sequence of one id for each"
+                raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="sequences")
+            response.texts.extend(tokenizer.id_to_token(sequence.ids[0]) or "" for sequence in request.sequences)
+            return response
         for piece in _pieces([sequence.ids for sequence in request.sequences]):
             response.texts.extend(
                 tokenizer.decode_batch(list(map(list, piece)), skip_special_tokens=request.skip_special_tokens)

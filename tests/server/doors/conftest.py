@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 
 import httpx
+import openai
 import pytest
 from support.front import door, start
 from support.server import free_port
@@ -12,6 +13,21 @@ from support.tinker import HttpServer, TinkerClient
 from support.tiny import tiny_model
 
 __all__ = ["door", "start"]
+
+TEXTS = [
+    "the cat sat on the mat; naïve café says the cat",
+    '{"name": "add", "parameters": {"a": 1, "b": 2}}',
+    "assistant: user: ",
+]
+TEMPLATE = """{{ bos_token }}{% if tools %}tools: {{ tools | tojson }}
+{% endif %}{% for message in messages %}{{ message.role }}:
+{%- if message.reasoning_content %} <think>{{ message.reasoning_content }}</think>{% endif %} {{ message.content }}
+{%- if message.tool_calls %}
+{%- for call in message.tool_calls %}{"name": "{{ call.function.name }}", "parameters":
+{{- call.function.arguments | tojson }}}
+{%- endfor %}{% endif %}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+DOCUMENTED = "Qwen/Qwen3-0.6B"
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +44,22 @@ async def tinker(tinker_server: HttpServer) -> AsyncIterator[TinkerClient]:
     """A session of its own."""
     async with httpx.AsyncClient(base_url=tinker_server.url, timeout=60) as http:
         yield await TinkerClient(http).begin()
+
+
+@pytest.fixture(scope="session")
+def openai_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    """Two models of one folder; its template takes tools, and writes calls as Llama does."""
+    folder = tmp_path_factory.mktemp("openai")
+    model = tiny_model(folder / "model", texts=TEXTS, vocab_size=340, context_length=1024)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    running = HttpServer(model, folder / "state", free_port(), "--model", f"{DOCUMENTED}={model}")
+    running.start()
+    yield running
+    assert running.end() == 0
+
+
+@pytest.fixture(scope="session")
+def client(openai_server: HttpServer) -> Iterator[openai.OpenAI]:
+    url = f"{openai_server.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
+        yield client

@@ -14,24 +14,12 @@ import httpx
 import jsonschema
 import openai
 import pytest
+from gradwire_server.doors.http.openai.answers import bytes_of_piece
 from gradwire_server.doors.http.openai.events import _line
 from gradwire_server.doors.http.openai.tools import certain_content, forced_schema, read_answer
 from gradwire_server.errors import ServiceError
-from support.server import free_port
 from support.tinker import HttpServer
-from support.tiny import tiny_model
 
-TEXTS = [
-    "the cat sat on the mat; naïve café says the cat",
-    '{"name": "add", "parameters": {"a": 1, "b": 2}}',
-    "assistant: user: ",
-]
-TEMPLATE = """{{ bos_token }}{% if tools %}tools: {{ tools | tojson }}
-{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}{% if message.tool_calls %}
-{%- for call in message.tool_calls %}{"name": "{{ call.function.name }}", "parameters":
-{{- call.function.arguments | tojson }}}
-{%- endfor %}{% endif %}
-{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 ADD: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -55,25 +43,12 @@ CALL_SCHEMA = {
     "additionalProperties": False,
 }
 SHOWN: dict[str, Any] = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-DOCUMENTED = "Qwen/Qwen3-0.6B"
 HELLO: list[Any] = [{"role": "user", "content": "hello cat"}]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    folder = tmp_path_factory.mktemp("openai")
-    model = tiny_model(folder / "model", texts=TEXTS, vocab_size=340, context_length=1024)
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    running = HttpServer(model, folder / "state", free_port(), "--model", f"{DOCUMENTED}={model}")
-    running.start()
-    yield running
-    assert running.end() == 0
-
-
-@pytest.fixture(scope="module")
-def client(server: HttpServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
-        yield client
+def server(openai_server: HttpServer) -> HttpServer:
+    return openai_server
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +87,45 @@ def test_models_are_base_models_runs_and_checkpoints(
             client.completions.create(model=name, prompt="a")
         assert caught.value.param == "model" and caught.value.code == "unknown_model"
     service.delete_run(run.run_id)
+
+
+def test_what_vllms_clients_ask_beside(client: openai.OpenAI) -> None:
+    whole: Any = client.chat.completions.create(
+        model="tiny",
+        messages=HELLO,
+        max_tokens=20,
+        seed=1,
+        extra_body={
+            "prompt_logprobs": 2,
+            "min_tokens": 15,
+            "skip_special_tokens": False,
+            "stop_token_ids": [*range(9)],
+        },
+    )
+    assert whole.usage.completion_tokens >= 15
+    first, *places = whole.prompt_logprobs
+    assert first is None and len(places) + 1 == whole.usage.prompt_tokens
+    assert all(len(place) in (2, 3) and {entry["rank"] for entry in place.values()} >= {1, 2} for place in places)
+    extra: Any = {"prompt_logprobs": 0}
+    completion: Any = client.completions.create(model="tiny", prompt=[1, 50, 51], max_tokens=3, extra_body=extra)
+    scored: Any = client.completions.create(model="tiny", prompt=[1, 50, 51], max_tokens=0, echo=True, logprobs=0)
+    own = [next(iter(place.values()))["logprob"] for place in completion.choices[0].prompt_logprobs[1:]]
+    assert own == pytest.approx(scored.choices[0].logprobs.token_logprobs[1:])
+    begun: list[Any] = [*HELLO, {"role": "assistant", "content": "the cat"}]
+    options: dict[str, Any] = {"model": "tiny", "max_tokens": 1}
+    more = client.chat.completions.create(
+        **options, messages=begun, extra_body={"continue_final_message": True, "add_generation_prompt": False}
+    )
+    new, ended = (client.chat.completions.create(**options, messages=each) for each in (HELLO, begun))
+    assert more.usage and new.usage and ended.usage
+    assert new.usage.prompt_tokens < more.usage.prompt_tokens < ended.usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError, match="continue_final_message"):
+        client.chat.completions.create(**options, messages=HELLO, extra_body={"continue_final_message": True})
+
+
+def test_bytes_are_those_of_the_vocabulary() -> None:
+    assert bytes_of_piece("<0xE2>") == [0xE2] and bytes_of_piece("Ã©Ġa") == list("é a".encode())
+    assert bytes_of_piece("Ã") == [0xC3] and bytes_of_piece("▁日") is None and bytes_of_piece("") is None
 
 
 def test_an_address_without_v1_is_explained(server: HttpServer) -> None:
@@ -184,7 +198,7 @@ def test_chat_in_whole_and_in_parts(client: openai.OpenAI) -> None:
     assert logprobs is not None and logprobs.content is not None
     for place in logprobs.content:
         assert len(place.top_logprobs) == 2 and place.top_logprobs[0].logprob >= place.logprob
-        assert place.bytes is None or bytes(place.bytes).decode() == place.token
+        assert place.bytes is not None and bytes(place.bytes).decode(errors="replace") == place.token
     text, reason, role = "", None, None
     for part in client.chat.completions.create(**options, stream=True):
         (choice,) = part.choices
@@ -216,8 +230,18 @@ def test_answers_follow_a_schema(client: openai.OpenAI) -> None:
             client.chat.completions.create(
                 model="tiny", messages=HELLO, response_format={"type": "json_object"}, extra_body=extra
             )
-    with pytest.raises(openai.BadRequestError, match="structured_outputs"):
-        client.completions.create(model="tiny", prompt="a", extra_body={"structured_outputs": {"regex": "a+"}})
+    forms: list[tuple[dict[str, Any], str]] = [
+        ({"guided_regex": "(cat|mat){2}"}, "(cat|mat){2}"),
+        ({"structured_outputs": {"choice": ['say "cat"', "a\\b\n"]}}, 'say "cat"|a\\\\b\n'),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"structured_outputs": {"grammar": 'root ::= "a" [0-9]'}}, "a[0-9]"),
+    ]
+    for extra, pattern in forms:
+        text = client.completions.create(model="tiny", prompt="a", max_tokens=40, extra_body=extra).choices[0].text
+        assert re.fullmatch(pattern, text), text
+    with pytest.raises(openai.BadRequestError, match="regular expression") as caught:
+        client.completions.create(model="tiny", prompt="a", extra_body={"structured_outputs": {"regex": "("}})
+    assert caught.value.param == "structured_outputs"
     anything = client.chat.completions.create(
         model="tiny", messages=HELLO, response_format={"type": "json_object"}, max_tokens=30, seed=1
     )

@@ -19,10 +19,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import VERSION, Core
 from gradwire_server.doors.door import Door
+from gradwire_server.doors.http.anthropic import app as anthropic
 from gradwire_server.doors.http.errors import error_response
 from gradwire_server.doors.http.guard import GuardedProtocol
 from gradwire_server.doors.http.heads import BoundedHeads
 from gradwire_server.doors.http.openai import app as openai
+from gradwire_server.doors.http.openai import errors as openai_errors
+from gradwire_server.doors.http.openai import tokens
 from gradwire_server.doors.http.protocol import Protocol
 from gradwire_server.doors.http.tinker import app as tinker
 
@@ -96,7 +99,12 @@ class HttpDoor(Door):
 
     def _protocols(self) -> tuple[Protocol, ...]:
         """Build the routes, which takes FastAPI a few tenths of a second."""
-        return tinker.protocol(self._tinker), openai.protocol(self._core, self._stopping)
+        return (
+            tinker.protocol(self._tinker),
+            anthropic.protocol(self._core),
+            tokens.protocol(self._core),
+            openai.protocol(self._core, self._stopping),
+        )
 
     async def announce_end(self) -> None:
         """Answer health checks with 503, and end the requests that wait for a result."""
@@ -133,8 +141,8 @@ class _Server(uvicorn.Server):
 
 def _root(core: Core, protocols: Sequence[Protocol], stopping: asyncio.Event) -> ASGIApp:
     """The application that gives each request to the protocol of its path."""
-    guards = {protocol.prefix + "/": GuardedProtocol(core, protocol) for protocol in protocols}
-    known = ", ".join(f"{protocol.prefix} ({protocol.name})" for protocol in protocols)
+    guards = [(protocol, GuardedProtocol(core, protocol)) for protocol in protocols]
+    known = ", ".join(f"{protocol.prefix}{protocol.paths[0].rstrip('/')} ({protocol.name})" for protocol in protocols)
     keyless = BrowserGuard(names=(core.config.http.rpartition(":")[0], *core.config.host_names))
     keyed = BrowserGuard(names=None)
 
@@ -144,15 +152,15 @@ def _root(core: Core, protocols: Sequence[Protocol], stopping: asyncio.Event) ->
         path = scope["path"]
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         browsers = keyed if core.keys.required else keyless
-        prefix = next((prefix for prefix in guards if path.startswith(prefix)), "")
+        protocol, guard = next((each for each in guards if each[0].serves(path)), (None, None))
         if (refused := browsers.refusal(scope["method"], headers) or body_refusal(headers)) is not None:
             status, message = refused
             error = pb.Error(code=REFUSAL_CODES[status], message=message)
-            body = guards[prefix].error_body if prefix else _any_error_body
+            body = protocol.error_body if protocol is not None else _any_error_body
             await error_response(error, body, status)(scope, receive, send)
             return
-        if prefix:
-            await guards[prefix]({**scope, "root_path": scope.get("root_path", "") + prefix[:-1]}, receive, send)
+        if protocol is not None and guard is not None:
+            await guard({**scope, "root_path": scope.get("root_path", "") + protocol.prefix}, receive, send)
             return
         if path == "/version":
             await JSONResponse({"version": VERSION})(scope, receive, send)
@@ -170,7 +178,7 @@ def _root(core: Core, protocols: Sequence[Protocol], stopping: asyncio.Event) ->
 
 def _any_error_body(status: int, error: pb.Error) -> Mapping[str, Any]:
     """An error outside every protocol's paths: its caller may speak any of them, so it has the form of each."""
-    return {**tinker.error_body(status, error), **openai.error_body(status, error)}
+    return {**tinker.error_body(status, error), **openai_errors.error_body(status, error)}
 
 
 def _listener(address: str) -> socket.socket:

@@ -188,7 +188,7 @@ class _Answer:
         if not self._started:
             await response(self._scope, _nothing, self._send)
             return
-        last = b"data: " + bytes(response.body) + b"\n\n" if self._of_events else b""
+        last = b"event: error\ndata: " + bytes(response.body) + b"\n\n" if self._of_events else b""
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
 

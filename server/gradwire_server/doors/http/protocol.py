@@ -50,6 +50,7 @@ class Protocol:
         oversized: POST routes that answer a body above the limit in their own way, by path.
         uploads: POST routes, with ``*`` for an id, that read their body themselves, part by part, as it may be as large
             as a file.
+        paths: The paths, relative to the prefix, with what is below them; for a protocol among those of another.
     """
 
     name: str
@@ -60,6 +61,13 @@ class Protocol:
     direct: Mapping[str, DirectRoute] = field(default_factory=dict)
     oversized: Mapping[str, OversizedRoute] = field(default_factory=dict)
     uploads: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ("/",)
+
+    def serves(self, path: str) -> bool:
+        """Whether a path belongs to the protocol."""
+        return any(
+            path == (whole := self.prefix + each) or path.startswith(whole.rstrip("/") + "/") for each in self.paths
+        )
 
 
 # These are coroutines, as FastAPI calls plain functions in a thread.

@@ -13,9 +13,9 @@ from gradwire_server.engine.errors import OperationError, panics_as_errors
 from gradwire_server.engine.failures import to_error
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.tokenizers import TextTokenizer
-from gradwire_server.engine.sampling.drawing.json_grammar import JsonGrammar
+from gradwire_server.engine.sampling.drawing.grammar import Grammar
 from gradwire_server.engine.sampling.growing.growing_sample import GrowingSample, Handed
-from gradwire_server.engine.sampling.growing.growing_text import StopString
+from gradwire_server.engine.sampling.growing.growing_text import GrowingText, StopString
 from gradwire_server.engine.sampling.samplers.sampler import Samples, SamplingParams, StopReason, TopTokens
 
 DECODED_ROWS = 64
@@ -77,7 +77,7 @@ class LocalJob:
         self._ended: list[_Ended | None] = [None] * len(self.limits)
         self._left = len(self._ended)
         self._stops = [StopString(text) for text in params.stop]
-        self._grammar: JsonGrammar | None = None
+        self._grammar: Grammar | None = None
         self._handed = [Handed(row) for row in range(len(self.limits))] if params.stream else []
         if not params.max_tokens:
             for row in range(len(self.limits)):
@@ -85,7 +85,7 @@ class LocalJob:
 
     @property
     def has_grammar(self) -> bool:
-        return bool(self.params.json_schema)
+        return bool(self.params.forms)
 
     def compile(self) -> None:
         """Compile the grammar, before the first :meth:`begin`; an error is the job's."""
@@ -93,9 +93,8 @@ class LocalJob:
         end_tokens = tuple(sorted(self.policy.facts.eos_token_ids))
         try:
             with panics_as_errors():
-                self._grammar = JsonGrammar(
-                    self.params.json_schema, self.tokenizer, self.policy.facts.vocab_size, end_tokens
-                )
+                ((form, text),) = self.params.forms.items()
+                self._grammar = Grammar(form, text, self.tokenizer, self.policy.facts.vocab_size, end_tokens)
         except Exception as error:  # the boundary of a thread: whoever waits for the samples receives it
             self.error = error
 
@@ -121,9 +120,16 @@ class LocalJob:
         """Begin a row's sample; None if nothing is to be done for each of its tokens but to draw it."""
         if not (self._stops or self._grammar or self._handed or self.params.top_logprobs):
             return None
+        text = None
+        if self.tokenizer is not None and (self._stops or self._handed):
+            text = GrowingText(
+                self.tokenizer.tokenizer,
+                self._stops,
+                min_tokens=self.params.min_tokens,
+                keep_special_tokens=self.params.keep_special_tokens,
+            )
         return GrowingSample(
-            self.tokenizer if self._stops or self._handed else None,
-            self._stops,
+            text,
             self._grammar.begin() if self._grammar else None,
             self._handed[row] if self._handed else None,
         )
@@ -228,7 +234,8 @@ class LocalJob:
         for start in range(0, len(ended), DECODED_ROWS):  # lists of all tokens would take ten times their memory
             rows = ended[start : start + DECODED_ROWS]
             whole = [row.token_ids[: len(row.token_ids) - row.by_token].tolist() for row in rows if row.text is None]
-            decoded = iter(self.tokenizer.decode(whole))
+            skip = not self.params.keep_special_tokens
+            decoded = iter(self.tokenizer.decode(whole, skip_special_tokens=skip))
             texts += [next(decoded) if row.text is None else row.text for row in rows]
         return texts
 
@@ -296,11 +303,11 @@ def _check(
             f"model {facts.name!r} has no tokenizer here, so stop strings cannot be found: use stop_token_ids",
             field="stop",
         )
-    if params.json_schema and tokenizer is None:
+    for form in params.forms if tokenizer is None else ():
         raise OperationError(
             training_pb2.ERROR_CODE_UNSUPPORTED,
-            f"model {facts.name!r} has no tokenizer here, so a json_schema cannot be followed",
-            field="json_schema",
+            f"model {facts.name!r} has no tokenizer here, so a {form} cannot be followed",
+            field=form,
         )
     for index, token in enumerate(params.stop_token_ids):
         if not 0 <= token < facts.vocab_size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -150,6 +151,7 @@ class TokenTexts:
     def __init__(self, core: Core, caller: Caller, model: str) -> None:
         self._core, self._caller, self._model = core, caller, model
         self._known: dict[int, str] = {}
+        self._bytes: dict[int, list[int] | None] = {}
 
     async def read(self, tokens: Iterable[Tokens]) -> Callable[[int], str]:
         """Read the texts of all tokens that are named in some rows; returns the function from id to text."""
@@ -161,7 +163,49 @@ class TokenTexts:
                 self._caller, self._model, [[token] for token in ids], skip_special_tokens=False
             )
             self._known |= dict(zip(ids, texts, strict=True))
+            parts = [token for token, text in zip(ids, texts, strict=True) if "\ufffd" in text]
+            pieces = await self._core.texts.pieces(self._caller, self._model, parts)
+            self._bytes |= {token: bytes_of_piece(piece) for token, piece in zip(parts, pieces, strict=True)}
         return self._known.__getitem__
+
+    def bytes_of(self, token: int) -> list[int] | None:
+        """The bytes of a token whose text was read, also of a part of a character; None where nobody can tell."""
+        return self._bytes[token] if token in self._bytes else list(self._known[token].encode())
+
+    async def of_prompt(self, tokens: Tokens) -> list[dict[str, Any] | None]:
+        """The log-probabilities of a prompt's tokens, as vLLM gives them.
+
+        The rank of a token is its place among the most probable ones that were asked for; None beyond them.
+        """
+        text_of = await self.read([tokens])
+        found: list[dict[str, Any] | None] = []
+        for token, logprob, top in zip(tokens.ids, tokens.logprobs, tokens.tops, strict=True):
+            if logprob is None:
+                found.append(None)
+                continue
+            place = {
+                str(other): {"logprob": value, "rank": rank, "decoded_token": text_of(other)}
+                for rank, (other, value) in enumerate(top, 1)
+            }
+            place.setdefault(str(token), {"logprob": logprob, "rank": None, "decoded_token": text_of(token)})
+            found.append(place)
+        return found
+
+
+def bytes_of_piece(piece: str) -> list[int] | None:
+    """The bytes that an entry of a vocabulary stands for: ``<0xE2>``, or a character for each byte as GPT-2 wrote them;
+    None for one that is of neither form."""
+    if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
+        return [int(piece[3:5], 16)]
+    found = [_BYTE_OF.get(char) for char in piece]
+    return [byte for byte in found if byte is not None] if piece and None not in found else None
+
+
+_SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+"""Bytes that byte-level vocabularies write as the character of that number; the others follow from 256 on."""
+_BYTE_OF = {chr(byte): byte for byte in _SHOWN} | {
+    chr(256 + place): byte for place, byte in enumerate(byte for byte in range(256) if byte not in _SHOWN)
+}
 
 
 def _prompts(asked: pb.SampleRequest, columns: Any) -> list[Tokens]:

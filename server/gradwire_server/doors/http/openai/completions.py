@@ -22,6 +22,7 @@ from gradwire_server.doors.http.protocol import CallerOf, ErrorBody
 MAX_TOKENS = 16
 """Tokens of a completion that does not say how many."""
 PARAMETERS = {"prompts": "prompt", "texts": "prompt", "top_logprobs": "logprobs"}
+PARAMETERS |= dict.fromkeys(("json_schema", "regex", "grammar"), "structured_outputs")
 
 
 def routes(core: Core, error_body: ErrorBody) -> APIRouter:
@@ -77,10 +78,11 @@ class Completion:
         if not max_tokens and not asked.echo:
             raise invalid("max_tokens is 0, which leaves nothing to do without echo", "max_tokens")
         call = asked.call(max_tokens)
-        call.prompt_logprobs = bool(asked.echo and (asked.logprobs is not None or not max_tokens))
+        echoed = asked.echo and (asked.logprobs is not None or not max_tokens)
+        call.prompt_logprobs |= bool(echoed)
         if asked.logprobs is not None:
             call.top_logprobs = asked.logprobs
-            call.top_prompt_logprobs = asked.logprobs if call.prompt_logprobs else 0
+            call.top_prompt_logprobs = max(call.top_prompt_logprobs, asked.logprobs if echoed else 0)
         prompts = await self._prompts()
         return pb.SampleRequest(model=self._source, call=call, prompt_ids=prompts)
 
@@ -88,19 +90,20 @@ class Completion:
         """The whole completion."""
         asked = self._asked
         answers = await sampled(self._core, self._caller, call, http)
-        rows = [(row.prompt + row.tokens) if row.prompt is not None else row.tokens for row in answers.rows]
+        rows = [(row.prompt + row.tokens) if row.prompt and asked.echo else row.tokens for row in answers.rows]
         text_of = await self._texts.read(rows if asked.logprobs is not None else [])
         echoed = await self._echoed(call)
         choices = []
         for index, (answer, tokens) in enumerate(zip(answers.rows, rows, strict=True)):
-            choices.append(
-                {
-                    "index": index,
-                    "text": echoed[index // call.call.n] + answer.text,
-                    "finish_reason": answer.finish_reason,
-                    "logprobs": _logprobs(tokens, text_of, 0) if asked.logprobs is not None else None,
-                }
-            )
+            choice = {
+                "index": index,
+                "text": echoed[index // call.call.n] + answer.text,
+                "finish_reason": answer.finish_reason,
+                "logprobs": _logprobs(tokens, text_of, 0) if asked.logprobs is not None else None,
+            }
+            if asked.prompt_logprobs is not None and answer.prompt is not None:
+                choice["prompt_logprobs"] = await self._texts.of_prompt(answer.prompt)
+            choices.append(choice)
         counts = usage(answers.num_prompt_tokens, answers.num_sampled_tokens)
         return {**self._head, "choices": choices, "usage": counts}
 

@@ -1,4 +1,4 @@
-"""Streams of server-sent events in OpenAI's form."""
+"""Streams of server-sent events."""
 
 from __future__ import annotations
 
@@ -21,27 +21,38 @@ WAITING = b": waiting\n\n"
 Event = Mapping[str, Any]
 
 
-async def event_stream(events: AsyncGenerator[Event], error_body: ErrorBody, path: str) -> StreamingResponse:
+async def event_stream(
+    events: AsyncGenerator[Event], error_body: ErrorBody, path: str, *, typed: bool = False
+) -> StreamingResponse:
     """A response with these events; a first error within ``KEEP_ALIVE_S`` is raised, a later one is the last event.
+
+    Args:
+        typed: Whether each event has its ``type`` as its name too; such a stream ends without ``[DONE]``.
 
     Raises:
         ServiceError: The request is refused.
     """
     kept_alive = _kept_alive(events)
+
+    def line(event: Event | None) -> bytes:
+        name = f"event: {event.get('type', 'error')}\n" if typed and event is not None else ""
+        return name.encode() + _line(event)
+
     first = await anext(kept_alive)
 
     async def lines() -> AsyncIterator[bytes]:
         async with aclosing(kept_alive):
             try:
-                yield _line(first)
+                yield line(first)
                 async for event in kept_alive:
-                    yield _line(event)
+                    yield line(event)
             except ServiceError as error:
-                yield _line(error_body(status_of(error.error), error.error))
+                yield line(error_body(status_of(error.error), error.error))
             except Exception as error:  # the outermost handler, as the response has begun
-                yield _line(error_body(500, internal_error(error, path)))
+                yield line(error_body(500, internal_error(error, path)))
             else:
-                yield b"data: [DONE]\n\n"
+                if not typed:
+                    yield b"data: [DONE]\n\n"
 
     return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 

@@ -1,9 +1,10 @@
 """Requests for completions as OpenAI's clients send them, and what they ask of the sampler.
 
 Beside OpenAI's own fields: ``top_k``, ``min_p``, ``repetition_penalty``, ``stop_token_ids``, ``ignore_eos``,
-``guided_json``, ``structured_outputs``, ``skip_special_tokens`` and ``add_generation_prompt``, as other servers name
-them (``extra_body`` of the ``openai`` package). A field that is not known is refused. Fields that say something about
-the caller, or how to bill or cache, are taken and have no effect.
+``min_tokens``, ``guided_json``, ``guided_regex``, ``guided_choice``, ``guided_grammar``, ``structured_outputs``,
+``skip_special_tokens``, ``prompt_logprobs``, ``add_generation_prompt`` and ``continue_final_message``, as other servers
+name them (``extra_body`` of the ``openai`` package). A field that is not known is refused. Fields that say something
+about the caller, or how to bill or cache, are taken and have no effect.
 """
 
 from __future__ import annotations
@@ -35,11 +36,15 @@ class StreamOptions(BoundedModel):
 
 
 class StructuredOutputs(BoundedModel):
-    """The form of the text, as vLLM names it. Other forms than ``json`` are refused by their names."""
+    """The form of the text, as vLLM names it: one of these."""
 
     model_config = ConfigDict(extra="forbid")
 
-    json_: dict[str, Any] | str = Field(alias="json")
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = Field(default=None, min_length=1)
+    choice: list[str] | None = Field(default=None, min_length=1)
+    grammar: str | None = Field(default=None, min_length=1)
+    json_object: Literal[True] | None = None
 
 
 class SamplingRequest(BoundedModel):
@@ -63,9 +68,14 @@ class SamplingRequest(BoundedModel):
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = Field(default=None, ge=0, lt=MAX_TOKENS)
     guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = Field(default=None, min_length=1)
+    guided_choice: list[str] | None = Field(default=None, min_length=1)
+    guided_grammar: str | None = Field(default=None, min_length=1)
     structured_outputs: StructuredOutputs | None = None
-    skip_special_tokens: Literal[True] | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = Field(default=None, ge=0, lt=2**31)
     # Without effect.
     user: str | None = None
     metadata: Any = None
@@ -81,12 +91,14 @@ class SamplingRequest(BoundedModel):
         Raises:
             ServiceError: INVALID_ARGUMENT.
         """
-        guided = self.guided_json if self.structured_outputs is None else self.structured_outputs.json_
-        if guided is not None:
-            field = "guided_json" if self.structured_outputs is None else "structured_outputs"
-            if json_schema:
-                raise invalid(f"{field} and response_format or tool_choice both say what the text is: give one", field)
-            json_schema = _encodable([guided if isinstance(guided, str) else json.dumps(guided)], field)[0]
+        forms = self._forms()
+        if json_schema:
+            forms.append(("response_format or tool_choice", "json_schema", json_schema))
+        if len(forms) > 1:
+            message = f"{forms[0][0]} and {forms[1][0]} both say what the text is: give one"
+            raise invalid(message, forms[0][0])
+        if self.prompt_logprobs is not None and self.stream:
+            raise unsupported("prompt_logprobs are not served in a stream", "prompt_logprobs")
         temperature = 1.0 if self.temperature is None else self.temperature
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if "" in stop:
@@ -105,11 +117,34 @@ class SamplingRequest(BoundedModel):
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=[_bias(token, bias) for token, bias in (self.logit_bias or {}).items()],
-            json_schema=json_schema,
+            min_tokens=self.min_tokens or 0,
+            keep_special_tokens=self.skip_special_tokens is False,
+            prompt_logprobs=self.prompt_logprobs is not None,
+            top_prompt_logprobs=self.prompt_logprobs or 0,
         )
+        for field, form, text in forms:
+            setattr(call, form, _encodable([text], field)[0])
         if self.seed is not None:
             call.seed = self.seed % 2**64
         return call
+
+    def _forms(self) -> list[tuple[str, str, str]]:
+        """What says which form the text has: the field, the sampler's argument, and its text."""
+        given = self.structured_outputs or StructuredOutputs()
+        found = []
+        for name, form, values in (
+            ("json", "json_schema", (self.guided_json, given.json_)),
+            ("regex", "regex", (self.guided_regex, given.regex)),
+            ("choice", "grammar", (self.guided_choice, given.choice)),
+            ("grammar", "grammar", (self.guided_grammar, given.grammar)),
+            ("json_object", "json_schema", (None, '{"type": "object"}' if given.json_object else None)),
+        ):
+            for field, value in zip((f"guided_{name}", "structured_outputs"), values, strict=True):
+                if name == "choice" and value is not None:
+                    value = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
+                if value is not None:
+                    found.append((field, form, value if isinstance(value, str) else json.dumps(value)))
+        return found
 
 
 def _prompt_kind(prompt: Any) -> str:
@@ -186,6 +221,7 @@ class ChatRequest(SamplingRequest):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     modalities: list[Literal["text"]] | None = None
     reasoning_effort: str | None = None
 

@@ -3,7 +3,7 @@
 Legend: ``R`` rows, ``V`` vocabulary, ``C`` tokens. In this order, as in transformers: ``z_v + bias_v``; of tokens in
 the prompt or the sample ``z / r`` where positive and ``z r`` elsewhere (Keskar et al. 2019, r the repetition penalty);
 of tokens in the sample, n_v times, ``z_v - presence [n_v > 0] - frequency n_v`` (OpenAI's API reference); -inf for
-tokens outside a grammar.
+tokens that end a sample too early, and for those outside a grammar.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ def logits_to_choose_by(logits: Tensor, params: SamplingParams, rows: Rows, draw
     if params.adjusts:
         prompts = [rows.job[row].prompt_of(rows.row[row]) for row in drawing]
         choices = adjusted(logits, params, prompts, rows.tokens[drawing], rows.count[drawing])
-    if not params.json_schema:
+        ends = sorted(rows.job[drawing[0]].ends)  # equal for all, as their parameters and their models are
+        early = rows.count[drawing] < params.min_tokens
+        if ends and early.any():
+            places = torch.from_numpy(early.nonzero()[0])[:, None]
+            choices[sent(places, choices.device), sent(torch.tensor(ends), choices.device)] = -torch.inf
+    if not params.forms:
         return choices
     choices = logits if choices is None else choices
     refused = np.zeros(choices.shape, np.bool_)

@@ -29,7 +29,8 @@ from gradwire_server.engine.scoring.token_scores import token_logits
 SPARE_KINDS = 32
 """Drawing parameters that no row uses, kept for the requests to come."""
 _NOT_OF_DRAWING: dict[str, Any] = {
-    "max_tokens": 0, "seed": 0, "n": 1, "stop": (), "stream": False, "first_prompt": 0
+    "max_tokens": 0, "seed": 0, "n": 1, "stop": (), "stream": False, "first_prompt": 0,
+    "keep_special_tokens": False,
 }  # fmt: skip
 
 

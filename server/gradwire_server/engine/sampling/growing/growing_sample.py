@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 from gradwire_proto.v1 import training_pb2
 
-from gradwire_server.engine.model.tokenizers import TextTokenizer
-from gradwire_server.engine.sampling.drawing.json_grammar import JsonText
-from gradwire_server.engine.sampling.growing.growing_text import GrowingText, StopString
+from gradwire_server.engine.sampling.drawing.grammar import GuidedText
+from gradwire_server.engine.sampling.growing.growing_text import GrowingText
 from gradwire_server.engine.sampling.samplers.sampler import TopTokens
 
 
@@ -61,21 +58,18 @@ class GrowingSample:
     """One sample in progress.
 
     Args:
-        tokenizer: Decodes the text, if it is needed before the sample ends.
-        stops: Stop strings.
+        text: The text, if it is needed before the sample ends.
         grammar: Restricts the tokens, or None.
         handed: Takes the tokens of a streamed sample, or None.
     """
 
     def __init__(
         self,
-        tokenizer: TextTokenizer | None,
-        stops: Sequence[StopString],
-        grammar: JsonText | None,
+        text: GrowingText | None,
+        grammar: GuidedText | None,
         handed: Handed | None,
     ) -> None:
-        self._text = GrowingText(tokenizer.tokenizer, stops) if tokenizer is not None else None
-        self._grammar, self._handed = grammar, handed
+        self._text, self._grammar, self._handed = text, grammar, handed
         self._top: list[TopTokens] = []
 
     def allowed(self) -> npt.NDArray[np.bool_] | None:

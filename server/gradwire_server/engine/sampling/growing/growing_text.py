@@ -34,17 +34,27 @@ class GrowingText:
     Args:
         tokenizer: Decodes tokens.
         stops: Stop strings.
+        min_tokens: Tokens before which no stop string counts.
+        keep_special_tokens: Whether special tokens are text.
 
     Attributes:
         text: The text so far, without the bytes of characters that are not complete.
         end: Where the first stop string found begins; None while there is none.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[StopString]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[StopString],
+        *,
+        min_tokens: int = 0,
+        keep_special_tokens: bool = False,
+    ) -> None:
         self.text = ""
         self.end: int | None = None
         self._tokenizer, self._stops = tokenizer, stops
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._early, self._skip = min_tokens, not keep_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=self._skip)
         self._lengths = [0] * len(stops)
 
     @property
@@ -56,8 +66,12 @@ class GrowingText:
 
     def add(self, token: int) -> None:
         """Add a token; sets :attr:`end` if its text completes a stop string."""
-        piece = self._piece(token)
+        piece, early = self._piece(token), self._early > 1
+        self._early -= 1
         if not piece:
+            return
+        if early:
+            self.text += piece
             return
         begins = []
         for number, stop in enumerate(self._stops):
@@ -76,5 +90,5 @@ class GrowingText:
         try:
             return self._stream.step(self._tokenizer, token)
         except Exception:  # tokens that decode to less than those before them; the library has no class for it
-            self._stream = DecodeStream(skip_special_tokens=True)
+            self._stream = DecodeStream(skip_special_tokens=self._skip)
             return self._stream.step(self._tokenizer, token)

@@ -46,6 +46,10 @@ class SamplingParams:
         frequency_penalty: Subtracted from a token's logit for each time it is in the sample so far.
         logit_bias: Token ids and numbers added to their logits, before all penalties.
         json_schema: JSON schema of the sample's text; empty for any text.
+        regex: Expression that the whole text matches, in Rust's syntax; empty for any text.
+        grammar: Grammar of the text, in Lark's form or as GBNF; empty for any text.
+        min_tokens: Tokens before which nothing ends a sample but its maximum.
+        keep_special_tokens: Whether texts have the special tokens in them, but for the one that ends a sample.
         top_logprobs: Most probable tokens to return in each place.
         stream: Whether new tokens are handed out while the sample grows.
         deterministic: Whether one rank of the engine computes all samples, for the same bits on any number of ranks.
@@ -68,6 +72,10 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     json_schema: str = ""
+    regex: str = ""
+    grammar: str = ""
+    min_tokens: int = 0
+    keep_special_tokens: bool = False
     top_logprobs: int = 0
     stream: bool = False
     deterministic: bool = False
@@ -98,6 +106,10 @@ class SamplingParams:
             frequency_penalty=call.frequency_penalty,
             logit_bias=tuple((entry.token_id, entry.bias) for entry in call.logit_bias),
             json_schema=call.json_schema,
+            regex=call.regex,
+            grammar=call.grammar,
+            min_tokens=call.min_tokens,
+            keep_special_tokens=call.keep_special_tokens,
             top_logprobs=call.top_logprobs,
             stream=stream,
             deterministic=call.deterministic,
@@ -121,8 +133,12 @@ class SamplingParams:
                 and len(dict(params.logit_bias)) == len(params.logit_bias),
                 "each token once, -100 <= bias <= 100",
             ),
-            "json_schema": (not (params.json_schema and params.ignore_eos), "not with ignore_eos"),
         }
+        for form in params.forms:
+            rules[form] = (
+                len(params.forms) == 1 and not params.ignore_eos and not params.min_tokens,
+                "one of json_schema, regex and grammar, and not with ignore_eos or min_tokens",
+            )
         for name, (holds, rule) in rules.items():
             if not holds:
                 raise OperationError(
@@ -134,9 +150,16 @@ class SamplingParams:
         return params
 
     @property
+    def forms(self) -> dict[str, str]:
+        """What says which form the text has."""
+        forms = {"json_schema": self.json_schema, "regex": self.regex, "grammar": self.grammar}
+        return {name: text for name, text in forms.items() if text}
+
+    @property
     def adjusts(self) -> bool:
         """Whether tokens are chosen by other logits than the model's own."""
-        return bool(self.logit_bias or self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+        penalises = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        return bool(self.logit_bias or penalises or self.min_tokens)
 
 
 @dataclass(frozen=True)
@@ -243,7 +266,7 @@ class Sampler(Protocol[J]):
 
         Raises:
             OperationError: INVALID_BATCH for a prompt, INVALID_ARGUMENT for a token id or a schema, UNSUPPORTED for
-                stop strings or a schema without a tokenizer.
+                stop strings or a form of the text without a tokenizer.
         """
 
     def cancel(self, job: J) -> None:

@@ -134,7 +134,7 @@ class VllmSampler:
     def _can(self, policy: Policy, params: SamplingParams) -> bool:
         if params.top_k or params.top_p < 1 or params.min_p or params.adjusts:
             return False
-        if params.json_schema or params.top_logprobs or params.stream or not params.max_tokens:
+        if params.forms or params.keep_special_tokens or params.top_logprobs or params.stream or not params.max_tokens:
             return False
         if policy.split_model.vision is not None:
             return False

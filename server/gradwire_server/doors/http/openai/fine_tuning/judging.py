@@ -11,8 +11,7 @@ from fastapi import Request
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
-from gradwire_server.doors.http.openai.answers import sampled
-from gradwire_server.doors.http.openai.chat import Chat
+from gradwire_server.doors.http.openai.conversations import Conversation
 from gradwire_server.doors.http.openai.names import find_model
 from gradwire_server.doors.http.openai.requests import ChatRequest, JsonSchemaFormat, ResponseFormat
 from gradwire_server.errors import ServiceError
@@ -67,7 +66,7 @@ class Asked:
             model=question["model"], messages=question["messages"], temperature=question["temperature"],
             top_p=question["top_p"], seed=question["seed"], max_tokens=question["max_tokens"], response_format=form,
         )  # fmt: skip
-        call = await Chat(self._core, self._caller, asked).request()
-        answers = await sampled(self._core, self._caller, call, self._http)
-        self.tokens[question["model"]] += answers.num_prompt_tokens + answers.num_sampled_tokens
-        return answers.rows[0].text
+        conversation = Conversation(self._core, self._caller, asked)
+        (part,), counts = await conversation.answers(await conversation.request(), self._http)
+        self.tokens[question["model"]] += counts.prompt + counts.sampled
+        return part.content

@@ -1,0 +1,234 @@
+"""A conversation that a model is to go on with: what the sampler is asked, and the answer as a stream of parts.
+
+Every protocol of conversations (chat completions, responses, messages) translates its request into a
+:class:`.requests.ChatRequest` and these parts into its own events.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Request
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.access.keys import Caller
+from gradwire_server.core.core import Core
+from gradwire_server.doors.http.openai.answers import FINISH_REASONS, Tokens, sampled, streamed, tokens_of
+from gradwire_server.doors.http.openai.images import ConversationImages
+from gradwire_server.doors.http.openai.names import find_model
+from gradwire_server.doors.http.openai.reading import AnswerReader, Form, whole
+from gradwire_server.doors.http.openai.reasoning_forms import reasoning_form_of
+from gradwire_server.doors.http.openai.requests import ChatRequest, invalid, unsupported
+from gradwire_server.doors.http.openai.tool_forms import form_of
+from gradwire_server.doors.http.openai.tools import checked_tools, forced, forced_schema, messages_for_template
+
+OPENING_TOKENS = 16
+"""Tokens at the end of a prompt in which the mark may be with which reasoning begins."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is new of one sample.
+
+    Attributes:
+        row: The sample's number.
+        content, reasoning: Text.
+        calls: Calls of tools in OpenAI's form, with the last part.
+        finish_reason: ``"stop"``, ``"length"`` or ``"tool_calls"``, with the last part.
+        stop_string: The stop string that ended the sample, with the last part.
+        tokens: The new tokens.
+        prompt: The prompt's tokens, scored, if the request wants that.
+    """
+
+    row: int
+    content: str = ""
+    reasoning: str = ""
+    calls: Sequence[dict[str, Any]] = ()
+    finish_reason: str | None = None
+    stop_string: str | None = None
+    tokens: Tokens = field(default_factory=Tokens)
+    prompt: Tokens | None = None
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Tokens of the prompt, of all samples, and those of the latter that are reasoning."""
+
+    prompt: int
+    sampled: int
+    reasoning: int
+
+
+class Conversation:
+    """One request.
+
+    Args:
+        core: The core, which has the models.
+        asked: The request.
+
+    Attributes:
+        base: The base model.
+
+    Raises:
+        ServiceError: UNKNOWN_MODEL.
+    """
+
+    def __init__(self, core: Core, caller: Caller, asked: ChatRequest) -> None:
+        self._core, self._caller, self._asked = core, caller, asked
+        model = find_model(core, caller, asked.model)
+        self.base, self._source = model.base, model.source
+        self._tools: list[dict[str, Any]] = []
+        self._form = Form()
+
+    async def request(self) -> pb.SampleRequest:
+        """What the sampler is asked.
+
+        Raises:
+            ServiceError: The request is invalid.
+        """
+        asked = self._asked
+        info = await self._core.texts.tokenizer_info(self._caller, self.base)
+        template = info.chat_template
+        tools = checked_tools(asked.tools)
+        must = forced(asked.tool_choice, tools)
+        if asked.tool_choice != "none":
+            self._tools = tools
+        if self._tools and "tools" not in template:
+            raise unsupported(f"the chat template of {self.base} takes no tools", "tools")
+        schema = asked.response_format.json_schema_text() if asked.response_format is not None else ""
+        if must:
+            schema = forced_schema(must, template)
+        call = asked.call(asked.max_completion_tokens or asked.max_tokens, schema)
+        call.top_logprobs = asked.top_logprobs or 0
+        ids, images = await self._prompt(template)
+        begun = await self._reasoning_begun(template, ids)
+        guided = call.json_schema or call.regex or call.grammar  # which hold the answer from its first character on
+        specials = () if guided or call.keep_special_tokens else self._marking(template, info.special_token_ids)
+        call.keep_special_tokens |= bool(specials)
+        self._form = Form(template, self._tools, must, not guided, begun, specials)
+        request = pb.SampleRequest(model=self._source, call=call, prompt_ids=[pb.TokenIds(ids=ids)])
+        if images.numbers:
+            request.images.extend(images.contents)
+            request.prompt_images.add(images=images.numbers)
+        return request
+
+    def _marking(self, template: str, specials: Collection[str]) -> tuple[str, ...]:
+        """The special tokens, if some of them mark reasoning or calls: they are read, and taken away afterwards."""
+        reasoning = reasoning_form_of(template)
+        marks = list(form_of(template).begins) if self._tools else []
+        if reasoning is not None:
+            marks += [reasoning.opens, reasoning.closes]
+        return tuple(specials) if any(special in mark for special in specials for mark in marks) else ()
+
+    async def answers(self, call: pb.SampleRequest, http: Request) -> tuple[list[Part], Counts]:
+        """All samples, whole."""
+        found = await sampled(self._core, self._caller, call, http)
+        parts = []
+        for number, row in enumerate(found.rows):
+            read = whole(row.text, self._form)
+            reason = _reason(row.finish_reason, read.calls)
+            parts.append(Part(number, read.content, read.reasoning, read.calls, reason, None, row.tokens, row.prompt))
+        return parts, Counts(found.num_prompt_tokens, found.num_sampled_tokens, 0)
+
+    async def parts(self, call: pb.SampleRequest) -> AsyncGenerator[Part | Counts]:
+        """The samples' parts, as they grow, and the counts as the last. Text comes once it is certain what it is."""
+        readers: dict[int, AnswerReader] = {}
+        ids = defaultdict[int, list[int]](list)
+        reasoning = 0
+        async for frame in streamed(self._core, self._caller, call):
+            for delta in frame.deltas:
+                reader = readers.get(delta.row) or readers.setdefault(delta.row, AnswerReader(self._form))
+                content = thought = ""
+                for text in delta.texts:
+                    reasoning += reader.state == "reasoning"
+                    read = reader.add(text)
+                    content, thought = content + read.content, thought + read.reasoning
+                reason = FINISH_REASONS.get(delta.stop_reason)
+                calls: Sequence[dict[str, Any]] = ()
+                if reason is not None:
+                    read = reader.end()
+                    content, thought, calls = content + read.content, thought + read.reasoning, read.calls
+                    reason = _reason(reason, calls)
+                ids[delta.row] += delta.token_ids
+                stop = await self._stop_string(call, ids[delta.row]) if delta.stop_reason == "stop" else None
+                yield Part(delta.row, content, thought, calls, reason, stop, tokens_of(delta))
+            if frame.HasField("result"):
+                result = frame.result.sample
+                yield Counts(result.num_prompt_tokens, result.num_sampled_tokens, reasoning)
+
+    async def _stop_string(self, asked: pb.SampleRequest, ids: Sequence[int]) -> str | None:
+        """The stop string that is the first in a sample's text; None if a stop token ended it."""
+        if not asked.call.stop:
+            return None
+        (text,) = await self._core.texts.decode(
+            self._caller, self.base, [ids], skip_special_tokens=not asked.call.keep_special_tokens
+        )
+        found = [(text.find(stop), stop) for stop in asked.call.stop if stop in text]
+        return min(found)[1] if found else None
+
+    async def _prompt(self, template: str) -> tuple[list[int], ConversationImages]:
+        """The ids of the conversation, ready for the assistant's turn, and its images."""
+        asked, images = self._asked, ConversationImages()
+        messages = messages_for_template(asked.messages, images)
+        if images.numbers and not self._core.model_info(self.base).takes_images:
+            raise unsupported(f"the messages have images, and the model {self.base} takes none", "messages")
+        variables = dict(asked.chat_template_kwargs or {})
+        if asked.reasoning_effort is not None:
+            if "reasoning_effort" not in template:
+                message = (
+                    f"the chat template of {self.base} knows no reasoning_effort; set what it has, with"
+                    " chat_template_kwargs"
+                )
+                raise unsupported(message, "reasoning_effort")
+            variables.setdefault("reasoning_effort", asked.reasoning_effort)
+        continued = ""
+        if asked.continue_final_message:
+            continued = _continued(messages, asked)
+            messages.pop()
+        request = pb.RenderRequest(
+            model=self.base,
+            conversations=[pb.Conversation(messages_json=json.dumps(messages))],
+            tools_json=json.dumps(self._tools) if self._tools else "",
+            template_kwargs_json=json.dumps(variables),
+            train_on=pb.TRAIN_ON_NOTHING,
+            add_generation_prompt=bool(continued) or asked.add_generation_prompt is not False,
+        )
+        rendered = await self._core.texts.render(self._caller, request)
+        ids = list(rendered.rows[0].ids)
+        if continued:
+            (more,) = await self._core.texts.encode(self._caller, self.base, [continued], add_special_tokens=False)
+            ids += more.ids
+        return ids, images
+
+    async def _reasoning_begun(self, template: str, ids: Sequence[int]) -> bool:
+        """Whether a prompt ends with the mark that opens the reasoning."""
+        form = reasoning_form_of(template)
+        if form is None or self._asked.continue_final_message:
+            return False
+        end = [ids[-OPENING_TOKENS:]]
+        (text,) = await self._core.texts.decode(self._caller, self.base, end, skip_special_tokens=False)
+        return text.rstrip().endswith(form.opens.rstrip())
+
+
+def _continued(messages: Sequence[Mapping[str, Any]], asked: ChatRequest) -> str:
+    """The beginning of an answer that the last message is.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+    if asked.add_generation_prompt:
+        message = "continue_final_message goes on with the last message, and add_generation_prompt begins another: one"
+        raise invalid(message, "continue_final_message")
+    last = messages[-1]
+    if last["role"] != "assistant" or not isinstance(last["content"], str) or not last["content"] or len(messages) < 2:
+        message = "continue_final_message needs a last message of the assistant's with text, and one before it"
+        raise invalid(message, "continue_final_message")
+    return str(last["content"])
+
+
+def _reason(reason: str, calls: Sequence[Mapping[str, Any]]) -> str:
+    return "tool_calls" if calls and reason != "length" else reason

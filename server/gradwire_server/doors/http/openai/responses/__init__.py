@@ -1,0 +1,1 @@
+"""``/v1/responses``: OpenAI's newer form of conversations, translated into those of chat completions."""

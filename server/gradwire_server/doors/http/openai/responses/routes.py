@@ -1,0 +1,77 @@
+"""The routes of ``/v1/responses``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from gradwire_server.core.core import Core
+from gradwire_server.doors.http.openai.answers import TokenTexts, unless_left
+from gradwire_server.doors.http.openai.conversations import Conversation
+from gradwire_server.doors.http.openai.events import event_stream
+from gradwire_server.doors.http.openai.requests import named
+from gradwire_server.doors.http.openai.responses.kept import KeptResponses
+from gradwire_server.doors.http.openai.responses.requests import Item, ResponseRequest, with_references
+from gradwire_server.doors.http.openai.responses.writing import Writing
+from gradwire_server.doors.http.protocol import CallerOf
+
+PARAMETERS = dict.fromkeys(("prompts", "texts", "conversations", "images", "messages"), "input")
+PARAMETERS |= {"json_schema": "text", "reasoning_effort": "reasoning", "response_format": "text"}
+
+
+def routes(core: Core) -> APIRouter:
+    """The routes."""
+    router, kept = APIRouter(), KeptResponses()
+
+    @router.post("/responses", response_model=None)
+    async def create_response(asked: ResponseRequest, http: Request, caller: CallerOf) -> Response | dict[str, Any]:
+        items = with_references(asked.own_items, lambda item: kept.item(caller.name, item))
+        if asked.previous_response_id is not None:
+            before = kept.get(caller.name, asked.previous_response_id, "previous_response_id")
+            items = [*before.all_items(), *items]
+        with named(PARAMETERS):
+            conversation = Conversation(core, caller, asked.chat(items))
+            call = await conversation.request()
+            writing = Writing(asked, TokenTexts(core, caller, conversation.base))
+
+            async def events() -> AsyncGenerator[Mapping[str, Any]]:
+                async for event in writing.events(conversation.parts(call)):
+                    if event["type"] in ("response.completed", "response.incomplete"):
+                        keep(caller.name, asked, writing.response, items)
+                    yield event
+
+            if asked.stream:
+                return await event_stream(events(), writing.error, http.url.path, typed=True)
+            response = await unless_left(writing.whole(conversation.parts(call)), http)
+        keep(caller.name, asked, response, items)
+        return response
+
+    def keep(owner: str, asked: ResponseRequest, response: dict[str, Any], items: Sequence[Item]) -> None:
+        if asked.store is not False:
+            kept.put(owner, response, items)
+
+    @router.get("/responses/{response_id}")
+    async def get_response(response_id: str, caller: CallerOf) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(kept.get(caller.name, response_id).content)
+        return found
+
+    @router.get("/responses/{response_id}/input_items")
+    async def list_input_items(response_id: str, caller: CallerOf) -> dict[str, Any]:
+        found = kept.get(caller.name, response_id)
+        items = [
+            {"type": "message", "id": f"{response_id}_{number}", **item}
+            for number, item in enumerate(found.all_items()[: found.inputs])
+        ]
+        ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]}
+        return {"object": "list", "data": items[::-1], "has_more": False, **ends}
+
+    @router.delete("/responses/{response_id}")
+    async def delete_response(response_id: str, caller: CallerOf) -> dict[str, Any]:
+        kept.delete(caller.name, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    return router

@@ -13,7 +13,7 @@ from gradwire_losses.batch import BatchError, Scores
 from gradwire_losses.registry import get_loss
 from support import distillation_references as plain
 from support import loss_references as seven
-from support.distillation_references import squares, taught_rows, triples, valued_rows
+from support.distillation_references import squares, taught_rows, triples, two_tokenizers, valued_rows
 from support.loss_properties import PROPERTIES
 from support.losses import Case, logps, read
 from support.policy_batches import BASE, case, samples, trajectories, unrewarded
@@ -52,6 +52,9 @@ CASES = [
          gradcheck=False, distillation_weight=0.0, is_clip=None, clip_epsilon_high=0.4),
     case("iw_opd", lambda r: unrewarded(r, "old_log_probs"), plain.iw_opd, **BASE),
     case("iw_opd", lambda r: unrewarded(r, "ref_log_probs"), plain.iw_opd, "fresh", gradcheck=False, gamma=2.0),
+    *(case("gold", two_tokenizers, plain.gold, f"beta {beta:g}", beta=beta, shared_weight=0.7, own_weight=0.4)
+      for beta in (0.0, 0.3, 1.0)),
+    case("gold", lambda r: two_tokenizers(r, ends=False), plain.gold, "sorted", reduction="token_mean"),
     *(case("tpo", triples, plain.tpo, kind, loss_type=kind, beta=0.3, tpo_alpha=0.7, label_smoothing=0.1)
       for kind in ("sigmoid", "hinge", "ipo", "tpo-l")),
     *(case("enhanced_ppo", sampled_trajectories, seven.ppo, mode, sampler_rejection=mode, sampler_rejection_max=bound)

@@ -188,6 +188,7 @@ ASKED_FOR: dict[str, list[dict[str, object]]] = {
     "gkd": [{"reference_model": "base", "beta": beta} for beta in (0.0, 0.5, 1.0)],
     "on_policy_distillation": [{"reference_model": "base"}],
     "top_k_distillation": [{}],
+    "gold": [{}, {"own_weight": 0.0, "beta": 0.0}],
 }  # fmt: skip
 
 

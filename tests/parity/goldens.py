@@ -22,6 +22,7 @@ from support.losses import logps, numbers, tokens
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from trl.experimental.a2po.a2po_trainer import A2POTrainer
+from trl.experimental.gold.gold_trainer import ULDLoss
 from trl.experimental.iw_opd.iw_opd_trainer import IWOPDTrainer
 from trl.experimental.sdft.sdft_trainer import SDFTTrainer
 from trl.experimental.sdpo.sdpo_trainer import SDPOTrainer
@@ -327,10 +328,69 @@ def trl_tpo(rng: np.random.Generator) -> Iterator[tuple[str, Golden]]:
         yield f"trl-tpo-{kind}", golden
 
 
+def trl_gold(rng: np.random.Generator) -> Iterator[tuple[str, Golden]]:
+    """Three texts in the tokens of two vocabularies, of 9 and 11 tokens, of which 5 are the same."""
+    words = [["a", "b", "c", "d", "e", *(f"{side}{n}" for n in range(n))] for side, n in (("s", 4), ("t", 6))]
+    tokenizers = [SimpleNamespace(get_vocab=lambda own=own: {w: i for i, w in enumerate(own)}) for own in words]
+    ends = [[sorted({*rng.integers(1, length, length // 3).tolist(), length}) for _ in words] for length in (9, 6, 12)]
+    ids, labels, offsets, logits, answers = [], [], [], [], []
+    for side, own in enumerate(words):
+        rows = [[1, *rng.integers(0, len(own), len(text[side])).tolist()] for text in ends]
+        ids.append(pad_sequence([torch.tensor(row) for row in rows], batch_first=True))
+        labels.append(pad_sequence([torch.tensor([-100, *row[1:]]) for row in rows], True, -100))
+        spans = [torch.tensor([[0, 0], *zip([0, *text[side]], text[side], strict=False)]) for text in ends]
+        offsets.append(pad_sequence(spans, batch_first=True))
+        logits.append(torch.from_numpy(rng.normal(0, 1, (*ids[side].shape, len(own)))))
+        answers.append(rows)
+    mine, theirs = (each.log_softmax(-1) for each in logits)
+    columns: dict[str, list[Any]] = {
+        name: [] for name in ("piece_ends", "student_token_ids", "teacher_log_probs", "own")
+    }
+    token_scores, candidate_scores = [], []
+    for row, (student, teacher) in enumerate(ends):
+        at, before = {end: place for place, end in enumerate(teacher)}, 0.0
+        columns["piece_ends"].append([int(end in at) for end in student])
+        of_teacher, start = [], 0
+        for end in student:
+            place = at.get(end, 0)
+            before = (
+                sum(float(theirs[row, t, answers[1][row][t + 1]]) for t in range(start, place)) if end in at else 0.0
+            )
+            start = place + 1 if end in at else start
+            of_teacher.append((theirs[row, place] + before).tolist())
+        columns["teacher_log_probs"].append(of_teacher)
+        columns["student_token_ids"].append([[*range(9), 0, 0] for _ in student])
+        columns["own"].append([[0] * 5 + [1] * 4 + [0, 0] for _ in student])
+        for place in range(len(student)):
+            token_scores.append(float(mine[row, place, answers[0][row][place + 1]]))
+            candidate_scores.append([*mine[row, place].tolist(), 0.0, 0.0])
+    for hybrid, beta, weights in ((False, 0.5, (None, None)), (True, 0.3, (0.7, 0.4)), (True, 1.0, (None, None))):
+        settings = SimpleNamespace(
+            uld_crossentropy_weight=0.0, uld_distillation_weight=1.0, uld_student_temperature=1.0,
+            uld_teacher_temperature=1.0, uld_skip_student_eos=False, uld_skip_teacher_eos=False,
+            use_extended_uld=True, uld_token_merge_strategy="bayesian", uld_use_hybrid_loss=hybrid, beta=beta,
+            uld_hybrid_matched_weight=weights[0], uld_hybrid_unmatched_weight=weights[1],
+        )  # fmt: skip
+        loss = ULDLoss(settings, *tokenizers)(*logits, *labels, *ids, *offsets)
+        shared = [[[int(hybrid)] * 5 + [0] * 6 for _ in student] for student, _ in ends]
+        own = columns["own"] if hybrid else [[[1] * 9 + [0, 0] for _ in student] for student, _ in ends]
+        kwargs = {"beta": beta, "shared_weight": weights[0] or 5 / 11, "own_weight": weights[1] or 6 / 11}
+        yield (
+            f"trl-gold-{f'hybrid-{beta:g}' if hybrid else 'sorted'}",
+            {
+                "loss": "gold",
+                "kwargs": kwargs if hybrid else {},
+                "columns": {"input_ids": answers[0], **columns, "shared": shared, "own": own},
+                "scores": {"logprobs": token_scores, "candidate_logprobs": candidate_scores},
+                "expected": float(loss),
+            },
+        )
+
+
 def goldens() -> dict[str, Golden]:
     """Every golden by name, computed by the libraries."""
     found: dict[str, Golden] = {}
-    for family in (verl_baselines, verl_corrections, trl_distillation, trl_regression, trl_tpo):
+    for family in (verl_baselines, verl_corrections, trl_distillation, trl_regression, trl_tpo, trl_gold):
         found |= dict(family(np.random.default_rng(7)))
     return found
 

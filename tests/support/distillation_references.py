@@ -10,6 +10,7 @@ import numpy as np
 
 from support.loss_references import Examples, Result, log_sigmoid, mean, reduce, surrogate
 from support.losses import Columns, bits, logps, numbers, pair_columns, per_row, row_columns, scored_positions, tokens
+from support.policy_batches import teacher_columns
 from support.policy_references import groups, sampler_weights
 
 # ------------------------------------------------------------------ batches
@@ -55,6 +56,19 @@ def squares(columns: Columns) -> Columns:
         for group in columns["old_log_probs"]
     ]
     return columns | {"sum_pi_squared": values}
+
+
+def two_tokenizers(rng: np.random.Generator, k: int = 5, ends: bool = True) -> Columns:
+    """Rows in pieces, with candidates of both sides of which some are the same tokens."""
+    columns = teacher_columns(rng, k)
+    ids = columns["input_ids"]
+    columns["student_token_ids"] = columns.pop("teacher_token_ids")
+    if not ends:
+        return columns
+    kinds = [[[int(kind) for kind in rng.integers(0, 3, k)] for _ in row] for row in ids]
+    for name, number in (("shared", 1), ("own", 2)):
+        columns[name] = [[[int(kind == number) for kind in token] for token in row] for row in kinds]
+    return columns | {"piece_ends": bits(rng, ids, 0.6)}
 
 
 # ------------------------------------------------------------------ references
@@ -208,4 +222,46 @@ def tpo(examples: Examples, config: Any) -> Result:
         "chosen_log_probs": mean([c for c, _ in sums]),
         "rejected_log_probs": mean([w for _, w in sums]),
         "num_pairs": len(losses),
+    }
+
+
+def gold(examples: Examples, config: Any) -> Result:
+    """Piece by piece, in probabilities."""
+    losses, divergences, distances, teacher_masses, student_masses, tokens_ = [], [], [], [], [], 0
+    for [row] in examples:
+        own, product, tokens_ = [], 1.0, tokens_ + row.n
+        for t in range(row.n):
+            if hasattr(row, "piece_ends") and not row.piece_ends[t]:
+                product *= math.exp(row.score_logprobs[t])
+                continue
+            mine = [product * math.exp(x) for x in row.score_candidate_logprobs[t]]
+            theirs = [math.exp(x) for x in row.teacher_log_probs[t]]
+            product, k = 1.0, len(mine)
+            shared = row.shared[t] if hasattr(row, "shared") else [0] * k
+            alone = row.own[t] if hasattr(row, "own") else [1 - x for x in shared]
+            divergence = 0.0
+            for p, q, same in zip(mine, theirs, shared, strict=True):
+                if same:
+                    m = config.beta * q + (1 - config.beta) * p
+                    a = q * math.log(q / (p if config.beta == 0 else m))
+                    b = p * math.log(p / (q if config.beta == 1 else m))
+                    weight = config.beta if 0 < config.beta < 1 else 1 - config.beta
+                    divergence += weight * a + (1 - weight) * b
+            left = sorted((p for p, mark in zip(mine, alone, strict=True) if mark), reverse=True)
+            right = sorted((q for q, same in zip(theirs, shared, strict=True) if not same), reverse=True)
+            width = max(len(left), len(right))
+            left, right = left + [0.0] * (width - len(left)), right + [0.0] * (width - len(right))
+            distances.append(math.fsum(abs(p - q) for p, q in zip(left, right, strict=True)))
+            divergences.append(divergence)
+            teacher_masses.append(math.fsum(theirs))
+            student_masses.append(math.fsum(p for p, a, b in zip(mine, shared, alone, strict=True) if a or b))
+            own.append(config.shared_weight * divergence + config.own_weight * distances[-1])
+        losses.append(own)
+    return reduce(losses, config), {
+        "shared_divergence": mean(divergences),
+        "own_distance": mean(distances),
+        "teacher_mass": mean(teacher_masses),
+        "student_mass": mean(student_masses),
+        "num_pieces": len(divergences),
+        "num_tokens": tokens_,
     }

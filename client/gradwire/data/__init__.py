@@ -19,6 +19,7 @@ from gradwire.data.dataset import (
 )
 from gradwire.data.layouts import Conversation, Preference, Prompt, Rating, Steps, learned
 from gradwire.data.sources import DataError, read
+from gradwire.data.two_tokenizers import Expectations, gold_fields, padded_candidates, shared_tokens
 
 __all__ = [
     "LOADERS",
@@ -26,17 +27,21 @@ __all__ = [
     "Conversation",
     "DataError",
     "Dataset",
+    "Expectations",
     "OnError",
     "Preference",
     "Prompt",
     "Rating",
     "Steps",
     "conversations",
+    "gold_fields",
     "kind_of",
     "learned",
+    "padded_candidates",
     "preferences",
     "prompts",
     "ratings",
     "read",
+    "shared_tokens",
     "steps",
 ]

@@ -60,7 +60,7 @@ class Engines:
     def weights(self, name: str, run_id: str) -> str:
         """A hash of a checkpoint's tensors: weights, moments, accumulation."""
         found = hashlib.sha256()
-        files = sorted((self.folder / name / "runs" / run_id).rglob("*.safetensors"))
+        files = sorted((self.folder / name / "runs" / run_id / "checkpoints").rglob("*.safetensors"))
         assert files
         for file in files:
             found.update(file.read_bytes())

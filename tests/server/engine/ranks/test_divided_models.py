@@ -61,7 +61,11 @@ def test_a_divided_base_computes_as_a_whole_one(
     run_id = request.node.callspec.id
     (one, exact), (group, also) = (figures_of(engine, run_id, **config) for engine in (divided.one, divided.group))
     assert exact == also
-    np.testing.assert_allclose(group, one, atol=1e-5)  # norms are added by parts
+    if "lora" in config:
+        assert group == one
+        assert divided.weights("one", run_id) == divided.weights("group", run_id)
+    else:
+        np.testing.assert_allclose(group, one, atol=1e-5)  # norms are added by parts
 
 
 def test_checkpoints_are_read_on_another_number_of_ranks(divided: Engines) -> None:

@@ -190,8 +190,8 @@ class ModelPool:
         if offload:
             offload_layers(model, self.device)
         split_model = SplitModel(facts, model, placement, mixed=self._mixed and dtype is None)
-        if quantize is not None or split_model.routers is not None:  # transformers joins the weights of experts
-            quantization.release_file(model)
+        if self.device.type == "cpu" or quantize is not None or split_model.routers is not None:
+            quantization.release_file(model)  # transformers joins the weights of experts
         if facts.takes_images and quantize is None:
             split_model.vision = Vision(model, facts.path, mixed=split_model.mixed)
         with explained_failures(split_model):

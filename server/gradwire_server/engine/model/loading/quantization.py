@@ -74,10 +74,11 @@ def compute_dequantised(model: nn.Module) -> None:
 
 @torch.no_grad()
 def release_file(model: nn.Module) -> None:
-    """Free the memory in which a model was loaded on a CPU, if its weights were quantised or joined meanwhile.
+    """Free the memory in which a model was loaded on a CPU, if it computes there or its weights were changed meanwhile.
 
-    Weights that are as in the file are views of the mapped file, so that all of it would stay beside what was made of
-    it, which is as large as the model. And the heap keeps what that took.
+    Weights that are as in the file are views of the mapped file. They begin at any address, on which the last bits of a
+    product depend: a divided model, or one from a file with another header, would differ from it. And if others were
+    quantised or joined, all of the file would stay beside what was made of it, and the heap keeps what that took.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type == "cpu" and tensor.is_floating_point():

@@ -1,4 +1,4 @@
-# make setup | demo | feedback-demo | console-demo | notebook | test | test-slow | test-vllm | test-faults | test-ranks | bench | rivals | lint | docs | site | proto
+# make setup | demo | feedback-demo | console-demo | notebook | test | test-slow | test-vllm | test-faults | test-ranks | test-fleet | bench | rivals | lint | docs | site | proto
 # Without a GPU, torch's CPU build is a tenth of the size: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup
 
 PYTHON ?= python3.11
@@ -6,13 +6,13 @@ BIN := .venv/bin
 PROTO_BIN := .venv-proto/bin
 PROTO_OUT ?= proto
 
-.PHONY: setup openai demo feedback-demo console-demo notebook test test-slow test-vllm test-faults test-ranks parity bench rivals architectures lint docs proto site
+.PHONY: setup openai demo feedback-demo console-demo notebook test test-slow test-vllm test-faults test-ranks test-fleet parity bench rivals architectures lint docs proto site
 
 setup: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,http,guided,quantize,images,feedback,console,otel,gpu,math,graders,openai,examples,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,http,store,guided,quantize,images,feedback,console,otel,gpu,math,graders,openai,examples,dev]'
 	touch $@
 
 demo: setup
@@ -104,6 +104,11 @@ test-faults: setup
 # Engines of 2 and 4 ranks against one process: every loss, samples, errors, signals.
 test-ranks: setup
 	$(BIN)/python -m pytest tests/server/engine/ranks tests/end_to_end/test_ranks.py tests/faults/test_ranks.py -m "slow or not slow"
+
+# Checkpoints in a real S3 server that also fails, in short and long form.
+FLEET := tests/server/stores tests/end_to_end/test_store.py
+test-fleet: setup
+	$(BIN)/python -m pytest $(FLEET) -m "slow or not slow"
 
 # The table of benchmarks/README.md, 15 minutes on an idle machine; `make bench ARGS=--write-docs` writes it there.
 bench: setup .venv-parity/.installed .venv-sb3/.installed .venv-tinker/.installed

@@ -139,6 +139,8 @@ def s3_server() -> Iterator[S3]:
     try:
         s3 = S3(faults, server.server_port)
         _make_bucket(s3)
+        for key in s3.objects():  # moto keeps them for the whole process
+            s3.remove(key)
         yield s3
     finally:
         faults.over.set()

@@ -17,6 +17,8 @@ from gradwire_server.journal.backup import restore as restore_folder
 from gradwire_server.journal.repair import repair as rebuild
 from gradwire_server.journal.schema import NewerDatabase
 from gradwire_server.journal.state_folder import StateFolderError
+from gradwire_server.stores.claim import claim_of
+from gradwire_server.stores.store import StoreError
 
 backup_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 restore_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -37,6 +39,8 @@ def backup(
     with _failures():
         copied = copy_folder(state_dir, to, _say)
     _say(f"{to} holds {_contents(copied)}")
+    if url := claim_of(to).url:
+        _say(f"the checkpoints stay in {url}: keep what is there for as long as this backup (object versions help)")
 
 
 @restore_app.command()
@@ -50,7 +54,7 @@ def restore(
     """
     state_dir, copy = state_dir.expanduser().resolve(), copy.expanduser().resolve()
     with _failures():
-        copied = restore_folder(copy, state_dir)
+        copied = restore_folder(copy, state_dir, _say)
     _say(f"{state_dir} holds {_contents(copied)}; start a server on it")
 
 
@@ -65,16 +69,20 @@ def _contents(copied: Copied) -> str:
 def repair(
     state_dir: StateDir = STATE_DIR,
     owner: Annotated[str, typer.Option(help="Key that gets the runs whose folders name no owner.")] = "",
+    tidy: Annotated[
+        bool, typer.Option(help="Delete from the store (--store) what no run or upload refers to.")
+    ] = False,
 ) -> None:
     """Build a missing, damaged or outdated gradwire.db again from the journal and the runs' folders.
 
-    The server must not run. Nothing is deleted: a database that is there is kept under another name.
+    The server must not run. Nothing is deleted without --tidy: a database that is there is kept under another name.
+    What is missing, torn or superfluous in the store of the checkpoints is named.
     """
     state_dir = state_dir.expanduser().resolve()
     if not state_dir.is_dir():
         _fail(f"there is no folder {state_dir}")
     with _failures():
-        runs = rebuild(state_dir, owner, _say)
+        runs = rebuild(state_dir, owner, _say, tidy=tidy)
     for run in runs:
         reach = f"operation {run.accepted_seq}" if run.complete else f"operation {run.accepted_seq}, as far as is known"
         _say(
@@ -88,7 +96,7 @@ def repair(
 def _failures() -> Iterator[None]:
     try:
         yield
-    except (StateFolderError, NewerDatabase, sqlite3.DatabaseError, OSError) as error:
+    except (StateFolderError, StoreError, NewerDatabase, sqlite3.DatabaseError, OSError) as error:
         _fail(str(error))
 
 

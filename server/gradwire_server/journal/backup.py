@@ -1,7 +1,8 @@
 """Copies of a state folder: one that is taken while its server runs, and a folder made from one.
 
 A copy holds the database as it was at one moment, the records that its rows refer to, and the checkpoints that it
-lists. Files that no longer change are linked, not copied, where the copy is on the same file system.
+lists. Files that no longer change are linked, not copied, where the copy is on the same file system. Checkpoints that
+are in a store (``gradwire serve --store``) stay there; the copy says where, and it is checked that they are there.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ from gradwire_proto.v1 import jobs_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.signing import SIGNING_KEY
-from gradwire_server.checkpoint_files import DamagedCheckpoint, read_manifest, read_sealed, sealed
+from gradwire_server.checkpoint_files import MANIFEST, DamagedCheckpoint, read_manifest, read_sealed, sealed
 from gradwire_server.durable_files import make_folder, sync, sync_tree
 from gradwire_server.journal.checkpoint_records import ORIGIN
 from gradwire_server.journal.run_files import RUN_FILE
 from gradwire_server.journal.schema import check_version, connect, newest_commit, version_of
 from gradwire_server.journal.segments import CorruptRecord, Segments
 from gradwire_server.journal.state_folder import DATABASE, RUNS, SEGMENTS, StateFolderError
+from gradwire_server.stores.claim import NOTE as CLAIM
+from gradwire_server.stores.claim import claim_of
+from gradwire_server.stores.claim import stored as open_claimed
+from gradwire_server.stores.store import CHECKPOINTS, Place, Store, saved_place
 
 NOTE = "backup.json"
 FILES, JOBS = "files", "jobs"
@@ -77,19 +82,21 @@ def backup(state_dir: Path, to: Path, say: Callable[[str], object] = bool) -> Co
         except _Changed as change:
             reason = str(change)
             continue
-        (partial / NOTE).write_text(sealed({"made_at": time.time(), "state_dir": str(state_dir)}))
+        note = {"made_at": time.time(), "state_dir": str(state_dir), "store": claim_of(state_dir).url}
+        (partial / NOTE).write_text(sealed(note))
         _finish(partial, to)
         return copied
     shutil.rmtree(partial, ignore_errors=True)
     raise StateFolderError(f"{state_dir} could not be copied as one state, {TRIES} times: {reason}")
 
 
-def restore(copy: Path, state_dir: Path) -> Copied:
+def restore(copy: Path, state_dir: Path, say: Callable[[str], object] = bool) -> Copied:
     """Make a state folder from a copy, whose every byte is checked first.
 
     Args:
         copy: A folder made by :func:`backup`; it stays as it is.
         state_dir: The folder to make.
+        say: Called with a sentence for each checkpoint that is no longer in the store.
 
     Raises:
         StateFolderError: ``copy`` is no copy or is damaged, or ``state_dir`` is in use.
@@ -103,7 +110,7 @@ def restore(copy: Path, state_dir: Path) -> Copied:
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(copy, partial, ignore=shutil.ignore_patterns(NOTE))
     try:
-        copied = _check(partial)
+        copied = _check(partial, stored=say)
         with closing(connect(partial / DATABASE)) as database:
             # Clients that were at work know another history: they are fenced. So is a mirror of the old folder.
             database.execute("UPDATE runs SET epoch = epoch + ?, writer = ''", (EPOCHS,))
@@ -161,21 +168,22 @@ def _copy(state_dir: Path, partial: Path, say: Callable[[str], object]) -> Copie
     for folder in (partial / RUNS).glob("*"):
         if folder.name not in runs:
             shutil.rmtree(folder)
-    for name in ("keys.json", SIGNING_KEY):
+    for name in ("keys.json", SIGNING_KEY, CLAIM):
         if (state_dir / name).exists():
             shutil.copy2(state_dir / name, partial / name)
     for name in DOOR_DATABASES:
         if (state_dir / name).exists():
             with closing(sqlite3.connect(state_dir / name)) as live, closing(sqlite3.connect(partial / name)) as copied:
                 live.backup(copied)
-    return _check(partial, say)
+    return _check(partial, say, say)
 
 
-def _check(copy: Path, say: Callable[[str], object] | None = None) -> Copied:
-    """Read everything that a copy's database refers to, byte by byte.
+def _check(copy: Path, say: Callable[[str], object] | None = None, stored: Callable[[str], object] = bool) -> Copied:
+    """Read everything that a copy's database refers to, byte by byte; in a store, compare sizes.
 
     Args:
         say: Called for a damaged checkpoint; without it, one makes the copy unusable.
+        stored: Called for a checkpoint that is not whole in the store, which has nothing to do with the copy.
 
     Raises:
         _Changed: Something is missing or damaged.
@@ -200,12 +208,17 @@ def _check(copy: Path, say: Callable[[str], object] | None = None) -> Copied:
         rows_of_files = database.execute("SELECT file FROM files").fetchall() if version_of(database) >= 7 else []
         [(num_runs,)] = database.execute("SELECT count(*) FROM runs").fetchall()
         [(operations,)] = database.execute("SELECT count(*) FROM operations").fetchall()
+    store = open_claimed(copy)
     for run_id, raw in rows:
         name = pb.Checkpoint.FromString(raw).name
+        if store is not None:
+            if wrong := _not_whole(store, saved_place(run_id, CHECKPOINTS, name)):
+                stored(f"checkpoint {run_id}/{name} is not in {claim_of(copy).url} as it was saved: {wrong}")
+            continue
         folder = runs / run_id / "checkpoints" / name
         try:
-            for file, stored in read_manifest(folder).files.items():
-                stored.check(folder / file)
+            for file, saved in read_manifest(folder).files.items():
+                saved.check(folder / file)
         except FileNotFoundError as error:
             raise _Changed(f"checkpoint {run_id}/{name} is missing") from error
         except DamagedCheckpoint as error:
@@ -224,6 +237,20 @@ def _check(copy: Path, say: Callable[[str], object] | None = None) -> Copied:
                 say(f"the file {stored_file.file_id} is damaged where it is, and so in the backup")
     size = sum(file.stat().st_size for file in copy.rglob("*") if file.is_file())
     return Copied(num_runs, len(rows), operations, size)
+
+
+def _not_whole(store: Store, place: Place) -> str:
+    """What is wrong with a checkpoint in a store, by its manifest and the sizes of its files; empty if nothing is."""
+    try:
+        with store.reading(place, MANIFEST) as folder:
+            expected = {file: stored.size for file, stored in read_manifest(folder).files.items()}
+    except FileNotFoundError:
+        return "it is missing"
+    except DamagedCheckpoint as error:
+        return str(error)
+    found = store.sizes(place)
+    wrong = sorted(file for file, size in expected.items() if found.get(file) != size)
+    return f"{wrong[0]} has {found.get(wrong[0], 0)} of {expected[wrong[0]]} bytes" if wrong else ""
 
 
 def _is_whole(segments: Segments, number: int) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 from gradwire_proto.v1 import engine_pb2, journal_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.checkpoint_files import DamagedCheckpoint, Manifest, read_manifest
+from gradwire_server.checkpoint_files import MANIFEST, DamagedCheckpoint, Manifest, read_manifest
 from gradwire_server.durable_files import sync
 from gradwire_server.journal import history
 from gradwire_server.journal.checkpoint_records import NAME, ORIGIN, uses
@@ -30,6 +30,9 @@ from gradwire_server.journal.schema import connect, migrate, row_digest
 from gradwire_server.journal.segments import CorruptRecord, Record, Segments
 from gradwire_server.journal.state_folder import DATABASE, RUNS, SEGMENTS, StateFolderError, locked
 from gradwire_server.operation_kinds import kind_of
+from gradwire_server.stores.claim import stored
+from gradwire_server.stores.folders import FolderStore
+from gradwire_server.stores.store import CHECKPOINTS, Store, run_owner, saved_place
 
 EPOCHS = 1 << 20
 """How far the epoch of a rebuilt run is ahead of the newest one that is known: above any that was given out since."""
@@ -92,15 +95,19 @@ class RepairedRun:
     complete: bool
 
 
-def repair(state_dir: Path, owner: str = "", say: Callable[[str], object] = bool) -> list[RepairedRun]:
+def repair(
+    state_dir: Path, owner: str = "", say: Callable[[str], object] = bool, *, tidy: bool = False
+) -> list[RepairedRun]:
     """Build the database again; the one that is there is kept beside it under another name.
 
     Args:
         state_dir: The state folder of a server that does not run.
         owner: Name of the key that gets the runs whose folders do not say whose they are.
         say: Called with a sentence for each thing that could not be used.
+        tidy: Whether to delete from the store of the checkpoints what no run or upload refers to.
 
     Raises:
+        StoreError: The store of the checkpoints cannot be used.
         StateFolderError: A server runs on the folder, or there is nothing of one in it.
     """
     if not any((state_dir / name).exists() for name in (DATABASE, RUNS, SEGMENTS)):
@@ -108,6 +115,8 @@ def repair(state_dir: Path, owner: str = "", say: Callable[[str], object] = bool
             f"{state_dir} is not the state folder of a server: it has no {DATABASE}, {RUNS} or {SEGMENTS}"
         )
     with locked(state_dir):
+        elsewhere = stored(state_dir)
+        store = elsewhere or FolderStore(state_dir)
         log = _read_log(Segments(state_dir / SEGMENTS))
         for sentence in log.cut:
             say(sentence)
@@ -124,10 +133,10 @@ def repair(state_dir: Path, owner: str = "", say: Callable[[str], object] = bool
             migrate(connection)
             connection.execute("BEGIN IMMEDIATE")
             for folder in sorted((state_dir / RUNS).glob("*")):
-                description = _description(folder, owner, say)
+                description = _description(store, folder, owner, say)
                 if description is not None:
                     kept = salvaged.get(description.run_id, Salvaged())
-                    repaired.append(_enter(connection, folder, description, log, kept, say))
+                    repaired.append(_enter(connection, store, description, log, kept, say))
             for table, rows in salvage_jobs(state_dir / DATABASE).items():
                 for row in rows:
                     connection.execute(f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * len(row))})", row)
@@ -136,6 +145,10 @@ def repair(state_dir: Path, owner: str = "", say: Callable[[str], object] = bool
         _put_aside(state_dir / DATABASE, say)
         new.rename(state_dir / DATABASE)
         sync(state_dir)
+        if elsewhere is not None:
+            uploads = {f"uploads/{folder.name}" for folder in (state_dir / "uploads").glob("*")}
+            runs = {run_owner(folder.name) for folder in (state_dir / RUNS).glob("*")}
+            elsewhere.inspect(runs | uploads, say, tidy=tidy)
     return repaired
 
 
@@ -162,14 +175,16 @@ def _read_log(segments: Segments) -> _Log:
     return log
 
 
-def _description(folder: Path, owner: str, say: Callable[[str], object]) -> journal_pb2.RunDescription | None:
+def _description(
+    store: Store, folder: Path, owner: str, say: Callable[[str], object]
+) -> journal_pb2.RunDescription | None:
     """The description of a run, from its file or else from its checkpoints."""
     if not NAME.fullmatch(folder.name) or not folder.is_dir():
         return None
     found = read_description(folder)
     if found is not None:
         return found
-    manifests = _manifests(folder, lambda sentence: None)
+    manifests = _manifests(store, folder.name, lambda sentence: None)
     if not manifests:
         say(f"{folder.name}: its folder has neither a description nor a checkpoint; it is left as it is")
         return None
@@ -183,25 +198,27 @@ def _description(folder: Path, owner: str, say: Callable[[str], object]) -> jour
     return found
 
 
-def _manifests(folder: Path, say: Callable[[str], object]) -> list[Manifest]:
+def _manifests(store: Store, run_id: str, say: Callable[[str], object]) -> list[Manifest]:
     """The checkpoints of a run whose files are as they were saved."""
     found = []
-    for place in sorted((folder / "checkpoints").glob("*")):
-        if place.name == ORIGIN or not NAME.fullmatch(place.name):
+    for name in store.names(run_owner(run_id), CHECKPOINTS):
+        if name == ORIGIN or not NAME.fullmatch(name):
             continue
+        place = saved_place(run_id, CHECKPOINTS, name)
         try:
-            manifest = read_manifest(place)
-            for name, stored in manifest.files.items():
-                stored.check(place / name)
+            with store.reading(place, MANIFEST) as folder:
+                manifest = read_manifest(folder)
+            for file, saved in manifest.files.items():
+                store.check(place, file, saved)
             found.append(manifest)
         except DamagedCheckpoint as error:
-            say(f"{folder.name}/{place.name}: left out, because it is damaged: {error}")
+            say(f"{run_id}/{name}: left out, because it is damaged: {error}")
     return found
 
 
 def _enter(
     connection: sqlite3.Connection,
-    folder: Path,
+    store: Store,
     about: journal_pb2.RunDescription,
     log: _Log,
     salvaged: Salvaged,
@@ -209,7 +226,7 @@ def _enter(
 ) -> RepairedRun:
     """Enter a run with its checkpoints, operations and results, and what the old database still held."""
     run_id = about.run_id
-    manifests = sorted(_manifests(folder, say), key=lambda manifest: manifest.seq)
+    manifests = sorted(_manifests(store, run_id, say), key=lambda manifest: manifest.seq)
     operations, results = log.operations.get(run_id, {}), log.results.get(run_id, {})
     operations = operations | {
         seq: found for seq, found in results.items() if seq not in operations and found.record.HasField("operation")
@@ -245,7 +262,7 @@ def _enter(
         connection.execute("INSERT INTO readers VALUES (?, ?)", (run_id, reader))
     epoch = max([found.record.operation.epoch for found in operations.values()], default=0)
     marks = kept[max(decided)].record if decided and max(decided) >= newest else None
-    step = complete_states[-1].step if complete_states else _origin_step(folder, about)
+    step = complete_states[-1].step if complete_states else _origin_step(store, about)
     if marks is not None:
         step = marks.step
     values = {
@@ -354,12 +371,13 @@ def _enter_result(connection: sqlite3.Connection, run_id: str, seq: int, found: 
     )
 
 
-def _origin_step(folder: Path, about: journal_pb2.RunDescription) -> int:
+def _origin_step(store: Store, about: journal_pb2.RunDescription) -> int:
     """Optimizer steps of the state in which a run was created."""
     if not about.origin.checkpoint or about.origin.weights_only:
         return 0
     try:
-        return read_manifest(folder / "checkpoints" / ORIGIN).step
+        with store.reading(saved_place(about.run_id, CHECKPOINTS, ORIGIN), MANIFEST) as folder:
+            return read_manifest(folder).step
     except (DamagedCheckpoint, FileNotFoundError):
         return 0
 

@@ -49,6 +49,16 @@ def claim_of(state_dir: Path) -> Claim:
         ) from error
 
 
+def stored(state_dir: Path) -> Store | None:
+    """Open the store in which a state folder's checkpoints are; None if they are in the folder itself.
+
+    Raises:
+        StoreError: It cannot be used.
+    """
+    url = claim_of(state_dir).url
+    return open_store(EngineSettings(store=url, state_dir=state_dir)) if url else None
+
+
 def claimed(settings: EngineSettings) -> Store:
     """Open the store of a state folder; on the first time, move there what the folder has.
 

@@ -97,6 +97,10 @@ class FolderStore(Store):
     def check(self, place: Place, file: str, stored: StoredFile) -> None:
         stored.check(self._path(place) / file)
 
+    def sizes(self, place: Place) -> dict[str, int]:
+        path = self._path(place)
+        return {str(file.relative_to(path)): file.stat().st_size for file in path.rglob("*") if file.is_file()}
+
     def has(self, place: Place) -> bool:
         return self._path(place).is_dir()
 
@@ -124,13 +128,18 @@ class FolderStore(Store):
     def delete_all(self, owner: str) -> None:
         shutil.rmtree(self._root / owner, ignore_errors=True)
 
-    def inspect(self, owners: set[str], say: Callable[[str], object]) -> int:
-        said = 0
-        for folder in sorted(self._root.glob("runs/*")) + sorted(self._root.glob("uploads/*")):
-            if str(folder.relative_to(self._root)) not in owners:
-                say(f"{folder} belongs to no run or upload; delete it if nobody misses it")
-                said += 1
-        return said
+    def inspect(self, owners: set[str], say: Callable[[str], object], *, tidy: bool = False) -> int:
+        superfluous = [
+            folder
+            for kind in ("runs", "uploads")
+            for folder in sorted((self._root / kind).glob("*"))
+            if f"{kind}/{folder.name}" not in owners
+        ]
+        for folder in superfluous:
+            say(f"{folder} is superfluous: it belongs to no run or upload{', and was deleted' if tidy else ''}")
+            if tidy:
+                shutil.rmtree(folder)
+        return len(superfluous)
 
     def _path(self, place: Place) -> Path:
         return self._root / place.owner / place.name

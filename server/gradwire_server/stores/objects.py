@@ -185,6 +185,13 @@ class ObjectStore(Store):
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{file} is missing") from None
 
+    def sizes(self, place: Place) -> dict[str, int]:
+        entry = self._folders(place.owner).get(place.name)
+        if entry is None:
+            return {}
+        below = f"{place.owner}/{entry['data']}/"
+        return {key.removeprefix(below): size for key, size in self._bucket.listing(below)}
+
     def has(self, place: Place) -> bool:
         return place.name in self._folders(place.owner)
 
@@ -221,20 +228,21 @@ class ObjectStore(Store):
         self._bucket.delete([f"{owner}/{MANIFEST}"])  # first: what follows is then superfluous, not missing
         self._bucket.delete([key for key, _ in self._bucket.listing(f"{owner}/")])
 
-    def inspect(self, owners: set[str], say: Callable[[str], object]) -> int:
+    def inspect(self, owners: set[str], say: Callable[[str], object], *, tidy: bool = False) -> int:
         there: dict[str, int] = {}
         for kind in ("runs", "uploads"):
             there |= self._bucket.listing(f"{kind}/")
         found = {"/".join(key.split("/")[:2]) for key in there}
-        wrong, said = list[str](), 0
+        wrong: list[str] = []
         for owner in sorted(found & owners):
+            lost = there.pop(f"{owner}/{MANIFEST}", None) is None and f"{owner}/{MANIFEST} is missing"
             try:
                 folders = self._folders(owner)
-            except DamagedManifest as error:
-                say(str(error))
-                said += 1
-                continue
-            there.pop(f"{owner}/{MANIFEST}", None)
+            except DamagedManifest:
+                lost, folders = f"{owner}/{MANIFEST} is damaged", {}
+            if lost:  # what it listed may be saved by an older version of it, and is not superfluous
+                there = {key: size for key, size in there.items() if not key.startswith(f"{owner}/")}
+                wrong.append(f"{lost}, and so all that it listed; put an older version of it back, if there is one")
             for name, entry in folders.items():
                 for file, stored in entry["files"].items():
                     size = there.pop(f"{owner}/{entry['data']}/{file}", None)
@@ -246,8 +254,11 @@ class ObjectStore(Store):
         for sentence in wrong:
             say(f"{self._bucket.url}/{sentence}")
         for key in superfluous:
-            say(f"{self._bucket.url}/{key} is superfluous: no manifest of a run or upload refers to it")
-        return said + len(wrong) + len(superfluous)
+            deleted = ", and was deleted" if tidy else ""
+            say(f"{self._bucket.url}/{key} is superfluous: no manifest of a run or upload refers to it{deleted}")
+        if tidy:
+            self._bucket.delete(superfluous)
+        return len(wrong) + len(superfluous)
 
     # ---- the manifest ----
 

@@ -122,6 +122,10 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def sizes(self, place: Place) -> dict[str, int]:
+        """Bytes of each file as it is stored, by its path in the folder; empty if there is no folder."""
+
+    @abstractmethod
     def has(self, place: Place) -> bool:
         """Whether there is a folder, valid or not."""
 
@@ -146,11 +150,12 @@ class Store(ABC):
         """Delete all folders of an owner."""
 
     @abstractmethod
-    def inspect(self, owners: set[str], say: Callable[[str], object]) -> int:
+    def inspect(self, owners: set[str], say: Callable[[str], object], *, tidy: bool = False) -> int:
         """Look for what a crash or a fault has left: say a sentence for each missing, torn or superfluous part.
 
         Args:
             owners: Those that exist; what belongs to others is superfluous.
+            tidy: Whether to delete what is superfluous.
 
         Returns:
             Number of sentences.

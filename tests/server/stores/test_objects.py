@@ -183,7 +183,12 @@ def test_torn_and_changed_objects_are_not_read(s3: S3, tmp_path: Path) -> None:
     assert store.inspect({"runs/run-a"}, found.append) == len(found) == 5
     for words in ("one: a is torn, 4 of 7", "one: b is missing", "left-by-a-crash is superfluous", "run-gone/manifest"):
         assert any(words in sentence for sentence in found), words
+    assert store.inspect({"runs/run-a"}, print, tidy=True) == 5
+    found.clear()
+    assert store.inspect({"runs/run-a"}, found.append) == 2  # what is wrong stays, what was superfluous is gone
     s3.overwrite(f"p/{MANIFEST}", b"{}")
+    assert store.inspect({"runs/run-a"}, found.append, tidy=True) == 1 and "is damaged, and so all" in found[-1]
+    assert a in s3.objects()
     with pytest.raises(StoreError, match=r"manifest\.json is damaged"):
         read(store)
 

@@ -94,6 +94,14 @@ def training_call(operation: pb.Operation) -> pb.LossCall | None:
     return loss_call(operation) if kind_of(operation).changes_state else None
 
 
+def step_call(operation: pb.Operation) -> pb.OptimStep | None:
+    """The optimizer step that an operation is or ends with; None for one that takes none."""
+    kind = operation.WhichOneof("kind")
+    if kind == "train_step":
+        return operation.train_step.optim_step
+    return operation.optim_step if kind == "optim_step" else None
+
+
 def has_loss(result: pb.OperationResult) -> bool:
     """Whether a result holds that of a loss or of scores."""
     return result.HasField("loss") or result.HasField("train_step")

@@ -9,7 +9,7 @@ from pathlib import Path
 import grimp
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.operations.table import HANDLERS
+from gradwire_server.engine.operations.table import HANDLERS, SHARED_HANDLERS
 from gradwire_server.operation_kinds import KINDS
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def test_every_folder_of_the_server_is_on_the_page_and_says_what_is_in_it() -> N
 
 def test_an_operation_is_a_message_a_row_and_a_handler() -> None:
     messages = {field.name for field in pb.Operation.DESCRIPTOR.oneofs_by_name["kind"].fields}
-    assert messages == set(KINDS) == set(HANDLERS) | {"sample"}
+    assert messages == set(KINDS) == HANDLERS.keys() | SHARED_HANDLERS.keys() | {"sample"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

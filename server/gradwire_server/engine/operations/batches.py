@@ -1,14 +1,13 @@
-"""Operations on a batch: ``forward_backward``, ``forward``, and the two halves of a loss that the client computes."""
+"""Operations on a batch: ``forward``, the halves of a loss that the client computes, and what training ones share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
-from gradwire_losses.batch import Batch
 from gradwire_losses.registry import (
     DivergenceConfig,
     HeldReference,
@@ -24,33 +23,16 @@ from gradwire_server.engine.errors import OperationError, invalid
 from gradwire_server.engine.model.layers.routers import balance_hint
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.operations.context import EngineContext
-from gradwire_server.engine.operations.reading import PLAIN, hold, read, read_loss, read_whole, refuse_part
+from gradwire_server.engine.operations.reading import PLAIN, read, read_loss, read_whole, refuse_part
 from gradwire_server.engine.operations.request import Columns, Outcome
 from gradwire_server.engine.scoring.score_types import SEQUENCE_SCORES
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.references import OFFLOADED
 from gradwire_server.engine.state.references import Reference as FrozenReference
-from gradwire_server.engine.training import forward_backward as training_pass
 from gradwire_server.engine.training import forward_only as evaluate
 from gradwire_server.engine.training.forward_backward import Training
 from gradwire_server.engine.training.loss_call import LossCall, Reference
 from gradwire_server.engine.training.loss_report import LossEvaluation
-
-
-def forward_backward(
-    context: EngineContext, run: EngineRun, seq: int, call: training_pb2.LossCall, columns: Columns
-) -> Outcome:
-    """Compute a loss and add its gradient to the run's accumulation; a part of a batch waits for the last part."""
-    if call.accumulate:
-        return hold(run, call, columns)
-    training = prepare(context, run, call, columns)
-
-    def evaluation() -> LossEvaluation:
-        (found,) = training_pass.forward_backward([training])
-        assert found is not None  # alone, an error is raised
-        return found
-
-    return trained(run, call, training, evaluation)
 
 
 def prepare(context: EngineContext, run: EngineRun, call: training_pb2.LossCall, columns: Columns) -> Training:
@@ -78,33 +60,17 @@ def prepare(context: EngineContext, run: EngineRun, call: training_pb2.LossCall,
     )
 
 
-def trained(
-    run: EngineRun,
-    call: training_pb2.LossCall,
-    training: Training,
-    evaluation: Callable[[], LossEvaluation],
-) -> Outcome:
-    """Run an evaluation and make the operation's outcome.
-
-    Raises:
-        OperationError: The evaluation's error, except NON_FINITE if the call has ``skip_nonfinite``.
-    """
+def trained(run: EngineRun, training: Training, found: LossEvaluation) -> Outcome:
+    """Make the outcome of an operation whose gradient is accumulated."""
     loss = training.loss.call.loss
-    first = run.step == 0 and run.accumulator.empty
-    again = any(count and name == loss.name for (name, _), count in run.accumulator.counts.items())
-    try:
-        found = evaluation()
-    except OperationError as error:
-        if error.code != training_pb2.ERROR_CODE_NON_FINITE or not call.skip_nonfinite:
-            raise
-        run.accumulator.parts.clear()
-        return _left_out(run, loss, training.loss.batch, error)
-    run.accumulator.parts.clear()
+    run.accumulator.parts = None
     hints = run.advisor.hints(loss.name, loss.hints, found.metrics, run.step)
+    first = run.step == 0 and not training.counts_before
     if first and (said := balance_hint(run.policy.model, run.config, run.policy.router_aux_loss_coef)):
         hints = [*hints, said]
     if first and (draws := run.policy.draws):
         hints = [*hints, _draws(draws)]
+    again = any(count and name == loss.name for (name, _), count in training.counts_before.items())
     if again and not loss.streams(training.loss.call.config, frozenset(training.loss.batch.fields)):
         hints = [*hints, _not_one_batch(loss)]
     return evaluated(replace(found, warnings=[*found.warnings, *hints]) if hints else found)
@@ -124,9 +90,11 @@ def _draws(names: Sequence[str]) -> str:
     )
 
 
-def _left_out(run: EngineRun, loss: LossSpec, batch: Batch, error: OperationError) -> Outcome:
-    """Outcome of a skipped batch with non-finite results: it counts 0, and a step may still follow."""
-    run.accumulator.merge({}, {(loss.name, "skipped"): 0.0})
+def left_out(run: EngineRun, training: Training, error: OperationError) -> Outcome:
+    """Make the outcome of a skipped batch with non-finite results: it counts 0, and a step may still follow."""
+    batch = training.loss.batch
+    run.accumulator.parts = None
+    run.accumulator.merge({}, {(training.loss.call.loss.name, "skipped"): 0.0})
     result = training_pb2.LossResult(
         loss=math.nan,
         metrics={"loss": math.nan},
@@ -237,7 +205,8 @@ def _reference(context: EngineContext, run: EngineRun, config: LossConfig) -> Re
     if not isinstance(config, ReferenceConfig) or config.reference_model is None:
         return None
     reference = _resolved(context, run, config)
-    return lambda batch, temperature: context.references.logprobs(reference, batch, temperature, context.budget)
+    budget = context.budget
+    return lambda batch, temperature: context.references.logprobs(reference, batch, temperature, budget)
 
 
 def _teacher(context: EngineContext, run: EngineRun, config: LossConfig) -> Policy | None:

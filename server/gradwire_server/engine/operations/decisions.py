@@ -179,9 +179,9 @@ class Decisions:
             return together if steps[0] in together else steps[:1]
         if first is None:
             return ready[:1]
-        chosen, tokens = [ready[0]], _least_tokens(ready[0])
+        chosen, tokens = [ready[0]], ready[0].tokens
         for request in ready[1:]:
-            other, more = self._trained(request), _least_tokens(request)
+            other, more = self._trained(request), request.tokens
             if other is not None and tokens + more <= self.group_tokens and can_go_together(first, other):
                 chosen.append(request)
                 tokens += more
@@ -207,8 +207,9 @@ class Decisions:
 
 def _row_lengths(run: EngineRun, columns: Columns) -> list[NDArray[np.uint32]]:
     """Lengths of the rows of each column that has any, with parts that came before; images' bytes are no rows."""
+    parts = run.accumulator.parts
     found = [
-        np.concatenate([*run.accumulator.parts.row_lengths(name), column.levels[-1]])
+        np.concatenate([*(parts.row_lengths(name) if parts is not None else ()), column.levels[-1]])
         for name, column in columns.items()
         if column.levels and name != IMAGE_BYTES
     ]
@@ -217,8 +218,3 @@ def _row_lengths(run: EngineRun, columns: Columns) -> list[NDArray[np.uint32]]:
 
 def _longest(lengths: Sequence[NDArray[np.uint32]]) -> int:
     return max((int(each.max()) for each in lengths), default=0)
-
-
-def _least_tokens(request: Request) -> int:
-    """A lower bound of the tokens in a batch: the length of its longest column."""
-    return max((len(column.values) for column in request.columns.values()), default=0)

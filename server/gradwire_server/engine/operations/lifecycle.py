@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from gradwire_proto import codec
 from gradwire_proto.v1 import engine_pb2, training_pb2
@@ -15,9 +16,11 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.failures import is_fatal, to_error
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.decisions import Decision
-from gradwire_server.engine.operations.request import Outcome
+from gradwire_server.engine.operations.request import Outcome, Request
+from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.operation_kinds import kind_of, loss_result
+from gradwire_server.observability import logs
+from gradwire_server.operation_kinds import kind_of, loss_result, step_call
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,12 @@ def not_started() -> Answer:
     return plain_answer(not_started=training_pb2.Empty())
 
 
+def answer_to(request: Request, answer: Answer) -> Answer:
+    """Address an answer to a request."""
+    answer.reply.id = request.message.id
+    return answer
+
+
 def begins(context: EngineContext, decision: Decision, request: engine_pb2.EngineRequest) -> bool:
     """Whether a request of a decision begins; if not, answer :func:`not_started`.
 
@@ -56,9 +65,12 @@ class Execution:
 
     Args:
         context: The engine's parts.
-        asked: The operation.
+        request: The operation.
+        budget: Its memory limits; by default as large as possible.
 
     Attributes:
+        request: The same.
+        budget: The limits that it is executed within at present.
         run: The operation's run.
 
     Raises:
@@ -66,16 +78,38 @@ class Execution:
         DamagedFile: The run's file is damaged; a new process restores the run.
     """
 
-    def __init__(self, context: EngineContext, asked: engine_pb2.EngineOperation) -> None:
+    def __init__(self, context: EngineContext, request: Request, budget: Budget | None = None) -> None:
+        asked = request.message.operation
         run = context.held(asked.run_id)
         context.residency.use(run)
         run.drop_accumulated(asked.dropped_step)
         crash_point("engine.before_operation")
-        self.run, self._context, self._asked = run, context, asked
+        self.run, self.request, self.budget = run, request, budget or context.memory.most
+        self._context, self._asked = context, asked
         self._began = time.perf_counter()
         self._had_ema, self._had_head = run.ema is not None, run.policy.head is not None
         self._traced = False
         run.forget_kept(asked.seq)
+
+    @property
+    def operation(self) -> training_pb2.Operation:
+        """The operation itself."""
+        return self._asked.operation
+
+    @property
+    def seq(self) -> int:
+        """The operation's number."""
+        return self._asked.seq
+
+    @property
+    def call(self) -> Any:
+        """The operation's message of its kind."""
+        return getattr(self.operation, kind_of(self.operation).name)
+
+    @property
+    def step(self) -> training_pb2.OptimStep | None:
+        """The step that the operation is or ends with."""
+        return step_call(self.operation)
 
     @property
     def seconds(self) -> float:
@@ -91,8 +125,21 @@ class Execution:
         """Trace the body as the operation's span, for an operation that is computed without interruption."""
         self._traced = True
         asked = self._asked
-        with self._context.tracing.span(self._span_name, asked.traceparent, run=asked.run_id, seq=asked.seq):
+        with (
+            logs.about(asked.run_id, asked.seq),
+            self._context.tracing.span(self._span_name, asked.traceparent, run=asked.run_id, seq=asked.seq),
+        ):
             yield
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Execute the body within the operation's memory limits, and with the run's random generators."""
+        with self._context.within(self.budget), self.run.rng():
+            yield
+
+    def ended(self, outcome: Outcome | Exception, seconds: float) -> Answer:
+        """Make the answer; see :meth:`succeeded` and :meth:`failed`."""
+        return self.failed(outcome, seconds) if isinstance(outcome, Exception) else self.succeeded(outcome, seconds)
 
     def succeeded(self, outcome: Outcome, seconds: float | None = None) -> Answer:
         """Make the answer to a successful operation.
@@ -122,8 +169,13 @@ class Execution:
         if self.head_was_added:
             self.run.drop_added_head()
 
-    def undo(self, error: Exception) -> None:
-        """Remove what an operation that raised has left in its run.
+    def failed(self, error: Exception, seconds: float | None = None) -> Answer:
+        """Make the answer to an operation that raised, and record its failure.
+
+        Its run is otherwise unchanged, except that a step ends its accumulation.
+
+        Args:
+            seconds: As of :meth:`succeeded`.
 
         Raises:
             Exception: The error itself, if the process cannot continue after it.
@@ -131,20 +183,10 @@ class Execution:
         if is_fatal(error):
             raise error
         self.drop_added()
-
-    def failed(self, error: Exception) -> Answer:
-        """Make the answer to an operation that raised, and record its failure.
-
-        Its run is otherwise unchanged, except that a step ends its accumulation.
-
-        Raises:
-            Exception: The error itself, if the process cannot continue after it.
-        """
-        self.undo(error)
         if kind_of(self._asked.operation).ends_accumulation:
             self.run.accumulator.clear()
         self.run.seq = self._asked.seq
-        return failure(self._context, self._asked, error, self.seconds)
+        return failure(self._context, self._asked, error, self.seconds if seconds is None else seconds)
 
 
 def _tell_added_head(run: EngineRun, result: training_pb2.LossResult) -> None:

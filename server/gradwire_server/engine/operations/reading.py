@@ -23,6 +23,7 @@ from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.operations.images import check_without_images, images_of_rows, with_images
 from gradwire_server.engine.operations.request import Columns, Outcome
 from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.engine.training.batch_parts import BatchParts
 
 CANDIDATES = FieldSpec(
     "candidates",
@@ -111,10 +112,11 @@ def hold(run: EngineRun, call: training_pb2.LossCall, columns: Columns) -> Outco
     if call.outputs:
         raise invalid("outputs are those of the whole batch: ask for them with its last part", "outputs")
     columns, guesses = _unpadded(loss, columns, run.policy, call.maybe_padded)
-    parts = run.accumulator.parts
+    parts = run.accumulator.parts or BatchParts()
     parts.check(call, columns)
     batch = read(loss, columns, run.policy, ())
     parts.add(call, columns)
+    run.accumulator.parts = parts
     return Outcome(training_pb2.OperationResult(loss=training_pb2.LossResult(warnings=[*guesses, *batch.warnings])))
 
 
@@ -126,7 +128,7 @@ def read_whole(run: EngineRun, call: training_pb2.LossCall, columns: Columns) ->
     """
     (loss, _), parts = read_loss(call), run.accumulator.parts
     refuse_part(call)
-    if not parts:
+    if parts is None:
         return read(loss, columns, run.policy, call.maybe_padded)
     columns, _ = _unpadded(loss, columns, run.policy, call.maybe_padded)
     parts.check(call, columns)

@@ -63,6 +63,11 @@ class Request:
         """Whether it asks for samples, of a run or outside one."""
         return self.message.HasField("sample") or self.message.operation.operation.HasField("sample")
 
+    @cached_property
+    def tokens(self) -> int:
+        """A lower bound of the tokens of its batch, the length of its longest column; 1 without any."""
+        return max((len(column.values) for column in self.columns.values()), default=1)
+
     @property
     def is_read(self) -> bool:
         """Whether nothing of it is still being read."""

@@ -125,7 +125,7 @@ class SamplesInProgress:
             with panics_as_errors(), interruptible(lambda: context.agreement.check(message)):
                 sampling.started = begin_outside(context, message)
             return
-        execution = sampling.execution = Execution(context, message.operation)
+        execution = sampling.execution = Execution(context, request)
         call = message.operation.operation.sample
         with panics_as_errors(), interruptible(lambda: context.agreement.check(message)):
             sampling.started = begin_in_run(

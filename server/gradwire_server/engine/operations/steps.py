@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from gradwire_proto.v1 import training_pb2
 
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.failures import is_fatal
 from gradwire_server.engine.operations.context import EngineContext
+from gradwire_server.engine.operations.lifecycle import Execution
 from gradwire_server.engine.operations.request import Columns, Outcome
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.threads import STEP_TOKENS, suited_threads
@@ -25,30 +28,46 @@ def for_rl(config: training_pb2.RunConfig) -> bool:
     return config.kind == "rl" or config.head == "value"
 
 
-def optim_step(
-    context: EngineContext, run: EngineRun, seq: int, call: training_pb2.OptimStep, columns: Columns
-) -> Outcome:
+def optim_steps(
+    context: EngineContext, executions: Sequence[Execution], group_tokens: int
+) -> list[Outcome | Exception]:
     """Divide the accumulated gradients by their counts, clip the result, and take one optimizer step.
 
     The accumulation is cleared even if the step fails.
+
+    Args:
+        executions: Operations of one or several runs that are steps, or end with one.
+        group_tokens: Unused: steps have no tokens.
+
+    Returns:
+        For each its outcome, or the error that it has alone.
     """
-    with context.tracing.span("gradwire.optimizer.step"):
-        (outcome,) = optim_steps(context, [run], [call])
-    assert isinstance(outcome, Outcome)  # alone, an error is raised
-    return outcome
+    done: dict[Execution, Outcome | Exception] = {}
+    for execution in executions:
+        try:
+            context.agreement.check(execution.request.message)  # the last moment to cancel it
+        except OperationError as error:
+            done[execution] = error
+    ready = [execution for execution in executions if execution not in done]
+    try:
+        done |= zip(ready, _taken_steps(context, ready), strict=True)
+    except Exception as error:  # it concerns all of them
+        if is_fatal(error):
+            raise
+        done |= dict.fromkeys(ready, error)
+    return [done[execution] for execution in executions]
 
 
-def optim_steps(
-    context: EngineContext, runs: Sequence[EngineRun], calls: Sequence[training_pb2.OptimStep]
-) -> list[Outcome | Exception]:
-    """Take a step of each of several runs at once: for each its outcome, or the error that it would have alone.
-
-    Raises:
-        Exception: An error that concerns all of them, or that of a run alone.
-    """
-    settings = [_settings(run, call) for run, call in zip(runs, calls, strict=True)]
+def _taken_steps(context: EngineContext, executions: Sequence[Execution]) -> list[Outcome | Exception]:
+    if not executions:
+        return []
+    runs = [execution.run for execution in executions]
+    settings = [_settings(each.run, each.step) for each in executions if each.step is not None]
     sizes = sum(run.policy.num_trainable_parameters for run in runs)
-    with suited_threads(context.pool.device, STEP_TOKENS, sizes):
+    with (
+        context.tracing.span("gradwire.optimizer.step") if len(runs) == 1 else nullcontext(),
+        suited_threads(context.pool.device, STEP_TOKENS, sizes),
+    ):
         done = take_steps(
             [RunStep(run.optimizer, run.accumulator, own) for run, own in zip(runs, settings, strict=True)]
         )

@@ -1,34 +1,41 @@
-"""The handler of each kind of operation, and the execution of one operation."""
+"""The handler of each kind of operation, and the execution of operations: of one run, or of several at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from gradwire_proto.v1 import engine_pb2
 
 from gradwire_server.engine.errors import invalid, panics_as_errors
+from gradwire_server.engine.failures import is_fatal, to_error
 from gradwire_server.engine.interruption import between_micro_batches, interruptible
 from gradwire_server.engine.operations import batches, checkpoints, limits, steps, train_steps
 from gradwire_server.engine.operations.context import EngineContext
-from gradwire_server.engine.operations.lifecycle import Answer, Execution
-from gradwire_server.engine.operations.request import Columns, Outcome
+from gradwire_server.engine.operations.lifecycle import Answer, Execution, answer_to, plain_answer
+from gradwire_server.engine.operations.request import Columns, Outcome, Request
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.operation_kinds import kind_of, loss_result
+from gradwire_server.operation_kinds import KINDS, kind_of, loss_result
+
+logger = logging.getLogger(__name__)
 
 Handler = Callable[[EngineContext, EngineRun, int, Any, Columns], Outcome]
 """Executes one operation, given the engine's parts, the run, the operation's number, its message and its tensors."""
+SharedHandler = Callable[[EngineContext, Sequence[Execution], int], Sequence[Outcome | Exception | None]]
+"""Executes operations of one run or of several, within so many tokens at once.
+
+It returns for each the outcome, an error that is final, or None if the operation is to be repeated alone. It raises
+only while nothing is changed."""
 
 HANDLERS: Mapping[str, Handler] = {
-    "forward_backward": batches.forward_backward,
     "forward": batches.forward,
     "kept_forward": batches.kept_forward,
     "backward": batches.backward,
-    "optim_step": steps.optim_step,
-    "train_step": train_steps.train_step,
     "zero_grad": steps.zero_grad,
     "save_checkpoint": checkpoints.save_checkpoint,
     "load_checkpoint": checkpoints.load_checkpoint,
@@ -36,52 +43,135 @@ HANDLERS: Mapping[str, Handler] = {
     "export": checkpoints.export,
 }
 """Handlers by kind, except samples, which are generated one token at a time: see :mod:`.samples_in_progress`."""
+SHARED_HANDLERS: Mapping[str, SharedHandler] = {
+    "forward_backward": train_steps.train,
+    "train_step": train_steps.train,
+    "optim_step": steps.optim_steps,
+}
+"""Handlers of the kinds that several runs may share."""
 
 
-def carry_out(context: EngineContext, request: engine_pb2.EngineRequest, columns: Columns, budget: Budget) -> Answer:
-    """Execute a begun operation of a run. One that raises leaves the run's state unchanged.
+def carry_out(
+    context: EngineContext, requests: Sequence[Request], budgets: Sequence[Budget], group_tokens: int = 0
+) -> Iterator[Answer]:
+    """Execute begun operations of different runs, at once where that goes. One that raises leaves its run unchanged.
+
+    A run alone is a group of one. What fails in company is repeated alone, so that its error is the one it has alone,
+    and the other runs are unaffected.
 
     Args:
-        budget: Memory limits of a divisible operation. If memory runs out all the same, it is repeated within the
+        requests: One operation, or several that a decision puts together.
+        budgets: Memory limits of each, if it is divisible. If memory runs out all the same, it is repeated within the
             limits decided then.
+        group_tokens: Maximum tokens of operations at once.
 
     Raises:
-        OperationError: The engine does not hold the run.
         torch.AcceleratorError: The device is lost, and the process with it.
     """
-    asked = request.operation
-    execution = Execution(context, asked)
+    groups = deque([list(zip(requests, budgets, strict=True))])
+    while groups:
+        group = groups.popleft()
+        if len(group) > 1 and not _brought(context, [request.run_id for request, _ in group]):
+            groups.extend([each] for each in group)
+            continue
+        began = time.perf_counter()
+        executions = []
+        for request, budget in group:
+            try:
+                executions.append(Execution(context, request, budget))
+            except Exception as error:  # the boundary: its run is not here
+                yield answer_to(request, plain_answer(error=to_error(_not_fatal(error), "request operation")))
+        outcomes = _outcomes(context, executions, group_tokens)
+        seconds = (time.perf_counter() - began) / max(1, sum(execution.request.tokens for execution in executions))
+        for execution, outcome in zip(executions, outcomes, strict=True):
+            if outcome is None:
+                execution.drop_added()
+                groups.append([(execution.request, execution.budget)])
+            else:
+                yield answer_to(execution.request, execution.ended(outcome, seconds * execution.request.tokens))
+
+
+def _brought(context: EngineContext, run_ids: Sequence[str]) -> bool:
+    """Whether these runs fit onto the device at once, where they are then."""
+
+    def bring() -> bool:
+        for run_id in run_ids:
+            context.residency.use(context.held(run_id))
+        return True
+
+    return context.agreement.unless_out_of_memory(bring) is not None
+
+
+def _outcomes(
+    context: EngineContext, executions: Sequence[Execution], group_tokens: int
+) -> Sequence[Outcome | Exception | None]:
+    """The outcome or the error of each; None for one that failed in company, and is as it was before."""
+    if not executions:
+        return []
+    alone = len(executions) == 1
+    generators = [execution.run.rng_tensors() for execution in executions]
+
+    def check() -> None:
+        for execution in executions:
+            context.agreement.check(execution.request.message)
+
+    outcomes: Sequence[Outcome | Exception | None]
     try:
-        with execution.span(), panics_as_errors(), interruptible(partial(context.agreement.check, request)):
+        with executions[0].span() if alone else nullcontext(), panics_as_errors(), interruptible(check):
             between_micro_batches()
-            outcome = _handled(context, execution.run, asked, columns, budget)
+            outcomes = _within_memory(context, executions, group_tokens)
     except Exception as error:  # the boundary: the error becomes the operation's result
-        return execution.failed(error)
-    return execution.succeeded(outcome)
+        if alone:
+            return [_not_fatal(error)]
+        logger.warning(
+            "%d operations failed together and are carried out alone", len(executions), exc_info=_not_fatal(error)
+        )
+        outcomes = [None] * len(executions)
+    if not alone:
+        for execution, outcome, states in zip(executions, outcomes, generators, strict=True):
+            if not isinstance(outcome, Outcome):
+                execution.run.load_rng_tensors(states)
+    return outcomes
 
 
-def _handled(
-    context: EngineContext, run: EngineRun, asked: engine_pb2.EngineOperation, columns: Columns, budget: Budget
-) -> Outcome:
-    operation = asked.operation
-    kind = kind_of(operation)
-    if kind.name not in HANDLERS:
+def _within_memory(
+    context: EngineContext, executions: Sequence[Execution], group_tokens: int
+) -> Sequence[Outcome | Exception | None]:
+    """Execute operations; of one alone, repeat it within smaller limits while memory runs out."""
+    first, alone = executions[0], len(executions) == 1
+    kind = kind_of(first.operation)
+    if kind.name not in KINDS:
         raise invalid("this server does not know this kind of operation; it may be older than the client", "kind")
-    handler, call = HANDLERS[kind.name], getattr(operation, kind.name)
-    if kind.swaps_generators:
-        return handler(context, run, asked.seq, call, columns)
 
-    def attempt(budget: Budget) -> Outcome:
-        with context.within(budget), run.rng():
-            return handler(context, run, asked.seq, call, columns)
+    def attempt() -> Sequence[Outcome | Exception | None]:
+        if not alone:
+            return SHARED_HANDLERS[kind.name](context, executions, group_tokens)
+        with nullcontext() if kind.swaps_generators else first.within():
+            if kind.name not in SHARED_HANDLERS:
+                return [HANDLERS[kind.name](context, first.run, first.seq, first.call, first.request.columns)]
+            (outcome,) = SHARED_HANDLERS[kind.name](context, executions, group_tokens)
+            if isinstance(outcome, Exception):
+                raise outcome
+            return [outcome]
 
     if not kind.divisible:
-        return attempt(budget)
-    while (outcome := context.agreement.unless_out_of_memory(partial(attempt, budget))) is None:
-        smaller = context.decisions.after_out_of_memory(run, columns, budget)
+        return attempt()
+    while (outcomes := context.agreement.unless_out_of_memory(attempt)) is None:
+        if not alone:
+            return [None] * len(executions)
+        smaller = context.decisions.after_out_of_memory(first.run, first.request.columns, first.budget)
         if smaller is None:
             raise torch.OutOfMemoryError("the longest row does not fit into memory")
-        budget = smaller
+        first.budget = smaller
     if kind.changes_state:
-        limits.record(loss_result(outcome.result), run, budget)
-    return outcome
+        for execution, outcome in zip(executions, outcomes, strict=True):
+            if isinstance(outcome, Outcome):
+                limits.record(loss_result(outcome.result), execution.run, execution.budget)
+    return outcomes
+
+
+def _not_fatal(error: Exception) -> Exception:
+    """The error; raises it if the process cannot continue after it."""
+    if is_fatal(error):
+        raise error
+    return error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +21,7 @@ from gradwire_server.engine.model.placement import Placement, Sharded
 from gradwire_server.engine.model.tokenizers import find_tokenizer
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.decisions import GROUP_TOKENS, Decision
-from gradwire_server.engine.operations.grouped_runs import GroupedRuns
-from gradwire_server.engine.operations.lifecycle import Answer, begins, failure, not_started, plain_answer
+from gradwire_server.engine.operations.lifecycle import Answer, answer_to, begins, failure, not_started, plain_answer
 from gradwire_server.engine.operations.request import Request
 from gradwire_server.engine.operations.table import carry_out
 from gradwire_server.engine.process.computed_with import ComputedWith
@@ -39,7 +38,6 @@ from gradwire_server.engine.state.run_memory import check_memory, check_models
 from gradwire_server.engine.state.shared_weights import SHARED, SharedWeights
 from gradwire_server.engine.state.snapshot import restore
 from gradwire_server.engine.state.uploads import check_upload, import_upload
-from gradwire_server.observability import logs
 from gradwire_server.observability.tracing import Tracing
 from gradwire_server.stores.opening import open_store
 
@@ -124,17 +122,15 @@ class Engine:
             # Not by default on a CPU, where a replay of the journal is to give the bits that were given before.
             self.context.decisions.group_tokens = GROUP_TOKENS[pool.device.type]
         self._models, self._ranks = list(settings.models), settings.num_ranks
-        self._groups = GroupedRuns(self.context)
         self._adapter_shapes = AdapterShapes(pool)
         self._shared = SharedWeights(settings.state_dir / SHARED / str(share.number), agreement)
-        self._handlers: Mapping[str, Callable[[Request, Budget], Answer]] = {
+        self._handlers: Mapping[str, Callable[[Request], Answer]] = {
             "create_run": self._create_run,
             "drop_run": self._drop_run,
             "share_weights": self._share_weights,
-            "operation": self._operation,
             "check_upload": self._check_upload,
             "import_upload": self._import_upload,
-            "shutdown": lambda request, budget: plain_answer(empty=training_pb2.Empty()),
+            "shutdown": lambda request: plain_answer(empty=training_pb2.Empty()),
         }
 
     def hello(self) -> engine_pb2.EngineHello:
@@ -166,59 +162,48 @@ class Engine:
         Raises:
             torch.AcceleratorError: The device is lost, and the process with it.
         """
-        run_ids = [request.run_id for request in decision.requests]
-        with self.context.residency.executing(run_ids):
-            together = len(decision.requests) > 1 and self._brings(run_ids)
-            for answer in self._groups.answer(decision) if together else self._one_by_one(decision):
+        with self.context.residency.executing([request.run_id for request in decision.requests]):
+            for answer in self._answers(decision):
                 self.context.agreement.confirm(answer.reply)
                 yield answer
 
-    def _one_by_one(self, decision: Decision) -> Iterator[Answer]:
+    def _answers(self, decision: Decision) -> Iterator[Answer]:
+        operations: list[Request] = []
+        budgets: list[Budget] = []
         for request, budget in zip(decision.requests, decision.budgets, strict=True):
-            yield self._answer(decision, request, budget)
+            message = request.message
+            if not begins(self.context, decision, message):
+                yield answer_to(request, not_started())
+            elif request.error is not None:
+                yield answer_to(request, failure(self.context, message.operation, request.error))
+            elif message.HasField("operation"):
+                operations.append(request)
+                budgets.append(budget)
+            else:
+                yield self._answer(request)
+        if operations:
+            yield from carry_out(self.context, operations, budgets, decision.group_tokens)
 
-    def _brings(self, run_ids: Sequence[str]) -> bool:
-        """Whether these runs fit onto the device at once, where they are then."""
-        runs = [self.context.runs[run_id] for run_id in run_ids]
-
-        def bring() -> bool:
-            for run in runs:
-                self.context.residency.use(run)
-            return True
-
-        return self.context.agreement.unless_out_of_memory(bring) is not None
-
-    def _answer(self, decision: Decision, request: Request, budget: Budget) -> Answer:
-        """Execute a request. Errors become part of the answer.
+    def _answer(self, request: Request) -> Answer:
+        """Execute a request that is no operation. Errors become part of the answer.
 
         Raises:
             torch.AcceleratorError: The device is lost, and the process with it.
         """
-        message = request.message
-        kind = message.WhichOneof("kind") or ""
+        kind = request.message.WhichOneof("kind") or ""
         try:
             if kind not in self._handlers:
                 raise ValueError(f"a request of unknown kind {kind!r}")
-            if not begins(self.context, decision, message):
-                answer = not_started()
-            elif request.error is not None:
-                answer = failure(self.context, message.operation, request.error)
-            else:
-                with logs.about(message.operation.run_id, message.operation.seq):
-                    answer = self._handlers[kind](request, budget)
+            answer = self._handlers[kind](request)
         except Exception as error:  # the boundary: the engine goes on and the caller receives the error
             if is_fatal(error):
                 raise
             answer = plain_answer(error=to_error(error, f"request {kind}"))
-        answer.reply.id = message.id
-        return answer
+        return answer_to(request, answer)
 
     # -------------------------------------------------------------- requests
 
-    def _operation(self, request: Request, budget: Budget) -> Answer:
-        return carry_out(self.context, request.message, request.columns, budget)
-
-    def _create_run(self, request: Request, budget: Budget) -> Answer:
+    def _create_run(self, request: Request) -> Answer:
         create, context = request.message.create_run, self.context
         self._drop(create.run_id)
         context.store.fences[create.run_id] = create.fence
@@ -251,7 +236,7 @@ class Engine:
             )
         )
 
-    def _drop_run(self, request: Request, budget: Budget) -> Answer:
+    def _drop_run(self, request: Request) -> Answer:
         self._drop(request.message.drop_run.run_id)
         return plain_answer(empty=training_pb2.Empty())
 
@@ -264,18 +249,18 @@ class Engine:
             run.close()
             self.context.references.keep_model(run.config.base_model)
 
-    def _share_weights(self, request: Request, budget: Budget) -> Answer:
+    def _share_weights(self, request: Request) -> Answer:
         share = request.message.share_weights
         run = self.context.held(share.run_id)
         self.context.residency.use(run)
         return plain_answer(shared_weights=self._shared.share(run, share.name))
 
-    def _check_upload(self, request: Request, budget: Budget) -> Answer:
+    def _check_upload(self, request: Request) -> Answer:
         return plain_answer(
             upload=check_upload(self.context.pool, self._adapter_shapes, request.message.check_upload.request)
         )
 
-    def _import_upload(self, request: Request, budget: Budget) -> Answer:
+    def _import_upload(self, request: Request) -> Answer:
         upload = request.message.import_upload.upload
         self.context.agreement.once(lambda: import_upload(self.context.pool, self._store, upload))
         return plain_answer(empty=training_pb2.Empty())

@@ -138,12 +138,12 @@ class GradientAccumulator:
 
     Attributes:
         num_operations: Number of merged operations.
-        parts: Parts of a batch that wait for the last one: no gradient of them is here yet.
+        parts: Parts of a batch that wait for the last one: no gradient of them is here yet. None if there are none.
     """
 
     def __init__(self) -> None:
         self.num_operations = 0
-        self.parts = BatchParts()
+        self.parts: BatchParts | None = None
         self._sums: dict[Key, Gradients] = {}
         self._counts: dict[Key, float] = {}
         self._norm: Tensor | None = None
@@ -165,14 +165,18 @@ class GradientAccumulator:
         *,
         scale: float = 1.0,
         norm: Tensor | None = None,
-    ) -> None:
+    ) -> Mapping[Key, float]:
         """Add an operation's gradients, times ``scale``, and its counts; takes ownership of the given buffers.
 
         A sum stays a sum: the count of unit ``"sum"`` does not grow.
 
         Args:
             norm: Norm of the gradients without ``scale``, 0-d, if it is known.
+
+        Returns:
+            The counts before.
         """
+        before = dict(self._counts)
         self.num_operations += 1
         alone = self.num_operations == 1 and len(gradients) == 1 and scale == 1.0
         self._norm = norm if alone else None
@@ -186,6 +190,7 @@ class GradientAccumulator:
             held |= {name: gradient for name, gradient in buffers.items() if name not in held}
         for key, count in counts.items():
             self._counts[key] = count if key[1] == "sum" else self._counts.get(key, 0.0) + count
+        return before
 
     def normalised(self) -> tuple[Gradients, float]:
         """Gradients by parameter name, and the factor still to multiply them by.
@@ -212,7 +217,7 @@ class GradientAccumulator:
 
     def clear(self) -> None:
         self.num_operations = 0
-        self.parts.clear()
+        self.parts = None
         self._sums.clear()
         self._counts.clear()
         self._norm = None
@@ -243,16 +248,17 @@ class GradientAccumulator:
         number of operations. Empty if nothing is accumulated. Parts of a batch are as of
         :meth:`.batch_parts.BatchParts.state_tensors`.
         """
+        parts = {} if self.parts is None else self.parts.state_tensors()
         if self.empty:
-            return self.parts.state_tensors()
-        state = self.sums() | self.parts.state_tensors()
+            return parts
+        state = self.sums() | parts
         state |= {"|".join((*key, "")): torch.tensor(n, dtype=torch.float64) for key, n in self._counts.items()}
         return state | {"||": torch.tensor(self.num_operations, dtype=torch.float64)}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> None:
         """Replace the accumulation; each sum goes to the place of its parameter in ``masters``."""
         self.clear()
-        self.parts.load_state_tensors(tensors)
+        self.parts = BatchParts.of_state_tensors(tensors) or None
         for path, tensor in tensors.items():
             if is_part(path):
                 continue

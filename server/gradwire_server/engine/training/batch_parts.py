@@ -88,11 +88,6 @@ class BatchParts:
         """The innermost lengths of a column, for each part."""
         return [part[name].levels[-1] for part in self._parts if name in part and part[name].levels]
 
-    def clear(self) -> None:
-        """Drop all parts."""
-        self._parts, self._nbytes = [], 0
-        self._call.Clear()
-
     def state_tensors(self) -> dict[str, Tensor]:
         """The parts as uint8 tensors: each part's call and columns as on the wire, and their payload."""
         state = {}
@@ -104,13 +99,15 @@ class BatchParts:
                 state[f"{_PREFIX}{number}:{name}"] = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
         return state
 
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the parts by those of :meth:`state_tensors`; other entries are ignored."""
-        self.clear()
-        while f"{_PREFIX}{len(self)}:header" in tensors:
-            raw, payload = (tensors[f"{_PREFIX}{len(self)}:{name}"].numpy() for name in ("header", "payload"))
+    @classmethod
+    def of_state_tensors(cls, tensors: Mapping[str, Tensor]) -> BatchParts:
+        """The parts of :meth:`state_tensors`; other entries are ignored."""
+        parts = cls()
+        while f"{_PREFIX}{len(parts)}:header" in tensors:
+            raw, payload = (tensors[f"{_PREFIX}{len(parts)}:{name}"].numpy() for name in ("header", "payload"))
             header = training_pb2.OperationHeader.FromString(raw.tobytes())
-            self.add(header.operation.forward_backward, codec.decode(header.tensors, payload.tobytes()))
+            parts.add(header.operation.forward_backward, codec.decode(header.tensors, payload.tobytes()))
+        return parts
 
 
 def is_part(path: str) -> bool:

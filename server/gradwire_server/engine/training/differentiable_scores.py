@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire_server.engine.generators import generator_states, preserved_rng, set_generator_states
 from gradwire_server.engine.lanes import Key, Lanes
-from gradwire_server.engine.model.layers.dropout import seed_generators
+from gradwire_server.engine.model.layers.dropout import seeded
 from gradwire_server.engine.model.layers.routers import ROUTER_SCORES, RouterSums
 from gradwire_server.engine.scoring.forward import Reading, assemble, compute_scores
 from gradwire_server.engine.scoring.memory import ActivationMeter
@@ -32,7 +32,8 @@ class DifferentiableScores:
     masks that depend only on its row and the seed, so the scores do not depend on how the batch is split.
 
     Args:
-        readings: The scores wanted of each batch; several as for :func:`.forward.compute_scores`.
+        readings: The scores wanted of each batch, or of one that it is a part of; several as for
+            :func:`.forward.compute_scores`.
         parts: The batches, with as many micro-batches each.
         keep_single: Keep the graph of a batch with one micro-batch, whatever its size. Use it if the gradient follows
             at once, because recomputing would need as much memory.
@@ -105,8 +106,7 @@ class DifferentiableScores:
             readings = [replace(own, names=ROUTER_SCORES.union(own.names)) for own in readings]
         if not policy.has_dropout:
             return compute_scores(readings, training=True, activations=activations)
-        with preserved_rng():
-            seed_generators(self._dropout_seed, int(self._parts[0].rows[micros[0].examples[0]]))
+        with seeded(self._dropout_seed, int(self._parts[0].rows[micros[0].examples[0]])):
             return compute_scores(readings, training=True, activations=activations)
 
     def backward(
@@ -142,9 +142,7 @@ class DifferentiableScores:
                 scores = self._score(micros)
         if len(micros) == 1:  # the spans of several are still active
             policy.activate(training=True, activations=micros[0].activations)
-        passes = [
-            _passes(reading.batch, *own) for reading, *own in zip(self.readings, micros, scores, gradients, strict=True)
-        ]
+        passes = [_passes(part.batch, *own) for part, *own in zip(self._parts, micros, scores, gradients, strict=True)]
         count = max(map(len, passes))
         tokens = sum(len(micro.batch.input_ids) for micro in micros)
         with suited_threads(policy.device, tokens, policy.facts.num_parameters):
@@ -169,12 +167,12 @@ def combined(
         steps: For each micro-batch the scores of each batch.
     """
     by_name = [
-        assemble(reading.policy, reading.batch, part.micros, [step[number] for step in steps], reading.names)
+        assemble(reading.policy, part.batch, part.micros, [step[number] for step in steps], reading.names)
         for number, (reading, part) in enumerate(zip(readings, parts, strict=True))
     ]
     if not steps or readings[0].policy.split_model.routers is None:
         return by_name, None
-    return by_name, RouterSums.of([scores for (scores,) in steps], len(readings[0].batch.input_ids))
+    return by_name, RouterSums.of([scores for (scores,) in steps], len(parts[0].batch.input_ids))
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,20 +22,14 @@ are transferred at once, including the checks for non-finite values. The row at 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
-
-from gradwire_proto.v1 import training_pb2
-from torch import Tensor
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 
 from gradwire_server.engine.agreement import Agreement
-from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.failures import is_fatal
-from gradwire_server.engine.generators import preserved_rng
-from gradwire_server.engine.lanes import Lanes
-from gradwire_server.engine.model.layers.dropout import seed_generators
+from gradwire_server.engine.lanes import Key, Lanes
+from gradwire_server.engine.model.layers.dropout import seeded
 from gradwire_server.engine.model.packing import Packing
 from gradwire_server.engine.model.placement import total_norms
 from gradwire_server.engine.scoring.forward import Reading
@@ -43,8 +37,8 @@ from gradwire_server.engine.scoring.parts import Part
 from gradwire_server.engine.scoring.planner import Budget, split_for_training
 from gradwire_server.engine.training.accumulation import GradientAccumulator, GradientCollector
 from gradwire_server.engine.training.differentiable_scores import DifferentiableScores, combined
-from gradwire_server.engine.training.loss_call import LossOnBatch, LossOnPart
-from gradwire_server.engine.training.loss_report import LossEvaluation, LossSums, reported
+from gradwire_server.engine.training.loss_call import LossOnBatch, LossOnPart, evaluated
+from gradwire_server.engine.training.loss_report import LossEvaluation, reported_pass
 
 
 class Training:
@@ -58,14 +52,13 @@ class Training:
         agreement: This process's agreement with the others of the engine.
 
     Attributes:
-        loss: The same.
+        loss, accumulator, budget: The same.
         lanes: The lanes of the micro-batches.
         reading: The scores wanted of the whole batch.
         micros: The micro-batches that go through the model.
         parts: What the loss is evaluated on: each micro-batch if it streams, else the whole batch.
         dropout_seed: The same.
-        rng: Makes the context in which the loss draws random numbers; by default it draws from the generators as they
-            are.
+        counts_before: What had been accumulated before the gradient was: key -> divisor of its sum.
     """
 
     def __init__(
@@ -77,46 +70,15 @@ class Training:
         dropout_seed: str = "",
         agreement: Agreement | None = None,
     ) -> None:
-        self.loss, self.dropout_seed = loss, dropout_seed
+        self.loss, self.accumulator, self.budget, self.dropout_seed = loss, accumulator, budget, dropout_seed
         self.lanes = Lanes(budget.lanes, agreement)
         self.reading = Reading(loss.policy, loss.batch, loss.names, loss.temperature, loss.teacher, budget)
         self.micros = split_for_training(loss.policy, loss.batch, budget)
         whole = [Part(loss.batch, self.micros)]
         self.parts = [Part.of(loss.batch, micro) for micro in self.micros] if loss.streams else whole
-        self.rng: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._accumulator = accumulator
-
-    def end(self, collector: GradientCollector, norm: Tensor, *, recomputed: bool) -> LossEvaluation:
-        """Report the loss, and accumulate the gradient of all parts.
-
-        Args:
-            collector: The gradient, whose norm is ``norm``.
-            recomputed: Whether any micro-batch was computed twice.
-
-        Raises:
-            OperationError: NON_FINITE, with the row at fault where one is found.
-        """
-        loss, name = self.loss, self.loss.call.loss.name
-        sums = LossSums(name)
-        for part in loss.evaluated:
-            sums.add(part.output)
-        if loss.routers is not None:
-            sums.add_metrics(loss.routers.metrics())
-        wanted = {output: loss.output_scores[output] for output in loss.outputs}
-        outputs = sums.settle([part.totals for part in loss.evaluated], norm, outputs=wanted)
-        if not sums.finite:
-            for part in loss.evaluated:
-                part.check_finite()
-        if not sums.finite and not collector.finite():
-            raise OperationError(
-                training_pb2.ERROR_CODE_NON_FINITE,
-                f"the gradient of {name} with respect to the weights is not finite, though loss and scores "
-                "are; nothing was accumulated. A lower learning rate, or float32 weights, may help",
-            )
-        activations = Counter(micro.activations.label for micro in self.micros)
-        found = reported(loss.batch, outputs, len(self.micros), sums, recomputed=recomputed, activations=activations)
-        self._accumulator.merge(collector.by_key, sums.counts, norm=norm)
-        return found
+        if loss.streams and self.lanes.count > 1:  # processes have different parts
+            loss.rng = partial(seeded, f"{dropout_seed}/loss")
+        self.counts_before: Mapping[Key, float] = {}
 
 
 def forward_backward(trainings: Sequence[Training]) -> list[LossEvaluation | None]:
@@ -135,102 +97,59 @@ def forward_backward(trainings: Sequence[Training]) -> list[LossEvaluation | Non
         Exception: Any error in the shared computation; nothing is accumulated then.
     """
     first, alone, recomputed = trainings[0], len(trainings) == 1, False
-    failed: set[Training] = set()
+    readings, losses = [each.reading for each in trainings], [each.loss for each in trainings]
     # Either the parts are spread over the processes, or the micro-batches of the one part there is.
     outer, inner = (first.lanes, Lanes()) if first.loss.streams else (Lanes(), first.lanes)
     scored: dict[int, DifferentiableScores] = {}
-    losses: dict[int, list[LossOnPart | None]] = {}
+    found: dict[int, Sequence[LossOnPart | None]] = {}
     with ExitStack() as stack:
         collectors = [
-            stack.enter_context(GradientCollector(training.loss.policy.trainable_parameters(), first.lanes))
-            for training in trainings
+            stack.enter_context(GradientCollector(loss.policy.trainable_parameters(), first.lanes)) for loss in losses
         ]
         with outer.together("parts"):
             for index in outer.steps(len(first.parts)):
-                readings, parts = _on_part(trainings, index)
-                scores = DifferentiableScores(
+                parts = [each.parts[index] for each in trainings]
+                scores = scored[index] = DifferentiableScores(
                     readings, parts, keep_single=True, dropout_seed=first.dropout_seed, lanes=inner
                 )
                 with inner.together("loss"):
-                    found = losses[index] = _evaluated(trainings, index, scores.by_name, failed)
+                    found[index] = evaluated(losses, parts, scores.by_name, index)
                 gradients = [
-                    {} if each is None else training.loss.gradients(each, scores.routers)
-                    for training, each in zip(trainings, found, strict=True)
+                    {} if each is None else loss.gradients(each, scores.routers)
+                    for loss, each in zip(losses, found[index], strict=True)
                 ]
                 scores.backward(collectors, gradients, lane=index % outer.count)
                 recomputed |= scores.recomputed
-                scored[index] = scores
-    _take(trainings, outer, scored, losses)
     for collector in collectors:
         collector.share(first.loss.policy.device)
-    ends: list[LossEvaluation | None] = []
     norms = total_norms([collector.gradients for collector in collectors])
-    for training, collector, norm in zip(trainings, collectors, norms, strict=True):
+    # All parts in their order; those of other processes are evaluated from their scores.
+    steps = outer.gathered({index: each.own.get(0, ()) for index, each in scored.items()}, len(first.parts))
+    for index, step in enumerate(steps):
+        parts = [each.parts[index] for each in trainings]
+        if index in scored:
+            by_name, routers = scored[index].by_name, scored[index].routers
+        else:
+            by_name, routers = combined(readings, parts, [step])
+            found[index] = evaluated(losses, parts, by_name, index)
+        for loss, computed, own in zip(losses, by_name, found[index], strict=True):
+            if own is not None:
+                loss.take(own, computed, routers)
+    failed = {number for each in found.values() for number, own in enumerate(each) if own is None}
+    ends: list[LossEvaluation | None] = []
+    for number, (training, collector, norm) in enumerate(zip(trainings, collectors, norms, strict=True)):
         try:
-            ends.append(None if training in failed else training.end(collector, norm, recomputed=recomputed))
-        except Exception as error:  # as above
+            if number in failed:
+                ends.append(None)
+                continue
+            report, counts = reported_pass(training.loss, training.micros, collector, norm, recomputed=recomputed)
+            training.counts_before = training.accumulator.merge(collector.by_key, counts, norm=norm)
+            ends.append(report)
+        except Exception as error:  # it is this training's alone
             if alone or is_fatal(error):
                 raise
             ends.append(None)
     return ends
-
-
-def _on_part(trainings: Sequence[Training], index: int) -> tuple[list[Reading], list[Part]]:
-    """The scores wanted of each training's part, and these parts."""
-    parts = [training.parts[index] for training in trainings]
-    return [replace(each.reading, batch=part.batch) for each, part in zip(trainings, parts, strict=True)], parts
-
-
-def _evaluated(
-    trainings: Sequence[Training], index: int, by_name: Sequence[Mapping[str, Tensor]], failed: set[Training]
-) -> list[LossOnPart | None]:
-    """Each training's loss on its part; None, and ``failed``, where that raises in company."""
-    found: list[LossOnPart | None] = []
-    for training, own in zip(trainings, by_name, strict=True):
-        try:
-            with training.rng(), _numbers_of_part(training, index):
-                found.append(training.loss.evaluate(training.parts[index], own))
-        except Exception as error:  # whatever a loss raises, the other runs go on
-            if len(trainings) == 1 or is_fatal(error):
-                raise
-            failed.add(training)
-            found.append(None)
-    return found
-
-
-@contextmanager
-def _numbers_of_part(training: Training, index: int) -> Iterator[None]:
-    """Let a loss that streams draw numbers that depend on its part alone, where processes have different parts."""
-    if training.lanes.count == 1 or not training.loss.streams:
-        yield
-        return
-    with preserved_rng():
-        seed_generators(f"{training.dropout_seed}/loss", index)
-        yield
-
-
-def _take(
-    trainings: Sequence[Training],
-    lanes: Lanes,
-    scored: Mapping[int, DifferentiableScores],
-    losses: Mapping[int, Sequence[LossOnPart | None]],
-) -> None:
-    """Take note of all parts in their order, those of other processes included, which are evaluated from their scores.
-
-    Args:
-        lanes: Those of the parts.
-        scored, losses: The scores and the losses of this process's parts, by number.
-    """
-    steps = lanes.gathered({index: each.own.get(0, ()) for index, each in scored.items()}, len(trainings[0].parts))
-    for index, step in enumerate(steps):
-        if index in scored:
-            by_name, routers, found = scored[index].by_name, scored[index].routers, losses[index]
-        else:
-            by_name, routers = combined(*_on_part(trainings, index), [step])
-            found = _evaluated(trainings, index, by_name, set())
-        for training, computed, own in zip(trainings, by_name, found, strict=True):
-            if own is not None:
-                training.loss.take(own, computed, routers)
 
 
 def can_join(training: Training) -> bool:

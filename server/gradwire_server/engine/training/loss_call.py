@@ -6,7 +6,8 @@ If a value is not finite, the part can find the row at fault, which waits for th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +18,7 @@ from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.failures import is_fatal
 from gradwire_server.engine.lanes import Key
 from gradwire_server.engine.model.layers.routers import PROBABILITIES, RouterSums
 from gradwire_server.engine.model.policy import Policy
@@ -146,6 +148,8 @@ class LossOnBatch:
         temperature: Divides the logits.
         teacher: The policy to compare with, or None.
         ref_logprobs: ``[T]`` reference log-probabilities, on the policy's device; None if the loss needs none.
+        rng: Makes the context in which the loss draws random numbers for a part with this number; by default it draws
+            from the generators as they are.
         evaluated: What :meth:`evaluate` found of the parts taken so far, in their order.
         output_scores: Scores by name: ``outputs`` of these parts, in the places of the whole batch.
         routers: What routers of a mixture of experts decided on these parts; None for another model.
@@ -161,6 +165,7 @@ class LossOnBatch:
     temperature: float
     teacher: Teacher | None
     ref_logprobs: Tensor | None
+    rng: Callable[[int], AbstractContextManager[object]] = nullcontext
     evaluated: list[LossOnPart] = field(default_factory=list)
     output_scores: dict[str, Tensor] = field(default_factory=dict)
     routers: RouterSums | None = None
@@ -242,6 +247,30 @@ class LossOnBatch:
         count = next(term.count for term in terms if (self.call.loss.name, term.unit) == first)
         balance = routers.balance_gradient() * (self.policy.router_aux_loss_coef * count)
         return {**by_key, first: {**by_key[first], PROBABILITIES: balance}}
+
+
+def evaluated(
+    losses: Sequence[LossOnBatch],
+    parts: Sequence[Part],
+    by_name: Sequence[Mapping[str, Tensor]],
+    number: int,
+) -> list[LossOnPart | None]:
+    """Evaluate each loss on its part; in company None for one that raises.
+
+    Args:
+        by_name: Scores of each part.
+        number: That of the parts.
+    """
+    found: list[LossOnPart | None] = []
+    for loss, part, scores in zip(losses, parts, by_name, strict=True):
+        try:
+            with loss.rng(number):
+                found.append(loss.evaluate(part, scores))
+        except Exception as error:  # whatever a loss raises, the other runs go on
+            if len(losses) == 1 or is_fatal(error):
+                raise
+            found.append(None)
+    return found
 
 
 def _call(call: LossCall, batch: Batch, scores: Mapping[str, Tensor], rows: Tensor | None = None) -> LossOutput:

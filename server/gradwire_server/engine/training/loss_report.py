@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +12,14 @@ import torch
 from gradwire_losses.batch import Batch
 from gradwire_losses.monitoring import usual_range_warnings
 from gradwire_losses.outputs import Figure, LossOutput, Metric, merge_metrics, settled
+from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
+from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.lanes import Key
+from gradwire_server.engine.scoring.planner import MicroBatch
+from gradwire_server.engine.training.accumulation import GradientCollector
+from gradwire_server.engine.training.loss_call import LossOnBatch
 
 NOTHING_SCORED = "no token of this batch was scored: its masks leave none, or its rows have one token each"
 
@@ -146,6 +152,42 @@ def reported(
             *usual_range_warnings(metrics),
         ],
     )
+
+
+def reported_pass(
+    loss: LossOnBatch, micros: Sequence[MicroBatch], collector: GradientCollector, norm: Tensor, *, recomputed: bool
+) -> tuple[LossEvaluation, Mapping[Key, float]]:
+    """Make the report of a forward and backward, and the divisors of its gradient's sums.
+
+    Args:
+        loss: The loss, which has taken all parts.
+        micros: The micro-batches that went through the model.
+        collector: The gradient, whose norm is ``norm``.
+        recomputed: Whether any micro-batch was computed twice.
+
+    Raises:
+        OperationError: NON_FINITE, with the row at fault where one is found.
+    """
+    name = loss.call.loss.name
+    sums = LossSums(name)
+    for part in loss.evaluated:
+        sums.add(part.output)
+    if loss.routers is not None:
+        sums.add_metrics(loss.routers.metrics())
+    wanted = {output: loss.output_scores[output] for output in loss.outputs}
+    outputs = sums.settle([part.totals for part in loss.evaluated], norm, outputs=wanted)
+    if not sums.finite:
+        for part in loss.evaluated:
+            part.check_finite()
+    if not sums.finite and not collector.finite():
+        raise OperationError(
+            training_pb2.ERROR_CODE_NON_FINITE,
+            f"the gradient of {name} with respect to the weights is not finite, though loss and scores "
+            "are; nothing was accumulated. A lower learning rate, or float32 weights, may help",
+        )
+    activations = Counter(micro.activations.label for micro in micros)
+    report = reported(loss.batch, outputs, len(micros), sums, recomputed=recomputed, activations=activations)
+    return report, sums.counts
 
 
 def _flat(numbers: Any) -> list[float]:

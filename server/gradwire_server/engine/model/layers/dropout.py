@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from gradwire_server.engine.generators import preserved_rng
 
 _Place = tuple[dict[str, Any], str, Any]
 
@@ -60,12 +63,15 @@ def jittered(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if any("jitter" in name for name in vars(module))]
 
 
-def seed_generators(seed: str, row: int) -> None:
-    """Seed torch's generators for the masks of one row, independently of earlier and neighbouring rows.
+@contextmanager
+def seeded(seed: str, row: int) -> Iterator[None]:
+    """Seed torch's generators for the body, for the masks of one row, whatever was drawn for others.
 
     Args:
         seed: Identifies the run and operation.
         row: Index in the operation's batch.
     """
     digest = hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=7).digest()
-    torch.manual_seed(int.from_bytes(digest, "little"))
+    with preserved_rng():
+        torch.manual_seed(int.from_bytes(digest, "little"))
+        yield

@@ -11,7 +11,7 @@ _os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read at gRPC's import; what 
 _os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # its handlers crash half of the forked children
 
 from gradwire import sync
-from gradwire.connection import Connection, connect
+from gradwire.connection import Connection, ConnectionOptions, connect
 from gradwire.descriptions import (
     EngineInfo,
     LossField,
@@ -89,6 +89,7 @@ from gradwire.results import (
 from gradwire.sampling import SamplingClient, TokenStream
 from gradwire.service import ServiceClient
 from gradwire.training import TrainingClient
+from gradwire.wire.sample_calls import SamplingOptions
 from gradwire.wire.uploads import Upload
 
 __all__ = [
@@ -100,6 +101,7 @@ __all__ = [
     "CheckpointCorruptError",
     "Connection",
     "ConnectionLostError",
+    "ConnectionOptions",
     "DeadlineExceededError",
     "EngineInfo",
     "EngineUnavailableError",
@@ -146,6 +148,7 @@ __all__ = [
     "SampleResult",
     "SampledToken",
     "SamplingClient",
+    "SamplingOptions",
     "SequenceGapError",
     "SequenceReusedError",
     "ServerError",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from gradwire_proto.v1 import training_pb2 as pb
 
@@ -15,6 +15,7 @@ from gradwire.descriptions import ServerInfo
 from gradwire.embedded import EmbeddedServer
 from gradwire.errors import InvalidArgumentError, ServerStartError, UnsupportedError
 from gradwire.service import ServiceClient
+from gradwire.wire.options import check_options
 from gradwire.wire.transport import SECURE_SCHEMES, Transport, checked_tls
 
 PROTOCOL = 1
@@ -23,15 +24,44 @@ MAX_PORT = 65535
 PathLike = str | os.PathLike[str]
 
 
+class ConnectionOptions(TypedDict, total=False):
+    """The keyword arguments of :func:`gradwire.connect`.
+
+    Attributes:
+        api_key: Defaults to the environment variable ``GRADWIRE_API_KEY``; for an embedded server, to a random
+            key.
+        models: Embedded server only: names or paths of models, as for ``gradwire serve --model``.
+        state_dir: Embedded server only: folder for runs and checkpoints; by default a temporary folder.
+        server_args: Embedded server only: further arguments of ``gradwire serve``.
+        ca_cert: PEM file with the authority that signed the server's certificate; turns TLS on.
+        client_cert: PEM file with this client's certificate, for mTLS.
+        client_key: PEM file with the private key of ``client_cert``.
+        connect_timeout: Seconds to wait for the first answer; 15 by default.
+        start_timeout: Seconds to wait until an embedded server listens; 300 by default.
+        reconnect_timeout: Seconds that operations wait for a server that became unreachable; 600 by default.
+    """
+
+    api_key: str | None
+    models: str | Sequence[PathLike]
+    state_dir: PathLike | None
+    server_args: Sequence[str]
+    ca_cert: PathLike | None
+    client_cert: PathLike | None
+    client_key: PathLike | None
+    connect_timeout: float
+    start_timeout: float
+    reconnect_timeout: float
+
+
 class Connection:
     """A pending connection: ``await`` it, or enter it with ``async with``, to get the service."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._settings = settings
+    def __init__(self, address: str | None, options: ConnectionOptions) -> None:
+        self._address, self._options = address, options
         self._service: ServiceClient | None = None
 
     def __await__(self) -> Generator[Any, None, ServiceClient]:
-        return open_service(**self._settings).__await__()
+        return open_service(self._address, self._options).__await__()
 
     async def __aenter__(self) -> ServiceClient:
         self._service = await self
@@ -44,43 +74,22 @@ class Connection:
             await self._service.close()
 
 
-def connect(
-    address: str | None = None,
-    *,
-    api_key: str | None = None,
-    models: str | Sequence[PathLike] = (),
-    state_dir: PathLike | None = None,
-    server_args: Sequence[str] = (),
-    ca_cert: PathLike | None = None,
-    client_cert: PathLike | None = None,
-    client_key: PathLike | None = None,
-    connect_timeout: float = 15.0,
-    start_timeout: float = 300.0,
-    reconnect_timeout: float = 600.0,
-) -> Connection:
+def connect(address: str | None = None, **options: Unpack[ConnectionOptions]) -> Connection:
     """Connect to a server, or start one: ``service = await connect(...)`` or ``async with connect(...) as service``.
 
     Args:
         address: ``HOST:PORT``, ``https://HOST:PORT`` for TLS, or ``unix:PATH`` of a socket. None starts an embedded
             server on this machine that serves ``models`` and stops when the service is closed.
-        api_key: Defaults to the environment variable ``GRADWIRE_API_KEY``; for an embedded server, to a random
-            key.
-        models: Embedded server only: names or paths of models, as for ``gradwire serve --model``.
-        state_dir: Embedded server only: folder for runs and checkpoints; None uses a temporary folder.
-        server_args: Embedded server only: further arguments of ``gradwire serve``.
-        ca_cert: PEM file with the authority that signed the server's certificate; turns TLS on.
-        client_cert: PEM file with this client's certificate, for mTLS.
-        client_key: PEM file with the private key of ``client_cert``.
-        connect_timeout: Seconds to wait for the first answer.
-        start_timeout: Seconds to wait until an embedded server listens.
-        reconnect_timeout: Seconds that operations wait for a server that became unreachable.
+        options: ``api_key``, ``ca_cert``, ``models``, ``state_dir`` and others: see
+            :class:`gradwire.ConnectionOptions`.
 
     Raises:
         ConnectionLostError: Nothing answers at the address.
         ServerStartError: The embedded server did not start.
         UnauthenticatedError: The key is missing or wrong.
     """
-    return Connection(dict(locals()))
+    check_options(ConnectionOptions, options, "connect")
+    return Connection(address, options)
 
 
 def _has_port(address: str) -> bool:
@@ -105,23 +114,13 @@ def _check_server_installed() -> None:
         )
 
 
-async def open_service(
-    address: str | None,
-    *,
-    api_key: str | None,
-    models: str | Sequence[PathLike],
-    state_dir: PathLike | None,
-    server_args: Sequence[str],
-    ca_cert: PathLike | None,
-    client_cert: PathLike | None,
-    client_key: PathLike | None,
-    connect_timeout: float,
-    start_timeout: float,
-    reconnect_timeout: float,
-) -> ServiceClient:
+async def open_service(address: str | None, options: ConnectionOptions) -> ServiceClient:
     """Open the service that :func:`connect` describes."""
-    tls = checked_tls(ca_cert, client_cert, client_key)
-    models = [models] if isinstance(models, str | os.PathLike) else list(models)
+    tls = checked_tls(options.get("ca_cert"), options.get("client_cert"), options.get("client_key"))
+    given, api_key = options.get("models", ()), options.get("api_key")
+    models = [given] if isinstance(given, str | os.PathLike) else list(given)
+    state_dir, server_args = options.get("state_dir"), options.get("server_args", ())
+    connect_timeout = options.get("connect_timeout", 15.0)
     embedded = None
     if address is None:
         if not models:
@@ -154,12 +153,12 @@ async def open_service(
     transport = None
     try:
         if embedded is not None:
-            address = await embedded.listening(start_timeout)
+            address = await embedded.listening(options.get("start_timeout", 300.0))
         transport = Transport(
             address or "",
             api_key=embedded.key if embedded else api_key or os.environ.get("GRADWIRE_API_KEY"),
             tls=tls,
-            patience_s=reconnect_timeout,
+            patience_s=options.get("reconnect_timeout", 600.0),
             check_alive=embedded.check_alive if embedded else lambda: None,
         )
         answer = await transport.unary(

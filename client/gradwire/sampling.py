@@ -1,101 +1,28 @@
-"""Sampling: forms of prompts, and samples outside a run's queue."""
+"""Samples outside a run's queue."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from gradwire_proto.codec import IMAGE_BYTES, IMAGES, Column, decode
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire import errors
-from gradwire.errors import DeadlineExceededError, GradwireError, InvalidArgumentError, WouldDeadlockError, type_of
+from gradwire.errors import DeadlineExceededError, GradwireError, InvalidArgumentError, WouldDeadlockError
 from gradwire.futures import Future, failed, running_loop, start
 from gradwire.losses import model_path
 from gradwire.results import Array, Checkpoint, Columns, SampledToken, SampleResult
-from gradwire.wire.columns import token_rows
 from gradwire.wire.entries import check_timeout
-from gradwire.wire.images import to_image_columns
+from gradwire.wire.options import check_options
 from gradwire.wire.processes import Connected
-from gradwire.wire.requests import message
+from gradwire.wire.sample_calls import Prompts, SamplingOptions, sample_call
 from gradwire.wire.transport import Transport
 
 R = TypeVar("R")
-
-Prompts = str | Sequence[Any]
-"""A text, a row of token ids, or a list of either."""
-NO_BIAS: Mapping[int, float] = MappingProxyType({})
-
-
-def sample_call(prompts: Prompts, images: Any = None, **arguments: Any) -> tuple[pb.SampleCall, dict[str, Column]]:
-    """Build the message, and columns with the prompts' ids, if they were given as ids, and with their images.
-
-    Args:
-        images: A list of images for each prompt, or None.
-        arguments: The other arguments of :meth:`gradwire.TrainingClient.sample`, all but ``timeout``.
-    """
-    texts = [prompts] if isinstance(prompts, str) else list(prompts) if _are_texts(prompts) else []
-    columns = {} if texts else {"prompt_ids": token_rows("prompt_ids", prompts)}
-    if images is not None:
-        columns |= to_image_columns(images, len(texts) or columns["prompt_ids"].num_rows)
-    stop, logit_bias, json_schema = (arguments.pop(name) for name in ("stop", "logit_bias", "json_schema"))
-    if not isinstance(logit_bias, Mapping):
-        raise InvalidArgumentError(
-            f"logit_bias maps token ids to numbers, and is no {type(logit_bias).__name__}",
-            field="logit_bias",
-            rule="a mapping",
-        )
-    for name in ("n", "top_p", "repetition_penalty"):
-        value = arguments[name]
-        if not value > 0:  # the wire would take 0 for its default
-            raise InvalidArgumentError(f"sample: {name} is {value}; it must be greater than 0", field=name, rule="> 0")
-    call = message(
-        pb.SampleCall,
-        prompts=texts,
-        stop=[stop] if isinstance(stop, str) else stop,
-        logit_bias=[message(pb.LogitBias, token_id=token, bias=bias) for token, bias in logit_bias.items()],
-        json_schema=_schema(json_schema),
-        **arguments,
-    )
-    return call, columns
-
-
-def _schema(schema: Mapping[str, Any] | str | None) -> str:
-    if schema is None or isinstance(schema, str):
-        return schema or ""
-    try:
-        return json.dumps(schema)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(
-            f"json_schema is not a JSON object: {error}", field="json_schema", rule="a JSON schema"
-        ) from None
-
-
-def _is_list(prompt: Any) -> bool:
-    return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
-
-
-def _are_texts(prompts: Sequence[Any]) -> bool:
-    if not hasattr(prompts, "__len__"):
-        raise InvalidArgumentError(
-            f"prompts are texts or rows of token ids, not {type_of(prompts)}", field="prompts", rule="a list"
-        )
-    if any(isinstance(each, Mapping) for prompt in prompts for each in (prompt if _is_list(prompt) else [prompt])):
-        raise InvalidArgumentError(
-            "prompts are texts or rows of token ids, and these are chat messages: give the ids that `await "
-            "service.render(messages, train_on=None, add_generation_prompt=True)` returns as input_ids",
-            field="prompts", rule="texts or ids",
-        )  # fmt: skip
-    kinds = {isinstance(prompt, str) for prompt in prompts}
-    if kinds == {True, False}:
-        raise InvalidArgumentError(
-            "prompts are either all texts or all rows of token ids", field="prompts", rule="one kind"
-        )
-    return kinds == {True}
+SampleMessage = tuple[pb.SampleCall, Mapping[str, Column]]
 
 
 def token_ids(ids: Sequence[int]) -> pb.TokenIds:
@@ -124,60 +51,35 @@ class SamplingClient(Connected):
         self,
         prompts: Prompts,
         n: int = 1,
-        max_tokens: int = 64,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        stop: str | Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        seed: int | None = None,
-        ignore_eos: bool = False,
-        timeout: float | None = None,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        logit_bias: Mapping[int, float] = NO_BIAS,
-        json_schema: Mapping[str, Any] | str | None = None,
-        top_logprobs: int = 0,
+        *,
         images: Sequence[Sequence[Any]] | None = None,
-        deterministic: bool = False,
+        timeout: float | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Future[SampleResult]:
         """Generate continuations of prompts: see :meth:`gradwire.TrainingClient.sample`.
 
         ``timeout`` counts from the call, as nothing is queued; the server stops when it is over.
         """
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "prompts", "timeout")}
-        return self._asked(f"sample from {self.model}", prompts, arguments, SampleResult.from_wire, timeout)
+        check_options(SamplingOptions, options, "sample")
 
-    def stream(
-        self,
-        prompt: str | Sequence[int],
-        max_tokens: int = 64,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        stop: str | Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        seed: int | None = None,
-        ignore_eos: bool = False,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        logit_bias: Mapping[int, float] = NO_BIAS,
-        json_schema: Mapping[str, Any] | str | None = None,
-        top_logprobs: int = 0,
-        deterministic: bool = False,
-    ) -> TokenStream:
-        """Generate one continuation of a prompt token by token; the arguments as for :meth:`sample`.
+        def build() -> SampleMessage:
+            return sample_call(prompts, options, n=n, images=images)
+
+        return self._asked(f"sample from {self.model}", build, SampleResult.from_wire, timeout)
+
+    def stream(self, prompt: str | Sequence[int], **options: Unpack[SamplingOptions]) -> TokenStream:
+        """Generate one continuation of a prompt token by token.
 
         ``async for token in client.stream(...)``; in a script without an event loop, ``for token in ...``. Each is a
         :class:`gradwire.SampledToken`. Generation ends when you leave the loop and drop the stream.
+
+        Args:
+            prompt: A text, or a row of token ids.
+            options: See :class:`gradwire.SamplingOptions`.
         """
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "prompt")}
-        call, columns = sample_call(prompt if isinstance(prompt, str) else [prompt], n=1, **arguments)
-        return TokenStream(self._transport, self._loop, self._request(call, columns))
+        check_options(SamplingOptions, options, "stream")
+        message, columns = sample_call(prompt if isinstance(prompt, str) else [prompt], options)
+        return TokenStream(self._transport, self._loop, self._request(message, columns))
 
     def compute_logprobs(
         self, input_ids: Sequence[Any], temperature: float = 1.0, timeout: float | None = None
@@ -193,7 +95,7 @@ class SamplingClient(Connected):
         def scores(result: pb.OperationResult, columns: Columns) -> list[Array]:
             return columns["prompt_logprobs"].rows()
 
-        return self._asked("compute_logprobs", input_ids, _scoring(temperature), scores, timeout)
+        return self._asked("compute_logprobs", lambda: _scoring(input_ids, temperature), scores, timeout)
 
     def compute_top_logprobs(
         self, input_ids: Sequence[Any], k: int, temperature: float = 1.0, timeout: float | None = None
@@ -215,19 +117,18 @@ class SamplingClient(Connected):
             ids, logprobs = columns["prompt_top_token_ids"].rows(), columns["prompt_top_logprobs"].rows()
             return list(zip(ids, logprobs, strict=True))
 
-        return self._asked("compute_top_logprobs", input_ids, _scoring(temperature, k), scores, timeout)
+        return self._asked("compute_top_logprobs", lambda: _scoring(input_ids, temperature, k), scores, timeout)
 
     def _asked(
         self,
         label: str,
-        prompts: Prompts,
-        arguments: dict[str, Any],
+        build: Callable[[], SampleMessage],
         decoded: Callable[..., R],
         timeout: float | None,
     ) -> Future[R]:
         try:
             check_timeout(timeout)
-            request = self._request(*sample_call(prompts, **arguments))
+            request = self._request(*build())
         except GradwireError as error:
             return failed(label, error)
 
@@ -255,11 +156,9 @@ class SamplingClient(Connected):
         return f"<SamplingClient {self.model}>"
 
 
-def _scoring(temperature: float, top: int = 0) -> dict[str, Any]:
-    return {
-        "n": 1, "max_tokens": 0, "temperature": temperature, "top_p": 1.0, "repetition_penalty": 1.0, "stop": (),
-        "logit_bias": NO_BIAS, "json_schema": None, "prompt_logprobs": True, "top_prompt_logprobs": top,
-    }  # fmt: skip
+def _scoring(input_ids: Prompts, temperature: float, top: int = 0) -> SampleMessage:
+    options: SamplingOptions = {"max_tokens": 0, "temperature": temperature}
+    return sample_call(input_ids, options, prompt_logprobs=True, top_prompt_logprobs=top)
 
 
 class TokenStream:

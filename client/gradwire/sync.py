@@ -11,17 +11,18 @@ import asyncio
 import atexit
 import functools
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 from gradwire import connection, jobs, service, training
-from gradwire.connection import PathLike
+from gradwire.connection import ConnectionOptions
 from gradwire.errors import ServiceClosedError
 from gradwire.history import RunUpdates
 from gradwire.operations import Operations
 from gradwire.results import Checkpoint
 from gradwire.sampling import SamplingClient
+from gradwire.wire.options import check_options
 from gradwire.wire.processes import Connected, check_not_forked
 
 P = ParamSpec("P")
@@ -234,29 +235,16 @@ class ServiceClient(Connected):
         self.close()
 
 
-def connect(
-    address: str | None = None,
-    *,
-    api_key: str | None = None,
-    models: str | Sequence[PathLike] = (),
-    state_dir: PathLike | None = None,
-    server_args: Sequence[str] = (),
-    ca_cert: PathLike | None = None,
-    client_cert: PathLike | None = None,
-    client_key: PathLike | None = None,
-    connect_timeout: float = 15.0,
-    start_timeout: float = 300.0,
-    reconnect_timeout: float = 600.0,
-) -> ServiceClient:
+def connect(address: str | None = None, **options: Unpack[ConnectionOptions]) -> ServiceClient:
     """Connect like :func:`gradwire.connect`.
 
     Use ``with``, or call :meth:`ServiceClient.close`; otherwise the end of the program does, so that operations that
     were submitted reach the server.
     """
-    settings = dict(locals())
+    check_options(ConnectionOptions, options, "connect")
     loop_thread = LoopThread()
     try:
-        client = ServiceClient(loop_thread.run(connection.open_service(**settings)), loop_thread)
+        client = ServiceClient(loop_thread.run(connection.open_service(address, options)), loop_thread)
     except BaseException:
         loop_thread.close()
         raise

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gradwire.batches import SCORING_FIELDS, to_columns
 from gradwire.errors import InvalidBatchError
-from gradwire.sampling import NO_BIAS, sample_call
+from gradwire.wire.sample_calls import sample_call
 from PIL import Image
 
 PIXELS = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
@@ -75,12 +75,9 @@ def test_what_is_no_image_is_named_by_row(images: Any, row: int | None, message:
 
 
 def test_prompts_as_texts_or_as_ids_may_have_images() -> None:
-    others: dict[str, Any] = {
-        "n": 1, "top_p": 1.0, "repetition_penalty": 1.0, "stop": (), "logit_bias": NO_BIAS, "json_schema": None,
-    }  # fmt: skip
-    call, made = sample_call(["a", "b"], images=[[b"one"], []], **others)
+    call, made = sample_call(["a", "b"], {}, images=[[b"one"], []])
     assert list(call.prompts) == ["a", "b"] and list(made) == ["images", "image_bytes"]
-    _, made = sample_call([[1, 2]], images=[[b"one"]], **others)
+    _, made = sample_call([[1, 2]], {}, images=[[b"one"]])
     assert list(made) == ["prompt_ids", "images", "image_bytes"]
     with pytest.raises(InvalidBatchError, match="has 1 rows, and there are 2"):
-        sample_call(["a", "b"], images=[[b"one"]], **others)
+        sample_call(["a", "b"], {}, images=[[b"one"]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy.typing as npt
 from gradwire_proto.v1 import training_pb2 as pb
@@ -12,10 +12,11 @@ from gradwire.errors import InvalidArgumentError
 from gradwire.futures import Future
 from gradwire.operations.submitter import Submitter
 from gradwire.results import Checkpoint, Columns, LossResult, SampleResult
-from gradwire.sampling import NO_BIAS, Prompts, sample_call
 from gradwire.wire import requests
 from gradwire.wire.entries import Request
+from gradwire.wire.options import check_options
 from gradwire.wire.requests import Batch, Output
+from gradwire.wire.sample_calls import Prompts, SamplingOptions, sample_call
 
 Array = npt.NDArray[Any]
 
@@ -72,63 +73,30 @@ class ScoringOperations(Submitter):
         self,
         prompts: Prompts,
         n: int = 1,
-        max_tokens: int = 64,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        stop: str | Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        seed: int | None = None,
-        ignore_eos: bool = False,
-        timeout: float | None = None,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        logit_bias: Mapping[int, float] = NO_BIAS,
-        json_schema: Mapping[str, Any] | str | None = None,
-        top_logprobs: int = 0,
+        *,
         images: Sequence[Sequence[Any]] | None = None,
-        deterministic: bool = False,
+        timeout: float | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Future[SampleResult]:
         """Generate continuations of prompts with the run's weights at this point of the program.
 
         Args:
             prompts: Texts, or rows of token ids; a single text or row is a list of one.
             n: Samples per prompt.
-            max_tokens: Maximum number of tokens per sample.
-            temperature: Divides the logits; 0 always takes the most probable token.
-            top_k: Sample from this many most probable tokens; 0 samples from all.
-            top_p: Sample from the most probable tokens with this total probability; 1 samples from all.
-            stop: Stop strings; the text ends before the first one found.
-            stop_token_ids: Stop tokens in addition to the model's own end tokens.
-            seed: The same seed gives the same samples; None draws from the run's own generator.
-            ignore_eos: Continue past the model's end tokens.
-            timeout: Seconds after its acceptance by the server from which on the operation fails with
-                ``DeadlineExceededError``, whether it waits or is being executed. None for no limit.
-            min_p: Leave out tokens less probable than this share of the most probable one's probability, after
-                ``top_k`` and ``top_p`` (Nguyen et al. 2024).
-            repetition_penalty: Makes tokens of the prompt and of the sample so far less probable if above 1: divides
-                their positive logits and multiplies their negative ones (Keskar et al. 2019).
-            presence_penalty: Subtracted from the logits of tokens in the sample so far.
-            frequency_penalty: Subtracted from a token's logit for each time it is in the sample so far.
-            logit_bias: Token id -> number from -100 to 100 added to its logit.
-            json_schema: The text is a JSON document of this schema; the server needs ``gradwire[guided]``. A sample
-                that ends with ``"length"`` is the beginning of one.
-            top_logprobs: Also return this many most probable tokens in each place, for ``top_k_distillation``.
             images: A list of images for each prompt, as in a batch; a prompt has the model's image token in the place
                 of each, as its chat template writes it.
-            deterministic: Compute the samples in a batch of their own: with a seed, the same call gives the same bits
-                of log-probabilities on the same machine, whatever else is asked of the server at the time. Other
-                requests' batches then take turns with it, and it finds no prompt that others have left in the cache.
+            timeout: Seconds after its acceptance by the server from which on the operation fails with
+                ``DeadlineExceededError``, whether it waits or is being executed. None for no limit.
+            options: ``max_tokens``, ``temperature``, ``top_p``, ``stop``, ``seed`` and others: see
+                :class:`gradwire.SamplingOptions`.
 
         Returns:
             A future; ``.samples[p][k]`` is the k-th sample of prompt p: token ids, text, log-probabilities.
         """
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "prompts", "timeout")}
+        check_options(SamplingOptions, options, "sample")
 
         def build() -> Request:
-            call, columns = sample_call(prompts, **arguments)
+            call, columns = sample_call(prompts, options, n=n, images=images)
             return Request.of(pb.Operation(sample=call), columns)
 
         return self._queue.submit("sample", build, SampleResult.from_wire, timeout)

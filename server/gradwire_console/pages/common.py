@@ -21,9 +21,18 @@ REFRESH_S = 0.4
 FAILURES = (gradwire.GradwireError, SettingsError, ValueError, OSError)
 
 
-async def entrance(workspaces: Workspaces, path: str) -> Workspace | RedirectResponse | None:
-    """The workspace of the browser; a redirection to the form that asks for a key; None if the server is away, and the
-    page then says so and looks again."""
+async def opened(
+    workspaces: Workspaces, path: str, section: str, content: Callable[[Workspace], Awaitable[None]]
+) -> RedirectResponse | None:
+    """Show a page to a browser that has given a key; else redirect it to the form that asks for one.
+
+    If the server is away, the page says so and looks again.
+
+    Args:
+        path: The page, to which the form comes back.
+        section: The entry of the menu that it belongs to.
+        content: Shows the page's own content, of the browser's workspace.
+    """
     try:
         found = await workspaces.of(str(app.storage.browser["id"]))
     except gradwire.GradwireError as failure:
@@ -35,11 +44,13 @@ async def entrance(workspaces: Workspaces, path: str) -> Workspace | RedirectRes
     if found is None:
         return RedirectResponse(f"/login?next={quote(path, safe='')}")
     await found.listed()
-    return found
+    with _framed(workspaces, found, section):
+        await content(found)
+    return None
 
 
 @contextmanager
-def page(workspaces: Workspaces, workspace: Workspace, here: str) -> Iterator[None]:
+def _framed(workspaces: Workspaces, workspace: Workspace, here: str) -> Iterator[None]:
     """The frame of a page, with the state of the connection."""
     with frame("console", SECTIONS, here) as place:
         yield

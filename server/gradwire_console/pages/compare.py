@@ -10,7 +10,7 @@ from gradwire import RunInfo
 from gradwire_shell.components import Column, Table, empty, error, panel, plain, sdk_line, title
 from nicegui import ui
 
-from gradwire_console.pages.common import entrance, on_change, page, short
+from gradwire_console.pages.common import on_change, opened, short
 from gradwire_console.pages.curves import Curves
 from gradwire_console.series import Record
 from gradwire_console.workspace import Workspace, Workspaces
@@ -22,10 +22,7 @@ SETTINGS = ("base_model", "lora", "head", "seed", "dropout", "kind", "forked_fro
 def register(workspaces: Workspaces) -> None:
     @ui.page("/compare", title="Compare · gradwire")
     async def compare(runs: str = "") -> RedirectResponse | None:
-        workspace = await entrance(workspaces, f"/compare?runs={runs}")
-        if workspace is None or isinstance(workspace, RedirectResponse):
-            return workspace
-        with page(workspaces, workspace, "/compare"):
+        async def content(workspace: Workspace) -> None:
             title("Compare")
             asked = list(dict.fromkeys(each for each in runs.split(",") if each))[:MOST]
             _choice(workspace, asked)
@@ -36,7 +33,8 @@ def register(workspaces: Workspaces) -> None:
                 await _show(workspace, found)
             else:
                 empty("Choose the runs to lay over each other, above or by their boxes in the list of runs.")
-        return None
+
+        return await opened(workspaces, f"/compare?runs={runs}", "/compare", content)
 
 
 def _choice(workspace: Workspace, asked: list[str]) -> None:

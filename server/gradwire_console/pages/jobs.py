@@ -16,7 +16,7 @@ from gradwire.recipes.command import RECIPES, settings_kind
 from gradwire_shell.components import Column, Table, button, empty, error, facts, panel, plain, sdk_line, state, title
 from nicegui import events, ui
 
-from gradwire_console.pages.common import act, ago, ask, entrance, page
+from gradwire_console.pages.common import act, ago, ask, opened
 from gradwire_console.workspace import Workspace, Workspaces
 
 COLUMNS = (
@@ -37,19 +37,14 @@ LOG_CHARS = 20_000
 def register(workspaces: Workspaces) -> None:
     @ui.page("/jobs", title="Jobs · gradwire")
     async def jobs() -> RedirectResponse | None:
-        workspace = await entrance(workspaces, "/jobs")
-        if workspace is None or isinstance(workspace, RedirectResponse):
-            return workspace
-        with page(workspaces, workspace, "/jobs"):
+        async def content(workspace: Workspace) -> None:
             await _list(workspaces, workspace)
-        return None
+
+        return await opened(workspaces, "/jobs", "/jobs", content)
 
     @ui.page("/jobs/{job_id}", title="Job · gradwire")
     async def job(job_id: str) -> RedirectResponse | None:
-        workspace = await entrance(workspaces, f"/jobs/{job_id}")
-        if workspace is None or isinstance(workspace, RedirectResponse):
-            return workspace
-        with page(workspaces, workspace, "/jobs"):
+        async def content(workspace: Workspace) -> None:
             try:
                 found = await workspace.service.jobs.get(job_id)
             except gradwire.GradwireError as failure:
@@ -57,7 +52,8 @@ def register(workspaces: Workspaces) -> None:
                 error(str(failure))
             else:
                 await _Job(workspaces, workspace, found).show()
-        return None
+
+        return await opened(workspaces, f"/jobs/{job_id}", "/jobs", content)
 
 
 def _row(job: gradwire.Job) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from gradwire_shell.components import button, empty, error, panel, plain, sdk_li
 from nicegui import ui
 from nicegui.element import Element
 
-from gradwire_console.pages.common import entrance, page
+from gradwire_console.pages.common import opened
 from gradwire_console.workspace import Workspace, Workspaces
 
 MOST = 5
@@ -27,13 +27,12 @@ def register(workspaces: Workspaces) -> None:
     @ui.page("/playground", title="Playground · gradwire")
     async def playground(models: str = "", prompt: str = "") -> RedirectResponse | None:
         path = "/playground?" + urlencode({"models": models, "prompt": prompt})
-        workspace = await entrance(workspaces, path)
-        if workspace is None or isinstance(workspace, RedirectResponse):
-            return workspace
-        with page(workspaces, workspace, "/playground"):
+
+        async def content(workspace: Workspace) -> None:
             title("Playground")
             await _Playground(workspace, [each for each in models.split(",") if each][:MOST], prompt).show()
-        return None
+
+        return await opened(workspaces, path, "/playground", content)
 
 
 class _Playground:

@@ -22,7 +22,7 @@ from gradwire_shell.components import (
 )
 from nicegui import ui
 
-from gradwire_console.pages.common import act, ago, ask, entrance, on_change, page, short
+from gradwire_console.pages.common import act, ago, ask, on_change, opened, short
 from gradwire_console.pages.curves import Curves
 from gradwire_console.pages.runs import trains
 from gradwire_console.series import Operation
@@ -43,16 +43,14 @@ OPERATIONS = (
 def register(workspaces: Workspaces) -> None:
     @ui.page("/run/{run_id}", title="Run · gradwire")
     async def run(run_id: str) -> RedirectResponse | None:
-        workspace = await entrance(workspaces, f"/run/{run_id}")
-        if workspace is None or isinstance(workspace, RedirectResponse):
-            return workspace
-        with page(workspaces, workspace, "/"):
+        async def content(workspace: Workspace) -> None:
             if run_id in workspace.runs:
                 await _Run(workspaces, workspace, run_id).show()
             else:
                 title("There is no such run")
                 empty("It was deleted, or this key may not read it.", "await service.list_runs()")
-        return None
+
+        return await opened(workspaces, f"/run/{run_id}", "/", content)
 
 
 class _Run:

@@ -8,7 +8,7 @@ from fastapi.responses import RedirectResponse
 from gradwire_shell.components import Column, Table, button, empty, plain, title
 from nicegui import ui
 
-from gradwire_console.pages.common import ago, entrance, on_change, page, short
+from gradwire_console.pages.common import ago, on_change, opened, short
 from gradwire_console.workspace import LiveRun, Workspace, Workspaces
 
 COLUMNS = (
@@ -59,12 +59,10 @@ def trains(run: LiveRun) -> str:
 def register(workspaces: Workspaces) -> None:
     @ui.page("/", title="Runs · gradwire")
     async def runs() -> RedirectResponse | None:
-        workspace = await entrance(workspaces, "/")
-        if workspace is None or isinstance(workspace, RedirectResponse):
-            return workspace
-        with page(workspaces, workspace, "/"):
+        async def content(workspace: Workspace) -> None:
             _show(workspace)
-        return None
+
+        return await opened(workspaces, "/", "/", content)
 
 
 def _show(workspace: Workspace) -> None:

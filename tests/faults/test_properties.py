@@ -221,7 +221,7 @@ async def test_behind_an_operation_that_could_not_be_written_nothing_goes_to_the
     """Else it would wait for the result of a number that is free again, and keep that number from the engine."""
     loop, limits = asyncio.get_running_loop(), Limits()
     record = RunRecord("run-a", "", pb.RunConfig(), 0.0, engine_pb2.EngineCreateRun(), epoch=1)
-    queue = RunQueue(record, limits, Usage("", limits, lambda owner: Quota()))
+    queue = RunQueue(record, limits, Usage("", limits, lambda owner: Quota()), lambda: None)
     first, second = pending(loop, 1, "fb", 0), pending(loop, 2, "fb", 0)
     for each in (first, second):
         queue.offer(each)
@@ -246,7 +246,7 @@ def carried_out(
     limits = Limits(max_window=window)
     usage = Usage("", limits, lambda owner: Quota())
     record = RunRecord("run-a", "", pb.RunConfig(), 0.0, engine_pb2.EngineCreateRun(), epoch=1)
-    queue = RunQueue(record, limits, usage)
+    queue = RunQueue(record, limits, usage, lambda: None)
     results: dict[int, str] = {}
     offered: set[int] = set()
     todo = list(arrivals)

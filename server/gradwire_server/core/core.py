@@ -24,6 +24,9 @@ from gradwire_server.core.incoming import Incoming
 from gradwire_server.core.jobs.file_parts import FileParts
 from gradwire_server.core.jobs.files import Files
 from gradwire_server.core.jobs.jobs import Jobs
+from gradwire_server.core.jobs.specs import JobSpecs
+from gradwire_server.core.jobs.states import JobStates
+from gradwire_server.core.jobs.turns import JobTurns
 from gradwire_server.core.jobs.webhook import Webhook
 from gradwire_server.core.jobs.workers import JobWorkers
 from gradwire_server.core.recordings import Recordings
@@ -31,7 +34,6 @@ from gradwire_server.core.runs import Runs
 from gradwire_server.core.sampling import Sampling
 from gradwire_server.core.session import Session
 from gradwire_server.core.startable import Startable
-from gradwire_server.core.storage import Storage
 from gradwire_server.core.texts import Texts
 from gradwire_server.core.uploads import Uploads
 from gradwire_server.engine_client.client import EngineClient
@@ -39,6 +41,7 @@ from gradwire_server.engine_client.pool import EnginePool, own_engines
 from gradwire_server.errors import ServiceError, check_length
 from gradwire_server.journal.entries import StoredResult
 from gradwire_server.journal.run_row import RunRecord
+from gradwire_server.journal.storage import Storage
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.observability.tracing import Tracing
 from gradwire_server.scheduling.checks import check_rows
@@ -74,6 +77,7 @@ class Core(Startable):
         uploads: Uploaded weights that runs can start from; available after :meth:`start`.
         jobs, files: Trainings that the server runs by itself, and their data; available after :meth:`start`.
         file_parts: Files that arrive in parts.
+        job_turns: Which job starts next, and what its worker reports.
         job_workers: The processes that run jobs; a door gives them its address.
         left: Number of operations without a result, by run id; set by :meth:`drain`.
     """
@@ -84,7 +88,7 @@ class Core(Startable):
         engines: Sequence[EngineClient] = (),
         tracing: Tracing | None = None,
         own_key: str = "",
-        on_parked: Callable[[int], object] = bool,
+        on_parked: Callable[[int], object] | None = None,
     ) -> None:
         self.config = config
         self.keys = Keys(config.state_dir, open_door=config.loopback or config.insecure_bind, own_key=own_key)
@@ -119,21 +123,18 @@ class Core(Startable):
         self._start_tracing()
         self.scheduler = Scheduler(
             self.engines,
-            storage.journal,
-            storage.records,
-            storage.checkpoints,
+            storage,
             config,
             self.keys.quota,
             self.metrics,
             self._tracing,
-            self._on_parked,
+            self._on_parked or (lambda count: None),
         )
         self.uploads = Uploads(config, storage.folders, self._models, self.keys.quota, self.scheduler.ask)
         await asyncio.to_thread(self.uploads.load)
         self.runs = Runs(
             self.scheduler,
-            storage.records,
-            storage.checkpoints,
+            storage,
             self.keys,
             self.calls,
             self._models,
@@ -147,10 +148,12 @@ class Core(Startable):
         self.file_parts = FileParts(self.files, config.state_dir / "file_parts", config.limits)
         await asyncio.to_thread(self.file_parts.clean)
         await self.files.load()
-        self.jobs = Jobs(config, storage.jobs, self.files, self.keys, self._models, self._jobs_changed)
-        self.job_workers = JobWorkers(self.jobs, self.keys, config.job_workers)
+        states = JobStates(storage.jobs, self._jobs_changed)
+        self.jobs = Jobs(config, states, JobSpecs(config, self.keys, self.files, self._models))
+        self.job_turns = JobTurns(config, states, self.keys)
+        self.job_workers = JobWorkers(self.jobs, self.job_turns, self.keys, config.job_workers)
         self._webhook = Webhook(self.jobs, config.webhook, config.state_dir / "webhook.secret")
-        await self.jobs.load()
+        await states.load()
         self._sampling = Sampling(config, storage.records, storage.checkpoints, self._models, self.scheduler)
         await self.scheduler.start(loaded)
         self._running = True
@@ -259,7 +262,7 @@ class Core(Startable):
         incoming = Incoming(header)
         try:
             record = self._writable(caller, header.run_id)
-            incoming.refusal = self.scheduler.admission.refusal(record, header)
+            incoming.refusal = self.scheduler.checks.refusal(record, header)
             if incoming.refusal is None:
                 incoming.occupy(self.scheduler.usage(record.owner))
         except ServiceError as error:

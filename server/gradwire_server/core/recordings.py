@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from gradwire_server.access.keys import Caller
-from gradwire_server.core.storage import Storage
 from gradwire_server.durable_files import make_folder
 from gradwire_server.journal.provable import write_record
+from gradwire_server.journal.storage import Storage
 from gradwire_server.stores.store import CHECKPOINTS, Place
 
 RECORDS = "records"

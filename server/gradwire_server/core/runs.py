@@ -17,9 +17,9 @@ from gradwire_server.access.model_names import ModelNames
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.uploads import Uploads
 from gradwire_server.errors import ServiceError, check_length, limit_exceeded
-from gradwire_server.journal.checkpoint_records import ORIGIN, CheckpointRecords
-from gradwire_server.journal.run_records import RunRecords
+from gradwire_server.journal.checkpoint_records import ORIGIN
 from gradwire_server.journal.run_row import RunRecord, new_record
+from gradwire_server.journal.storage import Storage
 from gradwire_server.scheduling.run_feed import Changes
 from gradwire_server.scheduling.scheduler import Scheduler
 from gradwire_server.stores.store import CHECKPOINTS, EXPORTS, Place, upload_checkpoint
@@ -47,8 +47,7 @@ class Runs:
     def __init__(
         self,
         scheduler: Scheduler,
-        records: RunRecords,
-        checkpoints: CheckpointRecords,
+        storage: Storage,
         keys: Keys,
         calls: Calls,
         models: ModelNames,
@@ -56,7 +55,7 @@ class Runs:
         config: ServerConfig,
         ranks_for: Callable[[str], int],
     ) -> None:
-        self._scheduler, self._records, self._checkpoints = scheduler, records, checkpoints
+        self._scheduler, self._records, self._checkpoints = scheduler, storage.records, storage.checkpoints
         self._keys, self._calls, self._models, self._uploads = keys, calls, models, uploads
         self._limits, self._ranks_for, self._durability = config.limits, ranks_for, config.durability
         self._creating: dict[str, tuple[RunRecord, asyncio.Task[None]]] = {}

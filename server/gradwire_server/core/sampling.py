@@ -100,7 +100,7 @@ class Sampling:
             base = run.config.base_model
         else:
             base = asked.model = self._names.find(model, "model")
-        context_length = self._scheduler.admission.context_length(base)
+        context_length = self._scheduler.checks.context_length(base)
         if not asked.call.HasField("max_tokens"):
             asked.call.max_tokens = min(self._config.limits.max_sample_tokens, context_length)
         refusal = check_sampled_bytes(asked.call, len(asked.prompt_ids), self._config.limits, context_length)

@@ -57,7 +57,7 @@ class Copied:
     size_bytes: int
 
 
-def backup(state_dir: Path, to: Path, say: Callable[[str], object] = bool) -> Copied:
+def backup(state_dir: Path, to: Path, say: Callable[[str], object]) -> Copied:
     """Copy a state folder, whose server may run.
 
     Args:

@@ -52,8 +52,7 @@ class Database:
         path: The database file.
         before_commit: Called in the writer thread before each commit; an ``OSError`` from it fails the whole group.
         on_failed_group: Called in the writer thread when a whole group has failed.
-        mirror: A second database file in which every change is made as well.
-        on_mirror_lost: Called in the writer thread when that fails; the mirror is given up then.
+        mirror: A second database file in which every change is made as well, until that fails.
 
     Attributes:
         commit: Number of the present commit; set in the writer thread before each group.
@@ -65,12 +64,11 @@ class Database:
     def __init__(
         self,
         path: Path,
-        before_commit: Callable[[], object] = bool,
-        on_failed_group: Callable[[], object] = bool,
+        before_commit: Callable[[], object],
+        on_failed_group: Callable[[], object],
         mirror: Path | None = None,
-        on_mirror_lost: Callable[[Exception], object] = bool,
     ) -> None:
-        self._mirror, self._on_mirror_lost = mirror, on_mirror_lost
+        self._mirror = mirror
         self._path, self._before_commit, self._on_failed_group = path, before_commit, on_failed_group
         self.on_commit: Callable[[int, float, bool], object] = lambda writes, seconds, committed: None
         self._began, self.noted = time.monotonic(), False
@@ -150,7 +148,7 @@ class Database:
     def _write(self) -> None:
         connection = connect_as(MirroredConnection, self._path)
         if self._mirror is not None:
-            connection.mirror, connection.on_mirror_lost = connect(self._mirror), self._on_mirror_lost
+            connection.mirror, connection.mirror_folder = connect(self._mirror), self._mirror.parent
         ending = False
         while not ending:
             items: list[_Item] = []

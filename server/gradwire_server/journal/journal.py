@@ -68,13 +68,10 @@ class Journal:
         mirror: Path | None = None,
         accept_changes: bool = False,
     ) -> None:
-        def lost(error: Exception) -> None:
-            log.error("the mirror %s is given up until the next start, the journal goes on alone: %s", mirror, error)
-
         second = None if mirror is None else mirror / SEGMENTS
-        self.segments = Segments(state_dir / SEGMENTS, segment_bytes, second, lost)
+        self.segments = Segments(state_dir / SEGMENTS, segment_bytes, second)
         second = None if mirror is None else mirror / DATABASE
-        self.store = Database(state_dir / DATABASE, self.segments.sync, self.segments.abandon, second, lost)
+        self.store = Database(state_dir / DATABASE, self.segments.sync, self.segments.abandon, second)
         self.retention = Retention(self.store, self.segments)
         self.facts = RunFacts(self.store, accept_changes)
         self.keep_payloads, self._history_points = keep_payloads, history_points

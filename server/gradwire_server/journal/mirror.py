@@ -12,7 +12,6 @@ import logging
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from gradwire_server.journal.schema import (
     newest_commit,
     version_of,
 )
-from gradwire_server.journal.segments import CorruptRecord, Segments
+from gradwire_server.journal.segments import CorruptRecord, Segments, say_mirror_lost
 from gradwire_server.journal.state_folder import DATABASE, SEGMENTS, StateFolderError
 
 log = logging.getLogger(__name__)
@@ -43,11 +42,11 @@ class MirroredConnection(sqlite3.Connection):
 
     Attributes:
         mirror: The second database; None without one, and from its first failure on.
-        on_mirror_lost: Called with that failure.
+        mirror_folder: The folder that it is in.
     """
 
     mirror: sqlite3.Connection | None = None
-    on_mirror_lost: Callable[[Exception], object] = bool
+    mirror_folder: Path = Path()
 
     def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
         """Execute a statement here and, unless it only reads, in the mirror."""
@@ -70,7 +69,7 @@ class MirroredConnection(sqlite3.Connection):
         if self.mirror is not None:
             mirror, self.mirror = self.mirror, None
             mirror.close()
-            self.on_mirror_lost(error)
+            say_mirror_lost(self.mirror_folder, error)
 
 
 @dataclass(frozen=True, order=True)

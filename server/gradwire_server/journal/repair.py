@@ -95,9 +95,7 @@ class RepairedRun:
     complete: bool
 
 
-def repair(
-    state_dir: Path, owner: str = "", say: Callable[[str], object] = bool, *, tidy: bool = False
-) -> list[RepairedRun]:
+def repair(state_dir: Path, owner: str, say: Callable[[str], object], *, tidy: bool = False) -> list[RepairedRun]:
     """Build the database again; the one that is there is kept beside it under another name.
 
     Args:

@@ -64,6 +64,11 @@ class Record:
     end: int
 
 
+def say_mirror_lost(mirror: Path, error: Exception) -> None:
+    """Log that a mirror of the state folder is no longer written."""
+    log.error("the mirror %s is given up until the next start, the journal goes on alone: %s", mirror, error)
+
+
 class Segments:
     """The folder of segments.
 
@@ -72,8 +77,7 @@ class Segments:
     Args:
         folder: The folder.
         segment_bytes: Size in bytes from which on a new file is begun.
-        mirror: A folder with the same files, to which everything is written as well.
-        on_mirror_lost: Called when that fails; the mirror is given up then.
+        mirror: A folder with the same files, to which everything is written as well, until that fails.
     """
 
     def __init__(
@@ -81,11 +85,9 @@ class Segments:
         folder: Path,
         segment_bytes: int = SEGMENT_BYTES,
         mirror: Path | None = None,
-        on_mirror_lost: Callable[[Exception], object] = bool,
     ) -> None:
         self._mirror = Segments(mirror, segment_bytes) if mirror is not None else None
-        self._on_mirror_lost = on_mirror_lost
-        self._folder, self._segment_bytes = folder, segment_bytes
+        self.folder, self._segment_bytes = folder, segment_bytes
         make_folder(folder)
         self._fd = -1
         self._size = 0
@@ -96,7 +98,7 @@ class Segments:
 
     def numbers(self) -> list[int]:
         """Numbers of the existing segments, oldest first."""
-        return sorted(int(path.stem) for path in self._folder.glob("*.segment"))
+        return sorted(int(path.stem) for path in self.folder.glob("*.segment"))
 
     def append(
         self, payload: Sequence[Buffer], description: bytes = b"", commit: int = 0, *, due: bool = True
@@ -170,7 +172,7 @@ class Segments:
                 raise OSError("the mirror's files are not those of the journal")
         except OSError as error:
             self._mirror = None
-            self._on_mirror_lost(error)
+            say_mirror_lost(mirror.folder.parent, error)
 
     def read(self, location: Location) -> bytearray:
         """Read the payload of a record.
@@ -247,14 +249,14 @@ class Segments:
             os.close(fd)
 
     def _path(self, number: int) -> Path:
-        return self._folder / f"{number:08d}.segment"
+        return self.folder / f"{number:08d}.segment"
 
     def _roll(self) -> None:
         self.end_file()
         self._size = 0
         self._current += 1
         self._fd = os.open(self._path(self._current), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
-        sync(self._folder)
+        sync(self.folder)
 
 
 def _header(fd: int, location: Location) -> Record | None:

@@ -10,17 +10,15 @@ from typing import Any
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.config import Limits
 from gradwire_server.crash_points import crash_point
 from gradwire_server.errors import ServiceError, shutting_down, unknown_run
-from gradwire_server.journal.checkpoint_records import CheckpointRecords
 from gradwire_server.journal.entries import JournalEntry, identity
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Buffer
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.observability.tracing import Tracing
-from gradwire_server.scheduling.checks import UNKNOWN_LENGTH, check
+from gradwire_server.scheduling.checks import Checks
 from gradwire_server.scheduling.dispatcher import Dispatcher
 from gradwire_server.scheduling.fencing import reused
 from gradwire_server.scheduling.operation import (
@@ -46,7 +44,6 @@ class Admission:
     Args:
         queues: The queue of each run, by run id.
         memory: Counts the payloads held in memory.
-        models: Those that are loaded.
 
     Attributes:
         closed: Whether new operations are refused with SHUTTING_DOWN.
@@ -56,30 +53,18 @@ class Admission:
         self,
         queues: Mapping[str, RunQueue],
         journal: Journal,
-        checkpoints: CheckpointRecords,
+        checks: Checks,
         dispatcher: Dispatcher,
         results: Results,
         memory: PayloadMemory,
-        limits: Limits,
-        models: Sequence[pb.ModelInfo],
         metrics: Metrics,
         tracing: Tracing,
     ) -> None:
-        self._queues, self._journal, self._checkpoints, self._limits = queues, journal, checkpoints, limits
+        self._queues, self._journal, self._checks = queues, journal, checks
         self._dispatcher, self._results, self._memory = dispatcher, results, memory
         self._metrics, self._tracing = metrics, tracing
-        self._context_lengths = {model.name: model.context_length for model in models if model.context_length}
         self._repeating: set[asyncio.Task[None]] = set()
         self.closed = False
-
-    def refusal(self, record: RunRecord, header: pb.OperationHeader) -> pb.Error | None:
-        """Return the error of an operation that breaks a rule that can be checked without a model; None if valid."""
-        context_length = self.context_length(record.config.base_model)
-        return check(header, self._limits, context_length) or self._checkpoints.check_uses(record, header.operation)
-
-    def context_length(self, model: str) -> int:
-        """Tokens that a model can hold."""
-        return self._context_lengths.get(model, UNKNOWN_LENGTH)
 
     async def load(self, queue: RunQueue) -> None:
         """Queue the operations of a run that the journal holds from before the server started."""

@@ -17,7 +17,8 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.quotas import IDS
 from gradwire_server.config import Limits
 from gradwire_server.image_sizes import MAX_PIXELS, pixels
-from gradwire_server.journal.checkpoint_records import AUTOMATIC, NAME, ORIGIN, SNAPSHOT
+from gradwire_server.journal.checkpoint_records import AUTOMATIC, NAME, ORIGIN, SNAPSHOT, CheckpointRecords
+from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.operation_kinds import UNKNOWN, kind_of, loss_call
 
 UNKNOWN_LENGTH = 1 << 62
@@ -28,6 +29,29 @@ CHUNKS_OF_HEADER = 3
 """Chunks in which an image's header is; chunks are larger than headers, but for the last one of a frame."""
 SAMPLED_BYTES = 8
 """Bytes of a sampled token in a result, and of each of its top_logprobs: an id and a log-probability."""
+
+
+class Checks:
+    """The checks of operations, with what they are checked against.
+
+    Args:
+        limits: The server's limits.
+        models: The models that are loaded.
+        checkpoints: Those that operations may name.
+    """
+
+    def __init__(self, limits: Limits, models: Sequence[pb.ModelInfo], checkpoints: CheckpointRecords) -> None:
+        self._limits, self._checkpoints = limits, checkpoints
+        self._context_lengths = {model.name: model.context_length for model in models if model.context_length}
+
+    def refusal(self, record: RunRecord, header: pb.OperationHeader) -> pb.Error | None:
+        """Return the error of an operation that breaks a rule that can be checked without a model; None if valid."""
+        context_length = self.context_length(record.config.base_model)
+        return check(header, self._limits, context_length) or self._checkpoints.check_uses(record, header.operation)
+
+    def context_length(self, model: str) -> int:
+        """Tokens that a model can hold."""
+        return self._context_lengths.get(model, UNKNOWN_LENGTH)
 
 
 def check(header: pb.OperationHeader, limits: Limits, context_length: int = UNKNOWN_LENGTH) -> pb.Error | None:

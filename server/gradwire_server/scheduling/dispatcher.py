@@ -54,7 +54,7 @@ class Dispatcher:
         auto_checkpoint: AutoCheckpoint,
         results: Results,
         metrics: Metrics,
-        parked: Callable[[], object] = bool,
+        parked: Callable[[], object],
     ) -> None:
         self._placement, self._executor, self._auto_checkpoint = placement, executor, auto_checkpoint
         self._results, self._metrics = results, metrics

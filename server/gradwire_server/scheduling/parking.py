@@ -53,7 +53,7 @@ class Parking:
         changed: Called whenever a run is parked or goes on.
     """
 
-    def __init__(self, wake: Callable[[RunQueue], None], changed: Callable[[], object] = bool) -> None:
+    def __init__(self, wake: Callable[[RunQueue], None], changed: Callable[[], object]) -> None:
         self._wake, self._changed = wake, changed
 
     def park(self, queue: RunQueue, error: pb.Error, *, again: bool = True) -> None:

@@ -65,6 +65,7 @@ class RunQueue(Fencing):
     record: RunRecord
     limits: Limits
     usage: Usage
+    on_change: Callable[[], object]
     window: dict[int, QueuedOperation] = field(default_factory=dict)
     pending: OrderedDict[int, QueuedOperation] = field(default_factory=OrderedDict)
     sent: dict[int, QueuedOperation] = field(default_factory=dict)
@@ -75,7 +76,6 @@ class RunQueue(Fencing):
     recovery_cost: RecoveryCost = field(default_factory=RecoveryCost)
     closed: ServiceError | None = None
     parked: Parked | None = None
-    on_change: Callable[[], object] = bool
 
     def __post_init__(self) -> None:
         self.next_seq = self.record.accepted_seq + 1

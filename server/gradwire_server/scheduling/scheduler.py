@@ -22,14 +22,13 @@ from gradwire_server.access.quotas import Usage, check_runs
 from gradwire_server.config import ServerConfig
 from gradwire_server.engine_client.pool import EnginePool
 from gradwire_server.errors import ServiceError, shutting_down, unknown_run
-from gradwire_server.journal.checkpoint_records import CheckpointRecords
-from gradwire_server.journal.journal import Journal
-from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.run_row import RunRecord
+from gradwire_server.journal.storage import Storage
 from gradwire_server.observability.metrics import Backlog, Metrics
 from gradwire_server.observability.tracing import Tracing
 from gradwire_server.scheduling.admission import Admission
 from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint, in_use
+from gradwire_server.scheduling.checks import Checks
 from gradwire_server.scheduling.dispatcher import Dispatcher
 from gradwire_server.scheduling.executor import Executor
 from gradwire_server.scheduling.fairness import SHARED_TOKENS, Load
@@ -52,6 +51,7 @@ class Scheduler:
     """The runs of a server with their queues; creates, opens and deletes them.
 
     Attributes:
+        checks: Find operations that break a rule.
         admission: Accepts operations.
         dispatcher: Sends them to the engine.
         results: Stores their results and serves them.
@@ -65,17 +65,16 @@ class Scheduler:
     def __init__(
         self,
         pool: EnginePool,
-        journal: Journal,
-        runs: RunRecords,
-        checkpoints: CheckpointRecords,
+        storage: Storage,
         config: ServerConfig,
-        quota_of: Callable[[str], Quota] = lambda _: Quota(),
-        metrics: Metrics | None = None,
-        tracing: Tracing | None = None,
-        parked: Callable[[int], object] = bool,
+        quota_of: Callable[[str], Quota],
+        metrics: Metrics,
+        tracing: Tracing,
+        parked: Callable[[int], object],
     ) -> None:
-        self._metrics = metrics or Metrics()
-        self._journal, self._runs, self._checkpoints = journal, runs, checkpoints
+        self._metrics = metrics
+        journal, checkpoints = storage.journal, storage.checkpoints
+        self._journal, self._runs, self._checkpoints = journal, storage.records, checkpoints
         self._limits, self._quota_of = config.limits, quota_of
         self._result_retention_s = config.keep_results_hours * 3600
         self._queues: dict[str, RunQueue] = {}
@@ -102,17 +101,16 @@ class Scheduler:
             lambda: parked(self.num_parked),
         )
         self._moves = Moves(self.placement, self.dispatcher, self._auto_checkpoint)
+        self.checks = Checks(config.limits, pool.hello.models, checkpoints)
         self.admission = Admission(
             self._queues,
             journal,
-            checkpoints,
+            self.checks,
             self.dispatcher,
             self.results,
             self._memory,
-            config.limits,
-            pool.hello.models,
             self._metrics,
-            tracing or Tracing(),
+            tracing,
         )
         self._caring: list[asyncio.Task[None]] = []
         self._dropping: set[asyncio.Task[None]] = set()
@@ -357,7 +355,7 @@ class Scheduler:
 
     def _new_queue(self, record: RunRecord) -> RunQueue:
         changed = partial(self.feed.touch, record.run_id)
-        return RunQueue(record, self._limits, self.usage(record.owner), on_change=changed)
+        return RunQueue(record, self._limits, self.usage(record.owner), changed)
 
     def backlog(self) -> Backlog:
         """The number of runs and what is queued at this moment."""

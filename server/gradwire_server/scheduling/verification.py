@@ -43,9 +43,7 @@ class Verdict:
     difference: str
 
 
-async def execute_again(
-    record: Record, engine: EngineClient, runs: Path, say: Callable[[str], object] = bool
-) -> Verdict:
+async def execute_again(record: Record, engine: EngineClient, runs: Path, say: Callable[[str], object]) -> Verdict:
     """Execute a record's operations in an engine, up to the first whose result differs.
 
     Args:

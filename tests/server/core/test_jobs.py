@@ -22,7 +22,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.jobs_pb2_grpc import JobServiceStub
 from gradwire_server.access.keys import KeyFile, Quota
 from gradwire_server.core.jobs import workers
-from gradwire_server.core.jobs.jobs import RECIPES
+from gradwire_server.core.jobs.specs import RECIPES
 from gradwire_server.journal.backup import backup, restore
 from gradwire_server.journal.repair import repair
 from support.front import Door, Start, start
@@ -112,14 +112,14 @@ async def test_reports_are_fenced_and_repeated_steps_replaced(start: Start) -> N
             return jobs.ReportJobRequest(job_id=job.job_id, attempt=attempt, events=[event], **more)
 
         assert name_of(await refused(stub.ReportJob(step(1, 0, 1.0)))) == "stale_epoch"
-        await core.jobs.begin(job.job_id)
+        await core.job_turns.begin(job.job_id)
         await stub.ReportJob(step(1, 1, 3.0))
         point = jobs.JobCheckpoint(step=2, path="run-x/step-2")
         for _ in range(2):
             reported = await stub.ReportJob(step(2, 1, 2.0, checkpoints=[point], run_id="run-x", total_steps=5))
         assert (reported.step, reported.trained_tokens, len(reported.checkpoints)) == (2, 20, 1)
-        await core.jobs.worker_ended(job.job_id, 1, -9)
-        assert (await core.jobs.begin(job.job_id)).attempt == 2
+        await core.job_turns.worker_ended(job.job_id, 1, -9)
+        assert (await core.job_turns.begin(job.job_id)).attempt == 2
         assert name_of(await refused(stub.ReportJob(step(2, 1, 9.0)))) == "stale_epoch"
         await stub.ReportJob(step(2, 2, 2.5))
         end = jobs.ReportJobRequest(job_id=job.job_id, attempt=2, state="succeeded", result_files=["file-r"])
@@ -140,7 +140,7 @@ async def test_what_is_acknowledged_survives_a_restart(start: Start, tmp_path: P
         stub = await stub_of(door)
         job = await create(stub, "key")
         running = await create(stub, "other")
-        await door.server.core.jobs.begin(running.job_id)
+        await door.server.core.job_turns.begin(running.job_id)
         paused = await stub.PauseJob(jobs.PauseJobRequest(job_id=job.job_id))
         (tmp_path / "files" / "left-over").write_bytes(b"of an upload that a kill cut off")
     async with start(**NO_WORKERS) as door:
@@ -161,11 +161,11 @@ async def test_a_backup_and_a_repair_have_jobs_and_files(start: Start, tmp_path:
         folder = tmp_path / "jobs" / job.job_id
         folder.mkdir(parents=True)
         (folder / "state.json").write_text("{}")
-        await asyncio.to_thread(backup, tmp_path, copy)
+        await asyncio.to_thread(backup, tmp_path, copy, print)
     await asyncio.to_thread(restore, copy, again)
     assert (again / "jobs" / job.job_id / "state.json").read_text() == "{}"
     assert [path.read_bytes() for path in (again / "files").iterdir()] == [ROW * 3]
-    await asyncio.to_thread(repair, tmp_path)
+    await asyncio.to_thread(repair, tmp_path, "", print)
     async with start(**NO_WORKERS) as door:
         stub = await stub_of(door)
         assert (await stub.GetJob(jobs.GetJobRequest(job_id=job.job_id))).spec == job.spec
@@ -237,7 +237,7 @@ async def test_keys_take_turns_within_their_quotas(start: Start, tmp_path: Path)
     async with start(limits={"key_running_jobs": 3}, **NO_WORKERS) as door:
         stubs = {name: await stub_of(door, secret) for name, secret in secrets.items()}
         made = [await create(stubs[name]) for name in "aaaaabb"]
-        known, begun = door.server.core.jobs, list[jobs.Job]()
+        known, begun = door.server.core.job_turns, list[jobs.Job]()
         while (job := known.choose([each.job_id for each in begun])) is not None:
             begun.append(await known.begin(job.job_id))
         assert [job.owner for job in begun] == ["a", "b", "a", "a"]  # b has one at a time, a three

@@ -30,7 +30,7 @@ def placement(folder: Path, count: int) -> tuple[list[FakeEngine], Placement]:
 def a_run(parameters: int = 0, model: str = "tiny") -> RunQueue:
     record = new_record("ada", pb.RunConfig(base_model=model), "", b"")
     record.num_trainable_parameters = parameters
-    return RunQueue(record, LIMITS, USAGE)
+    return RunQueue(record, LIMITS, USAGE, lambda: None)
 
 
 async def test_4096_runs_are_spread_evenly_over_four_engines(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from typing import IO
 from gradwire_proto.v1 import jobs_pb2 as jobs
 
 from gradwire_server.access.keys import Keys
-from gradwire_server.core.jobs.jobs import ENDED, PAUSED, Jobs
+from gradwire_server.core.jobs.jobs import Jobs
+from gradwire_server.core.jobs.states import ENDED, PAUSED
+from gradwire_server.core.jobs.turns import JobTurns
 from gradwire_server.durable_files import make_folder
 from gradwire_server.errors import ServiceError
 
@@ -36,8 +38,8 @@ class JobWorkers:
         most: Workers at a time.
     """
 
-    def __init__(self, jobs: Jobs, keys: Keys, most: int) -> None:
-        self._jobs, self._keys, self._most = jobs, keys, most
+    def __init__(self, jobs: Jobs, turns: JobTurns, keys: Keys, most: int) -> None:
+        self._jobs, self._turns, self._keys, self._most = jobs, turns, keys, most
         self._address = ""
         self._stops: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -57,10 +59,10 @@ class JobWorkers:
         if not self._address or self._stopping:
             return
         for job_id, stop in self._stops.items():
-            job = self._jobs.find(job_id)
+            job = self._turns.states.find(job_id)
             if job is None or job.state in (PAUSED, *ENDED):
                 stop.set()
-        while len(self._stops) < self._most and (job := self._jobs.choose(self._stops)) is not None:
+        while len(self._stops) < self._most and (job := self._turns.choose(self._stops)) is not None:
             stop = self._stops[job.job_id] = asyncio.Event()
             task = asyncio.create_task(self._run(job.job_id, stop))
             self._tasks.add(task)
@@ -75,7 +77,7 @@ class JobWorkers:
 
     async def _run(self, job_id: str, stop: asyncio.Event) -> None:
         try:
-            job = await self._jobs.begin(job_id)
+            job = await self._turns.begin(job_id)
             if job is None:
                 return
             try:
@@ -87,7 +89,7 @@ class JobWorkers:
                 return
             while not await self._settled(job, code) and not self._stopping:
                 await _wait(stop, MAX_BACKOFF_S)
-            if crashes := self._jobs.crashes(job_id):
+            if crashes := self._turns.crashes(job_id):
                 await _wait(stop, min(BACKOFF_S * 2 ** (crashes - 1), MAX_BACKOFF_S))
         except Exception:  # a task's exception is seen by nobody; the job still waits
             log.exception("the job %s could not be begun; it waits for %.0f s", job_id, MAX_BACKOFF_S)
@@ -99,7 +101,7 @@ class JobWorkers:
     async def _settled(self, job: jobs.Job, code: int) -> bool:
         """Write down that a worker ended; False if the disk does not take it now."""
         try:
-            await self._jobs.worker_ended(job.job_id, job.attempt, code)
+            await self._turns.worker_ended(job.job_id, job.attempt, code)
         except (ServiceError, OSError, sqlite3.Error) as error:
             log.error("the end of the worker of %s could not be written down: %s", job.job_id, error)
             return False

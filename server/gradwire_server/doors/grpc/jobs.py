@@ -28,7 +28,7 @@ class JobService(JobServiceServicer):
         return await self._core.jobs.create(CALLER.get(), request.spec, request.idempotency_key)
 
     async def GetJob(self, request: jobs.GetJobRequest, context: Any) -> jobs.Job:
-        return self._core.jobs.get(CALLER.get(), request.job_id)
+        return self._core.jobs.states.get(CALLER.get(), request.job_id)
 
     async def ListJobs(self, request: jobs.ListJobsRequest, context: Any) -> jobs.ListJobsResponse:
         found, more = self._core.jobs.page(CALLER.get(), request.page_size, request.after, request.metadata)
@@ -58,7 +58,7 @@ class JobService(JobServiceServicer):
         return jobs.ReadJobLogResponse(chunk=chunk, size_bytes=size)
 
     async def ReportJob(self, request: jobs.ReportJobRequest, context: Any) -> jobs.Job:
-        return await self._core.jobs.report(CALLER.get(), request)
+        return await self._core.job_turns.report(CALLER.get(), request)
 
     # ---- files ----
 

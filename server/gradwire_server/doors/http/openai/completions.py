@@ -141,7 +141,7 @@ class Completion:
         if texts:
             for text in texts:
                 check_encodable(text, "prompt")
-            length = self._core.scheduler.admission.context_length(self._base)
+            length = self._core.scheduler.checks.context_length(self._base)
             if self._asked.echo and not self._asked.max_tokens:
                 length += 1  # nothing comes after it
             return await self._core.texts.encode_prompts(self._caller, self._base, texts, length)

@@ -10,7 +10,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
-from gradwire_server.core.jobs.jobs import settings_of
+from gradwire_server.core.jobs.specs import settings_of
 from gradwire_server.doors.http.openai.tuned_models import find_tuned, models_of, tuned_jobs
 from gradwire_server.errors import ServiceError
 

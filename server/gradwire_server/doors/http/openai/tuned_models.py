@@ -11,7 +11,9 @@ from gradwire_proto.v1 import jobs_pb2 as jobs
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
-from gradwire_server.core.jobs.jobs import MAX_PAGE, SUCCEEDED, settings_of
+from gradwire_server.core.jobs.jobs import MAX_PAGE
+from gradwire_server.core.jobs.specs import settings_of
+from gradwire_server.core.jobs.states import SUCCEEDED
 from gradwire_server.errors import ServiceError
 
 JOB = "ftjob-"
@@ -59,7 +61,7 @@ def models_of(job: jobs.Job) -> Iterator[tuple[str, jobs.JobCheckpoint]]:
 def find_tuned(core: Core, caller: Caller, name: str) -> tuple[jobs.Job, jobs.JobCheckpoint] | None:
     """The job and the checkpoint of a fine-tuned model; None if the caller may read no model of this name."""
     found = _NAME.fullmatch(name)
-    job = core.jobs.find(JOB + found["id"]) if found is not None else None
+    job = core.jobs.states.find(JOB + found["id"]) if found is not None else None
     models = dict(models_of(job)) if job is not None and job.spec.note else {}
     if job is None or name not in models:
         return None

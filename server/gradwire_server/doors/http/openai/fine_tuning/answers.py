@@ -9,7 +9,7 @@ from typing import Any
 
 from gradwire_proto.v1 import jobs_pb2 as jobs
 
-from gradwire_server.core.jobs.jobs import ENDED, FAILED, RUNNING, SUCCEEDED
+from gradwire_server.core.jobs.states import ENDED, FAILED, RUNNING, SUCCEEDED
 from gradwire_server.doors.http.openai.tuned_models import JOB, checkpoint_name, note_of, organisation, tuned_name
 
 METRICS = {

@@ -51,7 +51,7 @@ def routes(core: Core) -> APIRouter:
         return listing([job_body(job) for job in found], more)
 
     def known(caller: Caller, job_id: str) -> jobs.Job:
-        job = core.jobs.get(caller, job_id)
+        job = core.jobs.states.get(caller, job_id)
         if not job.spec.note:  # made by another door
             raise unknown_job(job_id)
         return job

@@ -1,0 +1,104 @@
+"""What a job is asked to do: its recipe, settings and files, and the checks of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from gradwire_proto.v1 import jobs_pb2 as jobs
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.access.keys import Caller, Keys
+from gradwire_server.access.model_names import ModelNames
+from gradwire_server.config import ServerConfig
+from gradwire_server.core.jobs.files import Files
+from gradwire_server.errors import ServiceError, check_length, limit_exceeded
+
+RECIPES = ("sft", "dpo", "kto", "orpo", "simpo", "reward", "process_reward", "ppo", "grpo", "distill")
+SCRIPT = "script"
+FILE_SETTINGS = ("data", "validation", "script")
+"""Settings that name files of the owner's."""
+OWN_SETTINGS = ("address", "folder", "loggers")
+"""Settings that are the server's to choose."""
+MAX_METADATA_CHARS = 512
+
+
+class JobSpecs:
+    """The checks of what jobs are asked to do.
+
+    Args:
+        files: The files that they may name.
+        models: The models that they may train.
+    """
+
+    def __init__(self, config: ServerConfig, keys: Keys, files: Files, models: ModelNames) -> None:
+        self._config, self._keys, self._files, self._models = config, keys, files, models
+
+    def check(self, caller: Caller, spec: jobs.JobSpec) -> None:
+        """Check a job's recipe, settings and files.
+
+        Raises:
+            ServiceError: INVALID_ARGUMENT, UNKNOWN_FILE, UNKNOWN_MODEL, LIMIT_EXCEEDED; PERMISSION_DENIED for a script.
+        """
+        limits = self._config.limits
+        if spec.recipe == SCRIPT:
+            if not self._config.job_scripts:
+                raise _denied("scripts are off on this server: --job-scripts lets administrators run them")
+            if caller.role != "admin" and self._keys.required:
+                raise _denied("only administrators may run scripts as jobs")
+        elif spec.recipe not in RECIPES:
+            raise _invalid(f"recipe is {spec.recipe[:50]!r}; it must be one of {', '.join(RECIPES)}", "recipe")
+        check_length(spec.name, "max_name_chars", limits.max_name_chars, "name")
+        for field, text in (("settings", spec.settings), ("note", spec.note)):
+            check_length(text, "max_kwargs_chars", limits.max_kwargs_chars, field)
+        if len(spec.metadata) > limits.max_tags:
+            raise limit_exceeded(f"{len(spec.metadata)} metadata", "max_tags", limits.max_tags, "metadata")
+        for text in (text for pair in spec.metadata.items() for text in pair):
+            if len(text) > MAX_METADATA_CHARS:
+                raise _invalid(
+                    f"metadata has a text of {len(text)} characters; {MAX_METADATA_CHARS} at most", "metadata"
+                )
+        settings = settings_of(spec)
+        for name in OWN_SETTINGS:
+            if settings.get(name):
+                raise _invalid(f"{name} is the server's to choose: leave it out", name)
+        if settings.get("init_from") and not str(settings["init_from"]).startswith("run-"):
+            raise _invalid("init_from is no checkpoint RUN_ID/NAME, and folders are the server's", "init_from")
+        if spec.recipe != SCRIPT:
+            if not isinstance(settings.get("model"), str):
+                raise _invalid("model is missing: name a model of this server", "model")
+            self._models.find(settings["model"], "model")
+        if not isinstance(settings.get(SCRIPT if spec.recipe == SCRIPT else "data"), str):
+            raise _invalid("data is missing: upload a file and name its id", "data")
+        for name in FILE_SETTINGS:
+            if settings.get(name):
+                self._files.get(caller, str(settings[name]), name)
+
+
+def settings_of(spec: jobs.JobSpec) -> dict[str, Any]:
+    """The settings of a job.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT if they are no JSON object.
+    """
+    try:
+        settings = json.loads(spec.settings or "{}")
+    except (ValueError, RecursionError) as error:
+        raise _invalid(f"settings are not JSON: {error}", "settings") from None
+    if not isinstance(settings, dict):
+        raise _invalid("settings are a JSON object", "settings")
+    return settings
+
+
+def files_of(spec: jobs.JobSpec) -> list[Any]:
+    """Ids of the files that a job names."""
+    settings = settings_of(spec)
+    return [settings[name] for name in FILE_SETTINGS if settings.get(name)]
+
+
+def _invalid(message: str, field: str) -> ServiceError:
+    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)
+
+
+def _denied(message: str) -> ServiceError:
+    return ServiceError(pb.ERROR_CODE_PERMISSION_DENIED, message, field="recipe")

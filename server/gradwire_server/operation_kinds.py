@@ -5,7 +5,7 @@ A new operation is a message in ``training.proto``, a row here, and a handler in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from gradwire_proto.v1 import training_pb2 as pb
@@ -28,7 +28,8 @@ class OperationKind:
         loads_checkpoint: Whether it brings the run into the state of the checkpoint that it names.
         keeps_graph: Whether it leaves state in memory that no checkpoint contains.
         ends_accumulation: Whether the next gradient accumulation starts from zero, whatever the operation's result.
-        steps: Whether it takes an optimizer step; where it is aborted, what follows is not.
+        loss: Gets the loss or the scores that it asks for; None if it evaluates no batch by a call of a loss.
+        step: Gets the optimizer step that it is or ends with; None if it takes none.
         samples: Whether it generates tokens from prompts.
     """
 
@@ -43,20 +44,45 @@ class OperationKind:
     loads_checkpoint: bool = False
     keeps_graph: bool = False
     ends_accumulation: bool = False
-    steps: bool = False
+    loss: Callable[[pb.Operation], pb.LossCall] | None = None
+    step: Callable[[pb.Operation], pb.OptimStep] | None = None
     samples: bool = False
+
+    @property
+    def steps(self) -> bool:
+        """Whether it takes an optimizer step; where it is aborted, what follows is not."""
+        return self.step is not None
+
+    @property
+    def only_steps(self) -> bool:
+        """Whether it is an optimizer step and nothing else."""
+        return self.step is not None and self.loss is None
 
 
 KINDS: Mapping[str, OperationKind] = {
     kind.name: kind
     for kind in (
-        OperationKind("forward_backward", changes_state=True, stoppable=True, divisible=True),
-        OperationKind("forward", stoppable=True, divisible=True),
+        OperationKind(
+            "forward_backward",
+            changes_state=True,
+            stoppable=True,
+            divisible=True,
+            loss=lambda operation: operation.forward_backward,
+        ),
+        OperationKind("forward", stoppable=True, divisible=True, loss=lambda operation: operation.forward),
         OperationKind("kept_forward", changes_state=True, stoppable=True, divisible=True, keeps_graph=True),
         OperationKind("backward", changes_state=True),
-        OperationKind("optim_step", changes_state=True, ends_accumulation=True, steps=True),
         OperationKind(
-            "train_step", changes_state=True, stoppable=True, divisible=True, ends_accumulation=True, steps=True
+            "optim_step", changes_state=True, ends_accumulation=True, step=lambda operation: operation.optim_step
+        ),
+        OperationKind(
+            "train_step",
+            changes_state=True,
+            stoppable=True,
+            divisible=True,
+            ends_accumulation=True,
+            loss=lambda operation: operation.train_step.loss,
+            step=lambda operation: operation.train_step.optim_step,
         ),
         OperationKind("zero_grad", changes_state=True, ends_accumulation=True),
         OperationKind("sample", stoppable=True, samples=True),
@@ -81,12 +107,8 @@ def kind_of(operation: pb.Operation) -> OperationKind:
 
 def loss_call(operation: pb.Operation) -> pb.LossCall | None:
     """The loss or the scores that an operation asks for; None for one that evaluates no batch by a call of a loss."""
-    kind = operation.WhichOneof("kind")
-    if kind == "forward_backward":
-        return operation.forward_backward
-    if kind == "train_step":
-        return operation.train_step.loss
-    return operation.forward if kind == "forward" else None
+    get = kind_of(operation).loss
+    return None if get is None else get(operation)
 
 
 def training_call(operation: pb.Operation) -> pb.LossCall | None:
@@ -96,10 +118,8 @@ def training_call(operation: pb.Operation) -> pb.LossCall | None:
 
 def step_call(operation: pb.Operation) -> pb.OptimStep | None:
     """The optimizer step that an operation is or ends with; None for one that takes none."""
-    kind = operation.WhichOneof("kind")
-    if kind == "train_step":
-        return operation.train_step.optim_step
-    return operation.optim_step if kind == "optim_step" else None
+    get = kind_of(operation).step
+    return None if get is None else get(operation)
 
 
 def has_loss(result: pb.OperationResult) -> bool:

@@ -19,7 +19,7 @@ from gradwire_server.config import Limits
 from gradwire_server.image_sizes import MAX_PIXELS, pixels
 from gradwire_server.journal.checkpoint_records import AUTOMATIC, NAME, ORIGIN, SNAPSHOT, CheckpointRecords
 from gradwire_server.journal.run_row import RunRecord
-from gradwire_server.operation_kinds import UNKNOWN, kind_of, loss_call
+from gradwire_server.operation_kinds import UNKNOWN, kind_of, loss_call, step_call
 
 UNKNOWN_LENGTH = 1 << 62
 """Context length of a model that is not loaded yet."""
@@ -122,8 +122,8 @@ def _check_momentum(operation: pb.Operation) -> pb.Error | None:
 
     Checked here and not in the engine, which repeats what older journals hold.
     """
-    step = operation.train_step.optim_step if operation.HasField("train_step") else operation.optim_step
-    if not step.HasField("momentum") or step.optimizer not in ("", "adamw", "adamw8bit"):
+    step = step_call(operation)
+    if step is None or not step.HasField("momentum") or step.optimizer not in ("", "adamw", "adamw8bit"):
         return None
     return _invalid(
         f"momentum is {step.momentum:g}, and {step.optimizer or 'adamw'} has none: its moments are set by betas; leave "

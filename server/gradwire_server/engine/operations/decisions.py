@@ -172,7 +172,7 @@ class Decisions:
         return self._free_bytes
 
     def _grouped(self, ready: Sequence[Request]) -> Sequence[Request]:
-        steps = [request for request in ready if request.message.operation.operation.HasField("optim_step")]
+        steps = [request for request in ready if kind_of(request.message.operation.operation).only_steps]
         first = self._trained(ready[0]) if ready else None
         if steps and (first is not None or steps[0] is ready[0]):
             together = [step for step in steps if self._lora(step) is not None][:MOST_STEPS]

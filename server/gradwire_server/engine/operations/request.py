@@ -11,6 +11,8 @@ from gradwire_proto import codec
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import engine_pb2, training_pb2
 
+from gradwire_server.operation_kinds import kind_of
+
 Columns = Mapping[str, Column]
 
 
@@ -61,7 +63,7 @@ class Request:
     @cached_property
     def samples(self) -> bool:
         """Whether it asks for samples, of a run or outside one."""
-        return self.message.HasField("sample") or self.message.operation.operation.HasField("sample")
+        return self.message.HasField("sample") or kind_of(self.message.operation.operation).samples
 
     @cached_property
     def tokens(self) -> int:

@@ -20,7 +20,8 @@ from gradwire_server.engine.operations.lifecycle import Execution
 from gradwire_server.engine.operations.reading import hold, refuse_part
 from gradwire_server.engine.operations.request import Outcome
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.training.forward_backward import Training, can_join, fits, forward_backward
+from gradwire_server.engine.training import forward_backward as training_pass
+from gradwire_server.engine.training.forward_backward import Training, can_join, fits
 from gradwire_server.engine.training.optimizer import check_settings
 from gradwire_server.operation_kinds import training_call
 
@@ -91,7 +92,7 @@ def _joins(trainings: Sequence[Training], execution: Execution, group_tokens: in
 def _evaluated(trainings: Mapping[Execution, Training]) -> dict[Execution, Outcome]:
     """Accumulate the gradients of losses; in company those that fail are missing."""
     try:
-        evaluations = forward_backward(list(trainings.values()))
+        evaluations = training_pass.forward_backward(list(trainings.values()))
     except OperationError as error:
         ((execution, training),) = trainings.items()  # in company none is raised
         if error.code != training_pb2.ERROR_CODE_NON_FINITE or not _loss(execution).skip_nonfinite:

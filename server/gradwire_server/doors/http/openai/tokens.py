@@ -80,7 +80,7 @@ def protocol(core: Core) -> Protocol:
             else:
                 raise invalid("give a prompt, or messages", "prompt")
             pieces = await core.texts.pieces(caller, base, ids) if asked.return_token_strs else None
-        most = core.scheduler.admission.context_length(base)
+        most = core.scheduler.checks.context_length(base)
         return Tokenized(count=len(ids), max_model_len=most, tokens=ids, token_strs=pieces)
 
     @app.post("/detokenize")

@@ -110,6 +110,10 @@ class MessagesRequest(CountRequest):
     metadata: Any = None
     service_tier: str | None = None
     inference_geo: str | None = None
+    diagnostics: Any = None
+    speed: str | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
 
     def chat(self, **options: Any) -> ChatRequest:
         """See :meth:`CountRequest.chat`."""

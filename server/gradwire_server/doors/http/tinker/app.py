@@ -13,7 +13,15 @@ from gradwire_server.core.core import Core
 from gradwire_server.doors.http.direct import direct_routes
 from gradwire_server.doors.http.errors import application
 from gradwire_server.doors.http.protocol import Protocol
-from gradwire_server.doors.http.tinker import checkpoints, external_weights, futures, sampling, sessions, training
+from gradwire_server.doors.http.tinker import (
+    checkpoints,
+    external_weights,
+    futures,
+    sampling,
+    session_search,
+    sessions,
+    training,
+)
 from gradwire_server.doors.http.tinker.batch_process import BatchPool
 from gradwire_server.doors.http.tinker.collection import TinkerCollection
 from gradwire_server.doors.http.tinker.models import Models
@@ -73,6 +81,7 @@ def protocol(tinker: Tinker) -> Protocol:
         sampling.routes(tinker.core, tinker.store, tinker.saved, tinker.samplers),
         checkpoints.routes(tinker.core, tinker.store, tinker.models, tinker.saved),
         external_weights.routes(tinker.core, tinker.store, tinker.models, tinker.saved),
+        session_search.routes(tinker.core, tinker.store),
         sessions.routes(tinker.core, tinker.store, tinker.stopping),
     ]
     for router in routers:

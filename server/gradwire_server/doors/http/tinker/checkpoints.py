@@ -45,9 +45,14 @@ def routes(core: Core, store: TinkerStore, models: Models, saved_weights: SavedW
     router = APIRouter()
 
     @router.get("/training_runs")
-    async def training_runs(caller: CallerOf, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
-        """A page of the caller's models, the newest first."""
+    async def training_runs(
+        caller: CallerOf, limit: Limit = 20, offset: Offset = 0, project_id: str | None = None
+    ) -> dict[str, Any]:
+        """A page of the caller's models, or of those of one project's sessions, the newest first."""
         own = [model for model in _own(store.models.values(), caller) if model.run_id]
+        if project_id is not None:
+            of_project = {session.session_id for session in store.sessions.values() if session.project_id == project_id}
+            own = [model for model in own if model.session_id in of_project]
         page = sorted(own, key=lambda model: -model.created_at)[offset : offset + limit]
         return {"training_runs": [_run(caller, model) for model in page], "cursor": _cursor(offset, limit, len(own))}
 
@@ -160,19 +165,22 @@ def routes(core: Core, store: TinkerStore, models: Models, saved_weights: SavedW
             for saved in core.runs.list_checkpoints(caller, model.run_id):
                 path = TinkerPath.stored(model.model_id, saved.name)
                 if path is not None:
-                    found.append((saved.created_at, _checkpoint(path, saved, saved_weights.record(path))))
+                    found.append((saved.created_at, _checkpoint(model, path, saved, saved_weights.record(path))))
             for record in exports.get(model.model_id, ()):
                 written = pb.Checkpoint(created_at=record.created_at, size_bytes=record.size_bytes or 0)
-                found.append((record.created_at, _checkpoint(TinkerPath.read(record.path), written, record)))
+                found.append((record.created_at, _checkpoint(model, TinkerPath.read(record.path), written, record)))
         return [checkpoint for _, checkpoint in sorted(found, key=lambda each: -each[0])]
 
     return router
 
 
-def _checkpoint(path: TinkerPath, saved: pb.Checkpoint, record: SavedRecord | None) -> dict[str, Any]:
+def _checkpoint(
+    model: ModelRecord, path: TinkerPath, saved: pb.Checkpoint, record: SavedRecord | None
+) -> dict[str, Any]:
     checkpoint: dict[str, Any] = {
         "checkpoint_id": path.checkpoint_id, "checkpoint_type": TYPES[path.kind], "time": _time(saved.created_at),
         "tinker_path": str(path), "size_bytes": saved.size_bytes, "public": saved.public,
+        "base_model": model.base_model,
     }  # fmt: skip
     if record is not None:
         checkpoint["user_metadata"] = _texts(record.user_metadata)

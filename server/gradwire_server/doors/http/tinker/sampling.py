@@ -162,6 +162,8 @@ def routes(core: Core, store: TinkerStore, saved: SavedWeights, samplers: Sample
         asked = pb.SampleRequest(
             model=samplers.source(sampler), call=_call(request, room), prompt_ids=[pb.TokenIds(ids=prompt)],
         )  # fmt: skip
+        if request.wants_scores and len(prompt) == model.context_length and asked.call.max_tokens == 1:
+            asked.call.max_tokens, asked.call.prompt_logprobs = 0, True  # the SDK's compute_logprobs wants no token
         if images.contents:
             asked.images.extend(images.contents)
             asked.prompt_images.add(images=images.rows[0])

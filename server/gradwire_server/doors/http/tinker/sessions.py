@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 import uuid
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from gradwire_http.models import BoundedModel
@@ -43,6 +43,20 @@ class SessionRequest(BoundedModel):
     tags: list[Tag] = Field(default=[], max_length=MAX_TAGS)
     user_metadata: Metadata | None = None
     sdk_version: Tag = ""
+    project_id: Tag | None = None
+    display_name: Tag | None = None
+
+
+class FinishReason(BoundedModel):
+    """How a client's program ended."""
+
+    type: Literal["success", "errored", "interrupted"] = "success"
+
+
+class FinishRequest(BoundedModel):
+    """The end of a session."""
+
+    reason: FinishReason = FinishReason()
 
 
 class SessionIdRequest(BoundedModel):
@@ -93,6 +107,8 @@ def routes(core: Core, store: TinkerStore, stopping: asyncio.Event) -> APIRouter
             session_id=str(uuid.uuid4()),
             tags=request.tags,
             user_metadata=request.user_metadata or {},
+            project_id=request.project_id or "",
+            display_name=request.display_name or "",
         )
         await store.put(store.sessions, record)
         return {"type": "create_session", "session_id": record.session_id}
@@ -104,10 +120,11 @@ def routes(core: Core, store: TinkerStore, stopping: asyncio.Event) -> APIRouter
         return {"type": "session_heartbeat"}
 
     @router.post("/sessions/{session_id}/finish")
-    async def finish(caller: CallerOf, session_id: str) -> dict[str, str]:
+    async def finish(caller: CallerOf, session_id: str, request: FinishRequest | None = None) -> dict[str, str]:
         """End a session."""
         session = session_of(store, caller.name, session_id)
-        await store.put(store.sessions, session.model_copy(update={"ended": True}))
+        reason = (request or FinishRequest()).reason.type
+        await store.put(store.sessions, session.model_copy(update={"ended": True, "finish_reason": reason}))
         return {"type": "finish_session"}
 
     return router

@@ -63,12 +63,17 @@ class SessionRecord(OwnedRecord):
 
     Attributes:
         ended: Whether the client has said that it is finished.
+        finish_reason: Why: ``"success"``, ``"errored"`` or ``"interrupted"``.
+        project_id, display_name: What the client says; a project is no more than a label here.
     """
 
     session_id: str
     tags: list[str] = []
     user_metadata: dict[str, Any] = {}
     ended: bool = False
+    finish_reason: str = "success"
+    project_id: str = ""
+    display_name: str = ""
 
 
 class ModelRecord(OwnedRecord):

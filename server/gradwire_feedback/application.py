@@ -11,11 +11,11 @@ from gradwire_http.browsers import BrowserGuard
 from starlette.routing import Match
 
 from gradwire_feedback import pages
-from gradwire_feedback.api import errors, feedback, policies, ratings, training
+from gradwire_feedback.api import errors, feedback, policies, rankings, ratings, training
 from gradwire_feedback.context import Context
 from gradwire_feedback.settings import LIMITS
 
-ROUTERS = (feedback.router, training.router, policies.router, ratings.router)
+ROUTERS = (feedback.router, training.router, policies.router, ratings.router, rankings.router)
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 

@@ -10,7 +10,7 @@ VERSION = r"^v[1-9][0-9]{0,9}(\.[1-9][0-9]{0,5})?$"
 BASE = "base"
 """Version name of the untrained model."""
 
-RESERVED_AGENT_IDS = frozenset({"feedback", "items", "jobs", "train_policy"})
+RESERVED_AGENT_IDS = frozenset({"feedback", "items", "jobs", "rankings", "train_policy"})
 """Path segments of the API, which cannot be agent ids."""
 
 

@@ -19,6 +19,7 @@ class Limits:
     body_bytes: int = 32 << 20
     versions_in_deployment: int = 10
     raters_per_item: int = 20
+    answers_per_item: int = 6
     listed_rows: int = 1_000
 
 

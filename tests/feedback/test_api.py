@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import httpx
 import pytest
 from gradwire.rlhf import TrainingConfig
+from gradwire_feedback.training.preferences import PreferenceResult
 from support.feedback import QUICK, FeedbackService, scores
 
 
@@ -223,6 +225,66 @@ def test_versions_are_named_by_their_feedback(trained: FeedbackService, api: htt
         assert (folder / version / "policy" / "config.json").is_file()
     assert (folder / "v25" / "reward_model").is_dir() and not (folder / "v25.1" / "reward_model").exists()
     assert len((folder / "v25" / "feedback.jsonl").read_text().splitlines()) == 25
+
+
+def test_preferences_train_a_version(service: FeedbackService, api: httpx.Client) -> None:
+    settings = {"method": "dpo", "maxSteps": 6, "batchSize": 4, "learningRate": 1e-2, "maxNewTokens": 4, "beta": 0.5}
+    rows = [{"prompt": f"Say {n % 3}", "responses": [f"yes {n}", f"no {n}"]} for n in range(9)]
+    assert api.post("/rankings/pairs", json=rows).status_code == 201
+    refused = api.post("/train_policy/pairs", json=settings)
+    assert refused.status_code == 422 and "9 preferences" in refused.json()["detail"]
+    more = api.post("/rankings/pairs", json=[{"prompt": "Say 9", "responses": ["yes", "yes?", "no"], "notes": "short"}])
+    assert more.json()[0]["ranks"] == [1, 2, 3]
+    assert len(api.get("/pairs/pairs").json()) == 12
+    for settings_of_ppo, name in (({"ppoEpochs": 2}, "ppoEpochs"), ({"rewardModel": "reuse"}, "rewardModel")):
+        refused = api.post("/train_policy/pairs", json=settings | settings_of_ppo)
+        assert refused.status_code == 422 and name in refused.json()["detail"], refused.text
+    refused = api.post("/train_policy/pairs", json={"beta": 0.1})
+    assert refused.status_code == 422 and "beta is a setting of method" in refused.json()["detail"]
+
+    answer = api.post("/train_policy/pairs", json=settings)
+    assert answer.status_code == 200, answer.text
+    made = answer.json()
+    assert (made["version"], made["trainingSteps"], made["rewardModelPath"], made["rewardMean"]) == (
+        "v12",
+        6,
+        None,
+        None,
+    )
+    folder = service.folder / "models" / "pairs" / "v12"
+    found = PreferenceResult.load(folder)
+    assert found.held_out > 0 and found.curves["loss"][-1] < found.curves["loss"][0] == pytest.approx(math.log(2))
+    assert found.before["rewardMargin"] == pytest.approx(0, abs=1e-6) and found.after["accuracy"] >= 0
+    assert len((folder / "feedback.jsonl").read_text().splitlines()) == 12
+    report = api.get("/pairs/versions/v12/report").json()
+    assert (report["method"], report["startedFrom"], report["rewardModel"]) == ("dpo", "base", None)
+    assert report["preferences"]["heldOut"] == found.held_out and len(report["curves"]["accuracy"]) == 6
+    assert len(report["examples"]) == 4 and all(each["afterScore"] is None for each in report["examples"])
+    ranking = api.get("/pairs/rankings", params={"limit": 1}).json()[0]
+    assert api.delete(f"/pairs/rankings/{ranking['id']}").json()["withdrawn"]
+    assert len(api.get("/pairs/pairs").json()) == 9
+
+    refused = api.post("/train_policy/pairs", json=QUICK | {"rewardModel": "reuse"})
+    assert refused.status_code == 422
+    generated = api.post("/pairs/generate", json={"prompt": "Say 1", "maxNewTokens": 4})
+    assert generated.status_code == 200, generated.text
+
+
+def test_a_training_tells_what_it_did(trained: FeedbackService, api: httpx.Client) -> None:
+    report = api.get("/bot/versions/v25/report").json()
+    assert (report["method"], report["startedFrom"], report["preferences"]) == ("ppo", "v15", None)
+    found = report["rewardModel"]
+    assert found["numRatings"] > 0 and found["meanSquaredError"] > 0 and found["baselineError"] > 0
+    assert set(report["curves"]) == {"reward", "kl", "loss", "valueError"}
+    assert [len(values) for values in report["curves"].values()] == [2] * 4
+    assert report["predictedReward"] == pytest.approx(sum(report["curves"]["reward"][-1:]))
+    assert (report["ratedReward"], report["ratedAnswers"]) == (None, 0)
+    examples = report["examples"]
+    assert [each["prompt"] for each in examples] == ["Say 0", "Say 1", "Say 2", "Say 3"]
+    assert all(isinstance(each[name], float) for each in examples for name in ("beforeScore", "afterScore"))
+    assert any(each["before"] for each in examples)
+    assert api.get("/bot/versions/v26/report").status_code == 404
+    assert api.get("/bot/versions/newest/report").status_code == 422
 
 
 def test_a_dry_run_measures_and_makes_nothing(trained: FeedbackService, api: httpx.Client) -> None:

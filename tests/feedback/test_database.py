@@ -17,7 +17,7 @@ from alembic.migration import MigrationContext
 from gradwire_feedback.database.connection import Database, UnusableDatabaseError
 from gradwire_feedback.database.ownership import LOCK, Ownership
 from gradwire_feedback.database.tables import Policy, Table, UtcDateTime
-from gradwire_feedback.store import deployments, feedback, jobs, rating, ratings
+from gradwire_feedback.store import deployments, feedback, jobs, rankings, rating, ratings
 from gradwire_feedback.store.order import next_number
 from gradwire_feedback.store.problems import ConflictError, ForbiddenError
 from support.feedback import FeedbackService, scores
@@ -144,7 +144,36 @@ def test_two_answers_give_a_pair(database: Database) -> None:
             item = rating.reserve(session, "bot", rater)
             assert item is not None
             rating.rate(session, item.id, rater, given, None)
-        assert rating.pairs_of(session, "bot") == [rating.Pair("p", "better", "worse", "ann")]
+        assert rankings.pairs_of(session, "bot") == [rankings.Pair("p", "better", "worse", "ann")]
+
+
+def test_rankings_give_pairs_and_are_taken_back(database: Database) -> None:
+    with database.write() as session:
+        answers = [rating.NewAnswer(name, name) for name in ("first", "second", "third")]
+        rating.add_item(session, "bot", "p", answers, raters=2, ask="ranking")
+        for rater, places in (("ann", [2, 1, 3]), ("bob", [1, 1, 2])):
+            item = rating.reserve(session, "bot", rater)
+            assert item is not None
+            rating.rank(session, item.id, rater, places, "why")
+            assert rating.reserve(session, "bot", rater) is None, "it never comes back"
+        rankings.add_ranking(session, "bot", "q", ["good", "bad"], None)
+        found = [(pair.chosen, pair.rejected, pair.rater) for pair in rankings.pairs_of(session, "bot")]
+        of_ann = [("second", "first", "ann"), ("second", "third", "ann"), ("first", "third", "ann")]
+        of_bob = [("first", "third", "bob"), ("second", "third", "bob")]
+        assert found == [*of_ann, *of_bob, ("good", "bad", None)]
+
+        back = rating.undo(session, "bot", "ann")
+        assert back is not None and (back.ranks, back.scores, back.notes) == ((2, 1, 3), (), "why")
+        assert len(rankings.pairs_of(session, "bot")) == 3
+        mine = rating.reserve(session, "bot", "ann")
+        assert mine is not None and mine.id == back.item.id
+        theirs = rankings.rankings_of(session, "bot", rater="bob")[0]
+        with pytest.raises(ForbiddenError):
+            rankings.withdraw_ranking(session, "bot", theirs.ranking.id, "ann", own=True)
+        rankings.withdraw_ranking(session, "bot", theirs.ranking.id, "bob", own=True)
+        with pytest.raises(ConflictError):
+            rankings.withdraw_ranking(session, "bot", theirs.ranking.id, "bob", own=True)
+        assert [pair.prompt for pair in rankings.pairs_of(session, "bot")] == ["q"]
 
 
 def set_clocks_back(database: Database, hours: int) -> None:

@@ -80,7 +80,7 @@ def test_rating_by_keyboard_and_mouse(service: FeedbackService, api: httpx.Clien
     add_item(api, "kettle", "How do I descale a kettle?", "Boil water with citric acid in it, wait, rinse twice.")
     add_item(
         api, "kettle", "Explain photosynthesis to a child.", "Plants eat sunlight.",
-        other={"response": "Plants catch sunlight with their leaves and make sugar of air and water with it."},
+        others=[{"response": "Plants catch sunlight with their leaves and make sugar of air and water with it."}],
     )  # fmt: skip
     add_item(api, "kettle", "What is the capital of Peru?", "Lima.")
     page.goto(f"{service.url}/rate/kettle")
@@ -124,6 +124,42 @@ def test_rating_by_keyboard_and_mouse(service: FeedbackService, api: httpx.Clien
     assert "2 feedback samples" in api.post("/train_policy/kettle", json={}).json()["detail"]
 
 
+def test_pairs_and_rankings_by_keyboard_and_mouse(service: FeedbackService, api: httpx.Client, page: Page) -> None:
+    add_item(api, "order", "Which is better?", "Yes.", others=[{"response": "No."}], ask="ranking")
+    add_item(
+        api, "order", "Best of three?", "One.", others=[{"response": "Two."}, {"response": "Three."}], ask="ranking"
+    )
+    page.goto(f"{service.url}/rate/order")
+    introduce(page, "Ann")
+    expect(page.get_by_role("button", name="1 A is better")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_role("button", name="2 Weak")).to_have_count(0)
+    page.keyboard.press("2")
+    expect(page.get_by_role("button", name="B: place 1 of 2 ✓")).to_be_visible(timeout=PATIENCE_MS)
+    page.keyboard.press("0")
+    expect(page.get_by_role("button", name="Equally good (0) ✓")).to_be_visible(timeout=PATIENCE_MS)
+    page.get_by_role("button", name="A: place 1 of 2").click()
+    expect(page.get_by_role("button", name="B: place 2 of 2 ✓")).to_be_visible(timeout=PATIENCE_MS)
+    page.keyboard.press("Enter")
+    for place, (number, letter) in enumerate(((3, "C"), (1, "A")), 1):
+        page.get_by_role("button", name=f"{number} {letter} is the next best").click()
+        placed = page.get_by_role("button", name=f"{letter}: place {place} of 3 ✓")
+        expect(placed).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_role("button", name="B: place 3 of 3 ✓")).to_be_visible(timeout=PATIENCE_MS)
+    page.get_by_role("button", name="Next (Enter)").click()
+    expect(page.get_by_text("Nothing to rate now")).to_be_visible(timeout=PATIENCE_MS)
+    page.keyboard.press("u")
+    expect(page.get_by_role("button", name="C: place 1 of 3 ✓")).to_be_visible(timeout=PATIENCE_MS)
+    page.keyboard.press("Enter")
+    expect(page.get_by_text("Nothing to rate now")).to_be_visible(timeout=PATIENCE_MS)
+    pairs = [(pair["chosen"], pair["rejected"]) for pair in api.get("/order/pairs").json()]
+    assert pairs == [("Yes.", "No."), ("Three.", "One."), ("Three.", "Two."), ("One.", "Two.")]
+    page.goto(f"{service.url}/ratings/order")
+    expect(page.get_by_text("1. Three.")).to_be_visible(timeout=PATIENCE_MS)
+    page.get_by_role("button", name="Withdraw").first.click()
+    expect(page.get_by_text("Withdrawn: by Ann")).to_have_count(2, timeout=PATIENCE_MS)
+    assert len(api.get("/order/pairs").json()) == 1
+
+
 def test_the_start_page_and_the_api_documentation_need_no_internet(
     service: FeedbackService, api: httpx.Client, page: Page
 ) -> None:
@@ -147,7 +183,7 @@ def test_everybody_can_use_the_pages_on_a_phone_too(
     agent = f"phone-{scheme}"
     api.post(f"/feedback/{agent}", json=scores(12))
     long = "A long answer goes on and on, and says little. " * 60
-    add_item(api, agent, "Explain the tides. " * 40, long, other={"response": long})
+    add_item(api, agent, "Explain the tides. " * 40, long, others=[{"response": long}])
     page.emulate_media(color_scheme=scheme)
     faults: list[tuple[str, ...]] = []
     for path in ("", f"rate/{agent}", f"ratings/{agent}", f"policies/{agent}"):
@@ -247,6 +283,11 @@ def test_training_deploying_and_rolling_back(service: FeedbackService, api: http
         body = {"prompt": "Say 1", "response": answer["response"], "score": score, "runId": answer["runId"]}
         assert api.post("/feedback/shop", json=body).status_code == 201
     expect(page.get_by_text("v40.1 is better than v40.")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text(re.compile(r"Reward model on \d+ held-out ratings: correlation"))).to_be_visible(
+        timeout=PATIENCE_MS
+    )
+    expect(page.get_by_text("by people, of")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_role("heading", name="Answers before and after")).to_be_visible(timeout=PATIENCE_MS)
     keep(page, "feedback-policies")
     page.get_by_role("button", name="Roll back").click()
     expect(page.get_by_text("Answers come from: v40 100%")).to_be_visible(timeout=PATIENCE_MS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sqlite3
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from gradwire.rlhf import TrainingResult
+from gradwire_feedback.settings import Settings
+from gradwire_feedback.training.server import TrainingServer
 from support.feedback import QUICK, FeedbackService, scores
 from support.server import Server, free_port
 
@@ -101,6 +104,29 @@ def test_a_job_survives_the_death_of_a_server_that_runs_elsewhere(tiny_model_pat
     finally:
         assert service.end() == 0
         server.end()
+
+
+@pytest.mark.slow
+async def test_a_server_or_an_engine_that_is_away_is_told(tiny_model_path: Path, tmp_path: Path) -> None:
+    running = await asyncio.to_thread(Server(tiny_model_path, tmp_path / "server").start)
+    settings = Settings("127.0.0.1", 0, "", tmp_path, "tiny", "tiny", service=running.address)
+    server = TrainingServer(settings)
+    await server.start()
+    try:
+        assert await server.trouble() == ""
+        running.process.send_signal(signal.SIGSTOP)
+        assert "does not answer" in await server.trouble()
+        running.process.send_signal(signal.SIGCONT)
+        assert await server.trouble() == ""
+        os.kill(running.engine_pid, signal.SIGKILL)
+        deadline = time.monotonic() + PATIENCE_S
+        while "engine of the training server" not in await server.trouble():
+            assert time.monotonic() < deadline
+        while await server.trouble():
+            assert time.monotonic() < deadline
+    finally:
+        await server.stop()
+        assert await asyncio.to_thread(running.end) == 0
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from gradwire_feedback.api.schemas import (
     FeedbackOut,
     ItemIn,
     ItemOut,
-    PairOut,
 )
 from gradwire_feedback.context import Context
 from gradwire_feedback.database.tables import new_id
@@ -185,26 +184,15 @@ def _store(context: Context, agent_id: str, rows: list[FeedbackIn], single: bool
 
 @router.post("/items/{agent_id}", status_code=201)
 def add_item(agent_id: AgentId, item: ItemIn, context: TheContext, caller: Trainer) -> ItemOut:
-    """Adds an answer that was made elsewhere, or two side by side, to the queue of the rating page."""
+    """Adds an answer that was made elsewhere, or several side by side, to the queue of the rating page."""
     answers = [rating.NewAnswer(item.run_id or new_id(), item.response)]
-    if item.other is not None:
-        answers.append(rating.NewAnswer(item.other.run_id or new_id(), item.other.response))
+    answers += [rating.NewAnswer(other.run_id or new_id(), other.response) for other in item.others]
     with context.database.write() as session:
-        stored = rating.add_item(session, agent_id, item.prompt, answers, item.raters)
+        stored = rating.add_item(session, agent_id, item.prompt, answers, item.raters, ask=item.ask)
         return ItemOut(
             id=stored.id, agent_id=agent_id, run_ids=[answer.run_id for answer in answers],
             raters=stored.raters, created_at=stored.created_at,
         )  # fmt: skip
-
-
-@router.get("/{agent_id}/pairs")
-def list_pairs(agent_id: AgentId, context: TheContext, caller: Reader) -> list[PairOut]:
-    """Lists the raters' preferences between two answers side by side, for preference training."""
-    with context.database.read() as session:
-        return [
-            PairOut(prompt=pair.prompt, chosen=pair.chosen, rejected=pair.rejected, rater=pair.rater)
-            for pair in rating.pairs_of(session, agent_id)
-        ]
 
 
 @router.get("/{agent_id}/agreement")

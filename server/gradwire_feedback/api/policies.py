@@ -14,17 +14,25 @@ from gradwire_feedback.api.schemas import (
     ComparisonOut,
     DeploymentOut,
     Difference,
+    ExampleOut,
     GenerateIn,
     GenerateOut,
     Metrics,
     Name,
     PolicyOut,
+    PreferencesOut,
+    ReportOut,
+    RewardModelOut,
     SampleRatio,
+    Version,
     VersionScores,
 )
+from gradwire_feedback.names import version_folder
 from gradwire_feedback.store import deployments
 from gradwire_feedback.store.comparison import ALPHA, compare
+from gradwire_feedback.store.feedback import rated_by_version
 from gradwire_feedback.training.generation import generate_answer
+from gradwire_feedback.training.report import finite, read_report
 
 router = APIRouter(prefix="/api/policies", tags=["policies"], responses=PROBLEMS)
 
@@ -90,6 +98,38 @@ async def generate(agent_id: AgentId, request: GenerateIn, context: TheContext, 
         seed=request.seed,
     )
     return GenerateOut(run_id=answer.run_id, agent_id=agent_id, version=answer.version, response=answer.response)
+
+
+@router.get("/{agent_id}/versions/{version}/report")
+def get_report(agent_id: AgentId, version: Version, context: TheContext, caller: Reader) -> ReportOut:
+    """Returns what a version's training did: the reward model's quality, the curves, examples before and after."""
+    return report_of(context, agent_id, version)
+
+
+def report_of(context: TheContext, agent_id: str, version: str) -> ReportOut:
+    with context.database.read() as session:
+        policy = deployments.policy_of(session, agent_id, version)
+        rated_answers, rated = rated_by_version(session, agent_id).get(version, (0, None))
+    found = read_report(version_folder(context.settings.models_dir, agent_id, version), policy.method)
+    report, preferences = found.reward_model, found.preferences
+    return ReportOut(
+        version=version,
+        method=policy.method,  # type: ignore[arg-type]  # only training.jobs writes it
+        started_from=policy.parent,
+        reward_model=None if report is None else RewardModelOut(
+            num_ratings=report.num_ratings, mean_squared_error=report.mean_squared_error,
+            baseline_error=report.baseline_error, pearson=finite(report.pearson), spearman=finite(report.spearman),
+            calibration_error=report.calibration_error,
+        ),
+        preferences=None if preferences is None else PreferencesOut(
+            pairs=preferences.pairs, held_out=preferences.held_out, before=preferences.before, after=preferences.after
+        ),
+        predicted_reward=policy.reward_mean,
+        rated_reward=rated,
+        rated_answers=rated_answers,
+        curves={name: [finite(value) for value in values] for name, values in found.curves.items()},
+        examples=[ExampleOut(**vars(each)) for each in found.examples],
+    )  # fmt: skip
 
 
 @router.get("/{agent_id}/comparison")

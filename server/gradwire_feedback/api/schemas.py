@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic.alias_generators import to_camel
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from gradwire_feedback.names import AGENT_ID, RESERVED_AGENT_IDS
+from gradwire_feedback.names import AGENT_ID, RESERVED_AGENT_IDS, VERSION
 from gradwire_feedback.settings import LIMITS
 
 LARGEST_SEED = 2**53 - 1
@@ -68,6 +68,7 @@ AgentId = Annotated[
     AfterValidator(_agent_id),
 ]
 RatingId = Annotated[str, Path(alias="id", pattern=r"^[0-9a-f]{32}$", description="The id of a rating.")]
+Version = Annotated[str, Path(pattern=VERSION, description="A trained version, as `v15`.")]
 JobId = Annotated[str, Path(alias="id", pattern=r"^[0-9a-f]{32}$", description="The job id returned by train_policy.")]
 Storable = AfterValidator(_storable)
 # the length comes first: only then does pydantic refuse half a surrogate pair, which JSON can hold and UTF-8 cannot
@@ -162,10 +163,21 @@ class ItemIn(Body):
     prompt: Prompt
     response: Response
     run_id: RunId | None = Field(default=None, description="Generated if absent.")
-    other: AnswerIn | None = Field(default=None, description="A second answer, to be rated side by side.")
+    others: Annotated[list[AnswerIn], Field(max_length=LIMITS.answers_per_item - 1)] = Field(
+        default=[], description="Further answers, shown side by side."
+    )
+    ask: Literal["grades", "ranking"] = Field(
+        default="grades", description="A grade of each answer, or which is better (the order of all)."
+    )
     raters: Annotated[int, Field(ge=1, le=LIMITS.raters_per_item)] = Field(
         default=1, description="How many people are to rate it."
     )
+
+    @model_validator(mode="after")
+    def _has_answers_to_rank(self) -> Self:
+        if self.ask == "ranking" and not self.others:
+            raise ValueError("a ranking needs two answers or more: add others")
+        return self
 
 
 class ItemOut(Body):
@@ -178,21 +190,45 @@ class ItemOut(Body):
     created_at: datetime
 
 
+class RankingIn(Body):
+    """Answers to a prompt in the order that a person gave them; two are a pair."""
+
+    prompt: Prompt
+    responses: Annotated[list[Response], Field(min_length=2, max_length=LIMITS.answers_per_item)] = Field(
+        description="Best first."
+    )
+    notes: Notes | None = None
+
+
+class RankingOut(Body):
+    """A stored ranking. `responses` are best first, with rising `ranks`; equal ranks are ties."""
+
+    id: str
+    number: int
+    prompt: str
+    responses: list[str]
+    ranks: list[int]
+    notes: str | None
+    rater: str | None
+    withdrawn: bool
+    created_at: datetime
+
+
 class PairOut(Body):
-    """A rater's preference between two answers side by side."""
+    """A preference between two answers, from a ranking or from two grades side by side."""
 
     prompt: str
     chosen: str
     rejected: str
-    rater: str
+    rater: str | None
 
 
 class Metrics(Body):
-    """Metrics of a version: the reward model's scores of its answers at the end of training."""
+    """Metrics of a version: the reward model's scores of its answers at the end of training; none after `dpo`."""
 
     feedback_count: int
-    reward_mean: float
-    reward_std: float
+    reward_mean: float | None
+    reward_std: float | None
 
 
 class PolicyOut(Body):
@@ -213,9 +249,54 @@ class DryRunOut(Body):
     estimated_steps: int
     estimated_time_minutes: float
     estimated_memory_gib: float
-    score_mean: float
-    score_std: float
+    score_mean: float | None
+    score_std: float | None
     model_configuration: dict[str, Any] = Field(alias="modelConfig")
+
+
+class RewardModelOut(Body):
+    """A reward model on held-out ratings; `baselineError` is that of always predicting their mean."""
+
+    num_ratings: int
+    mean_squared_error: float
+    baseline_error: float
+    pearson: float | None
+    spearman: float | None
+    calibration_error: float
+
+
+class PreferencesOut(Body):
+    """A training on preferences, on the pairs that were held out."""
+
+    pairs: int
+    held_out: int
+    before: dict[str, float]
+    after: dict[str, float]
+
+
+class ExampleOut(Body):
+    """Answers to one prompt by the starting version and by the new one, with the predicted scores."""
+
+    prompt: str
+    before: str
+    after: str
+    before_score: float | None
+    after_score: float | None
+
+
+class ReportOut(Body):
+    """What a training did. `predictedReward` is the reward model's, `ratedReward` people's, of its answers."""
+
+    version: str
+    method: Literal["ppo", "dpo"]
+    started_from: str
+    reward_model: RewardModelOut | None
+    preferences: PreferencesOut | None
+    predicted_reward: float | None
+    rated_reward: float | None
+    rated_answers: int
+    curves: dict[str, list[float | None]]
+    examples: list[ExampleOut]
 
 
 class TrainedOut(Body):
@@ -225,15 +306,15 @@ class TrainedOut(Body):
     policy_id: str
     version: str
     model_path: str
-    reward_model_path: str
+    reward_model_path: str | None
     feedback_count: int
     training_steps: int
-    reward_mean: float
-    reward_std: float
+    reward_mean: float | None
+    reward_std: float | None
 
 
 class ProgressOut(Body):
-    """The progress of a job: `reward_model`, then `policy`, then `export`."""
+    """The progress of a job: `reward_model`, then `policy`, then `export`; with `dpo` `preferences`, then `export`."""
 
     stage: str
     step: int

@@ -6,7 +6,7 @@ import asyncio
 import typing
 from collections.abc import AsyncIterable
 from dataclasses import MISSING, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Response
 from fastapi.responses import JSONResponse
@@ -59,6 +59,12 @@ class TrainingOptions(Body):
     """Starting point of a training."""
 
     dry_run: bool = Field(default=False, description="Estimate only.")
+    method: Literal["ppo", "dpo"] = Field(
+        default="ppo", description="`ppo` against a reward model of the scores, or `dpo` on the preferences."
+    )
+    beta: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = Field(
+        default=None, description="With `dpo`: weight of the KL to the starting version; 0.1 if absent."
+    )
     start_from: Name | None = Field(
         default=None, description="Version to continue from, or `base`; the newest if absent."
     )
@@ -125,6 +131,8 @@ async def train_policy(
         options.start_from,
         options.reward_model,
         {} if rewards is None else rewards.model_dump(exclude_unset=True),
+        options.method,
+        options.beta,
     )
     model = await context.server.model_info(plan.config["base_model"])
     TrainingConfig(**plan.config).check_context(model.name, model.context_length)

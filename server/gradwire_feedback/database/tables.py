@@ -35,11 +35,12 @@ class Table(DeclarativeBase):
         datetime: UtcDateTime(),
         dict[str, Any]: sa.JSON(),
         dict[str, float]: sa.JSON(),
+        list[int]: sa.JSON(),
     }
 
 
 class Item(Table):
-    """One or two answers to a prompt, waiting to be rated.
+    """One or more answers to a prompt, waiting for ``ask``: ``"grades"`` of each, or a ``"ranking"`` of all.
 
     ``ratings`` counts the raters who have finished, of ``raters`` wanted; it is reserved for ``reserved_by`` until
     ``reserved_until``. ``deployment`` is the number of the deployment that chose the answer's version.
@@ -52,6 +53,7 @@ class Item(Table):
     agent_id: Mapped[str]
     number: Mapped[int]
     prompt: Mapped[str]
+    ask: Mapped[str] = mapped_column(default="grades")
     raters: Mapped[int] = mapped_column(default=1)
     ratings: Mapped[int] = mapped_column(default=0)
     user_id: Mapped[str | None]
@@ -110,6 +112,36 @@ class Feedback(Table):
     created_at: Mapped[datetime] = mapped_column(default=now)
 
 
+class Ranking(Table):
+    """A rater's places of an item's answers, by position; 1 is the best, equal places are ties.
+
+    ``rater`` is None for a ranking that a program sent; ``withdrawn`` is the number of its withdrawal.
+    """
+
+    __tablename__ = "rankings"
+    __table_args__ = (
+        sa.Index("ix_rankings_agent", "agent_id", "number"),
+        sa.Index(
+            "uq_rankings_rater",
+            "item_id",
+            "rater",
+            unique=True,
+            sqlite_where=sa.text("withdrawn IS NULL"),
+            postgresql_where=sa.text("withdrawn IS NULL"),
+        ),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True, default=new_id)
+    agent_id: Mapped[str]
+    number: Mapped[int]
+    item_id: Mapped[str] = mapped_column(sa.ForeignKey("items.id", name="fk_rankings_item"))
+    rater: Mapped[str | None]
+    ranks: Mapped[list[int]]
+    notes: Mapped[str | None]
+    withdrawn: Mapped[int | None]
+    created_at: Mapped[datetime] = mapped_column(default=now)
+
+
 class Revision(Table):
     """What a rating was before it was corrected or withdrawn, and who did that."""
 
@@ -153,6 +185,7 @@ class IdempotentRequest(Table):
 class Policy(Table):
     """A trained version of an agent. ``checkpoint`` names it on the training server.
 
+    ``method`` is ``"ppo"``, against a reward model of the ratings, or ``"dpo"``, on preferences, which has no rewards.
     ``trained_until`` is the number up to which it knows the agent's ratings and their changes.
     """
 
@@ -167,15 +200,16 @@ class Policy(Table):
     version: Mapped[str]
     number: Mapped[int]
     parent: Mapped[str]
+    method: Mapped[str] = mapped_column(default="ppo")
     job_id: Mapped[str] = mapped_column(unique=True)
     model_path: Mapped[str]
-    reward_model_path: Mapped[str]
+    reward_model_path: Mapped[str | None]
     checkpoint: Mapped[str]
     feedback_count: Mapped[int]
     trained_until: Mapped[int]
     training_steps: Mapped[int]
-    reward_mean: Mapped[float]
-    reward_std: Mapped[float]
+    reward_mean: Mapped[float | None]
+    reward_std: Mapped[float | None]
     config: Mapped[dict[str, Any]]
     created_at: Mapped[datetime] = mapped_column(default=now)
 

@@ -9,9 +9,8 @@ from gradwire_shell.components import Curve
 
 from gradwire_feedback.api.schemas import ComparisonOut
 
-BLUE, PALE = "#2b86c5", "#7fb2da"
-GREY = {"color": "#7b8490"}
-"""Of labels; these charts are drawn once, so their colours have to suit both themes."""
+BLUE, BAND, POINT = "#2b86c5", "#5b97c4", "#0b3d63"
+"""At least 3:1 against the surfaces of both themes, and the point against its band. Texts have the theme's colour."""
 
 
 def histogram(counts: Sequence[int]) -> dict[str, Any]:
@@ -20,11 +19,10 @@ def histogram(counts: Sequence[int]) -> dict[str, Any]:
     return {
         "grid": {"left": 40, "right": 10, "top": 20, "bottom": 40},
         "xAxis": {
-            "axisLabel": GREY,
             "type": "category", "name": "score", "nameLocation": "middle", "nameGap": 26,
             "data": [f"{i * width:.1f}–{(i + 1) * width:.1f}" for i in range(len(counts))],
         },
-        "yAxis": {"type": "value", "minInterval": 1, "axisLabel": GREY},
+        "yAxis": {"type": "value", "minInterval": 1},
         "tooltip": {},
         "series": [{"type": "bar", "data": list(counts), "itemStyle": {"color": BLUE}, "barCategoryGap": "10%"}],
         "animation": False,
@@ -46,9 +44,8 @@ def intervals(comparison: ComparisonOut) -> dict[str, Any]:
     return {
         "grid": {"left": 70, "right": 30, "top": 10, "bottom": 40},
         "xAxis": {
-            "axisLabel": GREY,
             "type": "value", "min": 0, "max": 1, "name": "score", "nameLocation": "middle", "nameGap": 26},
-        "yAxis": {"type": "category", "data": names, "axisLabel": GREY},
+        "yAxis": {"type": "category", "data": names},
         "series": [
             {
                 "type": "bar", "stack": "interval", "silent": True, "itemStyle": {"color": "transparent"},
@@ -56,11 +53,12 @@ def intervals(comparison: ComparisonOut) -> dict[str, Any]:
             },
             {
                 "type": "bar", "stack": "interval", "barWidth": 14,
-                "itemStyle": {"color": PALE, "borderRadius": 7},
+                "itemStyle": {"color": BAND, "borderRadius": 7},
                 "data": [each.interval[1] - each.interval[0] for each in rows],
             },
             {
-                "type": "scatter", "symbolSize": 14, "itemStyle": {"color": BLUE},
+                "type": "scatter", "symbolSize": 14,
+                "itemStyle": {"color": POINT, "borderColor": "#ffffff", "borderWidth": 2},
                 "data": [[each.mean, each.version] for each in rows if each.mean is not None],
             },
         ],

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from datetime import datetime
-
-import gradwire
-from gradwire.rlhf import TrainingResult
 
 from gradwire_feedback.api.policies import comparison_of
 from gradwire_feedback.api.schemas import ComparisonOut
@@ -16,24 +12,31 @@ from gradwire_feedback.names import version_folder
 from gradwire_feedback.statistics.agreement import agreement
 from gradwire_feedback.statistics.distribution import Distribution, distribution
 from gradwire_feedback.store import deployments, rating
-from gradwire_feedback.store.feedback import scores_of
+from gradwire_feedback.store.feedback import rated_by_version, scores_of
 from gradwire_feedback.store.ratings import changed_since
-
-log = logging.getLogger(__name__)
+from gradwire_feedback.training.report import read_report
 
 
 @dataclass(frozen=True)
 class VersionRow:
-    """A row of the table of versions; the history is empty if its file is missing."""
+    """A row of the table of versions.
+
+    Attributes:
+        reward_mean, reward_std: What the reward model predicts for its answers; None after a training on preferences.
+        rated: Number of people's scores of its answers, and their mean.
+        reward_history: Predicted reward of each training step; empty if its file is missing.
+    """
 
     version: str
     parent: str
+    method: str
     feedback_count: int
-    reward_mean: float
-    reward_std: float
+    reward_mean: float | None
+    reward_std: float | None
     training_steps: int
     created_at: datetime
     changed_feedback: int
+    rated: tuple[int, float] | None
     reward_history: tuple[float, ...]
 
 
@@ -54,27 +57,27 @@ def load(context: Context, agent_id: str) -> Overview:
         alpha = agreement(rating.score_table(session, agent_id))
         policies = deployments.policies_of(session, agent_id)
         changed = changed_since(session, agent_id)
+        rated = rated_by_version(session, agent_id)
         weights = deployments.deployment_of(session, agent_id)
     versions = tuple(
         VersionRow(
             version=policy.version,
             parent=policy.parent,
+            method=policy.method,
             feedback_count=policy.feedback_count,
             reward_mean=policy.reward_mean,
             reward_std=policy.reward_std,
             training_steps=policy.training_steps,
             created_at=policy.created_at,
             changed_feedback=changed.get(policy.version, 0),
-            reward_history=_history(context, agent_id, policy.version),
+            rated=rated.get(policy.version),
+            reward_history=_history(context, agent_id, policy.version, policy.method),
         )
         for policy in policies
     )
     return Overview(scores, alpha, versions, weights, comparison_of(context, agent_id))
 
 
-def _history(context: Context, agent_id: str, version: str) -> tuple[float, ...]:
-    try:
-        return tuple(TrainingResult.load(version_folder(context.settings.models_dir, agent_id, version)).reward_history)
-    except (OSError, gradwire.InvalidArgumentError) as error:
-        log.warning("no reward curve of %s %s: %s", agent_id, version, error)
-        return ()
+def _history(context: Context, agent_id: str, version: str, method: str) -> tuple[float, ...]:
+    folder = version_folder(context.settings.models_dir, agent_id, version)
+    return tuple(read_report(folder, method).curves.get("reward", ()))

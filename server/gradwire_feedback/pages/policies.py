@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi.responses import RedirectResponse
-from gradwire_shell.components import Plot, title
+from gradwire_shell.components import Column, Plot, Table, error, title
 from nicegui import ui
 from starlette.concurrency import run_in_threadpool
 
@@ -14,12 +14,17 @@ from gradwire_feedback.context import Context
 from gradwire_feedback.pages import charts
 from gradwire_feedback.pages.deployment_card import DeploymentCard
 from gradwire_feedback.pages.overview import Overview, VersionRow, load
+from gradwire_feedback.pages.report_card import ReportCard
 from gradwire_feedback.pages.session import entrance, shell, signed_in
 from gradwire_feedback.pages.training_card import TrainingCard
 from gradwire_feedback.store.keys import Role
 from gradwire_feedback.store.problems import ProblemError
 
-REFRESH_S = 2.0
+REFRESH_S, LOOK_S = 2.0, 5.0
+VERSION_COLUMNS = {
+    "version": "Version", "parent": "Trained on from", "method": "Method", "feedback": "Feedback",
+    "reward": "Predicted reward", "rated": "Rated reward", "steps": "Steps", "created": "Made (UTC)",
+}  # fmt: skip
 
 
 def register(context: Context) -> None:
@@ -37,27 +42,44 @@ class _Policies:
     def __init__(self, context: Context, agent_id: str, may_train: bool) -> None:
         self._context, self._agent_id, self._may_train = context, agent_id, may_train
         self._shown: Overview | None = None
+        self._report = ReportCard(context, agent_id)
+        self._trouble = ""
         self._deployment = DeploymentCard(context, agent_id, may_train, self._act)
 
     async def show(self) -> None:
         self._shown = await run_in_threadpool(load, self._context, self._agent_id)
         with ui.column().classes("full-width gap-3"):
             title(f"Policies of {self._agent_id}")
+            self._away()
             self._scores()
             training = TrainingCard(self._context, self._agent_id, self._may_train, self._act)
-            training.show()
+            training.show(_names(self._shown))
+            await self._report.show(_names(self._shown))
             self._versions()
             self._deployment.show(self._shown)
             self._comparison()
 
         async def refresh() -> None:
-            await training.refresh()
+            await training.refresh(_names(self._shown))
             found = await run_in_threadpool(load, self._context, self._agent_id)
             if found != self._shown:  # the charts are kept while nothing changes
                 self._update(found)
                 self._scores.refresh()
+                await self._report.refresh(_names(found))
+
+        async def look() -> None:
+            trouble = await self._context.server.trouble()
+            if trouble != self._trouble:
+                self._trouble = trouble
+                self._away.refresh()
 
         ui.timer(REFRESH_S, refresh)
+        ui.timer(LOOK_S, look)
+
+    @ui.refreshable_method
+    def _away(self) -> None:
+        if self._trouble:
+            error(self._trouble)
 
     def _update(self, found: Overview) -> None:
         self._shown = found
@@ -82,7 +104,7 @@ class _Policies:
                     ui.icon("info")
                     ui.label(sentence).mark("advice")
             if found.count:
-                ui.echart(charts.histogram(found.histogram)).style("height: 14rem")
+                ui.echart(charts.histogram(found.histogram), renderer="svg").classes("gw-chart").style("height: 14rem")
 
     @ui.refreshable_method
     def _versions(self) -> None:
@@ -92,26 +114,20 @@ class _Policies:
             if not self._shown.versions:
                 ui.label("No version was trained yet.").classes("quiet")
                 return
-            columns = [
-                {"name": name, "label": label, "field": name, "align": "left"}
-                for name, label in (
-                    ("version", "Version"), ("parent", "Trained on from"), ("feedback", "Feedback"),
-                    ("reward", "Reward"), ("steps", "Steps"), ("created", "Made (UTC)"),
-                )
-            ]  # fmt: skip
+            columns = [Column(name, label) for name, label in VERSION_COLUMNS.items()]
             rows = [
                 {
-                    "version": each.version, "parent": each.parent, "feedback": _feedback(each),
-                    "reward": f"{each.reward_mean:.3f} ± {each.reward_std:.3f}", "steps": each.training_steps,
-                    "created": f"{each.created_at:%Y-%m-%d %H:%M}",
+                    "key": each.version, "version": each.version, "parent": each.parent, "method": each.method.upper(),
+                    "feedback": _feedback(each), "reward": _predicted(each), "rated": _rated(each),
+                    "steps": each.training_steps, "created": f"{each.created_at:%Y-%m-%d %H:%M}",
                 }
                 for each in reversed(self._shown.versions)
             ]  # fmt: skip
-            ui.table(columns=columns, rows=rows, row_key="version").props("flat dense").classes("full-width")
+            Table(columns, rows, label="Versions")
             histories = {each.version: each.reward_history for each in self._shown.versions if each.reward_history}
             if histories:
-                ui.label("Mean reward of each training step").classes("quiet")
-                Plot(charts.curves(histories), title="Mean reward of each training step")
+                ui.label("Mean predicted reward of each training step").classes("quiet")
+                Plot(charts.curves(histories), title="Mean predicted reward of each training step")
 
     @ui.refreshable_method
     def _comparison(self) -> None:
@@ -122,7 +138,8 @@ class _Policies:
             ui.label(found.verdict).classes("text-weight-medium").mark("verdict")
             if not found.versions:
                 return
-            ui.echart(charts.intervals(found)).style(f"height: {4 + 3 * len(found.versions)}rem")
+            chart = ui.echart(charts.intervals(found), renderer="svg").classes("gw-chart")
+            chart.style(f"height: {4 + 3 * len(found.versions)}rem")
             for each in found.versions:
                 mean = "no scores yet" if each.mean is None else f"mean {each.mean:.3f}"
                 ui.label(
@@ -157,6 +174,20 @@ class _Policies:
         self._update(await run_in_threadpool(load, self._context, self._agent_id))
         ui.notify(done, type="positive")
         return True
+
+
+def _names(found: Overview | None) -> list[str]:
+    return [] if found is None else [each.version for each in found.versions]
+
+
+def _predicted(version: VersionRow) -> str:
+    if version.reward_mean is None or version.reward_std is None:
+        return "none"
+    return f"{version.reward_mean:.3f} ± {version.reward_std:.3f}"
+
+
+def _rated(version: VersionRow) -> str:
+    return "not yet" if version.rated is None else f"{version.rated[1]:.3f} ({version.rated[0]} scores)"
 
 
 def _feedback(version: VersionRow) -> str:

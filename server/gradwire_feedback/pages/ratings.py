@@ -12,8 +12,9 @@ from starlette.concurrency import run_in_threadpool
 
 from gradwire_feedback.context import Context
 from gradwire_feedback.pages.session import ask_name, entrance, rater_of, shell, signed_in
-from gradwire_feedback.store import ratings
+from gradwire_feedback.store import rankings, ratings
 from gradwire_feedback.store.problems import ProblemError
+from gradwire_feedback.store.rankings import Ranked
 from gradwire_feedback.store.ratings import Rating
 
 PAGE_ROWS = 30
@@ -38,6 +39,7 @@ class _Ratings:
     def __init__(self, context: Context, agent_id: str, person: str, everyones: bool) -> None:
         self._context, self._agent_id, self._person, self._everyones = context, agent_id, person, everyones
         self._found: list[Rating] = []
+        self._rankings: list[Ranked] = []
         self._before: int | None = None
 
     async def show(self) -> None:
@@ -46,24 +48,48 @@ class _Ratings:
         self._rows()
 
     async def _load(self) -> None:
-        def load() -> list[Rating]:
+        def load() -> tuple[list[Rating], list[Ranked]]:
             with self._context.database.read() as session:
                 rater = None if self._everyones else self._person
-                return ratings.ratings_of(session, self._agent_id, rater=rater, before=self._before, limit=PAGE_ROWS)
+                page: dict[str, Any] = {"rater": rater, "before": self._before, "limit": PAGE_ROWS}
+                return (
+                    ratings.ratings_of(session, self._agent_id, **page),
+                    rankings.rankings_of(session, self._agent_id, **page),
+                )
 
-        self._found = await run_in_threadpool(load)
+        self._found, self._rankings = await run_in_threadpool(load)
 
     @ui.refreshable_method
     def _rows(self) -> None:
-        if not self._found:
+        if not self._found and not self._rankings:
             empty("There are no ratings here yet." if self._before is None else "There are no older ratings.")
         for rating in self._found:
             self._row(rating)
         with ui.row():
             if self._before is not None:
                 button("Newest", lambda: self._page(None))
-            if len(self._found) == PAGE_ROWS:
-                button("Older", lambda: self._page(self._found[-1].feedback.number))
+            full = [self._found[-1].feedback.number] if len(self._found) == PAGE_ROWS else []
+            full += [self._rankings[-1].ranking.number] if len(self._rankings) == PAGE_ROWS else []
+            if full:
+                button("Older", lambda: self._page(max(full)))
+
+        if self._rankings:
+            title("Rankings", 2)
+        for ranking in self._rankings:
+            self._ranking(ranking)
+
+    def _ranking(self, found: Ranked) -> None:
+        row = found.ranking
+        with panel().mark("ranking"):
+            ui.label(found.prompt).classes("quiet text gw-scroll").props("tabindex=0")
+            for rank, response in zip(found.ranks, found.responses):
+                ui.label(f"{rank}. {response or '(empty)'}").classes("text gw-scroll").props("tabindex=0")
+            words = [f"by {row.rater}" if row.rater else "by a program"]
+            words += [f"note: {row.notes}"] if row.notes else []
+            plain(("Withdrawn: " if row.withdrawn is not None else "") + ", ".join(words))
+            if row.withdrawn is None:
+                with ui.row():
+                    button("Withdraw", lambda: self._withdraw_ranking(row.id), kind="danger")
 
     def _row(self, rating: Rating) -> None:
         row = rating.feedback
@@ -109,6 +135,12 @@ class _Ratings:
     async def _withdraw(self, rating_id: str) -> None:
         def store(session: Any) -> None:
             ratings.withdraw(session, self._agent_id, rating_id, self._person, own=not self._everyones)
+
+        await self._carry_out(store, "Withdrawn.")
+
+    async def _withdraw_ranking(self, ranking_id: str) -> None:
+        def store(session: Any) -> None:
+            rankings.withdraw_ranking(session, self._agent_id, ranking_id, self._person, own=not self._everyones)
 
         await self._carry_out(store, "Withdrawn.")
 

@@ -12,12 +12,18 @@ from starlette.concurrency import run_in_threadpool
 
 from gradwire_feedback.context import Context
 from gradwire_feedback.database.tables import Job
+from gradwire_feedback.names import BASE
 from gradwire_feedback.store import jobs as store
 from gradwire_feedback.store.problems import ProblemError
 from gradwire_feedback.training.estimate import estimate
 from gradwire_feedback.training.plan import Plan, make_plan
 
-STAGES = {"reward_model": "training the reward model", "policy": "training the policy", "export": "writing the model"}
+STAGES = {
+    "reward_model": "training the reward model", "policy": "training the policy",
+    "preferences": "training on the preferences", "export": "writing the model",
+}  # fmt: skip
+METHODS = {"ppo": "PPO, on the scores", "dpo": "DPO, on the preferences"}
+NEWEST = "newest"
 Act = Callable[[Callable[[], Any], str], Awaitable[bool]]
 
 
@@ -33,24 +39,41 @@ class TrainingCard:
     def __init__(self, context: Context, agent_id: str, may_train: bool, act: Act) -> None:
         self._context, self._agent_id, self._may_train, self._act = context, agent_id, may_train, act
         self._job: Job | None = None
+        self._versions: list[str] = []
         self._estimate = ""
 
-    def show(self) -> None:
+    def show(self, versions: list[str]) -> None:
+        """Show the card; training may start from the base model, a version, or the newest one."""
+        self._versions = versions
         with ui.card().classes("full-width").mark("training"):
             title("Training", 2)
             self._state()
             if not self._may_train:
                 return
             with ui.row().classes("items-end"):
+                self._method = ui.select(METHODS, value="ppo", label="Method").style("width: 14rem")
+                self._start = ui.select(self._starts(), value=NEWEST, label="Start from").style("width: 12rem")
                 self._steps = ui.number("Steps", value=100, min=1, precision=0).style("width: 8rem")
                 self._rate = ui.number("Learning rate", value=1e-5, format="%.0e").style("width: 8rem")
                 self._reward = ui.select(
                     {"retrain": "train it again", "reuse": "reuse the last one"}, value="retrain", label="Reward model"
                 ).style("width: 12rem")
+                self._reward.bind_visibility_from(self._method, "value", value="ppo")
                 button("Estimate", self._dry_run)
                 button("Train", self._train, kind="primary")
 
-    async def refresh(self) -> None:
+    def _starts(self) -> dict[str, str]:
+        newest = self._versions[-1] if self._versions else BASE
+        known = {version: version for version in self._versions[::-1]}
+        return {NEWEST: f"the newest: {newest}", BASE: "the base model"} | known
+
+    async def refresh(self, versions: list[str] | None = None) -> None:
+        """Show the newest job, and offer these versions to start from."""
+        if versions is not None and versions != self._versions:
+            self._versions = versions
+            if self._may_train:
+                self._start.set_options(self._starts())
+
         def newest() -> Job | None:
             with self._context.database.read() as session:
                 return store.newest_job(session, self._agent_id)
@@ -88,8 +111,11 @@ class TrainingCard:
 
     def _plan(self) -> Plan:
         given = {"max_steps": int(self._steps.value or 0), "learning_rate": float(self._rate.value or 0)}
+        start = None if self._start.value == NEWEST else self._start.value
+        method = self._method.value
+        reward_model = self._reward.value if method == "ppo" else "retrain"
         return make_plan(
-            self._context.database, self._context.settings, self._agent_id, given, None, self._reward.value, {}
+            self._context.database, self._context.settings, self._agent_id, given, start, reward_model, {}, method
         )
 
     async def _dry_run(self) -> None:
@@ -105,7 +131,8 @@ class TrainingCard:
         finally:
             notice.dismiss()
         self._estimate = (
-            f"{found['estimated_steps']} steps on {found['feedback_count']} scores: about "
+            f"{found['estimated_steps']} steps on {found['feedback_count']} "
+            f"{'preferences' if plan.method == 'dpo' else 'scores'}: about "
             f"{found['estimated_time_minutes']:.1f} minutes and {found['estimated_memory_gib']:.1f} GiB."
         )
         self._state.refresh()

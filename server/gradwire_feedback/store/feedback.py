@@ -72,6 +72,16 @@ def scores_of(session: Session, agent_id: str) -> list[float]:
     return list(session.scalars(query.order_by(Feedback.number)))
 
 
+def rated_by_version(session: Session, agent_id: str) -> dict[str, tuple[int, float]]:
+    """Return the number of people's scores of each version's answers, and their mean."""
+    query = (
+        sa.select(Feedback.version, sa.func.count(), sa.func.avg(Feedback.score))
+        .where(Feedback.agent_id == agent_id, Feedback.version.is_not(None), Feedback.withdrawn.is_(False))
+        .group_by(Feedback.version)
+    )
+    return {row[0]: (row[1], float(row[2])) for row in session.execute(query)}
+
+
 def feedback_of(session: Session, agent_id: str) -> Sequence[Feedback]:
     """Return the agent's feedback, oldest first."""
     query = sa.select(Feedback).where(Feedback.agent_id == agent_id, Feedback.withdrawn.is_(False))

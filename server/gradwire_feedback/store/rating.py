@@ -16,7 +16,8 @@ import sqlalchemy as sa
 from numpy.typing import NDArray
 from sqlalchemy.orm import Session
 
-from gradwire_feedback.database.tables import Answer, Feedback, Item, Skip, now
+from gradwire_feedback.database.tables import Answer, Feedback, Item, Ranking, Skip, now
+from gradwire_feedback.store import rankings
 from gradwire_feedback.store.order import next_number, next_numbers
 from gradwire_feedback.store.problems import ConflictError, NotFoundError, UnprocessableError
 from gradwire_feedback.store.ratings import withdraw_rows
@@ -41,8 +42,12 @@ def add_item(
     raters: int,
     user_id: str | None = None,
     deployment: int | None = None,
+    ask: str = "grades",
 ) -> Item:
-    """Add one answer, or two side by side, to the queue of the rating page.
+    """Add one answer, or several side by side, to the queue of the rating page.
+
+    Args:
+        ask: ``"grades"``, or ``"ranking"``.
 
     Raises:
         ConflictError: A run id is already in use.
@@ -55,7 +60,9 @@ def add_item(
     if taken is not None or len({answer.run_id for answer in answers}) < len(answers):
         raise ConflictError(f"runId {(taken or answers[0].run_id)!r} already names an answer of {agent_id}")
     number = next_number(session, agent_id)
-    item = Item(agent_id=agent_id, number=number, prompt=prompt, raters=raters, user_id=user_id, deployment=deployment)
+    item = Item(
+        agent_id=agent_id, number=number, prompt=prompt, ask=ask, raters=raters, user_id=user_id, deployment=deployment
+    )
     item.answers = [
         Answer(
             agent_id=agent_id,
@@ -79,13 +86,14 @@ def reserve(session: Session, agent_id: str, rater: str) -> Item | None:
         .join(Feedback, Feedback.answer_id == Answer.id)
         .where(Feedback.rater == rater, Answer.agent_id == agent_id, Feedback.withdrawn.is_(False))
     )
+    ranked = sa.select(Ranking.item_id).where(Ranking.rater == rater, Ranking.withdrawn.is_(None))
     skipped = sa.select(Skip.item_id).where(Skip.rater == rater)
     lapsed = sa.not_(Item.reserved_until.between(time, time + 2 * RESERVED_FOR))  # later: the clock was set back
     free = sa.or_(Item.reserved_until.is_(None), lapsed, Item.reserved_by == rater)
     query = (
         sa.select(Item)
         .where(Item.agent_id == agent_id, Item.ratings < Item.raters, free)
-        .where(Item.id.not_in(rated), Item.id.not_in(skipped))
+        .where(Item.id.not_in(rated), Item.id.not_in(ranked), Item.id.not_in(skipped))
         .order_by(sa.case((Item.reserved_by == rater, 0), else_=1), Item.number)
         .limit(1)
         .with_for_update(skip_locked=True, of=Item)
@@ -130,6 +138,20 @@ def rate(session: Session, item_id: str, rater: str, scores: Sequence[float], no
     return rows
 
 
+def rank(session: Session, item_id: str, rater: str, ranks: Sequence[int], notes: str | None) -> Ranking:
+    """Store a rater's places of the answers of their reserved item, 1 for the best.
+
+    Raises:
+        NotFoundError, ConflictError, UnprocessableError: As for :func:`rate`.
+    """
+    item = _held(session, item_id, rater)
+    row = rankings.store_ranking(session, item, rater, ranks, notes)
+    item.ratings += 1
+    item.reserved_by = item.reserved_until = None
+    session.flush()
+    return row
+
+
 def skip(session: Session, item_id: str, rater: str) -> None:
     """Leave the item to other raters.
 
@@ -147,17 +169,19 @@ class TakenBack:
     """An item that waits again for the rater who rated or skipped it.
 
     Attributes:
-        scores: The scores that they had given; empty after a skip.
+        scores: The scores that they had given; empty after a ranking or a skip.
+        ranks: The places that they had given; empty after all else.
         notes: Their note.
     """
 
     item: Item
     scores: tuple[float, ...] = ()
+    ranks: tuple[int, ...] = ()
     notes: str | None = None
 
 
 def undo(session: Session, agent_id: str, rater: str) -> TakenBack | None:
-    """Take back the rater's last rating or skip, and reserve that item for them again; None if there is none."""
+    """Take back the rater's last rating, ranking or skip, and reserve its item for them again; None without any."""
     rated = session.execute(
         sa.select(Answer.item_id, Feedback.number)
         .join(Feedback, Feedback.answer_id == Answer.id)
@@ -172,9 +196,21 @@ def undo(session: Session, agent_id: str, rater: str) -> TakenBack | None:
         .order_by(Skip.number.desc())
         .limit(1)
     ).first()
-    if rated is None and skipped is None:
+    ranked = session.scalar(
+        sa.select(Ranking)
+        .where(Ranking.rater == rater, Ranking.agent_id == agent_id, Ranking.withdrawn.is_(None))
+        .order_by(Ranking.number.desc())
+        .limit(1)
+    )
+    last = max((each.number for each in (rated, skipped, ranked) if each is not None), default=None)
+    if last is None:
         return None
-    if skipped is not None and (rated is None or skipped.number > rated.number):
+    if ranked is not None and ranked.number == last:
+        item = session.get_one(Item, ranked.item_id, with_for_update={"of": Item})
+        rankings.take_back(session, ranked)
+        session.refresh(item)
+        found = TakenBack(item, ranks=tuple(ranked.ranks), notes=ranked.notes)
+    elif skipped is not None and skipped.number == last:
         item = session.get_one(Item, skipped.item_id, with_for_update={"of": Item})
         session.execute(sa.delete(Skip).where(Skip.item_id == item.id, Skip.rater == rater))
         found = TakenBack(item)
@@ -185,7 +221,7 @@ def undo(session: Session, agent_id: str, rater: str) -> TakenBack | None:
         rows = session.scalars(
             query.where(Feedback.answer_id.in_([answer.id for answer in item.answers])).order_by(Feedback.number)
         ).all()
-        found = TakenBack(item, tuple(row.score for row in rows), rows[0].notes)
+        found = TakenBack(item, tuple(row.score for row in rows), notes=rows[0].notes)
         withdraw_rows(session, rows, rater)
         session.refresh(item)
     for other in session.scalars(sa.select(Item).where(Item.agent_id == agent_id, Item.reserved_by == rater)):
@@ -242,32 +278,3 @@ def score_table(session: Session, agent_id: str) -> NDArray[np.float64]:
         if answer in shared:
             table[raters[str(rater)], shared[answer]] = score
     return table
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A rater's preference between two answers side by side."""
-
-    prompt: str
-    chosen: str
-    rejected: str
-    rater: str
-
-
-def pairs_of(session: Session, agent_id: str) -> list[Pair]:
-    """Return the preferences from ratings of two answers side by side; equal scores give none."""
-    query = (
-        sa.select(Answer.item_id, Feedback.rater, Feedback.prompt, Feedback.response, Feedback.score)
-        .join(Feedback, Feedback.answer_id == Answer.id)
-        .where(Feedback.agent_id == agent_id, Feedback.rater.is_not(None), Feedback.withdrawn.is_(False))
-        .order_by(Feedback.number)
-    )
-    both: dict[tuple[str, str], list[Any]] = {}
-    for row in session.execute(query):
-        both.setdefault((row.item_id, row.rater), []).append(row)
-    pairs = []
-    for (_, rater), rows in both.items():
-        if len(rows) == 2 and rows[0].score != rows[1].score:
-            worse, better = sorted(rows, key=lambda row: row.score)
-            pairs.append(Pair(better.prompt, better.response, worse.response, rater))
-    return pairs

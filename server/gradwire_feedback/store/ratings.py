@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 from sqlalchemy.orm import Session, aliased
 
-from gradwire_feedback.database.tables import Answer, Feedback, Item, Policy, Revision
+from gradwire_feedback.database.tables import Answer, Feedback, Item, Policy, Ranking, Revision
 from gradwire_feedback.store.deployments import policies_of
 from gradwire_feedback.store.order import next_number
 from gradwire_feedback.store.problems import ConflictError, ForbiddenError, NotFoundError
@@ -51,11 +51,17 @@ def _with_history(session: Session, agent_id: str, rows: Sequence[Feedback]) -> 
     for change in session.scalars(query):
         changes.setdefault(change.feedback_id, []).append(change)
     policies = policies_of(session, agent_id)
+    paired: set[str | None] = set(session.scalars(_paired().where(Answer.id.in_([row.answer_id for row in rows]))))
     return [
         Rating(
             row,
             tuple(changes.get(row.id, ())),
-            tuple(policy.version for policy in policies if _trained_on(policy, row, changes.get(row.id, ()))),
+            tuple(
+                policy.version
+                for policy in policies
+                if (policy.method == "ppo" or row.answer_id in paired)
+                and _trained_on(policy, row, changes.get(row.id, ()))
+            ),
         )
         for row in rows
     ]
@@ -66,8 +72,14 @@ def _trained_on(policy: Policy, row: Feedback, changes: Sequence[Revision]) -> b
     return row.number <= policy.trained_until < min(withdrawn, default=policy.trained_until + 1)
 
 
+def _paired() -> sa.Select[str]:
+    """Ids of the answers that stand beside another, whose grades are preferences."""
+    several = sa.select(Answer.item_id).group_by(Answer.item_id).having(sa.func.count() > 1)
+    return sa.select(Answer.id).where(Answer.item_id.in_(several))
+
+
 def changed_since(session: Session, agent_id: str) -> dict[str, int]:
-    """Number of ratings, by version, that were corrected or withdrawn after it was trained on them."""
+    """Number of ratings and rankings, by version, that were corrected or withdrawn after it was trained on them."""
     earlier = aliased(Revision)
     gone = sa.exists().where(
         earlier.feedback_id == Feedback.id, earlier.change == "withdrawn", earlier.number <= Policy.trained_until
@@ -78,9 +90,20 @@ def changed_since(session: Session, agent_id: str) -> dict[str, int]:
         .join(Revision, Revision.feedback_id == Feedback.id)
         .where(Policy.agent_id == agent_id, Feedback.number <= Policy.trained_until)
         .where(Revision.number > Policy.trained_until, sa.not_(gone))
+        .where(sa.or_(Policy.method == "ppo", Feedback.answer_id.in_(_paired())))
         .group_by(Policy.version)
     )
-    return {row[0]: row[1] for row in session.execute(query)}
+    ranked = (
+        sa.select(Policy.version, sa.func.count())
+        .join(Ranking, Ranking.agent_id == Policy.agent_id)
+        .where(Policy.agent_id == agent_id, Policy.method == "dpo", Ranking.number <= Policy.trained_until)
+        .where(Ranking.withdrawn > Policy.trained_until)
+        .group_by(Policy.version)
+    )
+    found: dict[str, int] = {}
+    for version, count in [*session.execute(query), *session.execute(ranked)]:
+        found[version] = found.get(version, 0) + count
+    return found
 
 
 def correct(

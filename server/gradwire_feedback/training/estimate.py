@@ -21,8 +21,7 @@ from starlette.concurrency import run_in_threadpool
 from gradwire_feedback.database.connection import Database
 from gradwire_feedback.database.tables import StepProbe
 from gradwire_feedback.settings import Settings
-from gradwire_feedback.store.feedback import feedback_of
-from gradwire_feedback.training.plan import Plan, train
+from gradwire_feedback.training.plan import Plan, rows_of, train
 from gradwire_feedback.training.server import TrainingServer
 
 PROBE_FEEDBACK = 16
@@ -66,28 +65,25 @@ async def estimate(
 
     def read() -> list[dict[str, Any]]:
         with database.read() as session:
-            return [
-                {"prompt": row.prompt, "response": row.response, "score": row.score}
-                for row in feedback_of(session, agent_id)
-            ]
+            return rows_of(session, agent_id, plan)
 
     feedbacks = await run_in_threadpool(read)
     config = TrainingConfig(**plan.config)
     async with _one_probe:  # concurrent measurements would distort each other
         times = await _step_times(database, server, settings, plan, feedbacks)
     reward_steps = 0
-    if plan.reward_model_path is None:
+    if plan.method == "ppo" and plan.reward_model_path is None:
         rewards = plan.reward_config
         reward_steps = rewards.num_epochs * math.ceil(len(feedbacks) / rewards.batch_size)
     seconds = reward_steps * times.reward_model + config.max_steps * times.policy + times.export
-    scores = np.array([row["score"] for row in feedbacks])
+    scores = np.array([row["score"] for row in feedbacks if "score" in row])
     return {
         "feedback_count": len(feedbacks),
         "estimated_steps": config.max_steps,
         "estimated_time_minutes": seconds / 60,
         "estimated_memory_gib": memory_gib(await server.model_info(config.base_model), config),
-        "score_mean": float(scores.mean()),
-        "score_std": float(scores.std()),
+        "score_mean": float(scores.mean()) if len(scores) else None,
+        "score_std": float(scores.std()) if len(scores) else None,
         "model_configuration": plan.config,
     }
 
@@ -96,7 +92,7 @@ async def _step_times(
     database: Database, server: TrainingServer, settings: Settings, plan: Plan, feedbacks: Sequence[Mapping[str, Any]]
 ) -> StepTimes:
     device, rewards = (await server.service.server_info()).device, plan.reward_config
-    relevant = [device, settings.service or "embedded", *(plan.config[name] for name in TIMED_SETTINGS)]
+    relevant = [device, settings.service or "embedded", plan.method, *(plan.config[name] for name in TIMED_SETTINGS)]
     relevant += [rewards.lora_r, rewards.batch_size]
     digest = hashlib.sha256(json.dumps(relevant).encode()).hexdigest()
 
@@ -122,7 +118,9 @@ async def _measure(
     """Train a few steps of both stages on some of the feedback, and discard the result."""
     some = [feedbacks[i] for i in np.linspace(0, len(feedbacks) - 1, min(len(feedbacks), PROBE_FEEDBACK)).astype(int)]
     probe = replace(plan, config=plan.config | {"max_steps": PROBE_STEPS}, reward_model_path=None)
-    moments: dict[str, list[tuple[int, float]]] = {"reward_model": [], "policy": [], "export": []}
+    moments: dict[str, list[tuple[int, float]]] = {
+        "reward_model": [], "policy": [], "preferences": [], "export": [],
+    }  # fmt: skip
 
     def note(progress: TrainingProgress) -> None:
         moments[progress.stage].append((progress.step, time.perf_counter()))
@@ -132,11 +130,14 @@ async def _measure(
     with tempfile.TemporaryDirectory(dir=folder) as output:
         await train(probe, some, Path(output), server, note)
         await server.discard(Path(output))
-    return StepTimes(*(_seconds_a_step(moments[stage]) for stage in ("reward_model", "policy", "export")))
+    main = "preferences" if plan.method == "dpo" else "policy"
+    return StepTimes(*(_seconds_a_step(moments[stage]) for stage in ("reward_model", main, "export")))
 
 
 def _seconds_a_step(moments: Sequence[tuple[int, float]]) -> float:
     """Mean over the steps after the first, which includes one-time setup."""
+    if not moments:
+        return 0.0
     (first, start), (last, end) = moments[0], moments[-1]
     return (end - start) / (last - first) if last > first else 0.0
 

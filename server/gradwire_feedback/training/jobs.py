@@ -32,9 +32,10 @@ from gradwire_feedback.database.tables import Job, Policy
 from gradwire_feedback.names import version_folder
 from gradwire_feedback.settings import Settings
 from gradwire_feedback.store import jobs as store
-from gradwire_feedback.store.feedback import feedback_of
 from gradwire_feedback.store.order import next_number
-from gradwire_feedback.training.plan import Plan, train
+from gradwire_feedback.training.examples import write_examples
+from gradwire_feedback.training.plan import Plan, rows_of, train
+from gradwire_feedback.training.preferences import PreferenceResult
 from gradwire_feedback.training.progress import JobCancelledError, ProgressReporter, ServiceStopping
 from gradwire_feedback.training.server import TrainingServer
 
@@ -195,10 +196,7 @@ class Jobs:
             file = self._snapshot_file(job)
             if not file.exists():
                 job.request = job.request | {"trained_until": next_number(session, job.agent_id)}
-                rows = [
-                    {"prompt": row.prompt, "response": row.response, "score": row.score}
-                    for row in feedback_of(session, job.agent_id)
-                ]
+                rows = rows_of(session, job.agent_id, Plan(**job.request))
                 with whole_file(file) as whole:
                     whole.write("".join(json.dumps(row) + "\n" for row in rows).encode())
             store.begin(session, job_id, len(_read(file)))
@@ -211,7 +209,9 @@ class Jobs:
         report = ProgressReporter(self._database, job_id, self._stopping)
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                asyncio.run(train(Plan(**job.request), feedbacks, folder, self._server, report))
+                plan = Plan(**job.request)
+                asyncio.run(train(plan, feedbacks, folder, self._server, report))
+                asyncio.run(write_examples(plan, feedbacks, folder, self._server))
                 return
             except (gradwire.ConnectionLostError, gradwire.EngineUnavailableError) as error:
                 if self.stopping:
@@ -226,7 +226,8 @@ class Jobs:
         job = self.get(job_id)
         assert job.version is not None
         folder = version_folder(self._settings.models_dir, job.agent_id, job.version)
-        result, plan = TrainingResult.load(folder), Plan(**job.request)
+        plan = Plan(**job.request)
+        figures = _figures(plan, folder)
         with self._database.write() as session:
             if session.scalar(sa.select(Policy).where(Policy.job_id == job_id)) is None:
                 session.add(
@@ -235,16 +236,12 @@ class Jobs:
                         version=job.version,
                         number=next_number(session, job.agent_id),
                         parent=plan.start_from,
+                        method=plan.method,
                         job_id=job_id,
                         model_path=str(folder / "policy"),
-                        reward_model_path=plan.reward_model_path or str(folder / "reward_model"),
-                        checkpoint=result.policy_checkpoint,
-                        feedback_count=result.feedback_count,
                         trained_until=plan.trained_until,
-                        training_steps=result.training_steps,
-                        reward_mean=result.final_reward_mean,
-                        reward_std=result.final_reward_std,
                         config=plan.config,
+                        **figures,
                     )
                 )
             store.finish(session, job_id, "succeeded")
@@ -265,6 +262,26 @@ class Jobs:
         self._snapshot_file(job).unlink(missing_ok=True)
         with self._database.write() as session:
             store.finish(session, job_id, status, error)
+
+
+def _figures(plan: Plan, folder: Path) -> dict[str, Any]:
+    """The columns of a version that its training decides."""
+    if plan.method == "dpo":
+        found = PreferenceResult.load(folder)
+        return {
+            "checkpoint": found.checkpoint,
+            "feedback_count": found.pairs,
+            "training_steps": len(found.curves["loss"]),
+        }
+    result = TrainingResult.load(folder)
+    return {
+        "reward_model_path": plan.reward_model_path or str(folder / "reward_model"),
+        "checkpoint": result.policy_checkpoint,
+        "feedback_count": result.feedback_count,
+        "training_steps": result.training_steps,
+        "reward_mean": result.final_reward_mean,
+        "reward_std": result.final_reward_std,
+    }
 
 
 def _read(file: Path) -> list[dict[str, Any]]:

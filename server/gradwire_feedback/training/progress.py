@@ -15,7 +15,8 @@ from gradwire_feedback.store import jobs as store
 PROGRESS_EVERY_S = 0.2
 SHOWN_METRICS = {
     "mse": "meanSquaredError", "correlation": "correlation", "rewards/score": "reward", "train/kl": "kl",
-    "train/loss": "loss", "train/value_error": "valueError",
+    "train/loss": "loss", "train/value_error": "valueError", "preference_accuracy": "accuracy",
+    "reward_margin": "rewardMargin",
 }  # fmt: skip
 """Trainer metrics shown in the progress, and their names there."""
 

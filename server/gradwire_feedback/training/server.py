@@ -19,6 +19,8 @@ from gradwire_feedback.store.problems import UnprocessableError
 log = logging.getLogger(__name__)
 
 WATCH_S = 1.0
+ANSWER_S = 10.0
+"""A server that takes longer to describe itself is away."""
 START_TIMEOUT_S = 600.0
 RECONNECT_TIMEOUT_S = 600.0
 
@@ -98,6 +100,19 @@ class TrainingServer:
             ca_cert=self._settings.service_ca_cert,
             reconnect_timeout=RECONNECT_TIMEOUT_S,
         )
+
+    async def trouble(self) -> str:
+        """Return why nothing can be trained or answered now, as a sentence; empty if all is well."""
+        where = "The training server" if self._settings.service is None else f"The training server at {self.address}"
+        try:
+            info = await asyncio.wait_for(self.service.server_info(), ANSWER_S)
+        except (TimeoutError, gradwire.GradwireError):
+            if self._settings.service is None:
+                return f"{where} is away and is being restarted. Trainings and answers go on when it is back."
+            return f"{where} does not answer. Trainings and answers go on when it is back."
+        if not info.engine_ready:
+            return f"The engine of {where[0].lower()}{where[1:]} is away. Trainings and answers wait until it is back."
+        return ""
 
     async def complete(
         self,

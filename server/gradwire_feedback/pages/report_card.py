@@ -1,0 +1,120 @@
+"""Card of the policies page for what a training did: its reward model, its curves, and answers before and after."""
+
+from __future__ import annotations
+
+from gradwire_shell.components import Curve, Plot, facts, named, panel, plain, title
+from nicegui import events, ui
+from starlette.concurrency import run_in_threadpool
+
+from gradwire_feedback.api.policies import report_of
+from gradwire_feedback.api.schemas import PreferencesOut, ReportOut, RewardModelOut
+from gradwire_feedback.context import Context
+
+CURVES = {
+    "reward": "Predicted reward of the answers", "kl": "KL to the start, nats an answer", "loss": "Loss",
+    "valueError": "Value error, in standard deviations of the ratings squared", "accuracy": "Accuracy on the pairs",
+    "rewardMargin": "Reward margin on the pairs",
+}  # fmt: skip
+
+
+class ReportCard:
+    """
+    Args:
+        context: of the service.
+        agent_id: whose page it is.
+    """
+
+    def __init__(self, context: Context, agent_id: str) -> None:
+        self._context, self._agent_id = context, agent_id
+        self._versions: list[str] = []
+        self._report: ReportOut | None = None
+
+    async def show(self, versions: list[str]) -> None:
+        """Show the newest version's training."""
+        with ui.card().classes("full-width").mark("report"):
+            title("What the training did", 2)
+            await self._load(versions)
+            self._body()
+
+    async def refresh(self, versions: list[str]) -> None:
+        """Show the newest version, if there are others than before."""
+        if versions != self._versions:
+            await self._load(versions)
+            self._body.refresh()
+
+    async def _load(self, versions: list[str], version: str = "") -> None:
+        self._versions, chosen = versions, version or (versions[-1] if versions else "")
+        self._report = None
+        if chosen:
+            self._report = await run_in_threadpool(report_of, self._context, self._agent_id, chosen)
+
+    async def _choose(self, event: events.ValueChangeEventArguments[str]) -> None:
+        await self._load(self._versions, event.value)
+        self._body.refresh()
+
+    @ui.refreshable_method
+    def _body(self) -> None:
+        found = self._report
+        if found is None:
+            ui.label("No version was trained yet.").classes("quiet")
+            return
+        ui.select(self._versions[::-1], value=found.version, label="Version", on_change=self._choose).style(
+            "width: 10rem"
+        )
+        facts(_figures(found))
+        if found.method == "ppo":
+            ui.label(_verdict(found.reward_model)).mark("reward-model")
+        if found.preferences is not None:
+            ui.label(_preferred(found.preferences)).mark("preferences")
+        with ui.element("div").classes("gw-answers full-width"):
+            for colour, (name, values) in enumerate(found.curves.items()):
+                points = [(step, round(value, 4)) for step, value in enumerate(values, 1) if value is not None]
+                with ui.column().classes("gap-1"):
+                    ui.label(CURVES[name]).classes("quiet")
+                    Plot([Curve(name, points, colour)], title=CURVES[name])
+        if found.examples:
+            title("Answers before and after", 2)
+        for example in found.examples:
+            with panel().mark("example"):
+                plain(example.prompt, "quiet text gw-scroll").props("tabindex=0")
+                with ui.element("div").classes("gw-answers full-width"):
+                    for name, text, score in (
+                        (found.started_from, example.before, example.before_score),
+                        (found.version, example.after, example.after_score),
+                    ):
+                        with ui.column().classes("gap-1"):
+                            plain(name if score is None else f"{name}, predicted {score:.2f}", "quiet")
+                            named(plain(text or "(empty)", "text gw-scroll"), name).props("tabindex=0 role=group")
+
+
+def _figures(found: ReportOut) -> dict[str, object]:
+    predicted = None if found.predicted_reward is None else f"{found.predicted_reward:.3f}, by the reward model"
+    rated = "not rated yet" if found.rated_reward is None else f"{found.rated_reward:.3f}"
+    return {
+        "Trained on from": found.started_from,
+        "Method": "DPO, on preferences" if found.method == "dpo" else "PPO, against the reward model",
+        "Predicted reward": predicted,
+        "Rated reward": rated + (f", by people, of {found.rated_answers} answers" if found.rated_answers else ""),
+    }
+
+
+def _verdict(report: RewardModelOut | None) -> str:
+    if report is None:
+        return "The reward model was not checked: no ratings could be held out, as all are of one prompt."
+    correlation = "unknown" if report.pearson is None else f"{report.pearson:.2f}"
+    good = report.mean_squared_error < report.baseline_error
+    return (
+        f"Reward model on {report.num_ratings} held-out ratings: correlation {correlation}, squared error "
+        f"{report.mean_squared_error:.4f} against {report.baseline_error:.4f} of always saying the mean. "
+        + ("It knows more than the mean." if good else "It knows no more than the mean: collect more ratings.")
+    )
+
+
+def _preferred(found: PreferencesOut) -> str:
+    if not found.held_out:
+        return f"Trained on {found.pairs} preferences; none could be held out, as all are of one prompt."
+    before, after = found.before, found.after
+    return (
+        f"On {found.held_out} held-out preferences of {found.pairs}: loss {before['loss']:.3f} before, "
+        f"{after['loss']:.3f} after; it now leans to the better answer in {after['accuracy']:.0%}."
+    )

@@ -1,0 +1,186 @@
+"""Training on preferences: DPO, without a reward model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gradwire
+import numpy as np
+from gradwire.rl.batching import derive_seed
+from gradwire.rl.generation import ServiceCodec
+from gradwire.rlhf import TrainingConfig, TrainingProgress
+from gradwire.rlhf.origins import POLICY_FILE, export_run, find_origin
+from gradwire.rlhf.reward_model import encode_pairs, encoded
+from gradwire.rlhf.state import OWN_FOLDER, STATE_FILE, Checkpoints, TrainingState, find_run, fingerprint
+from gradwire.whole_files import replace_json
+
+SECTION = "policy"
+PREFERENCES_FILE = "preference_results.json"
+HELD_OUT = 0.1
+"""Share of the prompts whose pairs are not trained on."""
+FIGURES = {"loss": "loss", "preference_accuracy": "accuracy", "reward_margin": "rewardMargin"}
+"""The loss's metrics that are kept, and their names in the result."""
+
+
+@dataclass(frozen=True)
+class PreferenceResult:
+    """The result of a training on preferences.
+
+    Attributes:
+        pairs: Number of preferences, those held out among them.
+        held_out: Number of preferences that were held out.
+        before, after: ``loss``, ``accuracy`` (share of pairs whose preferred answer became likelier, against the
+            start, than the other) and ``rewardMargin`` (nats times beta) on the held-out pairs; empty without any.
+        curves: The same of each step.
+        checkpoint: ``"RUN_ID/NAME"`` of the policy on the training server.
+    """
+
+    pairs: int
+    held_out: int
+    before: dict[str, float]
+    after: dict[str, float]
+    curves: dict[str, list[float]]
+    checkpoint: str
+
+    def save(self, folder: Path) -> None:
+        replace_json(folder / PREFERENCES_FILE, asdict(self), indent=1)
+
+    @staticmethod
+    def load(folder: Path) -> PreferenceResult:
+        """Raises OSError, ValueError or TypeError if the file is missing or holds something else."""
+        return PreferenceResult(**json.loads((folder / PREFERENCES_FILE).read_text(encoding="utf-8")))
+
+
+@dataclass
+class _Rows:
+    """Pairs as token ids, and how many of each row's tokens are the prompt's."""
+
+    chosen: list[Any] = field(default_factory=list)
+    rejected: list[Any] = field(default_factory=list)
+    prompts: list[int] = field(default_factory=list)
+
+    def batch(self, places: Sequence[int]) -> dict[str, Any]:
+        return {
+            "chosen_input_ids": [self.chosen[place] for place in places],
+            "rejected_input_ids": [self.rejected[place] for place in places],
+            "prompt_lengths": [self.prompts[place] for place in places],
+        }
+
+
+async def train_on_preferences(
+    service: gradwire.ServiceClient,
+    pairs: Sequence[Mapping[str, str]],
+    output: Path,
+    config: TrainingConfig,
+    beta: float,
+    on_progress: Callable[[TrainingProgress], None],
+) -> PreferenceResult:
+    """Train ``config.max_steps`` steps of ``config.batch_size`` pairs, and write ``policy`` and the result.
+
+    A call with the same arguments continues after a kill, from the last checkpoint.
+
+    Args:
+        pairs: With ``prompt``, ``chosen`` and ``rejected``.
+        output: A folder for this training alone.
+        beta: Weight of the KL to the start, as in DPO.
+
+    Raises:
+        gradwire.GradwireError: An error of the training server.
+    """
+    if (output / PREFERENCES_FILE).exists():
+        return PreferenceResult.load(output)
+    state = TrainingState(output / OWN_FOLDER / STATE_FILE, fingerprint(asdict(config), beta, list(pairs)))
+    origin = await find_origin(service, config.base_model)
+    rows = await _encoded(service, origin.model, origin.context_tokens, pairs)
+    trained, unseen = _split([pair["prompt"] for pair in pairs], config.seed)
+
+    name, done = f"rlhf {state.job} policy", state.section(SECTION)
+    run = await find_run(service, name)
+    if run is not None and not done:
+        await service.delete_run(run.run_id)
+        run = None
+    if run is None:
+        done = {}
+        if origin.checkpoint:
+            run = await service.fork_run(origin.checkpoint, head="", seed=config.seed, name=name)
+        else:
+            run = await service.create_run(origin.model, lora=config.lora, seed=config.seed, name=name)
+    else:
+        await run.load_checkpoint(done["checkpoint"])
+    settings = {"beta": beta, "reference_model": origin.reference(await run.info())}
+
+    async def measured() -> dict[str, float]:
+        """Means over the held-out pairs."""
+        parts = [unseen[at : at + config.batch_size] for at in range(0, len(unseen), config.batch_size)]
+        found = [
+            await run.forward(rows.batch(part), "dpo", settings, outputs=(), timeout=None) for part in parts
+        ]  # fmt: skip
+        weights = [len(part) / len(unseen) for part in parts]
+        return {
+            shown: float(sum(weight * each.metrics[name] for weight, each in zip(weights, found)))
+            for name, shown in FIGURES.items()
+            if found
+        }
+
+    before = done.get("before") or await measured()
+    curves: dict[str, list[float]] = done.get("curves") or {shown: [] for shown in FIGURES.values()}
+    checkpoints = Checkpoints(run, "step", last=done.get("checkpoint", ""))
+    for step in range(int(done.get("step", 0)) + 1, config.max_steps + 1):
+        batch = rows.batch(_places(trained, config, step))
+        done_step = await run.train_step(batch, "dpo", settings, learning_rate=config.learning_rate)
+        for name, shown in FIGURES.items():
+            curves[shown].append(float(done_step.metrics[name]))
+        on_progress(TrainingProgress("preferences", step, config.max_steps, done_step.metrics))
+        if checkpoints.due or step == config.max_steps:
+            await checkpoints.save(step, state, SECTION, {"step": step, "curves": curves, "before": before})
+    on_progress(TrainingProgress("export", 0, 1))
+    await export_run(run, output / "policy")
+    checkpoint = str(state.section(SECTION)["checkpoint"])
+    replace_json(output / "policy" / POLICY_FILE, {"model": origin.model, "checkpoint": checkpoint}, indent=1)
+    result = PreferenceResult(len(pairs), len(unseen), before, await measured(), curves, checkpoint)
+    result.save(output)
+    on_progress(TrainingProgress("export", 1, 1))
+    return result
+
+
+async def _encoded(
+    service: gradwire.ServiceClient, model: str, context: int, pairs: Sequence[Mapping[str, str]]
+) -> _Rows:
+    """The pairs' tokens; a row that is longer than the context loses its beginning."""
+    codec, prompts = ServiceCodec(service, model), [pair["prompt"] for pair in pairs]
+    lengths = [len(row) for row in await encoded(codec, prompts)]
+    found = _Rows()
+    both = [await encode_pairs(codec, prompts, [pair[name] for pair in pairs]) for name in ("chosen", "rejected")]
+    for chosen, rejected, length in zip(*both, lengths):
+        cut = max(len(chosen), len(rejected), context) - context
+        found.chosen.append(chosen[cut:])
+        found.rejected.append(rejected[cut:])
+        found.prompts.append(max(length - cut, 0))
+    return found
+
+
+def _split(prompts: Sequence[str], seed: int) -> tuple[list[int], list[int]]:
+    """Places of the pairs to train on, and of those to hold out: all pairs of some prompts, none of a single one."""
+    known = list(dict.fromkeys(prompts))
+    count = max(1, round(HELD_OUT * len(known))) if len(known) > 1 else 0
+    chosen = np.random.default_rng(derive_seed(seed, "held-out preferences")).permutation(len(known))[:count]
+    held = {known[place] for place in chosen}
+    return (
+        [place for place, prompt in enumerate(prompts) if prompt not in held],
+        [place for place, prompt in enumerate(prompts) if prompt in held],
+    )
+
+
+def _places(trained: Sequence[int], config: TrainingConfig, step: int) -> list[int]:
+    """The pairs of a step: each pass over all of them in another order."""
+    first = (step - 1) * config.batch_size
+    found = []
+    for place in range(first, first + config.batch_size):
+        epoch, position = divmod(place, len(trained))
+        order = np.random.default_rng(derive_seed(config.seed, "preferences", epoch)).permutation(len(trained))
+        found.append(trained[order[position]])
+    return found

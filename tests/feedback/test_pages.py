@@ -154,7 +154,7 @@ def test_pairs_and_rankings_by_keyboard_and_mouse(service: FeedbackService, api:
     pairs = [(pair["chosen"], pair["rejected"]) for pair in api.get("/order/pairs").json()]
     assert pairs == [("Yes.", "No."), ("Three.", "One."), ("Three.", "Two."), ("One.", "Two.")]
     page.goto(f"{service.url}/ratings/order")
-    expect(page.get_by_text("1. Three.")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("1. Three.").first).to_be_visible(timeout=PATIENCE_MS)
     page.get_by_role("button", name="Withdraw").first.click()
     expect(page.get_by_text("Withdrawn: by Ann")).to_have_count(2, timeout=PATIENCE_MS)
     assert len(api.get("/order/pairs").json()) == 1

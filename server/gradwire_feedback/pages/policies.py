@@ -54,7 +54,7 @@ class _Policies:
             self._scores()
             training = TrainingCard(self._context, self._agent_id, self._may_train, self._act)
             training.show(_names(self._shown))
-            await self._report.show(_names(self._shown))
+            await self._report.show(self._shown.versions)
             self._versions()
             self._deployment.show(self._shown)
             self._comparison()
@@ -65,7 +65,7 @@ class _Policies:
             if found != self._shown:  # the charts are kept while nothing changes
                 self._update(found)
                 self._scores.refresh()
-                await self._report.refresh(_names(found))
+            await self._report.refresh(found.versions)
 
         async def look() -> None:
             trouble = await self._context.server.trouble()

@@ -9,6 +9,7 @@ from starlette.concurrency import run_in_threadpool
 from gradwire_feedback.api.policies import report_of
 from gradwire_feedback.api.schemas import PreferencesOut, ReportOut, RewardModelOut
 from gradwire_feedback.context import Context
+from gradwire_feedback.pages.overview import VersionRow
 
 CURVES = {
     "reward": "Predicted reward of the answers", "kl": "KL to the start, nats an answer", "loss": "Loss",
@@ -26,30 +27,32 @@ class ReportCard:
 
     def __init__(self, context: Context, agent_id: str) -> None:
         self._context, self._agent_id = context, agent_id
-        self._versions: list[str] = []
+        self._rows: tuple[VersionRow, ...] = ()
         self._report: ReportOut | None = None
 
-    async def show(self, versions: list[str]) -> None:
+    async def show(self, rows: tuple[VersionRow, ...]) -> None:
         """Show the newest version's training."""
         with ui.card().classes("full-width").mark("report"):
             title("What the training did", 2)
-            await self._load(versions)
+            self._rows = rows
+            await self._load(rows[-1].version if rows else "")
             self._body()
 
-    async def refresh(self, versions: list[str]) -> None:
-        """Show the newest version, if there are others than before."""
-        if versions != self._versions:
-            await self._load(versions)
+    async def refresh(self, rows: tuple[VersionRow, ...]) -> None:
+        """Show a new version, or what became of the shown one."""
+        if rows != self._rows:
+            shown = self._report.version if self._report and len(rows) == len(self._rows) else rows[-1].version
+            self._rows = rows
+            await self._load(shown)
             self._body.refresh()
 
-    async def _load(self, versions: list[str], version: str = "") -> None:
-        self._versions, chosen = versions, version or (versions[-1] if versions else "")
+    async def _load(self, version: str) -> None:
         self._report = None
-        if chosen:
-            self._report = await run_in_threadpool(report_of, self._context, self._agent_id, chosen)
+        if version:
+            self._report = await run_in_threadpool(report_of, self._context, self._agent_id, version)
 
     async def _choose(self, event: events.ValueChangeEventArguments[str]) -> None:
-        await self._load(self._versions, event.value)
+        await self._load(event.value)
         self._body.refresh()
 
     @ui.refreshable_method
@@ -58,9 +61,8 @@ class ReportCard:
         if found is None:
             ui.label("No version was trained yet.").classes("quiet")
             return
-        ui.select(self._versions[::-1], value=found.version, label="Version", on_change=self._choose).style(
-            "width: 10rem"
-        )
+        names = [row.version for row in reversed(self._rows)]
+        ui.select(names, value=found.version, label="Version", on_change=self._choose).style("width: 10rem")
         facts(_figures(found))
         if found.method == "ppo":
             ui.label(_verdict(found.reward_model)).mark("reward-model")

@@ -77,7 +77,7 @@ class ReportCard:
         if found.examples:
             title("Answers before and after", 2)
         for example in found.examples:
-            with panel().mark("example"):
+            with panel().classes("full-width").mark("example"):
                 plain(example.prompt, "quiet text gw-scroll").props("tabindex=0")
                 with ui.element("div").classes("gw-answers full-width"):
                     for name, text, score in (

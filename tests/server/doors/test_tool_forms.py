@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from gradwire_server.doors.http.openai.tool_forms import FORMS, form_of
+from gradwire_server.doors.http.openai.tool_forms import FORMS, MOST_CALLS, ToolForm, form_of
 from gradwire_server.doors.http.openai.tools import certain_content, read_answer
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
@@ -114,3 +114,16 @@ def test_a_call_is_read_in_the_form_of_its_family(family: str, template: str, ca
 def test_several_calls_and_what_is_none(template: str, text: str, names: list[str]) -> None:
     content, calls = read_answer(text, template, TOOLS)
     assert [each["function"]["name"] for each in calls] == names and content == (None if names else text)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.family)
+def test_what_is_no_call_is_read_in_one_pass(form: ToolForm) -> None:
+    """The front reads answers: 20,000 characters of an unfinished call took it 10 s."""
+    parts = [*form.begins, "<tool_call><function=a>", "<tool_call>f<arg_key>", '<invoke name="f">', "{", "{}", '{"a":']
+    parts += ["call:f{}", "}f{", "<tool_call>{} ", "[f(a=[", "commentary to=functions.f{", " ", "\n"]
+    for part in parts:
+        for before in ("", "<tool_call>", "<tool_call><function=f>", "{"):
+            text = before + part * (50_000 // len(part))
+            content, calls = read_answer(text, form.taught_by, TOOLS)
+            assert len(calls) <= MOST_CALLS and (calls or content == text)

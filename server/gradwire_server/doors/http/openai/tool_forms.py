@@ -15,6 +15,8 @@ from typing import Any
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The tools' names and the JSON schemas of their parameters."""
+MOST_CALLS = 128
+"""Calls that are read from an answer; further ones are text. Each may be as long as the answer."""
 Found = Iterator[tuple[int, int, str, Any]]
 """Calls in a text: begin and end of what belongs to the call, the tool's name, its arguments (an object, if whole)."""
 
@@ -43,31 +45,46 @@ def form_of(template: str) -> ToolForm:
     return next(form for form in FORMS if form.taught_by in template)
 
 
-def _tagged(call: str, pair: str) -> Callable[[str, Schemas], Found]:
+def _between(opens: re.Pattern[str], closes: re.Pattern[str], text: str) -> Iterator[tuple[re.Match[str], str, int]]:
+    """What stands between two patterns: the match of the first, the text behind it, and the end of the second.
+
+    It takes time in proportion to the text, whatever a model has written: what no later text closes ends it.
+    """
+    end = 0
+    while (opened := opens.search(text, end)) is not None:
+        closed = closes.search(text, opened.end())
+        if closed is None:
+            return
+        end = closed.end()
+        yield opened, text[opened.end() : closed.start()], end
+
+
+def _tagged(opens: str, closes: str, pair_opens: str, pair_closes: str) -> Callable[[str, Schemas], Found]:
     """A reader of calls whose arguments are in tags.
 
     Args:
-        call, pair: Patterns that capture a call's name and body, and in it an argument's name and text.
+        opens, closes: Patterns of a call's begin, which captures the name, and end.
+        pair_opens, pair_closes: Of an argument's, within the call.
     """
-    calls, pairs = re.compile(call, re.DOTALL), re.compile(pair, re.DOTALL)
+    call, pair = (re.compile(opens), re.compile(closes)), (re.compile(pair_opens), re.compile(pair_closes))
 
     def read(text: str, schemas: Schemas) -> Found:
-        for found in calls.finditer(text):
-            name = found[1].strip()
+        for opened, body, end in _between(*call, text):
+            name = opened[1].strip()
             types = schemas.get(name, {}).get("properties", {})
-            arguments = {key.strip(): _value(value, types.get(key.strip())) for key, value in pairs.findall(found[2])}
-            yield found.start(), found.end(), name, arguments
+            pairs = ((each[1].strip(), value) for each, value, _ in _between(*pair, body))
+            yield opened.start(), end, name, {key: _value(value, types.get(key)) for key, value in pairs}
 
     return read
 
 
-def _objects(pattern: str) -> Callable[[str, Schemas], Found]:
-    """A reader of calls that are JSON objects with name and arguments, in the group of a pattern."""
-    calls = re.compile(pattern, re.DOTALL)
+def _objects(opens: str, closes: str) -> Callable[[str, Schemas], Found]:
+    """A reader of calls that are JSON objects with name and arguments, between a pattern and "}" with another."""
+    call = re.compile(opens + r"(?=\{)", re.MULTILINE), re.compile(r"\}" + closes)
 
     def read(text: str, _schemas: Schemas) -> Found:
-        for found in calls.finditer(text):
-            yield found.start(), found.end(), *_name_and_arguments(_json(found[1]))
+        for opened, body, end in _between(*call, text):
+            yield opened.start(), end, *_name_and_arguments(_json(body + "}"))
 
     return read
 
@@ -78,7 +95,10 @@ def _named(pattern: str, close: str = "") -> Callable[[str, Schemas], Found]:
 
     def read(text: str, schemas: Schemas) -> Found:
         end = 0
-        while (found := opens.search(text, end)) is not None:
+        for _ in range(MOST_CALLS):
+            found = opens.search(text, end)
+            if found is None:
+                return
             end = found.end()
             whole = _json_at(text, end)
             closed = None if whole is None else closes.match(text, whole[1])
@@ -92,8 +112,9 @@ def _named(pattern: str, close: str = "") -> Callable[[str, Schemas], Found]:
 def _llama(text: str, _schemas: Schemas) -> Found:
     """``{"name": …, "parameters": {…}}``, several parted by semicolons; the whole answer."""
     start = len(text) - len(text.lstrip())
-    calls, end = [], start
-    while (whole := _json_at(text, end)) is not None:
+    calls: list[tuple[int, int, str, Any]] = []
+    end = start
+    while len(calls) < MOST_CALLS and (whole := _json_at(text, end)) is not None:
         at, parted = end, re.compile(r"\s*;?\s*").match(text, whole[1])
         end = whole[1] if parted is None else parted.end()
         calls.append((at, end, *_name_and_arguments(whole[0])))
@@ -132,16 +153,16 @@ def _pythonic(text: str, _schemas: Schemas) -> Found:
 
 def _gemma(text: str, _schemas: Schemas) -> Found:
     """``call:name{key:<escape>text<escape>,other:1}``: bare keys, and texts between marks."""
-    for found in _GEMMA.finditer(text):
-        parts = re.split(r"<escape>|<\|\"\|>", found[2])
+    for opened, body, end in _between(*_GEMMA, text):
+        parts = re.split(r"<escape>|<\|\"\|>", body + "}")
         bare = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]*)\s*:")
         written = [json.dumps(part) if number % 2 else bare.sub(r'\1"\2":', part) for number, part in enumerate(parts)]
-        yield found.start(), found.end(), found[1], _json("".join(written))
+        yield opened.start(), end, opened[1], _json("".join(written))
 
 
-_GEMMA = re.compile(
-    r"(?:<start_function_call>|<\|tool_call>)?call:([\w.-]+)(\{.*?\})(?:<end_function_call>|<tool_call\|>|(?=\s*call:)|\s*$)",
-    re.DOTALL,
+_GEMMA = (
+    re.compile(r"(?:<start_function_call>|<\|tool_call>)?call:([\w.-]+)(?=\{)"),
+    re.compile(r"\}(?:<end_function_call>|<tool_call\|>|(?=\s*call:)|\s*$)"),
 )
 
 FORMS = (
@@ -149,8 +170,10 @@ FORMS = (
         "Qwen3.5, Qwen3-Coder",
         "<function=",
         _tagged(
-            r"<tool_call>\s*<function=([^>\n]+)>(.*?)</function>\s*</tool_call>",
-            r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>",
+            r"<tool_call>\s*<function=([^>\n]{1,256})>",
+            r"</function>\s*</tool_call>",
+            r"<parameter=([^>\n]{1,256})>\n?",
+            r"\n?</parameter>",
         ),
         ("<tool_call>",),
     ),
@@ -158,8 +181,10 @@ FORMS = (
         "GLM-4.5 and later",
         "<arg_key>",
         _tagged(
-            r"<tool_call>\s*([\w.-]+)\s*(.*?)\s*</tool_call>",
-            r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
+            r"<tool_call>\s*([\w.-]+)",
+            r"</tool_call>",
+            r"<arg_key>([^<]{1,256})</arg_key>\s*<arg_value>",
+            r"</arg_value>",
         ),
         ("<tool_call>",),
     ),
@@ -167,21 +192,23 @@ FORMS = (
         "MiniMax-M2",
         "<invoke name=",
         _tagged(
-            r"(?:<minimax:tool_call>\s*)?<invoke name=\"([^\"]+)\">(.*?)</invoke>(?:\s*</minimax:tool_call>)?",
-            r"<parameter name=\"([^\"]+)\">\n?(.*?)\n?</parameter>",
+            r"(?:<minimax:tool_call>\s*)?<invoke name=\"([^\"]{1,256})\">",
+            r"</invoke>(?:\s*</minimax:tool_call>)?",
+            r"<parameter name=\"([^\"]{1,256})\">\n?",
+            r"\n?</parameter>",
         ),
         ("<minimax:tool_call>", "<invoke name="),
     ),
     ToolForm(
         "MiniMax-M1",
         "<tool_calls>",
-        _objects(r"(?:<tool_calls>\s*)?(\{[^\n]*\})(?:\s*</tool_calls>|(?=\n))"),
+        _objects(r"(?:<tool_calls>\s*|^)", r"(?:\s*</tool_calls>|(?=\n))"),
         ("<tool_calls>",),
     ),
     ToolForm(
         "Hermes, Qwen2.5, Qwen3",
         "<tool_call>",
-        _objects(r"<tool_call>\s*(\{.*?\})\s*</tool_call>"),
+        _objects(r"<tool_call>\s*", r"\s*</tool_call>"),
         ("<tool_call>",),
     ),
     ToolForm(

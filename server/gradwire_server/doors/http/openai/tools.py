@@ -7,6 +7,7 @@ read as that.
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 from gradwire_server.doors.http.openai.images import IMAGE_PART, ConversationImages
 from gradwire_server.doors.http.openai.requests import check_encodable, invalid, unsupported
-from gradwire_server.doors.http.openai.tool_forms import form_of
+from gradwire_server.doors.http.openai.tool_forms import MOST_CALLS, form_of
 
 MISTRAL = form_of("[TOOL_CALLS]")
 
@@ -27,7 +28,7 @@ def read_answer(
     Calls that were cut off, or that name no tool of the request, are content.
     """
     schemas = {str(tool["function"]["name"]): tool["function"].get("parameters") or {} for tool in tools}
-    found = list(form_of(template).read(text, schemas))
+    found = list(itertools.islice(form_of(template).read(text, schemas), MOST_CALLS))
     left = {span[:2] for span in found if span[2] not in schemas or not isinstance(span[3], dict | str)}
     rest, calls, end = "", [], 0
     for begin, behind, name, arguments in found:

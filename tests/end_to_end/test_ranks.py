@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -61,3 +62,41 @@ async def test_a_killed_rank_costs_a_run_nothing(
         assert server.end() == 0
     finally:
         server.process.kill()
+
+
+async def continued(server: Server, run_id: str, batch: dict[str, Any]) -> Any:
+    """What a run says of one more step on a server that has replayed its journal."""
+    async with gradwire.connect(server.address, connect_timeout=300) as service:
+        run = service.get_training_client(run_id)
+        loss = (await run.forward_backward(batch, "causal_lm")).metrics["loss"]
+        norm = (await run.optim_step(learning_rate=1e-2)).grad_norm
+        return loss, norm, [row.tolist() for row in await run.compute_logprobs([[5, 9, 11, 30, 7], list(range(3, 40))])]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_a_journal_of_two_ranks_is_replayed_on_one_and_on_four(
+    tiny_model_path: Path, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    batches = [causal_lm(rng, 6, VOCAB) for _ in range(4)]
+    server = Server(tiny_model_path, tmp_path / "2", "--ranks", "2", "--device", "cpu").start()
+    try:
+        async with gradwire.connect(server.address) as service:
+            run = await service.create_run("tiny", seed=7, lora={"rank": 4, "dropout": 0.1}, lanes=4)
+            for batch in batches[:-1]:
+                await run.forward_backward(batch, "causal_lm")
+                await run.optim_step(learning_rate=1e-2)
+    finally:
+        server.end(signal.SIGKILL)
+    found = []
+    for ranks in ("1", "4", "2"):  # the last one on the folder itself
+        state = tmp_path / ranks
+        if ranks != "2":
+            shutil.copytree(tmp_path / "2", state)
+        server = Server(tiny_model_path, state, "--ranks", ranks, "--device", "cpu").start()
+        try:
+            found.append(await continued(server, run.run_id, batches[-1]))
+            assert server.end() == 0
+        finally:
+            server.process.kill()
+    assert found[0] == found[1] == found[2]

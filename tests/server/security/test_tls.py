@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import gradwire
+import httpx
 import pytest
 import trustme
 from gradwire_server.access.keys import KeyFile
 from gradwire_server.cli.app import app
 from gradwire_server.config import ServerConfig
+from gradwire_server.doors.http import door
 from gradwire_server.server import Server
 from pydantic import ValidationError
 from support.fake_engine import FakeEngine
@@ -88,6 +93,41 @@ async def test_mutual_tls_lets_in_only_clients_with_a_certificate_of_the_authori
         assert await connect(server.address, ca_cert=ca, client_cert=own.cert, client_key=own.key) == "fake"
         await shut_out(server.address, ca_cert=ca)
         await shut_out(server.address, ca_cert=ca, client_cert=other.cert, client_key=other.key)
+
+
+async def test_an_expired_certificate_is_renewed_without_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "RENEW_S", 0.05)
+    authority, yesterday = trustme.CA(), datetime.now(UTC) - timedelta(days=1)
+    given = Papers(tmp_path / "ca.pem", tmp_path / "cert.pem", tmp_path / "key.pem")
+    authority.cert_pem.write_to_path(given.ca)
+
+    def write(not_after: datetime | None) -> None:
+        issued = authority.issue_cert("localhost", "127.0.0.1", not_after=not_after)
+        issued.private_key_pem.write_to_path(given.key)
+        issued.cert_chain_pems[0].write_to_path(given.cert)
+
+    async def read(url: str) -> int:
+        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=given.ca)) as client:
+            return (await client.get(f"{url}/health")).status_code
+
+    write(yesterday)
+    settings = config(tmp_path, {"server": given}).model_copy(update={"http": "127.0.0.1:0"})
+    async with Server(settings, [FakeEngine(tmp_path)]) as server:
+        await shut_out(server.address, ca_cert=given.ca)
+        with pytest.raises(httpx.ConnectError, match="expired"):
+            await read(server.http.url)
+        given.cert.write_text("half a certificate")  # as of a renewal that goes on
+        await shut_out(server.address, ca_cert=given.ca)
+        write(None)
+        assert await connect(server.address, ca_cert=given.ca) == "fake"
+        while True:
+            try:
+                assert await read(server.http.url) == 200
+                break
+            except httpx.ConnectError:
+                await asyncio.sleep(0.05)
 
 
 def test_half_a_pair_is_no_tls(tmp_path: Path, papers: dict[str, Papers]) -> None:

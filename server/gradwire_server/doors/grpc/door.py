@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from gradwire_server.config import Limits, ServerConfig
 from gradwire_server.core.core import Core
+from gradwire_server.doors.certificates import Certificates
 from gradwire_server.doors.door import Door
 from gradwire_server.doors.grpc.interceptors import Guard
 from gradwire_server.doors.grpc.jobs import JobService
@@ -145,13 +145,14 @@ def credentials(config: ServerConfig) -> grpc.ServerCredentials:
     Raises:
         SystemExit: A file cannot be read.
     """
+    files = Certificates(config)
 
-    def read(path: Path | None) -> bytes | None:
-        try:
-            return path.read_bytes() if path else None
-        except OSError as error:
-            raise SystemExit(f"gradwire: {path} cannot be read: {error.strerror}") from error
+    def present() -> grpc.ServerCertificateConfiguration:
+        key, certificate, authority = files.pem()
+        return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
 
-    pair = (read(config.tls_key) or b"", read(config.tls_cert) or b"")
-    authority = read(config.tls_client_ca)
-    return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        return present() if files.changed() else None
+
+    # The stubs do not know that None means the present one.
+    return grpc.dynamic_ssl_server_credentials(present(), renewed, files.client_ca is not None)  # type: ignore[arg-type]

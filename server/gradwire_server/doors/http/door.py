@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import VERSION, Core
+from gradwire_server.doors.certificates import Certificates
 from gradwire_server.doors.door import Door
 from gradwire_server.doors.http.anthropic import app as anthropic
 from gradwire_server.doors.http.errors import error_response
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 CLOSE_S = 5
 KEEP_ALIVE_S = 75
+RENEW_S = 10.0
+"""Seconds after which changed TLS files are noticed."""
 BACKLOG = 2048
 REFUSAL_CODES = {
     403: pb.ERROR_CODE_PERMISSION_DENIED,
@@ -58,6 +61,7 @@ class HttpDoor(Door):
         self._tinker = tinker.Tinker(core, self._stopping)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._renewing: asyncio.Task[None] | None = None
         self.address = ""
 
     @property
@@ -89,6 +93,8 @@ class HttpDoor(Door):
             listener.close()
             raise SystemExit(f"gradwire: the TLS files cannot be used for HTTP: {error}") from error
         self._server = _Server(settings)
+        if settings.ssl is not None:
+            self._renewing = asyncio.create_task(_renew(Certificates(config), settings.ssl))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         started = asyncio.create_task(self._server.up.wait())
         await asyncio.wait([self._serving, started], return_when=asyncio.FIRST_COMPLETED)
@@ -117,6 +123,8 @@ class HttpDoor(Door):
         serving, self._serving = self._serving, None
         if server is not None and serving is not None:
             server.should_exit = True
+            if self._renewing is not None:
+                self._renewing.cancel()
             await asyncio.gather(serving, return_exceptions=True)
             await self._tinker.stop()
 
@@ -208,3 +216,11 @@ def _tls(config: ServerConfig) -> dict[str, Any]:
     if config.tls_client_ca is not None:
         settings |= {"ssl_ca_certs": str(config.tls_client_ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
     return settings
+
+
+async def _renew(files: Certificates, context: ssl.SSLContext) -> None:
+    """Give new connections the certificate of the files."""
+    while True:
+        await asyncio.sleep(RENEW_S)
+        if await asyncio.to_thread(files.changed):
+            context.load_cert_chain(files.cert, files.key)

@@ -1,0 +1,60 @@
+"""The server's certificate and key, read again when their files change: certificates are renewed while servers run."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+from pathlib import Path
+
+from gradwire_server.config import ServerConfig
+
+log = logging.getLogger(__name__)
+
+
+class Certificates:
+    """The PEM files of a server that speaks TLS. Thread-safe.
+
+    Args:
+        config: Names them.
+
+    Raises:
+        SystemExit: A file cannot be read.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        assert config.tls_cert is not None and config.tls_key is not None
+        self.cert, self.key, self.client_ca = config.tls_cert, config.tls_key, config.tls_client_ca
+        self._lock = threading.Lock()
+        try:
+            self._seen = self._state()
+        except OSError as error:
+            raise SystemExit(f"gradwire: {error.filename} cannot be read: {error.strerror}") from error
+
+    def pem(self) -> tuple[bytes, bytes, bytes | None]:
+        """Key, certificates and the clients' authority."""
+        authority = None if self.client_ca is None else self.client_ca.read_bytes()
+        return self.key.read_bytes(), self.cert.read_bytes(), authority
+
+    def changed(self) -> bool:
+        """Whether the files have changed since this was asked last, and fit each other."""
+        with self._lock:
+            try:
+                state = self._state()
+                if state == self._seen:
+                    return False
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                context.load_cert_chain(self.cert, self.key)
+                if self.client_ca is not None:
+                    context.load_verify_locations(self.client_ca)
+            except (OSError, ssl.SSLError) as error:  # being written; or wrong, and the old ones serve
+                log.warning("the TLS files have changed and cannot be used yet: %s", error)
+                return False
+            self._seen = state
+        log.info("the TLS files have changed: new connections are given %s", self.cert)
+        return True
+
+    def _state(self) -> tuple[tuple[int, int], ...]:
+        files: tuple[Path | None, ...] = (self.cert, self.key, self.client_ca)
+        stats = [file.stat() for file in files if file is not None]
+        return tuple((each.st_mtime_ns, each.st_ino) for each in stats)

@@ -289,6 +289,9 @@ def test_training_deploying_and_rolling_back(service: FeedbackService, api: http
     expect(page.get_by_text("by people, of")).to_be_visible(timeout=PATIENCE_MS)
     expect(page.get_by_role("heading", name="Answers before and after")).to_be_visible(timeout=PATIENCE_MS)
     keep(page, "feedback-policies")
+    page.set_viewport_size({"width": 400, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400, "the table of versions scrolls by itself"
+    page.set_viewport_size({"width": 1100, "height": 640})
     page.get_by_role("button", name="Roll back").click()
     expect(page.get_by_text("Answers come from: v40 100%")).to_be_visible(timeout=PATIENCE_MS)
     expect(typed).to_have_value("100")

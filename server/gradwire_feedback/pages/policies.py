@@ -123,7 +123,7 @@ class _Policies:
                 }
                 for each in reversed(self._shown.versions)
             ]  # fmt: skip
-            Table(columns, rows, label="Versions")
+            Table(columns, rows, label="Versions").classes("full-width")
             histories = {each.version: each.reward_history for each in self._shown.versions if each.reward_history}
             if histories:
                 ui.label("Mean predicted reward of each training step").classes("quiet")

@@ -54,7 +54,7 @@ class Uploads:
     def __init__(
         self, config: ServerConfig, store: Store, models: ModelNames, quota_of: Callable[[str], Quota], ask: Ask
     ) -> None:
-        self._folders, self._limits = UploadFolders(config.state_dir, store), config.limits
+        self._store, self._folders, self._limits = store, UploadFolders(config.state_dir, store), config.limits
         self._models, self._quota_of, self._ask = models, quota_of, ask
         self._known: dict[str, journal_pb2.UploadDescription] = {}
         self._locks: dict[str, asyncio.Lock] = {}
@@ -164,7 +164,7 @@ class Uploads:
         async with self._lock(upload_id):
             self._find(caller, upload_id)
             del self._known[upload_id]
-            await asyncio.to_thread(self._folders.remove, upload_id)
+            await self._store.in_thread(self._folders.remove, upload_id)
         self._locks.pop(upload_id, None)
 
     def ready(self, caller: Caller, upload_id: str) -> pb.Upload:
@@ -244,7 +244,7 @@ class Uploads:
                 raise unknown_upload(upload.upload_id)
             await asyncio.to_thread(self._folders.check, upload)
             try:
-                await asyncio.to_thread(self._folders.offer, upload.upload_id)
+                await self._store.in_thread(self._folders.offer, upload.upload_id)
             except StoreError as error:
                 raise store_failed(error) from error
             importing = engine_pb2.EngineRequest(import_upload=engine_pb2.EngineImportUpload(upload=upload))
@@ -254,7 +254,7 @@ class Uploads:
             finished.upload.ready = True
             await asyncio.to_thread(self._folders.describe, finished)
             upload.ready = True
-            await asyncio.to_thread(self._folders.drop_files, upload.upload_id)
+            await self._store.in_thread(self._folders.drop_files, upload.upload_id)
 
     def _finished(self, upload_id: str, task: asyncio.Task[None]) -> None:
         del self._finishing[upload_id]
@@ -281,7 +281,7 @@ class Uploads:
             async with self._lock(upload_id):
                 if upload_id in self._known and upload_id in self._abandoned():
                     self._forget(upload_id)
-                    await asyncio.to_thread(self._folders.remove, upload_id)
+                    await self._store.in_thread(self._folders.remove, upload_id)
 
     def _abandoned(self) -> list[str]:
         """Unfinished uploads to which nothing was added for long."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import re
@@ -88,7 +87,7 @@ class CheckpointRecords:
         """Copy a checkpoint of a run to another name, as the server's own."""
         source, target = (self.place(record.run_id, CHECKPOINTS, each) for each in (saved.name, name))
         try:
-            await asyncio.to_thread(self.folders.copy, source, target)
+            await self.folders.in_thread(self.folders.copy, source, target)
         except FileNotFoundError:
             raise unknown_checkpoint(saved.path) from None
         except StoreError as error:
@@ -113,7 +112,7 @@ class CheckpointRecords:
     async def delete_folder(self, place: Place) -> None:
         """Delete a folder that nothing refers to any more; where the store fails, it stays there."""
         try:
-            await asyncio.to_thread(self.folders.delete, place)
+            await self.folders.in_thread(self.folders.delete, place)
         except StoreError as error:
             log.error("%s was deleted and is still in the store (`gradwire repair` finds it): %s", place, error)
 
@@ -126,7 +125,7 @@ class CheckpointRecords:
         if not self.folders.fenced:
             return 0
         try:
-            return await asyncio.to_thread(self.folders.fence, run_owner(run_id))
+            return await self.folders.in_thread(self.folders.fence, run_owner(run_id))
         except StoreError as error:
             raise store_failed(error) from error
 
@@ -142,7 +141,7 @@ class CheckpointRecords:
         """
         reading = self.folders.reading(place)
         try:
-            folder = await asyncio.to_thread(reading.__enter__)
+            folder = await self.folders.in_thread(reading.__enter__)
         except FileNotFoundError:
             raise unknown_checkpoint(named or str(place)) from None
         except DamagedCheckpoint as error:
@@ -152,7 +151,7 @@ class CheckpointRecords:
         try:
             yield folder
         finally:
-            await asyncio.to_thread(reading.__exit__, None, None, None)
+            await self.folders.in_thread(reading.__exit__, None, None, None)
 
     async def change(self, place: Place, write: Callable[[Path, Path], None]) -> None:
         """Replace a folder by what ``write`` writes into its second argument from its first."""
@@ -162,7 +161,7 @@ class CheckpointRecords:
                 write(old, new)
 
         try:
-            await asyncio.to_thread(change)
+            await self.folders.in_thread(change)
         except FileNotFoundError:
             raise unknown_checkpoint(str(place)) from None
         except StoreError as error:
@@ -192,7 +191,7 @@ class CheckpointRecords:
             ServiceError: UNKNOWN_CHECKPOINT if the original was deleted meanwhile.
         """
         try:
-            await asyncio.to_thread(self.folders.copy, source, self.place(record.run_id, CHECKPOINTS, ORIGIN))
+            await self.folders.in_thread(self.folders.copy, source, self.place(record.run_id, CHECKPOINTS, ORIGIN))
         except FileNotFoundError as error:
             raise unknown_checkpoint(record.forked_from or record.config.from_upload) from error
         except StoreError as error:

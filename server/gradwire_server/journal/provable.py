@@ -98,7 +98,7 @@ async def write_record(
             continue  # verifying saves it again
         source = saved_place(run_id, CHECKPOINTS, name) if own else readable(path)
         try:
-            await asyncio.to_thread(_link, store, source, folder / RUNS / run_id / "checkpoints" / name)
+            await store.in_thread(_link, store, source, folder / RUNS / run_id / "checkpoints" / name)
         except FileNotFoundError:
             raise _lacks(run.run_id, f"the checkpoint {path}, which it reads, is gone") from None
         except (StoreError, DamagedCheckpoint) as error:
@@ -115,7 +115,7 @@ async def write_record(
         "after_seq": after,
         "up_to_seq": up_to_seq,
         "computed_with": [{"after_seq": seq, "at": at, "facts": known, "note": note} for seq, at, known, note in facts],
-        "checkpoints": await asyncio.to_thread(_saved, run, store, after),
+        "checkpoints": await store.in_thread(_saved, run, store, after),
     }
     await asyncio.to_thread(_seal, folder, content, sign_with)
 

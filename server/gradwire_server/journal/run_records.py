@@ -43,7 +43,7 @@ class RunRecords:
         """Load the runs; delete those whose creation did not finish, and skip those whose row is damaged."""
         unfinished = f"DELETE FROM runs WHERE ready = 0 AND digest = {RUN} RETURNING run_id"
         for (run_id,) in await self._store.write(lambda connection: connection.execute(unfinished).fetchall()):
-            await asyncio.to_thread(self._delete_folders, run_id)
+            await self._saved.in_thread(self._delete_folders, run_id)
         for record in await self._store.read(read_rows):
             self._add(record)
         saved = await self._store.read(
@@ -255,7 +255,7 @@ class RunRecords:
             self._store.noted = False  # the row that had the commit's number may be gone
 
         await self._store.write(work)
-        await asyncio.to_thread(self._delete_folders, record.run_id)
+        await self._saved.in_thread(self._delete_folders, record.run_id)
 
     def _delete_folders(self, run_id: str) -> None:
         """Delete a run's files; where the store fails, what it has of them stays there."""

@@ -59,14 +59,15 @@ class AutoCheckpoint:
     async def start(self, records: Sequence[RunRecord]) -> None:
         """Delete automatic checkpoints that a crash left in the store before they were recorded in the database."""
 
-        def remove() -> None:
-            for record in records:
-                for name in self._checkpoints.folders.names(run_owner(record.run_id), CHECKPOINTS):
-                    if name.startswith(AUTOMATIC) and name not in record.checkpoints:
-                        self._checkpoints.folders.delete(saved_place(record.run_id, CHECKPOINTS, name))
+        folders = self._checkpoints.folders
+
+        def remove(record: RunRecord) -> None:
+            for name in folders.names(run_owner(record.run_id), CHECKPOINTS):
+                if name.startswith(AUTOMATIC) and name not in record.checkpoints:
+                    folders.delete(saved_place(record.run_id, CHECKPOINTS, name))
 
         try:
-            await asyncio.to_thread(remove)
+            await asyncio.gather(*(folders.in_thread(remove, record) for record in records))
         except StoreError as error:
             log.error("automatic checkpoints that a crash left are still in the store: %s", error)
 

@@ -51,6 +51,7 @@ class Bucket:
 
     def __init__(self, url: str, patience_s: float) -> None:
         self.url, self._patience_s = url, patience_s
+        self._given_up = False  # then nobody else waits for long, until it answers
         seconds = timedelta(seconds=patience_s)
         try:
             self._store: Any = from_url(
@@ -165,7 +166,9 @@ class Bucket:
         began, pause = time.monotonic(), FIRST_PAUSE_S
         while True:
             try:
-                return request()
+                answer = request()
+                self._given_up = False
+                return answer
             except (FileNotFoundError, exceptions.NotFoundError) as error:
                 if verb not in ("read", "copy"):
                     raise StoreError(
@@ -184,7 +187,8 @@ class Bucket:
                 if isinstance(error, OSError) and error.filename is not None:  # of this machine's disk
                     raise
                 waited = time.monotonic() - began
-                if waited + pause > self._patience_s:
+                if self._given_up or waited + pause > self._patience_s:
+                    self._given_up = True
                     raise StoreError(
                         f"the store {self.url} did not {verb} {key} within {waited:.0f} s (--store-patience):"
                         f" {_first_line(error)}. Nothing was lost: try again once it answers"

@@ -16,6 +16,7 @@ import logging
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +33,7 @@ from gradwire_server.stores.store import IDENTITY, Place, Store, StoreError, Sto
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+THREADS = 16
 Folders = dict[str, dict[str, Any]]
 
 
@@ -49,6 +51,7 @@ class ObjectStore(Store):
 
     def __init__(self, bucket: Bucket, cache: Cache) -> None:
         self._bucket, self._cache = bucket, cache
+        self.threads = ThreadPoolExecutor(THREADS, "store")
 
     def identity(self, proposed: str) -> str:
         try:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from gradwire_server.checkpoint_files import StoredFile
+
+T = TypeVar("T")
 
 CHECKPOINTS, EXPORTS = "checkpoints", "exports"
 IDENTITY = "gradwire.json"
@@ -67,10 +74,20 @@ class Store(ABC):
     """Folders that exist completely or not at all. Every method may wait for a disk or a network: call it in a thread.
 
     All methods raise :class:`StoreError` where the store cannot be used.
+
+    Attributes:
+        threads: Threads of its own for an event loop's calls; None for the loop's.
     """
+
+    threads: ThreadPoolExecutor | None = None
 
     fenced = True
     """Whether writers that were superseded are refused; else :meth:`fence` gives 0, which is never refused."""
+
+    async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that uses the store in a thread: its own if it may wait for a network, beside nobody else."""
+        call = partial(contextvars.copy_context().run, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, call)
 
     @abstractmethod
     def identity(self, proposed: str) -> str:

@@ -153,6 +153,24 @@ def test_a_store_that_stays_away_is_named_and_leaves_what_was_there(s3: S3, tmp_
         pass
 
 
+def test_after_one_long_wait_the_others_are_short_until_the_store_answers(s3: S3, tmp_path: Path) -> None:
+    bucket = Bucket(f"s3://{BUCKET}/p", 0.5)
+
+    def requests() -> int:
+        return sum(method == "PUT" for method, _ in s3.faults.requests)
+
+    s3.faults.plan(unavailable, "PUT", "", -1)
+    for expected in (2, 1, 1):
+        before = requests()
+        with pytest.raises(StoreError):
+            bucket.put("a", b"x", None)
+        assert requests() - before == expected if expected == 1 else requests() - before >= expected
+    s3.faults.mend()
+    bucket.put("a", b"x", None)
+    s3.faults.plan(unavailable, "PUT", "", 1)
+    bucket.put("b", b"x", None)  # waited for again
+
+
 def test_an_address_that_is_wrong_says_what_to_do(s3: S3, tmp_path: Path) -> None:
     cache = Cache(tmp_path, 1)
     with pytest.raises(StoreError, match=r"cannot write gradwire.json: .*Create the bucket, or correct the address"):

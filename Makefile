@@ -80,13 +80,19 @@ tinker: setup .venv-tinker/.installed
 	.venv-tinker-old/bin/python -m pip install --quiet tinker==0.23.0
 	touch $@
 
-# Programs that speak OpenAI's API (lm-eval, Pydantic AI) against a server, from PyPI in a separate environment.
-openai: setup .venv-openai/.installed
+# Programs that speak OpenAI's API (lm-eval, Pydantic AI) or Anthropic's against a server, from PyPI in separate
+# environments: instructor wants another release of openai than ours.
+openai: setup .venv-openai/.installed .venv-packages/.installed
 	$(BIN)/python -m pytest tests/openai_clients -m slow
 
 .venv-openai/.installed: tests/openai_clients/requirements.txt
 	test -x .venv-openai/bin/python || $(PYTHON) -m venv .venv-openai
 	.venv-openai/bin/python -m pip install --quiet --constraint constraints.txt --requirement tests/openai_clients/requirements.txt
+	touch $@
+
+.venv-packages/.installed: tests/openai_clients/packages.txt
+	test -x .venv-packages/bin/python || $(PYTHON) -m venv .venv-packages
+	.venv-packages/bin/python -m pip install --quiet --requirement tests/openai_clients/packages.txt
 	touch $@
 
 # The environment of the router's benchmark against stable-baselines3.

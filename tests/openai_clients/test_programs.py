@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import gradwire.sync
+import httpx
 import pytest
 import yaml
 from support.server import free_port
@@ -17,16 +18,15 @@ from support.tinker import HttpServer
 from support.tiny import tiny_model
 
 BIN = Path(os.environ.get("OPENAI_CLIENTS", Path(__file__).parents[2] / ".venv-openai")) / "bin"
+PACKAGES = Path(os.environ.get("OPENAI_PACKAGES", Path(__file__).parents[2] / ".venv-packages")) / "bin" / "python"
 QUESTIONS = [("The cat sat on the", [" mat", " cat", " naïve"], 0), ("the cat", [" says", " sat on", "; café"], 1)]
 TEXTS = ["the cat sat on the mat; naïve café says the cat", '{"name": "final_result", "parameters": {"place": "Bern"}}']
 TEMPLATE = """{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}
 {%- for message in messages %}{{ message.role }}: {{ message.content }}
 {% endfor %}assistant: """
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not (BIN / "lm_eval").exists(), reason="needs the environment of `make openai`"),
-]
+pytestmark = pytest.mark.slow
+programs = pytest.mark.skipif(not (BIN / "lm_eval").exists(), reason="needs the environment of `make openai`")
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,7 @@ def encoded(service: Any, texts: list[str]) -> list[list[int]]:
     return rows
 
 
+@programs
 def test_lm_eval_scores_a_task_of_our_own(folder: Path, server: HttpServer) -> None:
     rows = [{"question": text, "choices": choices, "answer": answer} for text, choices, answer in QUESTIONS * 3]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -104,8 +105,18 @@ def test_lm_eval_scores_a_task_of_our_own(folder: Path, server: HttpServer) -> N
     assert found[f"{trained.run_id}/cats"] == 1.0 >= found["tiny"]
 
 
+@programs
 def test_an_agent_of_pydantic_ai_gets_its_output(folder: Path, server: HttpServer) -> None:
     """The untrained model is held to the schema of the tool by which the framework takes an agent's output."""
     told = run([BIN / "python", Path(__file__).parent / "agent.py", f"{server.url}/v1", "tiny"], folder)
     output = json.loads(told.strip().splitlines()[-1])
     assert output["place"] in ("Bern", "Oslo") and output["sky"] in ("clear", "cloudy")
+
+
+@pytest.mark.skipif(not PACKAGES.exists(), reason="needs the environment of `make openai`")
+@pytest.mark.parametrize("package", ["anthropic", "instructor", "llm"])
+def test_packages_say_what_the_server_says(folder: Path, server: HttpServer, package: str) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "the cat"}], "max_tokens": 8}
+    said = httpx.post(f"{server.url}/v1/chat/completions", json=asked | {"temperature": 0}).json()
+    told = run([PACKAGES, Path(__file__).parent / "packages.py", package, server.url, "tiny"], folder)
+    assert json.loads(told.strip().splitlines()[-1]) == said["choices"][0]["message"]["content"]

@@ -4,9 +4,9 @@
 
 Each row is a tiny random model, made from a configuration. The reference is transformers alone, one row at a time,
 without padding, cache or dropout. In float64: log-probabilities and gradients of rows of different lengths, of all
-weights and of LoRA with random factors; log-probabilities in training mode again, and of each row alone. In bfloat16:
-log-probabilities within a small multiple of what rounding costs transformers itself. In float32: samples, four of each
-prompt, that end at different times, against a forward of their tokens.
+weights and of LoRA with random factors; log-probabilities in training mode again, with gradient checkpointing, and of
+each row alone. In bfloat16: log-probabilities within a small multiple of what rounding costs transformers itself. In
+float32: samples, four of each prompt, that end at different times, against a forward of their tokens.
 """
 
 from __future__ import annotations
@@ -212,6 +212,12 @@ def check_training(folder: Path, found: Found, lora: bool, dtype: torch.dtype) -
     run.accumulator.clear()
     found.figures[f"{kind} in micro-batches"] = apart(trained(run, rows, 48), expected)
     found.figures[f"{kind} gradients in micro-batches"] = gradients_apart(run, gradients)
+    run.accumulator.clear()
+    if run.policy.model.supports_gradient_checkpointing:
+        run.policy.gradient_checkpointing = True
+        found.figures[f"{kind} log-probabilities recomputed"] = apart(trained(run, rows), expected)
+        found.figures[f"{kind} gradients recomputed"] = gradients_apart(run, gradients)
+        run.policy.gradient_checkpointing = False
     if not lora:
         alone = [trained(run, [row]) for row in rows]
         found.figures["rows alone"] = apart(torch.cat(alone), expected)

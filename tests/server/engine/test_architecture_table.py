@@ -20,6 +20,7 @@ MENDED = (
     "Phi-3, LongRoPE",  # factors chosen by the longest row of a forward
     "Phi-MoE, LongRoPE",  # and scales, by a forward of its own
     "Phi-MoE",  # a router that draws in training mode and returns a tuple
+    "DBRX",  # routers whose hook kept a tensor that a recomputation does not
     "Falcon",  # adds to a layer's product in place
     "OLMo, clipped",
     "Jamba",  # reads the weight of a projection
@@ -60,6 +61,14 @@ def test_a_model_that_draws_in_training_mode_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(split_model, "jittered", lambda _: [])
     with pytest.raises(OperationError, match="draws random numbers in training mode also without dropout"):
         run_of("Phi-MoE", tmp_path)
+
+
+def test_checkpointing_that_transformers_has_not_is_refused(tmp_path: Path) -> None:
+    save_model("CTRL", tmp_path)
+    pool = ModelPool({"m": str(tmp_path)}, "cpu")
+    for lora in ({}, {"lora": LoraSettings(rank=2)}):
+        with pytest.raises(OperationError, match="CTRLLMHeadModel has no gradient checkpointing in transformers"):
+            EngineRun(pool, "run-a", RunConfig(base_model="m", gradient_checkpointing=True, **lora))
 
 
 def test_a_forward_that_fails_is_refused_with_a_sentence(tmp_path: Path) -> None:

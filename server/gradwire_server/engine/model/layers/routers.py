@@ -128,7 +128,9 @@ class Routers:
         results = result if isinstance(result, tuple) else (result,)
         logits = results[self._index].flatten(0, -2)
         chosen = [each for each in results if each.dtype == torch.int64]
-        self._seen.append(Routed(logits, chosen[-1].flatten(0, -2) if chosen else logits.topk(self._top_k)[1]))
+        # Detached: gradient checkpointing counts what its first forward saves, and this is not in the second.
+        best = chosen[-1].flatten(0, -2) if chosen else logits.detach().topk(self._top_k)[1]
+        self._seen.append(Routed(logits, best))
 
     def sums(self, seen: Sequence[Routed], places: Tensor, *, differentiable: bool) -> dict[str, Tensor]:
         """Add up decisions as :data:`ROUTER_SCORES`.

@@ -72,7 +72,11 @@ class Limits(BaseModel):
     max_top_logprobs: int = Field(default=128, ge=0, description="most probable tokens returned in each place")
     max_text_chars: int = Field(default=1 << 20, ge=1, description="characters of one prompt or text to encode")
     max_kwargs_chars: int = Field(default=1 << 18, ge=2, description="characters of a loss's arguments or a schema")
-    max_schema_entries: int = Field(default=4096, ge=1, description="lists, objects and keys of a JSON schema")
+    max_schema_entries: int = Field(
+        default=4096,
+        ge=1,
+        description="lists, objects and keys of a JSON schema, whose compilation may take 10 s and 2 GiB",
+    )
     max_string_chars: int = Field(default=4096, ge=1, description="characters of any other string of an operation")
     max_checkpoints: int = Field(default=1000, ge=1, description="checkpoints that a run keeps")
     max_checkpoint_bytes: int = Field(default=1 << 40, ge=1, description="what the checkpoints of a run hold together")

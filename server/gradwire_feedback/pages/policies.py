@@ -143,7 +143,8 @@ class _Policies:
             for each in found.versions:
                 mean = "no scores yet" if each.mean is None else f"mean {each.mean:.3f}"
                 ui.label(
-                    f"{each.version}: {mean} from {each.count} rated answers of {each.users} users, "
+                    f"{each.version}: {mean} from {each.count} rated answer{'s' * (each.count != 1)} of "
+                    f"{each.users} user{'s' * (each.users != 1)}, "
                     f"{found.confidence:.0%} interval {each.interval[0]:.3f} to {each.interval[1]:.3f}"
                 )
             for gap in found.differences:

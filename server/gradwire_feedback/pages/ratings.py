@@ -65,6 +65,10 @@ class _Ratings:
             empty("There are no ratings here yet." if self._before is None else "There are no older ratings.")
         for rating in self._found:
             self._row(rating)
+        if self._rankings:
+            title("Rankings", 2)
+        for ranking in self._rankings:
+            self._ranking(ranking)
         with ui.row():
             if self._before is not None:
                 button("Newest", lambda: self._page(None))
@@ -72,11 +76,6 @@ class _Ratings:
             full += [self._rankings[-1].ranking.number] if len(self._rankings) == PAGE_ROWS else []
             if full:
                 button("Older", lambda: self._page(max(full)))
-
-        if self._rankings:
-            title("Rankings", 2)
-        for ranking in self._rankings:
-            self._ranking(ranking)
 
     def _ranking(self, found: Ranked) -> None:
         row = found.ranking

@@ -195,6 +195,7 @@ class EngineInfo:
         drains: Whether it gets no more runs; see :meth:`gradwire.ServiceClient.drain_engine`.
         models: Names of the models that it has loaded.
         ranks: The processes of an engine that has several, by number; empty for an engine of one process.
+        machine: Name of the machine that it is on; empty for the server's own.
     """
 
     restarts: int = 0
@@ -214,6 +215,7 @@ class EngineInfo:
     drains: bool = False
     models: tuple[str, ...] = ()
     ranks: tuple[RankInfo, ...] = ()
+    machine: str = ""
 
     @staticmethod
     def from_message(engine: pb.EngineStatus) -> EngineInfo:

@@ -299,6 +299,13 @@ class ServerConfig(EngineSettings):
         "What one of several engines serves, as model=A,ranks=2 or model=B,device=cuda:3; repeat for each.",
         subject=COMPUTE,
     )
+    engine_lease: float = setting(
+        10.0,
+        "Seconds without a word after which an engine on another machine (gradwire engine) ends, and is given up.",
+        subject=NETWORK,
+        ge=0.5,
+        le=600,
+    )
     insecure_bind: bool = setting(False, "Listen beyond loopback without keys.", subject=NETWORK)
     tls_cert: Path | None = setting(None, "PEM file with the certificate; speaks TLS.", subject=NETWORK)
     tls_key: Path | None = setting(None, "PEM file with its key.", subject=NETWORK)

@@ -114,7 +114,7 @@ class Server(Startable):
         if not address:
             return
         try:
-            self._exposition = Exposition(core.metrics, address, core.scheduler.backlog, core.engines.engines)
+            self._exposition = Exposition(core.metrics, address, core.scheduler.backlog, lambda: core.engines.engines)
         except OSError as error:
             raise SystemExit(f"gradwire: cannot serve metrics on {address}: {error}") from error
 

@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 GROUP = "gradwire.commands"
 HELP = {
     "serve": "Hold models and serve training runs.",
+    "engine": "Lend an engine of this machine to a server.",
     "estimate": "Compute what a training takes in memory.",
     "keys": "Create, list and revoke the API keys of a server.",
     "backup": "Copy a state folder, also of a running server.",

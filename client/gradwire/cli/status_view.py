@@ -82,7 +82,8 @@ def _engine(engine: EngineInfo, *, alone: bool) -> Iterator[str]:
     parts = []
     if not alone:
         state = ("draining" if engine.drains else "ready") if engine.ready else "not ready"
-        parts = [f"engine {engine.number} on {plain(engine.device)}: {state}", f"{engine.placed_runs} runs"]
+        where = f" of {plain(engine.machine)}" if engine.machine else ""
+        parts = [f"engine {engine.number} on {plain(engine.device)}{where}: {state}", f"{engine.placed_runs} runs"]
     parts += [f"busy {engine.busy:.0%}", *_memory(engine)]
     if engine.device_utilization is not None:
         parts.append(f"device {engine.device_utilization:.0%}")

@@ -9,8 +9,11 @@ arrival; replies carry the request's id. On start the engine sends one reply of 
 that stopped it. Then it sends an EngineHeartbeat of id 0 every second, between its replies. In an engine of several
 ranks, rank 0 reads this stream and sends each of its decisions to the others as an EngineDecision.
 
-Beside the stream both ends share a page of marks (engine/marks.py): the requests that the engine is carrying out,
-and those that the front takes back before it has begun them.
+Beside the stream both ends share a page of marks (engine_link/crash_marks.py): the requests that the engine is
+carrying out, and those that the front takes back before it has begun them.
+
+For an engine on another machine, an agent there has the socket pair and the marks. It and the front exchange the same
+frames as the chunks of a call to EngineService.
 """
 
 from collections import abc as _abc
@@ -43,6 +46,8 @@ class EngineRequest(_message.Message):
     CHECK_UPLOAD_FIELD_NUMBER: _builtins.int
     IMPORT_UPLOAD_FIELD_NUMBER: _builtins.int
     SHARE_WEIGHTS_FIELD_NUMBER: _builtins.int
+    WITHDRAW_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
     SAMPLED_RUN_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
@@ -79,6 +84,14 @@ class EngineRequest(_message.Message):
     @_builtins.property
     def share_weights(self) -> Global___EngineShareWeights: ...
     @_builtins.property
+    def withdraw(self) -> Global___EngineWithdraw:
+        """for an agent"""
+
+    @_builtins.property
+    def stop(self) -> Global___EngineStop:
+        """for an agent"""
+
+    @_builtins.property
     def weights(self) -> Global___EngineSharedWeights:
         """of a sample: the weights that it reads, instead of the model"""
 
@@ -95,6 +108,8 @@ class EngineRequest(_message.Message):
         check_upload: Global___EngineCheckUpload | None = ...,
         import_upload: Global___EngineImportUpload | None = ...,
         share_weights: Global___EngineShareWeights | None = ...,
+        withdraw: Global___EngineWithdraw | None = ...,
+        stop: Global___EngineStop | None = ...,
         streams: _builtins.bool = ...,
         sampled_run: _builtins.str = ...,
         owner: _builtins.str = ...,
@@ -102,11 +117,11 @@ class EngineRequest(_message.Message):
         weights: Global___EngineSharedWeights | None = ...,
         in_run: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "import_upload", b"import_upload", "kind", b"kind", "operation", b"operation", "sample", b"sample", "share_weights", b"share_weights", "shutdown", b"shutdown", "verify_checkpoint", b"verify_checkpoint", "weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "import_upload", b"import_upload", "kind", b"kind", "operation", b"operation", "sample", b"sample", "share_weights", b"share_weights", "shutdown", b"shutdown", "stop", b"stop", "verify_checkpoint", b"verify_checkpoint", "weights", b"weights", "withdraw", b"withdraw"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "first_prompt", b"first_prompt", "id", b"id", "import_upload", b"import_upload", "in_run", b"in_run", "kind", b"kind", "operation", b"operation", "owner", b"owner", "sample", b"sample", "sampled_run", b"sampled_run", "share_weights", b"share_weights", "shutdown", b"shutdown", "streams", b"streams", "verify_checkpoint", b"verify_checkpoint", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "first_prompt", b"first_prompt", "id", b"id", "import_upload", b"import_upload", "in_run", b"in_run", "kind", b"kind", "operation", b"operation", "owner", b"owner", "sample", b"sample", "sampled_run", b"sampled_run", "share_weights", b"share_weights", "shutdown", b"shutdown", "stop", b"stop", "streams", b"streams", "verify_checkpoint", b"verify_checkpoint", "weights", b"weights", "withdraw", b"withdraw"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["create_run", "drop_run", "operation", "sample", "verify_checkpoint", "shutdown", "check_upload", "import_upload", "share_weights"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["create_run", "drop_run", "operation", "sample", "verify_checkpoint", "shutdown", "check_upload", "import_upload", "share_weights", "withdraw", "stop"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -254,6 +269,48 @@ class EngineVerifyCheckpoint(_message.Message):
 Global___EngineVerifyCheckpoint: _TypeAlias = EngineVerifyCheckpoint  # noqa: Y015
 
 @_typing.final
+class EngineWithdraw(_message.Message):
+    """Take a request back, unless it is begun; answered with EngineWithdrawn."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    request: _builtins.int
+    def __init__(
+        self,
+        *,
+        request: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineWithdraw: _TypeAlias = EngineWithdraw  # noqa: Y015
+
+@_typing.final
+class EngineStop(_message.Message):
+    """Stop a request between two micro-batches or tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    request: _builtins.int
+    def __init__(
+        self,
+        *,
+        request: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineStop: _TypeAlias = EngineStop  # noqa: Y015
+
+@_typing.final
 class EngineShutdown(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -383,6 +440,9 @@ class EngineReply(_message.Message):
     NOT_STARTED_FIELD_NUMBER: _builtins.int
     SAMPLE_FRAME_FIELD_NUMBER: _builtins.int
     SHARED_WEIGHTS_FIELD_NUMBER: _builtins.int
+    WITHDRAWN_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    PULSE_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     @_builtins.property
     def error(self) -> _training_pb2.Error:
@@ -410,6 +470,18 @@ class EngineReply(_message.Message):
 
     @_builtins.property
     def shared_weights(self) -> Global___EngineSharedWeights: ...
+    @_builtins.property
+    def withdrawn(self) -> Global___EngineWithdrawn:
+        """of an agent"""
+
+    @_builtins.property
+    def ended(self) -> Global___EngineEnded:
+        """of an agent: the last frame"""
+
+    @_builtins.property
+    def pulse(self) -> Global___EnginePulse:
+        """of an agent: as the rank has sent it"""
+
     def __init__(
         self,
         *,
@@ -424,16 +496,66 @@ class EngineReply(_message.Message):
         not_started: _training_pb2.Empty | None = ...,
         sample_frame: _training_pb2.SampleFrame | None = ...,
         shared_weights: Global___EngineSharedWeights | None = ...,
+        withdrawn: Global___EngineWithdrawn | None = ...,
+        ended: Global___EngineEnded | None = ...,
+        pulse: Global___EnginePulse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "not_started", b"not_started", "result", b"result", "run_created", b"run_created", "sample_frame", b"sample_frame", "shared_weights", b"shared_weights", "upload", b"upload"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "ended", b"ended", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "not_started", b"not_started", "pulse", b"pulse", "result", b"result", "run_created", b"run_created", "sample_frame", b"sample_frame", "shared_weights", b"shared_weights", "upload", b"upload", "withdrawn", b"withdrawn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "id", b"id", "kind", b"kind", "not_started", b"not_started", "result", b"result", "run_created", b"run_created", "sample_frame", b"sample_frame", "shared_weights", b"shared_weights", "upload", b"upload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "ended", b"ended", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "id", b"id", "kind", b"kind", "not_started", b"not_started", "pulse", b"pulse", "result", b"result", "run_created", b"run_created", "sample_frame", b"sample_frame", "shared_weights", b"shared_weights", "upload", b"upload", "withdrawn", b"withdrawn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "run_created", "result", "empty", "heartbeat", "upload", "not_started", "sample_frame", "shared_weights"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "run_created", "result", "empty", "heartbeat", "upload", "not_started", "sample_frame", "shared_weights", "withdrawn", "ended", "pulse"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___EngineReply: _TypeAlias = EngineReply  # noqa: Y015
+
+@_typing.final
+class EngineWithdrawn(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_FIELD_NUMBER: _builtins.int
+    done: _builtins.bool
+    """false: it was begun or answered already"""
+    def __init__(
+        self,
+        *,
+        done: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineWithdrawn: _TypeAlias = EngineWithdrawn  # noqa: Y015
+
+@_typing.final
+class EngineEnded(_message.Message):
+    """The engine's process has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUSPECTS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    @_builtins.property
+    def suspects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the requests that it was carrying out"""
+
+    def __init__(
+        self,
+        *,
+        suspects: _abc.Iterable[_builtins.int] | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "suspects", b"suspects"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineEnded: _TypeAlias = EngineEnded  # noqa: Y015
 
 @_typing.final
 class EngineHello(_message.Message):
@@ -459,11 +581,32 @@ class EngineHello(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class ComputedWithEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     DEVICE_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
     LOSSES_FIELD_NUMBER: _builtins.int
     TOKENIZER_FILES_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    COMPUTED_WITH_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     ranks: _builtins.int
     """processes that it consists of"""
@@ -475,6 +618,10 @@ class EngineHello(_message.Message):
     def tokenizer_files(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """model name -> path of its tokenizer.json"""
 
+    @_builtins.property
+    def computed_with(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """what the results of all its runs depend on: name -> value"""
+
     def __init__(
         self,
         *,
@@ -483,10 +630,11 @@ class EngineHello(_message.Message):
         losses: _abc.Iterable[_training_pb2.LossInfo] | None = ...,
         tokenizer_files: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         ranks: _builtins.int = ...,
+        computed_with: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "losses", b"losses", "models", b"models", "ranks", b"ranks", "tokenizer_files", b"tokenizer_files"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_with", b"computed_with", "device", b"device", "losses", b"losses", "models", b"models", "ranks", b"ranks", "tokenizer_files", b"tokenizer_files"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1016,3 +1164,96 @@ class EngineEndedSample(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__text) -> _WhichOneofReturnType__text | None: ...
 
 Global___EngineEndedSample: _TypeAlias = EngineEndedSample  # noqa: Y015
+
+@_typing.final
+class EngineChunk(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    OFFER_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """the next bytes of the frames"""
+    lease: _builtins.int
+    """A number that the agent counts up, and the server sends back at once. The engine may go on for `lease_s` from the
+    moment at which the agent sent the newest number that has come back.
+    """
+    @_builtins.property
+    def offer(self) -> Global___EngineOffer: ...
+    @_builtins.property
+    def order(self) -> Global___EngineOrder: ...
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        lease: _builtins.int = ...,
+        offer: Global___EngineOffer | None = ...,
+        order: Global___EngineOrder | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "order", b"order"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "lease", b"lease", "offer", b"offer", "order", b"order"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineChunk: _TypeAlias = EngineChunk  # noqa: Y015
+
+@_typing.final
+class EngineOffer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MACHINE_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
+    machine: _builtins.str
+    """its name; no two agents have the same"""
+    code: _builtins.str
+    """version and digest of the code, which must be the server's"""
+    settings: _builtins.str
+    """JSON: what differs from the server's settings, as models and devices"""
+    def __init__(
+        self,
+        *,
+        machine: _builtins.str = ...,
+        code: _builtins.str = ...,
+        settings: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "machine", b"machine", "settings", b"settings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineOffer: _TypeAlias = EngineOffer  # noqa: Y015
+
+@_typing.final
+class EngineOrder(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SETTINGS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    LEASE_S_FIELD_NUMBER: _builtins.int
+    STAGING_FIELD_NUMBER: _builtins.int
+    settings: _builtins.str
+    """JSON: EngineSettings"""
+    number: _builtins.int
+    """of the process; no two processes have the same"""
+    lease_s: _builtins.float
+    staging: _builtins.str
+    """folder through which everything is written that others are to find"""
+    def __init__(
+        self,
+        *,
+        settings: _builtins.str = ...,
+        number: _builtins.int = ...,
+        lease_s: _builtins.float = ...,
+        staging: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "number", b"number", "settings", b"settings", "staging", b"staging"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineOrder: _TypeAlias = EngineOrder  # noqa: Y015

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from gradwire_proto.v1 import engine_pb2 as gradwire__proto_dot_v1_dot_engine__pb2
 
 GRPC_GENERATED_VERSION = '1.80.0'
 GRPC_VERSION = grpc.__version__
@@ -22,3 +23,80 @@ if _version_not_supported:
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
+
+
+class EngineServiceStub(object):
+    """Engines on other machines. Only API keys of the role "engine" may call it, and nothing else.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Attach = channel.stream_stream(
+                '/gradwire.v1.EngineService/Attach',
+                request_serializer=gradwire__proto_dot_v1_dot_engine__pb2.EngineChunk.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_engine__pb2.EngineChunk.FromString,
+                _registered_method=True)
+
+
+class EngineServiceServicer(object):
+    """Engines on other machines. Only API keys of the role "engine" may call it, and nothing else.
+    """
+
+    def Attach(self, request_iterator, context):
+        """Lend an engine to the server, from its start to its end. The first chunk is the agent's `offer`, the answer to it the
+        server's `order`; then come frames, cut into chunks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_EngineServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Attach': grpc.stream_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=gradwire__proto_dot_v1_dot_engine__pb2.EngineChunk.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_engine__pb2.EngineChunk.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'gradwire.v1.EngineService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('gradwire.v1.EngineService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class EngineService(object):
+    """Engines on other machines. Only API keys of the role "engine" may call it, and nothing else.
+    """
+
+    @staticmethod
+    def Attach(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/gradwire.v1.EngineService/Attach',
+            gradwire__proto_dot_v1_dot_engine__pb2.EngineChunk.SerializeToString,
+            gradwire__proto_dot_v1_dot_engine__pb2.EngineChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -9,15 +9,25 @@ arrival; replies carry the request's id. On start the engine sends one reply of 
 that stopped it. Then it sends an EngineHeartbeat of id 0 every second, between its replies. In an engine of several
 ranks, rank 0 reads this stream and sends each of its decisions to the others as an EngineDecision.
 
-Beside the stream both ends share a page of marks (engine/marks.py): the requests that the engine is carrying out,
-and those that the front takes back before it has begun them.
+Beside the stream both ends share a page of marks (engine_link/crash_marks.py): the requests that the engine is
+carrying out, and those that the front takes back before it has begun them.
+
+For an engine on another machine, an agent there has the socket pair and the marks. It and the front exchange the same
+frames as the chunks of a call to EngineService.
 """
 
 from collections import abc as _abc
+from gradwire_proto.v1 import engine_pb2 as _engine_pb2
 from grpc import aio as _aio
 import abc as _abc_1
 import grpc as _grpc
+import sys
 import typing as _typing
+
+if sys.version_info >= (3, 11):
+    from typing import Self as _Self
+else:
+    from typing_extensions import Self as _Self
 
 _T = _typing.TypeVar("_T")
 
@@ -28,3 +38,40 @@ class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ig
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
+
+class EngineServiceStub:
+    """Engines on other machines. Only API keys of the role "engine" may call it, and nothing else."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> EngineServiceAsyncStub: ...
+    Attach: _grpc.StreamStreamMultiCallable[_engine_pb2.EngineChunk, _engine_pb2.EngineChunk]
+    """Lend an engine to the server, from its start to its end. The first chunk is the agent's `offer`, the answer to it the
+    server's `order`; then come frames, cut into chunks.
+    """
+
+@_typing.type_check_only
+class EngineServiceAsyncStub(EngineServiceStub):
+    """Engines on other machines. Only API keys of the role "engine" may call it, and nothing else."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Attach: _aio.StreamStreamMultiCallable[_engine_pb2.EngineChunk, _engine_pb2.EngineChunk]  # type: ignore[assignment]
+    """Lend an engine to the server, from its start to its end. The first chunk is the agent's `offer`, the answer to it the
+    server's `order`; then come frames, cut into chunks.
+    """
+
+class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Engines on other machines. Only API keys of the role "engine" may call it, and nothing else."""
+
+    @_abc_1.abstractmethod
+    def Attach(
+        self,
+        request_iterator: _MaybeAsyncIterator[_engine_pb2.EngineChunk],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engine_pb2.EngineChunk], _abc.AsyncIterator[_engine_pb2.EngineChunk]]:
+        """Lend an engine to the server, from its start to its end. The first chunk is the agent's `offer`, the answer to it the
+        server's `order`; then come frames, cut into chunks.
+        """
+
+def add_EngineServiceServicer_to_server(servicer: EngineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -494,6 +494,7 @@ class EngineStatus(_message.Message):
     DRAINS_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    MACHINE_FIELD_NUMBER: _builtins.int
     restarts: _builtins.int
     """since the server started"""
     heartbeat_age_s: _builtins.float
@@ -518,6 +519,8 @@ class EngineStatus(_message.Message):
     """the runs that are to be on it, also those that it does not hold yet"""
     drains: _builtins.bool
     """nothing more is placed on it: see DrainEngine"""
+    machine: _builtins.str
+    """the name that its agent gave; empty on the server's own machine"""
     @_builtins.property
     def memory_by_owner(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """bytes of tensors: "base", "references", "runs", "cache", "activations" """
@@ -554,10 +557,11 @@ class EngineStatus(_message.Message):
         drains: _builtins.bool = ...,
         models: _abc.Iterable[_builtins.str] | None = ...,
         ranks: _abc.Iterable[Global___RankStatus] | None = ...,
+        machine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization", "device_utilization", b"device_utilization"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization", "busy", b"busy", "device", b"device", "device_memory_total_bytes", b"device_memory_total_bytes", "device_memory_used_bytes", b"device_memory_used_bytes", "device_utilization", b"device_utilization", "drains", b"drains", "heartbeat_age_s", b"heartbeat_age_s", "memory_by_owner", b"memory_by_owner", "memory_bytes", b"memory_bytes", "models", b"models", "number", b"number", "placed_runs", b"placed_runs", "ranks", b"ranks", "ready", b"ready", "restarts", b"restarts", "runs", b"runs", "start_s", b"start_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization", "busy", b"busy", "device", b"device", "device_memory_total_bytes", b"device_memory_total_bytes", "device_memory_used_bytes", b"device_memory_used_bytes", "device_utilization", b"device_utilization", "drains", b"drains", "heartbeat_age_s", b"heartbeat_age_s", "machine", b"machine", "memory_by_owner", b"memory_by_owner", "memory_bytes", b"memory_bytes", "models", b"models", "number", b"number", "placed_runs", b"placed_runs", "ranks", b"ranks", "ready", b"ready", "restarts", b"restarts", "runs", b"runs", "start_s", b"start_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_utilization: _TypeAlias = _typing.Literal["device_utilization"]  # noqa: Y015
     _WhichOneofArgType__device_utilization: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization"]  # noqa: Y015

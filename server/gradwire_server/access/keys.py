@@ -34,7 +34,7 @@ from gradwire_server.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
-Role = Literal["admin", "user"]
+Role = Literal["admin", "user", "engine"]
 KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
 PREFIX_CHARS = 9
 """Characters of a key that are stored so that people can tell keys apart; they hold 36 of its 256 bits."""
@@ -108,7 +108,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Caller:
-    """The name and role behind a call. An admin reads and writes every run."""
+    """The name and role behind a call. An admin reads and writes every run; an engine may only lend itself."""
 
     name: str
     role: Role = "user"
@@ -231,12 +231,24 @@ class Keys:
         self._refresh()
         return bool(self._live)
 
-    def caller(self, secret: str) -> Caller:
+    def caller(self, secret: str, *, engine: bool = False) -> Caller:
         """Return the caller to whom a secret belongs. The comparison takes constant time, whichever key matches.
 
+        Args:
+            engine: Whether the call is an engine's, for which an engine's key is needed; it is good for nothing else.
+
         Raises:
-            ServiceError: UNAUTHENTICATED for a missing, unknown or revoked key alike.
+            ServiceError: UNAUTHENTICATED for a missing, unknown or revoked key alike; PERMISSION_DENIED.
         """
+        caller = self._caller(secret)
+        if self.required and engine != (caller.role == "engine"):
+            message = "it takes an engine's key to lend an engine: `gradwire keys create NAME --engine`"
+            if not engine:
+                message = f"the key of {caller.name} is an engine's: it may call nothing else"
+            raise ServiceError(pb.ERROR_CODE_PERMISSION_DENIED, message)
+        return caller
+
+    def _caller(self, secret: str) -> Caller:
         self._refresh()
         if not self.required:
             return ANYONE
@@ -294,7 +306,7 @@ class Keys:
         A name that shares the server with no other may take all of its memory.
         """
         self._refresh(LOOK_AGAIN_S)
-        if len(self._live) > 1:
+        if sum(key.role != "engine" for key in self._live.values()) > 1:
             return self._live[name].quota if name in self._live else Quota()
         return self._quotas_alone.get(name, ALONE)
 

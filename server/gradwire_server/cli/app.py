@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from gradwire_server.cli import keys, serve, state, verify
+from gradwire_server.cli import engine, keys, serve, state, verify
 
 app = typer.Typer(
     help="The server's commands of gradwire.",
@@ -14,6 +14,7 @@ app = typer.Typer(
 )
 app.add_typer(keys.app, name="keys")
 app.command()(serve.serve)
+app.command()(engine.engine)
 app.command()(state.backup)
 app.command()(state.restore)
 app.command()(state.repair)

@@ -116,7 +116,7 @@ def _settings(
 
 
 async def _verify(record: Record, settings: EngineSettings) -> Verdict:
-    engine = EngineProcess(settings)
+    engine = EngineProcess.here(settings)
     try:
         await engine.start()
         return await execute_again(record, engine, settings.state_dir / RUNS, lambda fact: _say(f"here, {fact}"))

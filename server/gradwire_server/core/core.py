@@ -36,6 +36,7 @@ from gradwire_server.core.session import Session
 from gradwire_server.core.startable import Startable
 from gradwire_server.core.texts import Texts
 from gradwire_server.core.uploads import Uploads
+from gradwire_server.engine_client.agents import Agents
 from gradwire_server.engine_client.client import EngineClient
 from gradwire_server.engine_client.pool import EnginePool, own_engines
 from gradwire_server.errors import ServiceError, check_length
@@ -69,6 +70,7 @@ class Core(Startable):
         keys: The API keys.
         metrics: The server's metrics.
         engines: The engines.
+        agents: Takes engines on other machines.
         calls: Turns of the keys' calls; a door takes one before it reads a call's body.
         storage: The state folder: the journal, the rows of runs and checkpoints.
         texts: Conversions between text and token ids.
@@ -99,6 +101,7 @@ class Core(Startable):
         self.texts = Texts(lambda: self.engines.hello.tokenizer_files, self._models, config)
         self._own_engines = [] if engines else own_engines(config)
         self.engines = EnginePool(engines or self._own_engines)
+        self.agents = Agents(config, self.engines)
         self._on_parked = on_parked
         self._given_tracing, self._tracing = tracing, Tracing()
         self.storage = Storage(config)
@@ -117,6 +120,7 @@ class Core(Startable):
         config = self.config
         storage = self.storage
         loaded = await storage.open()
+        await self.agents.start()
         await asyncio.gather(*(engine.start() for engine in self._own_engines))
         self.metrics.know(self.engines.hello.losses)
         storage.journal.store.on_commit = self.metrics.committed
@@ -173,6 +177,7 @@ class Core(Startable):
         """Drain, stop the engines, close the journal, and unlock the state folder. A second call does nothing."""
         await self.drain()
         await self.texts.close()
+        await self.agents.stop()
         engines, self._own_engines = self._own_engines, []
         await asyncio.gather(*(engine.stop(ENGINE_GRACE_S) for engine in engines))
         tracing, self._tracing = self._tracing, Tracing()

@@ -35,6 +35,79 @@ class Holder:
     alive: bool = True
 
 
+class EngineLife(Protocol):
+    """One process of an engine, from its start to its end, and the way to it."""
+
+    def send(self, request: engine_pb2.EngineRequest, payload: Sequence[Buffer]) -> None:
+        """Sends a request without waiting."""
+
+    async def receive(self) -> EngineAnswer:
+        """The next reply. The first one says hello, or what stopped the start.
+
+        Raises:
+            LinkClosed: The process has ended, or cannot be reached.
+        """
+
+    def answered(self, request_id: int) -> None:
+        """Takes note that the answer to a request was received."""
+
+    async def withdraw(self, request_id: int) -> bool:
+        """Takes a request back that has no answer yet; False when it was begun already."""
+
+    def stop(self, request_id: int) -> bool:
+        """Ask for a request to be stopped between two micro-batches or tokens; False if that cannot be asked."""
+
+    def suspects(self, unanswered: Sequence[int]) -> Collection[int]:
+        """The requests that it was carrying out when it ended.
+
+        Args:
+            unanswered: Those without an answer, the oldest first.
+        """
+
+    async def pulse(self) -> engine_pb2.EnginePulse | None:
+        """The next pulse of one of its ranks; None once no more will come. An engine of one process has none."""
+
+    def kill(self) -> None:
+        """End it soon."""
+
+    async def exited(self) -> None:
+        """Wait until it has ended."""
+
+    async def end(self) -> str:
+        """End it, and return how it ended: from now on it can change nothing that others find."""
+
+    def close(self) -> None:
+        """Forget it."""
+
+
+class Launcher(Protocol):
+    """Provides an engine's processes, one after another."""
+
+    @property
+    def models(self) -> Collection[str]:
+        """Names of the models that they may hold."""
+
+    @property
+    def machine(self) -> str:
+        """Name of the machine that they are on; empty for this one."""
+
+    @property
+    def pauses_s(self) -> Sequence[float]:
+        """Seconds before a process: the first one, that after one failure, after two and so on."""
+
+    async def launch(self) -> EngineLife:
+        """Provide a process.
+
+        Raises:
+            Away: There is none for now.
+            OSError: It cannot be started.
+        """
+
+
+class Away(Exception):
+    """There is nobody who could start an engine."""
+
+
 class Interruptible(Protocol):
     """What has requests in progress."""
 
@@ -58,6 +131,10 @@ class EngineClient(Interruptible, Protocol):
     @property
     def models(self) -> Collection[str]:
         """Names of the models that it may hold."""
+
+    @property
+    def machine(self) -> str:
+        """Name of the machine that it is on; empty for this one."""
 
     @property
     def holder(self) -> Holder:

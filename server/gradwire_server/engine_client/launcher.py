@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import socket
 import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from gradwire_proto.v1 import engine_pb2
 
 from gradwire_server.config import EngineSettings
+from gradwire_server.engine_client.client import EngineAnswer
 from gradwire_server.engine_link.crash_marks import CrashMarks
 from gradwire_server.engine_link.frames import AsyncEngineLink
+from gradwire_server.engine_link.pulses import MAX_PULSE_BYTES
 
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", "MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
 """Of the engine, where nobody says otherwise.
@@ -25,16 +33,87 @@ processor time of glibc's own choice with blocks of a MiB mapped, and takes 1.11
 """
 
 
-async def launch(
-    settings: EngineSettings, number: int, engines: int
-) -> tuple[asyncio.subprocess.Process, AsyncEngineLink, CrashMarks, socket.socket]:
-    """Start an engine's process; its first frame says hello, or what stopped its start.
+class LocalLauncher:
+    """Launcher of an engine's processes on this machine.
 
-    The socket is where its ranks send their pulses, if it has several.
+    Args:
+        settings: The engine's.
+        number: Its number; no two engines with one state folder have the same.
+        engines: Number of engines, which share the machine's memory and processors.
+    """
+
+    machine = ""
+    pauses_s = (0.0, 0.5, 2.0, 5.0, 15.0, 30.0)
+
+    def __init__(self, settings: EngineSettings, number: int, engines: int) -> None:
+        self.settings, self._number, self._engines = settings, number, engines
+        self.models = settings.allow_models.keys() | settings.models.keys()
+
+    async def launch(self) -> LocalLife:
+        """Start a process."""
+        return await launch(self.settings, self._number, self._engines)
+
+
+class LocalLife:
+    """A process on this machine.
+
+    Attributes:
+        process, link, marks: The process, the link to it, and the page of marks that is shared with it.
+
+    Args:
+        pulses: Where its ranks send their pulses.
+    """
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, link: AsyncEngineLink, marks: CrashMarks, pulses: socket.socket
+    ) -> None:
+        self.process, self.link, self.marks, self._pulses = process, link, marks, pulses
+        self.send, self.answered, self.stop = link.send, marks.answered, marks.stop
+
+    async def receive(self) -> EngineAnswer:
+        return await self.link.receive(engine_pb2.EngineReply)
+
+    async def withdraw(self, request_id: int) -> bool:
+        return self.marks.withdraw(request_id)
+
+    def suspects(self, unanswered: Sequence[int]) -> Collection[int]:
+        """Where the engine marked nothing, it was carrying out the first."""
+        return self.marks.begun or set(unanswered[:1])
+
+    async def pulse(self) -> engine_pb2.EnginePulse | None:
+        message = await asyncio.get_running_loop().sock_recv(self._pulses, MAX_PULSE_BYTES)
+        return engine_pb2.EnginePulse.FromString(message) if message else None
+
+    def kill(self) -> None:
+        """Not `process.kill`, which polls the child first and so takes its exit code away from asyncio."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+
+    async def exited(self) -> None:
+        await self.process.wait()
+
+    async def end(self) -> str:
+        self.kill()
+        code = await self.process.wait()
+        self.link.close()
+        self._pulses.close()
+        return f"process {self.process.pid} ended with code {code}"
+
+    def close(self) -> None:
+        self.marks.close()
+
+
+async def launch(
+    settings: EngineSettings, number: int, engines: int, staging: Path | None = None, lease_ns: int = 0
+) -> LocalLife:
+    """Start an engine's process; its first frame says hello, or what stopped its start.
 
     Args:
         number: The engine's number; no two engines with one state folder have the same.
         engines: Number of engines, which share the machine's memory and processors.
+        staging: Folder through which it writes all that others are to find; by default beside the places themselves.
+        lease_ns: End of its lease, as in :class:`.CrashMarks`; 0 for an engine that needs none.
 
     Raises:
         OSError: The process cannot be started.
@@ -43,10 +122,13 @@ async def launch(
     listening, pulses = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listening.setblocking(False)
     marks = CrashMarks()
+    marks.lease_ns = lease_ns
+    words = [] if staging is None else ["--staging", str(staging)]
     try:
         with theirs, pulses:
             process = await asyncio.create_subprocess_exec(
                 *command(settings, number, engines, theirs.fileno(), marks.fd, pulses.fileno()),
+                *words,
                 pass_fds=[theirs.fileno(), marks.fd, pulses.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,
@@ -58,7 +140,7 @@ async def launch(
         listening.close()
         marks.close()
         raise
-    return process, AsyncEngineLink(ours), marks, listening
+    return LocalLife(process, AsyncEngineLink(ours), marks, listening)
 
 
 def environment() -> dict[str, str]:

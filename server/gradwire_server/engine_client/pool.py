@@ -27,10 +27,18 @@ class EnginePool:
     def __init__(self, engines: Sequence[EngineClient]) -> None:
         self.engines = tuple(engines)
         self._changed = asyncio.Event()
+        self._watchers: list[Callable[[], None]] = []
         self.watch(self._wake)
+
+    def add(self, engine: EngineClient) -> None:
+        """Add an engine, whose number is the number of those before it."""
+        self.engines += (engine,)
+        for watcher in self._watchers:
+            engine.watch(watcher)
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Call this whenever the process of an engine, or whether the engine is ready, may have changed."""
+        self._watchers.append(changed)
         for engine in self.engines:
             engine.watch(changed)
 
@@ -51,7 +59,7 @@ class EnginePool:
     @property
     def hello(self) -> engine_pb2.EngineHello:
         """What the engines have between them: devices, models, losses and tokenizer files."""
-        first, *others = (engine.hello for engine in self.engines)
+        first, *others = [engine.hello for engine in self.engines if not engine.machine or engine.hello.device]
         if not others:
             return first
         whole = engine_pb2.EngineHello()
@@ -84,7 +92,7 @@ def own_engines(config: ServerConfig) -> list[EngineProcess]:
             each.model_copy(update={"device": f"cuda:{n % gpus}"}) if each.device in ("", "cuda") else each
             for n, each in enumerate(settings)
         ]
-    return [EngineProcess(each, number, count, config.heartbeat_timeout) for number, each in enumerate(settings)]
+    return [EngineProcess.here(each, number, count, config.heartbeat_timeout) for number, each in enumerate(settings)]
 
 
 def visible_gpus() -> int:

@@ -1,4 +1,4 @@
-"""The engine as the front sees it: a child process that answers requests, and is started again when it dies."""
+"""The engine as the front sees it: a process that answers requests, and is followed by another one when it ends."""
 
 from __future__ import annotations
 
@@ -6,34 +6,36 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
-import signal
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.config import EngineSettings
-from gradwire_server.engine_client.client import EngineAnswer, EngineDied, Holder
-from gradwire_server.engine_client.launcher import launch
-from gradwire_server.engine_link.crash_marks import CrashMarks
-from gradwire_server.engine_link.frames import AsyncEngineLink, Buffer, LinkClosed
-from gradwire_server.engine_link.pulses import MAX_PULSE_BYTES, PULSE_S
+from gradwire_server.engine_client.client import (
+    Away,
+    EngineAnswer,
+    EngineDied,
+    EngineLife,
+    Holder,
+    Launcher,
+)
+from gradwire_server.engine_client.launcher import LocalLauncher
+from gradwire_server.engine_link.frames import Buffer, LinkClosed
+from gradwire_server.engine_link.pulses import PULSE_S
 from gradwire_server.engine_link.vitals import BEAT_S, STALE_S, Vitals
 from gradwire_server.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
-RESTART_PAUSES_S = (0.0, 0.5, 2.0, 5.0, 15.0, 30.0)
 HEALTHY_S = 60.0
 
 
 class _Connection:
-    """One engine process: its link, and the requests that it has not answered."""
+    """The requests to one process of an engine that it has not answered."""
 
-    def __init__(self, link: AsyncEngineLink, process: asyncio.subprocess.Process, vitals: Vitals, marks: CrashMarks):
-        self.link, self.process, self._vitals, self._marks = link, process, vitals, marks
+    def __init__(self, life: EngineLife, vitals: Vitals):
+        self.life, self._vitals = life, vitals
         self._waiting: dict[int, asyncio.Future[EngineAnswer]] = {}
         self._ids: dict[asyncio.Future[EngineAnswer], int] = {}
         self._on_frame: dict[int, Callable[[pb.SampleFrame], None]] = {}
@@ -52,21 +54,21 @@ class _Connection:
             self._on_frame[request_id] = on_frame
             answer.add_done_callback(lambda _: self._on_frame.pop(request_id, None))
         self._ids[answer] = request.id
-        self.link.send(request, payload)
+        self.life.send(request, payload)
         return answer
 
-    def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
-        if answer not in self._ids or not self._marks.withdraw(self._ids[answer]):
+    async def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
+        if answer not in self._ids or not await self.life.withdraw(self._ids[answer]) or answer.done():
             return False
         self._settle(answer, (engine_pb2.EngineReply(not_started=pb.Empty()), b""))
         return True
 
     def stop(self, answer: asyncio.Future[EngineAnswer]) -> bool:
-        return answer in self._ids and self._marks.stop(self._ids[answer])
+        return answer in self._ids and self.life.stop(self._ids[answer])
 
     async def receive(self) -> None:
         while True:
-            reply, payload = await self.link.receive(engine_pb2.EngineReply)
+            reply, payload = await self.life.receive()
             if reply.HasField("heartbeat"):
                 self._vitals.take(reply.heartbeat)
                 continue
@@ -74,19 +76,19 @@ class _Connection:
                 if reply.id in self._on_frame:
                     self._on_frame[reply.id](reply.sample_frame)
                 continue
-            self._marks.answered(reply.id)
+            self.life.answered(reply.id)
             answer = self._waiting.pop(reply.id, None)
             if answer is not None:
                 self._settle(answer, (reply, payload))
                 self.worked = True
 
     def lost(self) -> None:
-        """Fails what has no answer. Where the engine marked nothing, it was carrying out the first."""
-        suspects = self._marks.begun or set(list(self._waiting)[:1])
+        """Fails what has no answer."""
+        suspects = self.life.suspects(list(self._waiting))
         for request_id, answer in self._waiting.items():
             self._settle(answer, EngineDied(suspect=request_id in suspects))
         self._waiting.clear()
-        self._marks.close()
+        self.life.close()
 
     def _settle(self, answer: asyncio.Future[EngineAnswer], outcome: EngineAnswer | EngineDied) -> None:
         self._ids.pop(answer, None)
@@ -101,26 +103,42 @@ class _Connection:
 
 
 class EngineProcess:
-    """Starts an engine, keeps it running, and carries requests to it.
+    """Keeps an engine running, and carries requests to it.
 
     Args:
-        settings: The engine's.
+        launcher: Starts its processes, which are here or elsewhere.
         number: Its number among the server's engines.
-        engines: Number of engines on this machine.
         stale_s: Seconds without a heartbeat after which it is not ready.
+
+    Attributes:
+        is_stopping: Whether its end is expected.
     """
 
-    def __init__(self, settings: EngineSettings, number: int = 0, engines: int = 1, stale_s: float = STALE_S) -> None:
-        self._settings, self.number, self._engines = settings, number, engines
-        self.models = settings.allow_models.keys() | settings.models.keys()
+    def __init__(self, launcher: Launcher, number: int = 0, stale_s: float = STALE_S) -> None:
+        self.launcher, self.number = launcher, number
         self._watchers: list[Callable[[], None]] = []
         self._ids = itertools.count(1)
         self._connection: _Connection | None = None
-        self._stopping = self._worked = self._lived = self.fails_to_start = False
+        self.is_stopping = self._worked = self._lived = self.fails_to_start = False
         self._supervisor: asyncio.Task[None] | None = None
         self.holder = Holder(alive=False)
         self.vitals = Vitals(stale_s)
         self.hello = engine_pb2.EngineHello()
+
+    @classmethod
+    def here(
+        cls, settings: EngineSettings, number: int = 0, engines: int = 1, stale_s: float = STALE_S
+    ) -> EngineProcess:
+        """An engine on this machine, one of so many there."""
+        return cls(LocalLauncher(settings, number, engines), number, stale_s)
+
+    @property
+    def models(self) -> Collection[str]:
+        return self.launcher.models
+
+    @property
+    def machine(self) -> str:
+        return self.launcher.machine
 
     @property
     def is_ready(self) -> bool:
@@ -143,6 +161,12 @@ class EngineProcess:
         self._supervisor = asyncio.create_task(self._supervise(started))
         await started
 
+    def begin(self) -> None:
+        """Wait for the first process in a task, however long."""
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        started.set_result(None)
+        self._supervisor = asyncio.create_task(self._supervise(started))
+
     def request(
         self,
         request: engine_pb2.EngineRequest,
@@ -157,39 +181,41 @@ class EngineProcess:
         return self._connection.request(request, payload, on_frame)
 
     async def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
-        return self._connection is not None and self._connection.withdraw(answer)
+        return self._connection is not None and await self._connection.withdraw(answer)
 
     def interrupt(self, answer: asyncio.Future[EngineAnswer]) -> bool:
         return self._connection is not None and self._connection.stop(answer)
 
     async def stop(self, grace_s: float) -> None:
         """Lets the engine finish what it does, for so long, and ends it."""
-        self._stopping = True
+        self.is_stopping = True
         connection = self._connection
         if connection is not None:
             shutdown = engine_pb2.EngineRequest(id=next(self._ids), shutdown=engine_pb2.EngineShutdown())
-            connection.link.send(shutdown)
+            connection.life.send(shutdown, ())
             try:
-                await asyncio.wait_for(connection.process.wait(), grace_s)
+                await asyncio.wait_for(connection.life.exited(), grace_s)
             except TimeoutError:
                 log.warning("engine %d did not end within %.0f s and is killed", self.number, grace_s)
-                _kill(connection.process)
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
 
     async def _supervise(self, started: asyncio.Future[None]) -> None:
         failures = 0
-        while not self._stopping:
-            await asyncio.sleep(RESTART_PAUSES_S[min(failures, len(RESTART_PAUSES_S) - 1)])
+        while not self.is_stopping:
+            pauses_s = self.launcher.pauses_s
+            await asyncio.sleep(pauses_s[min(failures, len(pauses_s) - 1)])
             began, self._worked, self._lived = asyncio.get_running_loop().time(), False, False
             try:
                 await self._live(started)
+            except Away:
+                pass
             except Exception as error:  # whatever it is: a server that has no engine says so, and tries for another
                 if not started.done():
                     started.set_exception(_start_error(error))
                     return
-                if not self._stopping:
+                if not self.is_stopping:
                     expected = isinstance(error, (ServiceError, LinkClosed, OSError))
                     log.error("engine %d ended: %s", self.number, error, exc_info=None if expected else error)
             self.fails_to_start = not self._lived
@@ -199,16 +225,18 @@ class EngineProcess:
 
     async def _live(self, started: asyncio.Future[None]) -> None:
         """The life of one engine process; ends by raising why it ended."""
+        life = await self.launcher.launch()
         began = asyncio.get_running_loop().time()
-        process, link, marks, pulses = await launch(self._settings, self.number, self._engines)
-        connection = _Connection(link, process, self.vitals, marks)
-        tasks, refused = [asyncio.create_task(self._watch_ranks(process, pulses))], False
+        connection = _Connection(life, self.vitals)
+        tasks, refused = [asyncio.create_task(self._watch_ranks(life))], False
         try:
-            first, _ = await connection.link.receive(engine_pb2.EngineReply)
+            first, _ = await life.receive()
             if first.HasField("error"):
                 refused = True
                 raise ServiceError.of(first.error)
             self.hello = first.hello
+            if self.machine:  # its files are not here
+                self.hello.tokenizer_files.clear()
             self.holder, self._connection, self._lived = Holder(), connection, True
             self.vitals.started(asyncio.get_running_loop().time() - began)
             if not started.done():
@@ -224,30 +252,27 @@ class EngineProcess:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            _kill(process)
-            code = await process.wait()
-            connection.link.close()
-            pulses.close()
+            how = await life.end()
             connection.lost()
-            if not (self._stopping or refused):
-                log.warning("process %d of engine %d ended with code %d", process.pid, self.number, code)
+            if not (self.is_stopping or refused):
+                log.warning("engine %d: %s", self.number, how)
 
-    async def _watch_ranks(self, process: asyncio.subprocess.Process, pulses: socket.socket) -> None:
+    async def _watch_ranks(self, life: EngineLife) -> None:
         """Hear the ranks of an engine process, if it has several, and kill it when something is wrong with them."""
         loop, ranks = asyncio.get_running_loop(), self.vitals.watched()
         last = loop.time()
         while not (trouble := ranks.trouble()):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PULSE_S if ranks.newest else None):
-                    message = await loop.sock_recv(pulses, MAX_PULSE_BYTES)
-                if not message:
+                    pulse = await life.pulse()
+                if pulse is None:
                     return
-                ranks.heard(engine_pb2.EnginePulse.FromString(message))
+                ranks.heard(pulse)
             now = loop.time()
             ranks.waited(now - last)
             last = now
         log.critical("engine %d is killed, and starts again from its runs' journals: %s", self.number, trouble)
-        _kill(process)
+        life.kill()
 
     async def _watch(self) -> None:
         """Tells of an engine that is there and gives no sign, and of one that gives them again."""
@@ -259,13 +284,6 @@ class EngineProcess:
                 if not alive:
                     log.warning("engine %d has given no sign of life for %.0f s", self.number, self.vitals.age_s)
                 self._changed()
-
-
-def _kill(process: asyncio.subprocess.Process) -> None:
-    """Not `process.kill`, which polls the child first and so takes its exit code away from asyncio."""
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
 
 
 def _start_error(error: Exception) -> ServiceError:

@@ -7,6 +7,8 @@ The page holds three times ``SLOTS`` little-endian uint64, 0 for a free slot: fi
 engine has started and whose answers the front has not read, then the ids of those that the front has withdrawn, then of
 those that the engine is to stop between two micro-batches or tokens. A request is started or withdrawn, never both:
 each side checks the other's part and writes its own under one file lock, which the system releases if its holder dies.
+One more uint64 is the end of the engine's lease, 0 for an engine without one (:mod:`.lease`). On another machine than
+the front's, the front's part is an agent's.
 
 A mark costs both ends 5 microseconds of processor time; a message that a request begins would cost 80, and two
 switches between the processes (``benchmarks/shortcuts.py``). This module needs no torch, because the front imports it
@@ -24,8 +26,9 @@ from contextlib import contextmanager
 
 SLOTS = 256
 """Slots per part of the page; at most this many requests are in the engine at a time."""
-_SIZE = 3 * SLOTS * 8
+_SIZE = (3 * SLOTS + 1) * 8
 _NOTHING = bytes(SLOTS * 8)
+_STOPPED_AT = 2 * SLOTS * 8
 
 
 class CrashMarks:
@@ -42,7 +45,8 @@ class CrashMarks:
         self.fd = fd
         self._page = mmap.mmap(fd, _SIZE)
         slots = memoryview(self._page).cast("Q")
-        self._begun, self._withdrawn, self._stopped = slots[:SLOTS], slots[SLOTS : 2 * SLOTS], slots[2 * SLOTS :]
+        self._begun, self._withdrawn, self._stopped = (slots[n * SLOTS : (n + 1) * SLOTS] for n in range(3))
+        self._lease = slots[3 * SLOTS :]
         self._marked: set[int] = set()
 
     def begin(self, request_ids: Sequence[int]) -> list[bool]:
@@ -79,7 +83,7 @@ class CrashMarks:
 
     def stops(self, request_id: int) -> bool:
         """Whether the front has asked to stop a request; called by the engine."""
-        return self._page[-len(_NOTHING) :] != _NOTHING and request_id in self._stopped
+        return self._page[_STOPPED_AT : _STOPPED_AT + len(_NOTHING)] != _NOTHING and request_id in self._stopped
 
     def answered(self, request_id: int) -> None:
         """Free the slot of a request; called by the front once it has read the answer."""
@@ -88,6 +92,15 @@ class CrashMarks:
             self._marked.discard(request_id)
             _replace(self._withdrawn, request_id, 0)
             _replace(self._stopped, request_id, 0)
+
+    @property
+    def lease_ns(self) -> int:
+        """The end of the engine's lease on the clock ``CLOCK_BOOTTIME`` of the machine, in ns; 0 if it has none."""
+        return int(self._lease[0])
+
+    @lease_ns.setter
+    def lease_ns(self, end: int) -> None:
+        self._lease[0] = end
 
     @property
     def begun(self) -> set[int]:
@@ -99,6 +112,7 @@ class CrashMarks:
         self._begun.release()
         self._withdrawn.release()
         self._stopped.release()
+        self._lease.release()
         os.close(self.fd)
 
     @contextmanager

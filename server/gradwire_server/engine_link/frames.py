@@ -32,7 +32,8 @@ class LinkClosed(ConnectionError):
     """The other end has closed the link, or the stream is corrupt."""
 
 
-def _segments(message: Message, buffers: Sequence[Buffer]) -> list[memoryview]:
+def segments(message: Message, buffers: Sequence[Buffer]) -> list[memoryview]:
+    """The bytes of a frame; small ones in one piece."""
     header = message.SerializeToString()
     payload = [view for view in (memoryview(buffer).cast("B") for buffer in buffers) if view.nbytes]
     size = sum(view.nbytes for view in payload)
@@ -42,7 +43,7 @@ def _segments(message: Message, buffers: Sequence[Buffer]) -> list[memoryview]:
     return [memoryview(start), *payload]
 
 
-class _Incoming:
+class Incoming:
     """Buffer of a stream of frames.
 
     The reader receives into :meth:`room`, reports the byte count to :meth:`took`, and takes complete frames with
@@ -130,7 +131,7 @@ class EngineLink:
         sock.setblocking(True)
         self._sock = sock
         self._sending = threading.Lock()
-        self._incoming = _Incoming()
+        self._incoming = Incoming()
 
     def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
         """Send a frame whose payload is the concatenation of the buffers, each of them contiguous.
@@ -138,7 +139,7 @@ class EngineLink:
         Raises:
             LinkClosed: The other end has closed the link.
         """
-        pending = deque(_segments(message, buffers))
+        pending = deque(segments(message, buffers))
         with self._sending:
             try:
                 while pending:
@@ -172,7 +173,7 @@ class AsyncEngineLink:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._sock = sock
-        self._incoming = _Incoming()
+        self._incoming = Incoming()
         self._outgoing: deque[memoryview] = deque()
         self._more: asyncio.Future[None] | None = None
         self._reading = False
@@ -185,7 +186,7 @@ class AsyncEngineLink:
         :meth:`receive` raises.
         """
         idle = not self._outgoing
-        self._outgoing += _segments(message, buffers)
+        self._outgoing += segments(message, buffers)
         if idle:
             self._flush()
             if self._outgoing:

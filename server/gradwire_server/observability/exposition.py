@@ -21,7 +21,7 @@ class Exposition:
         metrics: The server's counters, gauges and histograms.
         address: ``HOST:PORT``; port 0 picks a free port.
         backlog: Returns the present backlog; called on the running event loop.
-        engines: The engines of the server.
+        engines: The engines of the server, at present.
 
     Raises:
         OSError: The address cannot be bound.
@@ -31,7 +31,11 @@ class Exposition:
     """
 
     def __init__(
-        self, metrics: Metrics, address: str, backlog: Callable[[], Backlog], engines: Sequence[Watched]
+        self,
+        metrics: Metrics,
+        address: str,
+        backlog: Callable[[], Backlog],
+        engines: Callable[[], Sequence[Watched]],
     ) -> None:
         loop = asyncio.get_running_loop()
 

@@ -76,6 +76,8 @@ CATALOGUE = (
     Spec("gradwire_queue_bytes", "gauge", (), "Payloads of operations without a result."),
     Spec("gradwire_queue_oldest_seconds", "gauge", (), "Age of the oldest operation without a result."),
     Spec("gradwire_queue_early_operations", "gauge", (), "Operations that wait for a number before theirs."),
+    Spec("gradwire_engine_info", "gauge", ("engine", "machine"),
+         "1 for each engine, with the machine that it is on; front is the server's own."),
     Spec("gradwire_engine_ready", "gauge", ("engine",), "1 while the engine's heartbeat is fresh."),
     Spec("gradwire_engine_heartbeat_age_seconds", "gauge", ("engine",), "Since the engine's last sign of life."),
     Spec("gradwire_engine_restarts_total", "counter", ("engine",), "Engine processes started after the first."),
@@ -142,6 +144,10 @@ class Watched(Protocol):
     @property
     def number(self) -> int:
         """Its number among the engines of the server, from 0."""
+
+    @property
+    def machine(self) -> str:
+        """Name of the machine that it is on; empty for the server's own."""
 
     @property
     def vitals(self) -> Vitals:
@@ -289,10 +295,10 @@ class Present(Collector):
 
     Args:
         backlog: Returns the present backlog; called in the thread that serves the scrape.
-        engines: Whose number is the label ``engine``.
+        engines: Returns the engines, whose number is the label ``engine``.
     """
 
-    def __init__(self, backlog: Callable[[], Backlog], engines: Sequence[Watched]) -> None:
+    def __init__(self, backlog: Callable[[], Backlog], engines: Callable[[], Sequence[Watched]]) -> None:
         self._backlog, self._engines = backlog, engines
 
     def collect(self) -> Iterator[Metric]:
@@ -306,7 +312,8 @@ class Present(Collector):
         yield _one("gradwire_queue_oldest_seconds", backlog.oldest_s)
         yield _one("gradwire_queue_early_operations", backlog.early)
         families = {spec.name: _family(spec.name) for spec in CATALOGUE if "engine" in spec.labels}
-        for engine in self._engines:
+        for engine in self._engines():
+            families["gradwire_engine_info"].add_metric([str(engine.number), engine.machine or "front"], 1)
             for name, labels, value in _of_engine(engine.vitals, engine.is_ready):
                 families[name].add_metric([str(engine.number), *labels], value)
         yield from families.values()

@@ -80,7 +80,7 @@ class EngineQueue:
         engine = self.engine
         status = engine.vitals.to_proto()
         status.number, status.device, status.ready = engine.number, engine.hello.device, engine.is_ready
-        status.placed_runs, status.drains = len(self.sizes), self.drains
+        status.placed_runs, status.drains, status.machine = len(self.sizes), self.drains, engine.machine
         status.models.extend(model.name for model in engine.hello.models)
         return status
 
@@ -94,14 +94,21 @@ class Placement:
     """The engines of a server with the runs on them.
 
     Attributes:
-        engines: By number.
         pool: The engines without their queues.
     """
 
     def __init__(self, pool: EnginePool) -> None:
         self.pool = pool
-        self.engines = tuple(EngineQueue(engine, FairQueue(_load_of)) for engine in pool.engines)
+        self._engines: tuple[EngineQueue, ...] = ()
         self._places: dict[str, EngineQueue] = {}
+
+    @property
+    def engines(self) -> tuple[EngineQueue, ...]:
+        """The engines by number; those on other machines come while the server runs."""
+        if len(self._engines) < len(self.pool.engines):
+            new = self.pool.engines[len(self._engines) :]
+            self._engines += tuple(EngineQueue(engine, FairQueue(_load_of)) for engine in new)
+        return self._engines
 
     def of(self, run_id: str) -> EngineQueue:
         """The engine on which a run is placed."""

@@ -131,9 +131,8 @@ class Scheduler:
                     self.dispatcher.parking.park(queue, error.error)
             await self.admission.load(queue)
         await self._measure(self._queues.values())
-        self._caring = [asyncio.create_task(self._collect())]
-        if len(self.placement.engines) > 1:
-            self._caring.append(asyncio.create_task(self._moves.balance(self._queues.values())))
+        balance = self._moves.balance(self._queues.values())
+        self._caring = [asyncio.create_task(work) for work in (self._collect(), balance)]
         for queue in self._queues.values():
             self.dispatcher.wake(queue)
 

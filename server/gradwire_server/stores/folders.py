@@ -31,10 +31,13 @@ class FolderStore(Store):
     Args:
         root: The folder.
         fenced: Whether several machines write to it, of which one may not know yet that it no longer holds a run.
+        staging: Folder on the same file system through which this process writes, instead of beside the places
+            themselves. Who deletes it keeps the process from putting anything in its place, whatever that is about to
+            do, because the rename at the end needs it.
     """
 
-    def __init__(self, root: Path, *, fenced: bool = False) -> None:
-        self._root, self.fenced = root, fenced
+    def __init__(self, root: Path, *, fenced: bool = False, staging: Path | None = None) -> None:
+        self._root, self.fenced, self._staging = root, fenced, staging
 
     def identity(self, proposed: str) -> str:
         file = self._root / IDENTITY
@@ -58,9 +61,10 @@ class FolderStore(Store):
         path = self._path(place)
         make_folder(path.parent)
         self._check_fence(place, fence)
-        for abandoned in path.parent.glob(".new-*"):  # by an earlier crash
+        parent = self._staging or path.parent
+        for abandoned in parent.glob(".new-*"):  # by an earlier crash
             shutil.rmtree(abandoned)
-        new = path.parent / f".new-{secrets.token_hex(8)}"
+        new = parent / f".new-{secrets.token_hex(8)}"
         try:
             try:
                 new.mkdir()
@@ -78,6 +82,8 @@ class FolderStore(Store):
             finally:
                 shutil.rmtree(new, ignore_errors=True)
         except Exception as error:
+            if self._staging is not None and not self._staging.is_dir():
+                raise superseded(place) from error
             if is_full(error):
                 raise StoreFull(f"the server's disk is full: {path.name!r} was not written") from error
             raise
@@ -192,7 +198,7 @@ def _exchange(new: Path, path: Path) -> None:
     at_cwd, exchange = -100, 2
     if swap is not None and swap(at_cwd, os.fsencode(new), at_cwd, os.fsencode(path), exchange) == 0:
         return
-    aside = path.parent / f".new-{secrets.token_hex(8)}"
+    aside = new.parent / f".new-{secrets.token_hex(8)}"
     path.rename(aside)
     new.rename(path)
     shutil.rmtree(aside)

@@ -14,14 +14,17 @@ CACHE = "store-cache"
 CACHE_BYTES = 32 << 30
 
 
-def open_store(settings: EngineSettings) -> Store:
+def open_store(settings: EngineSettings, staging: Path | None = None) -> Store:
     """The store of checkpoints, exports and uploads.
+
+    Args:
+        staging: Where an engine on another machine writes what the state folder gets; see :class:`.FolderStore`.
 
     Raises:
         StoreError: Its package is not installed, or its address cannot be used.
     """
     if not settings.store:
-        return FolderStore(settings.state_dir)
+        return FolderStore(settings.state_dir, staging=staging)
     if settings.store.startswith("file://"):
         return FolderStore(Path(settings.store.removeprefix("file://")), fenced=True)
     try:

@@ -328,7 +328,7 @@ async def test_streams_end_with_a_word_when_the_server_stops(start: Start) -> No
 
 async def test_a_fault_in_starting_the_engine_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("gradwire_server.engine_client.launcher.command", lambda *_: 1 // 0)
-    engine = EngineProcess(EngineSettings(state_dir=tmp_path, models={"tiny": "x"}))
+    engine = EngineProcess.here(EngineSettings(state_dir=tmp_path, models={"tiny": "x"}))
     open_before = sorted(os.listdir("/proc/self/fd"))
     with pytest.raises(ServiceError, match=r"did not start .*division"):
         await asyncio.wait_for(engine.start(), 60)

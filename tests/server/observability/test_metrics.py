@@ -120,6 +120,7 @@ class Engine:
     number: int
     vitals: Vitals
     is_ready: bool = True
+    machine: str = ""
 
 
 def full() -> Metrics:
@@ -156,7 +157,7 @@ def full() -> Metrics:
         )
     )
     metrics.registry.register(
-        Present(lambda: Backlog(1, 2, 3, 4, 5.0), [Engine(0, vitals), Engine(1, Vitals(), is_ready=False)])
+        Present(lambda: Backlog(1, 2, 3, 4, 5.0), lambda: [Engine(0, vitals), Engine(1, Vitals(), is_ready=False)])
     )
     return metrics
 

@@ -119,7 +119,7 @@ async def test_the_time_that_a_recovery_would_take_makes_a_checkpoint_due(start:
         await client.results(9)
         assert await recovery_s(client) == 26.0
         scrape = {metric.name: metric.samples for metric in Present(
-            door.server.core.scheduler.backlog, []).collect()}  # fmt: skip
+            door.server.core.scheduler.backlog, tuple).collect()}  # fmt: skip
         assert round(scrape["gradwire_recovery_seconds"][0].value, 1) == 26.0
 
 

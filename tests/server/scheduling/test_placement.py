@@ -94,7 +94,7 @@ async def test_a_run_goes_to_an_engine_that_serves_its_model(tmp_path: Path) -> 
 def test_engines_share_the_visible_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def devices(**settings: object) -> list[str]:
         config = ServerConfig.model_validate({"state_dir": tmp_path, "models": {"tiny": "x"}, **settings})
-        return [engine._settings.device for engine in own_engines(config)]
+        return [engine.launcher.settings.device for engine in own_engines(config)]
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
     assert visible_gpus() == 2

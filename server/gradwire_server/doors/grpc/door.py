@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from gradwire_proto.v1.engine_pb2_grpc import add_EngineServiceServicer_to_server
 from gradwire_proto.v1.jobs_pb2_grpc import add_JobServiceServicer_to_server
 from gradwire_proto.v1.training_pb2_grpc import add_TrainingServiceServicer_to_server
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -17,6 +18,7 @@ from gradwire_server.config import Limits, ServerConfig
 from gradwire_server.core.core import Core
 from gradwire_server.doors.certificates import Certificates
 from gradwire_server.doors.door import Door
+from gradwire_server.doors.grpc.engines import EngineService
 from gradwire_server.doors.grpc.interceptors import Guard
 from gradwire_server.doors.grpc.jobs import JobService
 from gradwire_server.doors.grpc.service import TrainingService
@@ -58,6 +60,7 @@ class GrpcDoor(Door):
         self._grpc = grpc.aio.server(interceptors=[Guard(self._core)], options=grpc_options(config.limits))
         add_TrainingServiceServicer_to_server(self._service, self._grpc)
         add_JobServiceServicer_to_server(JobService(self._core), self._grpc)
+        add_EngineServiceServicer_to_server(EngineService(self._core), self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         self._socket_folder = tempfile.TemporaryDirectory(prefix="gradwire-", ignore_cleanup_errors=True)
         self.local_address = f"unix:{self._socket_folder.name}/door"
@@ -105,6 +108,7 @@ class GrpcDoor(Door):
         door, self._grpc = self._grpc, None
         if door is not None and self._service is not None:
             self._service.stopping.set()
+            self._core.agents.let_go()
             await door.stop(STREAMS_GRACE_S)
         folder, self._socket_folder = self._socket_folder, None
         if folder is not None:

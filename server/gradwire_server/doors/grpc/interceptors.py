@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 ERROR_METADATA = "gradwire-error-bin"
 MAX_MESSAGE_CHARS = 1000
 _OPEN = "/grpc.health.v1.Health/"
+_ENGINES = "/gradwire.v1.EngineService/"
 _REQUESTS = {
     method.name: method.input_type
     for file in (pb.DESCRIPTOR, jobs_pb2.DESCRIPTOR)
@@ -61,10 +62,13 @@ class Guard(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or details.method.startswith(_OPEN):
             return handler
+        engine = details.method.startswith(_ENGINES)
         try:
-            caller = self._core.keys.caller(_secret(details.invocation_metadata))
+            caller = self._core.keys.caller(_secret(details.invocation_metadata), engine=engine)
         except ServiceError as error:
             return _refusing(error, details.method)
+        if engine:
+            return _lending(handler, self._core, caller, details.method)
         return _guarded(handler, self._core, caller, details.method)
 
 
@@ -80,6 +84,29 @@ def _refusing(error: ServiceError, method: str) -> grpc.RpcMethodHandler[Any, An
         _refuse(context, error, method)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _lending(handler: Any, core: Core, caller: Caller, method: str) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler of an agent's call, which lasts as long as its engine and waits for no turn."""
+
+    async def checked(requests: AsyncIterable[Any]) -> AsyncGenerator[Any]:
+        async with _opened(requests) as messages:
+            async for message in messages:
+                core.keys.check(caller)
+                yield message
+
+    async def lend(requests: AsyncIterable[Any], context: Any) -> AsyncIterator[Any]:
+        try:
+            async with (
+                aclosing(checked(requests)) as messages,
+                aclosing(handler.stream_stream(messages, context)) as responses,
+            ):
+                async for response in responses:
+                    yield response
+        except Exception as error:  # as below
+            _refuse(context, error, method)
+
+    return grpc.stream_stream_rpc_method_handler(lend, handler.request_deserializer, handler.response_serializer)
 
 
 def _guarded(handler: Any, core: Core, caller: Caller, method: str) -> grpc.RpcMethodHandler[Any, Any]:
@@ -145,7 +172,7 @@ def _guarded(handler: Any, core: Core, caller: Caller, method: str) -> grpc.RpcM
     return grpc.stream_unary_rpc_method_handler(one, None, serialize)
 
 
-def _opened(requests: AsyncIterable[bytes]) -> aclosing[AsyncGenerator[bytes]]:
+def _opened(requests: AsyncIterable[Any]) -> aclosing[AsyncGenerator[Any]]:
     """A call's messages, closed at the end.
 
     Where the last was not read they hold a cycle, which is left to the garbage collector: it held the event loop for up
@@ -163,7 +190,7 @@ async def _first(requests: AsyncIterable[bytes]) -> bytes:
     """
     async with _opened(requests) as messages:
         async for request in messages:
-            return request
+            return bytes(request)
     raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "the call has no request")
 
 

@@ -22,6 +22,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from gradwire_proto.v1 import engine_pb2
 
@@ -40,6 +41,8 @@ from gradwire_server.engine.process.ranks_choice import chosen
 from gradwire_server.engine.process.read_back import ReadBack
 from gradwire_server.engine.process.setup import load_losses, set_up
 from gradwire_server.engine.state.residency import Residency
+from gradwire_server.engine_link import lease
+from gradwire_server.engine_link.crash_marks import CrashMarks
 from gradwire_server.engine_link.frames import EngineLink, LinkClosed
 from gradwire_server.observability.tracing import Tracing
 
@@ -56,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings: EngineSettings = options.settings
     share = Share(options.number, options.engines * settings.num_ranks)
     set_up(settings, "engine", share)
+    if options.marks is not None:
+        lease.watch(CrashMarks(os.dup(options.marks)))
     link = EngineLink(socket.socket(fileno=options.fd))
     try:
         tracing = Tracing.to(settings.traces, "gradwire-engine") if settings.traces else Tracing()
@@ -66,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             logger.warning(note)
         activity = Activity()
         ranks = Ranks(settings, activity, share, marks=options.marks, pulses=options.pulses)
-        engine = Engine(settings, ranks.agreement, tracing, share)
+        engine = Engine(settings, ranks.agreement, tracing, share, staging=options.staging)
         context = engine.context
         hello = engine_pb2.EngineReply(hello=engine.hello())
     except Exception as error:  # whatever stops the start is for the front to report
@@ -126,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--engines", type=int, default=1, help="how many there are, which share the machine")
     parser.add_argument("--marks", type=int, help="the memory in which requests are marked as begun")
     parser.add_argument("--pulses", type=int, help="the socket for the pulses of ranks, if there are several")
+    parser.add_argument("--staging", type=Path, help="folder through which all is written that others are to find")
     parser.add_argument(
         "--settings", type=EngineSettings.model_validate_json, required=True, metavar="JSON", help="as EngineSettings"
     )

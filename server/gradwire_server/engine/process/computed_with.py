@@ -49,8 +49,6 @@ class ComputedWith:
             self._code = versions() | {"code": _digest_of_code()}
             for loss in all_losses():
                 self._code[f"loss {loss.name}"] = _digest(inspect.getsourcefile(loss.function))
-        device = self._pool.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         further: dict[str, str] = {"quantize": self._pool.quantize} if self._pool.quantize else {}
         if self._pool.facts(base_model).takes_images:
             further |= {"pillow": importlib.metadata.version("pillow") if importlib.util.find_spec("PIL") else ""}
@@ -60,10 +58,15 @@ class ComputedWith:
             | {
                 "base model": self._base(base_model),
                 "dtype": self._pool.facts(base_model).dtype,
-                "device": name,
-                "threads": str(torch.get_num_threads()),
             }
+            | self.machine()
         )
+
+    def machine(self) -> dict[str, str]:
+        """Those that are the machine's."""
+        device = self._pool.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return {"device": name, "threads": str(torch.get_num_threads())}
 
     def _base(self, name: str) -> str:
         if name not in self._bases:

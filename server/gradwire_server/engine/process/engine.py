@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from gradwire_server.engine.sampling.samplers.sampler import Sampler
 from gradwire_server.engine.scoring.memory import Memory
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.adapter_shapes import AdapterShapes
-from gradwire_server.engine.state.checkpoints import CheckpointStore
+from gradwire_server.engine.state.checkpoints import CheckpointStore, versions
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.references import References
 from gradwire_server.engine.state.residency import Residency
@@ -67,6 +68,7 @@ class Engine:
         share: Its share of the machine; by default it has no other engine beside it.
         tracing: Destination of the operations' spans; by default they are dropped.
         rank: Number of this process among those of the engine.
+        staging: As for :func:`.open_store`.
 
     Attributes:
         context: The engine's parts that operations work with.
@@ -80,6 +82,7 @@ class Engine:
         share: Share | None = None,
         *,
         rank: int = 0,
+        staging: Path | None = None,
     ) -> None:
         agreement, share = agreement or Agreement(), share or Share()
         device = device_of(settings, rank)
@@ -89,7 +92,7 @@ class Engine:
         pool = ModelPool(
             usable, placement, _DTYPES[settings.dtype], compiled=settings.compile, quantize=settings.quantize
         )
-        self._store = open_store(settings)
+        self._store = open_store(settings, staging)
         store = CheckpointStore(self._store)
         activations, references = settings.activation_budget_gib, int(settings.reference_cache_gib * GIB)
         self._computed_with = ComputedWith(pool, settings.state_dir)
@@ -154,6 +157,7 @@ class Engine:
             losses=[loss_info(loss) for loss in all_losses()],
             ranks=self._ranks,
             tokenizer_files={name: str(file) for name, file in self.context.tokenizer_files.items()},
+            computed_with=versions() | self._computed_with.machine(),
         )
 
     def execute(self, decision: Decision) -> Iterator[Answer]:

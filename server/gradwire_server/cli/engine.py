@@ -1,0 +1,100 @@
+"""`gradwire engine`: lends an engine of this machine to a server on another one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from gradwire_server.config import parse_model
+from gradwire_server.observability import logs
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+console = Console(stderr=True, soft_wrap=True)
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+
+
+@app.command()
+def engine(
+    front: Annotated[str, typer.Option(help="https://HOST:PORT of the server's gRPC; http:// on this machine.")],
+    key: Annotated[
+        str, typer.Option(envvar="GRADWIRE_API_KEY", help="Made by `gradwire keys create NAME --engine`.")
+    ] = "",
+    name: Annotated[str, typer.Option(help="What the server calls this engine; the host name when absent.")] = "",
+    ca_cert: Annotated[
+        Path | None, typer.Option(help="PEM file with the authority that signed the server's certificate.")
+    ] = None,
+    client_cert: Annotated[Path | None, typer.Option(help="PEM file with a certificate of this machine.")] = None,
+    client_key: Annotated[Path | None, typer.Option(help="PEM file with its key.")] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="One of the server's models to serve, NAME or NAME=FOLDER here; all when absent. Repeat."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="As for `gradwire serve`, like the following.")] = None,
+    ranks: Annotated[str | None, typer.Option()] = None,
+    shard: Annotated[str | None, typer.Option()] = None,
+    threads: Annotated[int | None, typer.Option()] = None,
+    run_memory: Annotated[str | None, typer.Option()] = None,
+    run_host_memory: Annotated[str | None, typer.Option()] = None,
+    sampling_cache: Annotated[str | None, typer.Option()] = None,
+    reference_cache_gib: Annotated[float | None, typer.Option()] = None,
+    activation_budget_gib: Annotated[float | None, typer.Option()] = None,
+    log_level: Annotated[LogLevel, typer.Option()] = "warning",
+    log_format: Annotated[LogFormat, typer.Option()] = "text",
+) -> None:
+    """Lend an engine of this machine to a server: it gets runs like the server's own engines.
+
+    Both machines need the same version of gradwire, and the server's state folder at the same path, as on a network
+    file system. The engine starts again by itself. When the server is out of reach it ends, and its runs go on
+    elsewhere.
+    """
+    own = {
+        "models": {name: path if "=" in text else "" for text in model or [] for name, path in [parse_model(text)]},
+        "device": device, "ranks": ranks, "shard": shard, "threads": threads, "run_memory": run_memory,
+        "run_host_memory": run_host_memory, "sampling_cache": sampling_cache,
+        "reference_cache_gib": reference_cache_gib, "activation_budget_gib": activation_budget_gib,
+        "log_level": log_level, "log_format": log_format,
+    }  # fmt: skip
+    from gradwire_server.agent.front import Front
+
+    os.umask(0o077)
+    logs.configure(log_level, log_format, "agent")
+    try:
+        reached = Front(front, key, ca_cert, client_cert, client_key)
+    except ValueError as error:
+        _fail(str(error))
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    given = {setting: value for setting, value in own.items() if value not in (None, {})}
+    if refusal := asyncio.run(_run(reached, name or socket.gethostname(), given)):
+        _fail(refusal)
+
+
+async def _run(front: Any, name: str, own: dict[str, Any]) -> str:
+    """Run the agent until a signal; returns why it ended by itself."""
+    from gradwire_server.agent.agent import Agent
+    from gradwire_server.errors import ServiceError
+
+    running = asyncio.ensure_future(Agent(front, name, own).run())
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(each, running.cancel)
+    console.print(f"gradwire: the engine {name} is for {front.address}", markup=False)
+    try:
+        await running
+    except asyncio.CancelledError:
+        return ""
+    except (ServiceError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def _fail(sentence: str) -> None:
+    console.print(f"gradwire: {sentence}", style="red", markup=False, highlight=False)
+    raise typer.Exit(2)

@@ -111,10 +111,12 @@ test-faults: setup
 test-ranks: setup
 	$(BIN)/python -m pytest tests/server/engine/ranks tests/end_to_end/test_ranks.py tests/faults/test_ranks.py -m "slow or not slow"
 
-# Checkpoints in a real S3 server that also fails, in short and long form.
-FLEET := tests/server/stores tests/end_to_end/test_store.py
+# Checkpoints in a real S3 server that also fails, and engines on other machines whose process, agent and network fail, in
+# short and long form.
+FLEET := tests/server/stores tests/end_to_end/test_store.py tests/faults/test_agents.py tests/server/doors/test_engines.py
 test-fleet: setup
-	$(BIN)/python -m pytest $(FLEET) -m "slow or not slow"
+	GRADWIRE_SEED=$${GRADWIRE_SEED:-random} $(BIN)/python -m pytest $(FLEET) tests/end_to_end/test_engine_elsewhere.py \
+	  tests/end_to_end/test_engines.py -m "faults or slow or not slow" -s
 
 # The table of benchmarks/README.md, 15 minutes on an idle machine; `make bench ARGS=--write-docs` writes it there.
 bench: setup .venv-parity/.installed .venv-sb3/.installed .venv-tinker/.installed

@@ -113,7 +113,7 @@ class Visit:
         except TimeoutError:
             raise LinkClosed(f"no answer in {ANSWER_S:g} s") from None
         finally:
-            lending.cancel()
+            await lending.cancel()
             await channel.close()
 
     async def _follow(self, order: engine_pb2.EngineOrder, offered_ns: int, lending: Lending) -> None:

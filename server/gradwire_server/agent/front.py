@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,12 +100,15 @@ class Lending:
         self.link = ChunkedLink(self.read, on_lease)
         metadata = (("authorization", f"Bearer {front.key}"),) if front.key else ()
         stub: Any = EngineServiceStub(channel)
-        self._call = stub.Attach(self._chunks(offer), metadata=metadata)
+        self._call = stub.Attach(metadata=metadata)
+        self._writing = asyncio.create_task(self._write(offer))
 
-    async def _chunks(self, offer: EngineOffer) -> AsyncIterator[EngineChunk]:
-        yield EngineChunk(offer=offer)
-        async for chunk in self.link.chunks():
-            yield chunk
+    async def _write(self, offer: EngineOffer) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader is told
+            await self._call.write(EngineChunk(offer=offer))
+            async for chunk in self.link.chunks():
+                await self._call.write(chunk)
+            await self._call.done_writing()
 
     async def read(self) -> EngineChunk | None:
         """The next chunk from the server; None at the end.
@@ -126,9 +131,11 @@ class Lending:
     async def _metadata(self) -> dict[str, Any]:
         return dict(await self._call.trailing_metadata() or ())
 
-    def cancel(self) -> None:
+    async def cancel(self) -> None:
         """End the call at once."""
         self._call.cancel()
+        self._writing.cancel()
+        await asyncio.gather(self._writing, return_exceptions=True)
 
 
 def _error(code: grpc.StatusCode, details: str | None, metadata: dict[str, Any]) -> ServiceError | LinkClosed:

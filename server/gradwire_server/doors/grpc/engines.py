@@ -34,6 +34,8 @@ class EngineService(EngineServiceServicer):
         try:
             async for chunk in life.chunks():
                 yield chunk
+            if reading.done():
+                reading.result()  # raises the error of a key that was revoked
         finally:
             self._agents.detach(life, "its agent is gone")
             reading.cancel()

@@ -1,0 +1,100 @@
+"""An engine on another machine whose process, agent or network fails while several runs train there: nothing lost,
+nothing twice, nobody blamed for what was no run's doing, and in the end the bits of a run left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import gradwire
+import pytest
+from support.agent import Agent, Wire
+from support.stage import Stage, kill, wait_for
+
+from tests.faults.conftest import SETTINGS, Calm
+from tests.faults.test_kills import compare
+
+RUNS = 3
+LEASE_S = 4
+FAULTS = ("kill engine", "kill agent", "stop agent", "cut network", "reset network", "stop engine")
+
+
+@pytest.fixture
+def far(tiny_model_path: Path, tmp_path: Path) -> Iterator[tuple[Stage, Wire]]:
+    stage = Stage(tiny_model_path, tmp_path, "--engine-lease", str(LEASE_S)).start()
+    wire = Wire(stage.server.address)
+    yield stage, wire
+    wire.close()
+    stage.close()
+
+
+def ready(service: gradwire.sync.ServiceClient) -> bool:
+    return any(engine.machine == "other" and engine.ready for engine in service.server_info().engines)
+
+
+def strike(fault: str, agent: Agent, wire: Wire) -> Agent:
+    """Let something fail, and mend it after the end of the lease at the latest; the agent that goes on."""
+    engine = agent.engine_pid
+    print(f"{fault} (engine {engine})")
+    if fault == "kill engine" and engine is not None:
+        kill(engine)
+    elif fault == "stop engine" and engine is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(engine, signal.SIGSTOP)
+        wire.mend()  # its agent ends it then, so that it need not be continued
+    elif fault == "kill agent":
+        agent.end(signal.SIGKILL)
+        return Agent(wire.address).start()
+    elif fault == "stop agent":
+        agent.process.send_signal(signal.SIGSTOP)
+        time.sleep(LEASE_S + 1)
+        agent.process.send_signal(signal.SIGCONT)
+    elif fault == "cut network":
+        wire.cut()
+        time.sleep(LEASE_S + 1)
+        wire.mend()
+    elif fault == "reset network":
+        wire.mend()
+    return agent
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+def test_faults_of_an_engine_elsewhere_cost_nothing(
+    far: tuple[Stage, Wire], seed: int, rng: random.Random, left_alone: Callable[[int, int], Calm]
+) -> None:
+    stage, wire = far
+    faults = [*FAULTS, *rng.choices(FAULTS, k=4)]
+    rng.shuffle(faults)
+    calm = left_alone(seed, 40 * len(faults))
+    agent = Agent(wire.address).start()
+    outs = [stage.folder / f"results-{number}.jsonl" for number in range(RUNS)]
+    seen: Counter[str] = Counter()
+    with gradwire.sync.connect(stage.server.address) as service:
+        wait_for("the agent", lambda: ready(service))
+        run_ids, clients = [stage.create(**SETTINGS) for _ in outs], []
+        for run_id, stage.out in zip(run_ids, outs, strict=True):
+            service.move_run(run_id, engine=1)
+            stage.run_client(run_id, calm.seed, calm.count)
+            clients.append(stage.client)
+        for fault in faults:
+            before = stage.applied(run_ids[0])
+            wait_for("the runs to get on", lambda: stage.got_to(run_ids[0], min(before + 12, calm.count)))  # noqa: B023
+            agent = strike(fault, agent, wire)
+            seen[fault] += 1
+            wait_for("an engine elsewhere", lambda: ready(service))
+            for run_id in run_ids:
+                service.move_run(run_id, engine=1)
+        for run_id, stage.out, stage.client in zip(run_ids, outs, clients, strict=True):
+            wait_for("the loop's end", stage.finished)
+            compare(stage, run_id, calm)
+        restarts = service.server_info().engines[1].restarts
+    assert restarts >= len(faults) - 1
+    agent.end()
+    print(f"{dict(seen)}; {restarts} restarts of the engine elsewhere")

@@ -73,7 +73,8 @@ class _Helper:
         data = bytearray(size)
         view = memoryview(data)
         while view:
-            if not self._selector.select(max(0.0, until - time.monotonic())):
+            left = until - time.monotonic()
+            if left <= 0 or not self._selector.select(left):
                 raise TimeoutError
             count = self._process.stdout.raw.readinto(view[:_BLOCK])  # type: ignore[attr-defined]  # a BufferedReader
             if not count:

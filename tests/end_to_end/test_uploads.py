@@ -264,6 +264,7 @@ async def trained(run: gradwire.TrainingClient, steps: int) -> list[float]:
     return losses  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 async def test_runs_from_an_upload_survive_kills_and_forks(
     tiny_model_path: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ ASKS_THE_WORLD = {
 REPORTS = {
     "machine.py": "makes the readings",
     "failures.py": "says which errors mean that memory ran out",
+    "process/__main__.py": "ends the process when its lease is over",
     "process/heartbeat.py": "tells the front, and chooses nothing",
     "process/memory_owners.py": "tells the front, and chooses nothing",
     "process/pulse.py": "tells rank 0, and chooses nothing",

@@ -158,7 +158,7 @@ SEAM = {
     "to_local": {"model/placement.py"},
     "DTensor": {"model/placement.py"},
     "data_ptr": {"model/placement.py"},
-    "save_file": {"model/layers/heads.py", "state/checkpoints.py", "state/exports.py", "state/shared_weights.py"},
+    "save_file": {"model/layers/head_files.py", "state/checkpoints.py", "state/exports.py", "state/shared_weights.py"},
     # The adapter's settings ask for its name, quantization and the search for read weights leave it out; an export
     # unties the heads of a copy.
     "get_output_embeddings": {

@@ -115,6 +115,7 @@ def test_a_configuration_of_no_model_is_one_sentence(
         assert_one_sentence(words, f"gradwire: --reference {tmp_path}: ", sentence)
 
 
+@pytest.mark.slow
 def test_a_model_whose_code_loops_over_tokens_is_estimated_in_proportion(tmp_path: Path) -> None:
     given = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(given))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -96,6 +97,11 @@ async def test_a_run_has_the_same_bits_on_an_engine_elsewhere(server: Server, ag
         assert await weights(moving) == await weights(still)
         assert await client.move_run(moving.run_id, engine=0) == 0, "its checkpoint is where all engines find it"
         assert await train(moving, 4) == await train(still, 4)
+        lost = agent.engine_pid
+        assert lost is not None
+        os.kill(lost, signal.SIGKILL)
+        await asyncio.to_thread(wait_for, "another process of the agent", lambda: agent.engine_pid not in (None, lost))
+        assert await train(moving, 8) == await train(still, 8)
         for run in (still, moving):
             await client.delete_run(run.run_id)
 

@@ -226,7 +226,9 @@ class AsyncEngineLink:
         more.set_result(None)
 
     def close(self) -> None:
-        """Close the link; call it when no task is receiving."""
+        """Close the link; call it when no task is receiving. A second call does nothing."""
+        if self._sock.fileno() < 0:
+            return
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._sock)
         loop.remove_writer(self._sock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -66,3 +67,11 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
         make_folder(path.parent)
         path.mkdir(mode, exist_ok=True)
         sync(path.parent)
+
+
+def is_full(error: Exception) -> bool:
+    """Whether the disk has no room; safetensors gives the system's error in its text only."""
+    numbers = (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError):
+        return error.errno in numbers
+    return any(f"(os error {number})" in str(error) for number in numbers)

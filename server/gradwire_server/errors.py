@@ -7,6 +7,8 @@ from typing import TypeAlias
 from gradwire_proto.v1 import training_pb2 as pb
 
 Code: TypeAlias = pb.ErrorCode.ValueType
+ERROR_METADATA = "gradwire-error-bin"
+"""Trailing metadata of gRPC in which the whole error travels, serialized."""
 
 
 class ServiceError(Exception):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Query
+from fastapi import APIRouter, Body
 
 from gradwire_feedback.api.access import Rater, Reader, TheContext
 from gradwire_feedback.api.errors import PROBLEMS
-from gradwire_feedback.api.ratings import LARGEST_NUMBER
+from gradwire_feedback.api.ratings import BeforeNumber, OnlyRater, PageRows
 from gradwire_feedback.api.schemas import AgentId, PairOut, RankingIn, RankingOut, RatingId
 from gradwire_feedback.settings import LIMITS
 from gradwire_feedback.store import rankings
@@ -35,9 +35,9 @@ def list_rankings(
     agent_id: AgentId,
     context: TheContext,
     caller: Reader,
-    rater: Annotated[str | None, Query(max_length=LIMITS.name_chars, description="Only this person's.")] = None,
-    before: Annotated[int | None, Query(ge=1, le=LARGEST_NUMBER, description="Only smaller numbers.")] = None,
-    limit: Annotated[int, Query(ge=1, le=LIMITS.listed_rows)] = 100,
+    rater: OnlyRater = None,
+    before: BeforeNumber = None,
+    limit: PageRows = 100,
 ) -> list[RankingOut]:
     """Lists rankings, newest first."""
     with context.database.read() as session:

@@ -15,6 +15,9 @@ from gradwire_feedback.store import ratings
 router = APIRouter(prefix="/api/policies", tags=["ratings"], responses=PROBLEMS)
 
 LARGEST_NUMBER = 2**31 - 1
+OnlyRater = Annotated[str | None, Query(max_length=LIMITS.name_chars, description="Only this person's.")]
+BeforeNumber = Annotated[int | None, Query(ge=1, le=LARGEST_NUMBER, description="Only smaller numbers.")]
+PageRows = Annotated[int, Query(ge=1, le=LIMITS.listed_rows)]
 
 
 @router.get("/{agent_id}/ratings")
@@ -22,9 +25,9 @@ def list_ratings(
     agent_id: AgentId,
     context: TheContext,
     caller: Reader,
-    rater: Annotated[str | None, Query(max_length=LIMITS.name_chars, description="Only this person's.")] = None,
-    before: Annotated[int | None, Query(ge=1, le=LARGEST_NUMBER, description="Only smaller numbers.")] = None,
-    limit: Annotated[int, Query(ge=1, le=LIMITS.listed_rows)] = 100,
+    rater: OnlyRater = None,
+    before: BeforeNumber = None,
+    limit: PageRows = 100,
 ) -> list[RatingOut]:
     """Lists ratings, newest first, with their history and the versions that were trained on them."""
     with context.database.read() as session:

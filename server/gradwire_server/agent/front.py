@@ -18,10 +18,9 @@ from gradwire_proto.v1.engine_pb2_grpc import EngineServiceStub
 
 from gradwire_server.engine_link.chunks import ChunkedLink
 from gradwire_server.engine_link.frames import LinkClosed
-from gradwire_server.errors import ServiceError
+from gradwire_server.errors import ERROR_METADATA, ServiceError
 
 ADDRESS = re.compile(r"(https?)://([^/\s]+:\d+)/?")
-ERROR_METADATA = "gradwire-error-bin"
 OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),

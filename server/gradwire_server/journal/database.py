@@ -8,7 +8,6 @@ savepoint, so that one that fails does not affect the others.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import queue
 import sqlite3
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.durable_files import is_full
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.mirror import MirroredConnection, copy_database
 from gradwire_server.journal.schema import connect, connect_as, migrate, newest_commit
@@ -195,8 +195,9 @@ class Database:
 
     def _storage_error(self, error: Exception) -> Exception:
         """The error that callers get; a full disk is the operator's to mend, so the log has it as well."""
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if not full and not (isinstance(error, sqlite3.OperationalError) and "full" in str(error)):
+        if not (isinstance(error, OSError) and is_full(error)) and not (
+            isinstance(error, sqlite3.OperationalError) and "full" in str(error)
+        ):
             return error
         if self.ran_s() >= self._full_said_s + FULL_SAID_EVERY_S:
             self._full_said_s = self.ran_s()

@@ -7,7 +7,6 @@ they go.
 
 from __future__ import annotations
 
-import errno
 import logging
 import shutil
 import time
@@ -19,7 +18,7 @@ from gradwire_proto.v1 import journal_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.checkpoint_files import DamagedCheckpoint, StoredFile, read_sealed, sealed
-from gradwire_server.durable_files import make_folder, replace_text, sync, sync_tree
+from gradwire_server.durable_files import is_full, make_folder, replace_text, sync, sync_tree
 from gradwire_server.errors import ServiceError
 from gradwire_server.stores.store import Store, StoreError, upload_files
 
@@ -78,7 +77,7 @@ class UploadFolders:
                 with file.open("ab") as stream:
                     stream.write(chunk[size - offset :])
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not is_full(error):
                 raise
             message = f"the server's disk is full: {name!r} was not written"
             raise ServiceError(pb.ERROR_CODE_STORAGE_FULL, message) from error

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from gradwire_server.checkpoint_files import StoredFile
 from gradwire_server.crash_points import crash_point
-from gradwire_server.durable_files import link_or_copy, make_folder, replace_text, sync, sync_tree
+from gradwire_server.durable_files import is_full, link_or_copy, make_folder, replace_text, sync, sync_tree
 from gradwire_server.stores.store import IDENTITY, Place, Store, StoreFull, Superseded
 
 FENCE = ".fence"
@@ -175,14 +175,6 @@ def superseded(place: Place) -> Superseded:
         f"{place} was not written: another engine holds {place.owner} now. This one was taken for lost; its work was"
         " given to the other"
     )
-
-
-def is_full(error: Exception) -> bool:
-    """Whether the disk has no room; safetensors gives the system's error in its text only."""
-    numbers = (errno.ENOSPC, errno.EDQUOT)
-    if isinstance(error, OSError):
-        return error.errno in numbers
-    return any(f"(os error {number})" in str(error) for number in numbers)
 
 
 def _rename(new: Path, path: Path) -> None:

@@ -24,10 +24,10 @@ from typing import Any
 
 from gradwire_server.checkpoint_files import DamagedCheckpoint, StoredFile, sealed, unsealed
 from gradwire_server.crash_points import crash_point
-from gradwire_server.durable_files import link_or_copy
+from gradwire_server.durable_files import is_full, link_or_copy
 from gradwire_server.stores.bucket import Bucket, Conflict, Missing
 from gradwire_server.stores.cache import Cache
-from gradwire_server.stores.folders import is_full, superseded
+from gradwire_server.stores.folders import superseded
 from gradwire_server.stores.store import IDENTITY, Place, Store, StoreError, StoreFull
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import errno
 import hashlib
 import json
 import logging
@@ -27,7 +26,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Caller, Quota
 from gradwire_server.access.quotas import check_files
 from gradwire_server.config import CHUNK_BYTES, ServerConfig
-from gradwire_server.durable_files import make_folder, sync
+from gradwire_server.durable_files import is_full, make_folder, sync
 from gradwire_server.errors import ServiceError, check_length, limit_exceeded, unknown_file
 from gradwire_server.journal.job_records import FileRecords
 
@@ -201,7 +200,7 @@ class Files:
                 await asyncio.to_thread(stream.write, chunk)
             await asyncio.to_thread(_flush, stream)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not is_full(error):
                 raise
             message = "the server's disk is full: the file was not stored"
             raise ServiceError(pb.ERROR_CODE_STORAGE_FULL, message) from error

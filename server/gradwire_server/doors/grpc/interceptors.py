@@ -28,11 +28,10 @@ from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.doors.grpc.errors import GRPC_STATUS
 from gradwire_server.doors.wire_format import TooManyFieldsError, check_fields
-from gradwire_server.errors import ServiceError, limit_exceeded
+from gradwire_server.errors import ERROR_METADATA, ServiceError, limit_exceeded
 
 log = logging.getLogger(__name__)
 
-ERROR_METADATA = "gradwire-error-bin"
 MAX_MESSAGE_CHARS = 1000
 _OPEN = "/grpc.health.v1.Health/"
 _ENGINES = "/gradwire.v1.EngineService/"

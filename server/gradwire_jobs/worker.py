@@ -38,7 +38,6 @@ LOST = 75
 """Exit code of a worker that lost the server; the next one goes on."""
 STOP_S = 10.0
 """Seconds after SIGTERM in which a step ends and a checkpoint is saved, before the training is interrupted."""
-REINFORCEMENT = ("ppo", "grpo")
 AT_FAULT = (SettingsError, gradwire.InvalidRequestError, gradwire.OperationError, ValueError, OSError, ImportError)
 """Errors that are told as a sentence; a traceback of any other is in the log as well."""
 
@@ -83,7 +82,7 @@ def _end_with_parent() -> None:
 async def _run(task: Task) -> int:
     async with gradwire.connect(task.address, api_key=task.key) as service:
         job = await service.jobs.get(task.job_id)
-        first = 0 if job.recipe in REINFORCEMENT else 1
+        first = 0 if job.recipe != "script" and command.is_on_rewards(job.recipe) else 1
         reporter = JobReporter(service.jobs, task.job_id, task.attempt, first)
         OBSERVER.set(reporter)
         working = asyncio.create_task(_work(task, job, service, reporter))

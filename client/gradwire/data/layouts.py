@@ -79,11 +79,13 @@ class Prompt:
     Attributes:
         prompt: Messages.
         answer: What a reward compares with; None if the row has none.
+        columns: The whole row.
         place: File and line that it came from.
     """
 
     prompt: tuple[Message, ...]
     answer: Any = None
+    columns: Row = field(default_factory=dict, compare=False, repr=False)
     place: str = field(default="", compare=False)
 
 
@@ -277,7 +279,8 @@ def prompt(row: Row, mapping: Mapped) -> Prompt:
         messages.pop()
     if not messages:
         raise Unfit("the prompt is empty")
-    return Prompt(tuple(messages), _pick(row, mapping, "answer", ("answer", "ground_truth", "solution", *ANSWERS)))
+    answer = _pick(row, mapping, "answer", ("answer", "ground_truth", "solution", *ANSWERS))
+    return Prompt(tuple(messages), answer, dict(row))
 
 
 def _pick(row: Row, mapping: Mapped, field: str, usual: Sequence[str]) -> Any:

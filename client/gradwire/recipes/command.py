@@ -16,7 +16,8 @@ from gradwire.recipes.settings import Settings, SettingsError, built, example, l
 
 RECIPES = {
     "sft": "SFT", "dpo": "DPO", "kto": "KTO", "orpo": "ORPO", "simpo": "SimPO", "reward": "Reward",
-    "process_reward": "ProcessReward", "ppo": "PPO", "grpo": "GRPO", "distill": "Distill",
+    "process_reward": "ProcessReward", "ppo": "PPO", "grpo": "GRPO", "rloo": "RLOO", "gigpo": "GiGPO",
+    "distill": "Distill",
 }  # fmt: skip
 """Name -> the class of its settings, in the module of the name."""
 
@@ -78,6 +79,13 @@ def settings_kind(recipe: str) -> type[Settings]:
     if recipe not in RECIPES:
         raise SettingsError(f"there is no recipe {recipe!r}; there are {', '.join(RECIPES)}")
     return _recipe(recipe)[0]
+
+
+def is_on_rewards(recipe: str) -> bool:
+    """Whether a recipe trains on rewards, in iterations that are counted from 0."""
+    from gradwire.recipes.rl import RLSettings
+
+    return issubclass(settings_kind(recipe), RLSettings)
 
 
 async def train(recipe: str, settings: Settings) -> None:

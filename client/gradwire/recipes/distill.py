@@ -9,14 +9,14 @@ from typing import Any
 
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
-from gradwire.recipes.settings import Settings, SettingsError, setting
+from gradwire.recipes.settings import RowSettings, SettingsError, setting
 from gradwire.recipes.supervised import train_rows
 from gradwire.recipes.tokens import Tokens
 from gradwire.recipes.training import Training
 
 
 @dataclass
-class Distill(Settings):
+class Distill(RowSettings):
     """Distillation of a teacher with the same tokenizer (generalised knowledge distillation, Agarwal et al. 2023)."""
 
     folder: str = setting("runs/distill", "metrics, checkpoints' positions and the report; a rerun continues there")

@@ -8,13 +8,13 @@ from typing import Any
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.runs import start_reference
-from gradwire.recipes.settings import Settings, SettingsError, setting
+from gradwire.recipes.settings import RowSettings, SettingsError, setting
 from gradwire.recipes.supervised import train_rows
 from gradwire.recipes.tokens import Tokens
 
 
 @dataclass
-class DPO(Settings):
+class DPO(RowSettings):
     """Direct preference optimisation on pairs of answers (Rafailov et al. 2023)."""
 
     folder: str = setting("runs/dpo", "metrics, checkpoints' positions and the report; a rerun continues there")

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import gradwire
 from gradwire.cli.text import size
-from gradwire.recipes.settings import Settings
 
 MOMENT_BYTES = {"adamw": 8, "adamw8bit": 2, "sgd": 4, "muon": 4}
 """Bytes of optimizer state per trained weight."""
@@ -32,13 +31,11 @@ class Estimate:
 
     @staticmethod
     def of(
-        settings: Settings, rows: int, tokens: int, steps: int, model: gradwire.ModelInfo, trained: int, seconds: float
+        optimizer: str, rows: int, tokens: int, steps: int, model: gradwire.ModelInfo, trained: int, seconds: float
     ) -> Estimate:
         """From what was measured; trained weights are held in float32, beside a narrower copy if the model has one."""
         width = 4 if model.dtype == "float32" else 2
-        held = model.num_parameters * width + trained * (
-            4 + MOMENT_BYTES[settings.optimizer] + (4 if width == 2 else 0)
-        )
+        held = model.num_parameters * width + trained * (4 + MOMENT_BYTES[optimizer] + (4 if width == 2 else 0))
         return Estimate(rows, tokens, steps, (model.num_parameters, trained), held, seconds)
 
     def __str__(self) -> str:

@@ -8,13 +8,13 @@ from typing import Any
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.runs import start_reference
-from gradwire.recipes.settings import Settings, setting
+from gradwire.recipes.settings import RowSettings, setting
 from gradwire.recipes.supervised import train_rows
 from gradwire.recipes.tokens import Tokens
 
 
 @dataclass
-class KTO(Settings):
+class KTO(RowSettings):
     """KTO on single answers, each labelled good or bad (Ethayarajh et al. 2024)."""
 
     folder: str = setting("runs/kto", "metrics, checkpoints' positions and the report; a rerun continues there")

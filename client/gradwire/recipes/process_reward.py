@@ -7,13 +7,13 @@ from typing import Any
 
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
-from gradwire.recipes.settings import Settings, setting
+from gradwire.recipes.settings import RowSettings, setting
 from gradwire.recipes.supervised import train_rows
 from gradwire.recipes.tokens import Tokens
 
 
 @dataclass
-class ProcessReward(Settings):
+class ProcessReward(RowSettings):
     """A process reward model from answers whose steps are labelled right or wrong (Lightman et al. 2023)."""
 
     folder: str = setting("runs/process_reward", "metrics, positions and the report; a rerun continues there")

@@ -8,13 +8,13 @@ from typing import Any
 
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
-from gradwire.recipes.settings import Settings, setting
+from gradwire.recipes.settings import RowSettings, setting
 from gradwire.recipes.supervised import train_rows
 from gradwire.recipes.tokens import Tokens
 
 
 @dataclass
-class Reward(Settings):
+class Reward(RowSettings):
     """A reward model from pairs of answers (Bradley and Terry 1952)."""
 
     folder: str = setting("runs/reward", "metrics, checkpoints' positions and the report; a rerun continues there")

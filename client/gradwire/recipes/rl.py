@@ -1,10 +1,10 @@
-"""Shared parts of PPO and GRPO: problems, a grader, the algorithm of ``gradwire.rl`` with its checkpoints."""
+"""Shared parts of trainings on rewards: problems, reward, environment, the algorithm of ``gradwire.rl``."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -14,75 +14,67 @@ from gradwire import data
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.folder import RL_STATE, open_folder, save_state
 from gradwire.recipes.observing import OBSERVER, Observer
+from gradwire.recipes.own_code import REWARDS, check_reward, environment_of, reward_of
 from gradwire.recipes.report import write_report
 from gradwire.recipes.rows import rows_of
 from gradwire.recipes.runs import new_run, open_service
 from gradwire.recipes.settings import Settings, SettingsError, setting
 from gradwire.recipes.tokens import Tokens
 from gradwire.recipes.training import loggers_of, warn_of_warmup
-from gradwire.rl import Algorithm, AlgorithmConfig, last_number, math_answer, multiple_choice
+from gradwire.rl import Algorithm, AlgorithmConfig
 from gradwire.rl.datasets import final_answer
 from gradwire.rl.rewards.graders import GraderError, ServiceJudge, grader_of
 from gradwire.rl.types import Message, Task
-
-GRADERS: Mapping[str, Callable[[], Any]] = {
-    "last_number": last_number,
-    "math_answer": math_answer,
-    "multiple_choice": multiple_choice,
-}
-
-
-ONLY: Mapping[str, Any] = {
-    "schedule": "constant", "optimizer": "adamw", "optimizer_args": {}, "head_learning_rate": 0.0, "accumulation": 1,
-    "overlong": "cut", "eval_first": False, "best_by": "", "patience": 0, "keep": 0,
-}  # fmt: skip
-"""Shared settings that trainings on rewards do not have -> their only value. The best evaluation is always kept."""
 
 
 @dataclass
 class RLSettings(Settings):
     """Settings of trainings on rewards."""
 
-    data: str = setting("train.jsonl", "a file or data set of problems with an answer")
-    learning_rate: float = setting(1e-5, "at its peak; warm-up applies, schedule does not")
-    schedule: str = setting("constant", "constant, the only one here")
-    optimizer: str = setting("adamw", "adamw, the only one here")
-    weight_decay: float = setting(0.0, "decoupled, of all weights")
+    data: str = setting("train.jsonl", "a file or data set of problems, with answers if the reward compares with them")
+    learning_rate: float = setting(1e-5, "after the warmup; it stays there")
+    weight_decay: float = setting(0.0, "of AdamW, decoupled, of all weights")
     batch_size: int = setting(8, "problems of an iteration")
     max_steps: int = setting(0, "iterations at most; 0: as the epochs have")
-    answer_tokens: int = setting(256, "tokens of an answer at most")
+    answer_tokens: int = setting(256, "tokens of an answer, or of a turn, at most")
     temperature: float = setting(1.0, "of sampling")
-    grader: str = setting("last_number", "last_number, math_answer (symbolic; needs gradwire[math]), multiple_choice")
-    grading: dict[str, Any] = setting({}, "a grader of OpenAI's form, over each row's columns; in place of grader")
+    reward: str | dict[str, float] = setting(
+        "last_number",
+        "last_number, math_answer (symbolic; needs gradwire[math]), multiple_choice, environment, FILE.py:FUNCTION, or "
+        "a mapping of these to weights",
+    )
+    grading: dict[str, Any] = setting({}, "a grader of OpenAI's form, over each row's columns; in place of reward")
+    environment: str = setting("", "FILE.py:NAME, MODULE:NAME or an entry point; empty: one answer to each problem")
+    environment_args: dict[str, Any] = setting({}, "what the environment is made with")
+    turns: int = setting(16, "answers of an episode at most, if the environment does not end it before")
     on_failure: Literal["stop", "warn"] = setting("stop", "stop, or warn: what to do when every answer failed")
     eval_problems: int = setting(64, "held-out problems of an evaluation at most; answered greedily")
 
     def check(self) -> None:
         super().check()
-        if self.on_failure not in ("stop", "warn"):
-            raise SettingsError(f"on_failure is {self.on_failure!r}; it must be stop or warn")
-        if self.grader not in GRADERS:
-            raise SettingsError(f"grader is {self.grader!r}; it must be one of {', '.join(GRADERS)}")
+        self.check_choice("on_failure", ("stop", "warn"))
+        check_reward(self.reward)
+        if self.environment_args and not self.environment:
+            raise SettingsError("environment_args is set, and environment is empty")
         if self.grading:
             try:
                 grader_of(self.grading)
             except GraderError as error:
                 raise SettingsError(f"grading: {error}") from None
-        for name, only in ONLY.items():
-            if getattr(self, name) != only:
-                raise SettingsError(f"{name} is {getattr(self, name)!r}; trainings on rewards have only {only!r}")
 
 
 async def train_with(
     settings: RLSettings,
-    algorithm: type[Algorithm],
+    algorithm: Callable[..., Algorithm],
     *,
     group_size: int,
     head: Any = None,
     dry_run: bool = False,
 ) -> Estimate | None:
     """Train a run with an algorithm, from the state in its folder."""
-    kept, held_out = rows_of(_items if settings.grading else data.prompts, settings)
+    environment = environment_of(settings.environment, settings.environment_args)
+    own_reward = None if settings.grading else reward_of(settings.reward)
+    kept, held_out = rows_of(data.prompts, settings)
     folder = Path(settings.folder)
     known = {} if dry_run else open_folder(folder / RL_STATE, settings)
     async with open_service(settings) as (service, model):
@@ -103,10 +95,9 @@ async def train_with(
             if not dry_run:
                 save_state(folder / RL_STATE, {"run_id": run.run_id}, settings)
         loggers = [] if dry_run else loggers_of(settings)
-        judge = ServiceJudge(service)
-        reward = grader_of(settings.grading, judge=judge) if settings.grading else GRADERS[settings.grader]()
+        reward = own_reward or grader_of(settings.grading, judge=ServiceJudge(service))
         arguments = (service, run, tasks, reward, config)
-        async with algorithm(*arguments, eval_tasks=problems, loggers=loggers) as training:
+        async with algorithm(*arguments, environment=environment, eval_tasks=problems, loggers=loggers) as training:
             if dry_run:
                 try:
                     return await _estimate(settings, training, model, len(tasks), total)
@@ -131,7 +122,7 @@ def _config(
         batch_size=settings.batch_size, group_size=group_size, learning_rate=settings.learning_rate,
         warmup_iterations=settings.warmup, weight_decay=settings.weight_decay, loss_kwargs=settings.loss,
         max_grad_norm=settings.max_grad_norm, max_tokens=settings.answer_tokens, temperature=settings.temperature,
-        context_tokens=settings.max_tokens, seed=settings.seed,
+        context_tokens=settings.max_tokens, max_steps_per_rollout=settings.turns, seed=settings.seed,
         eval_every=settings.eval_every if evaluated and not dry_run else 0,
         save_every=0 if dry_run else settings.save_every or per_epoch, on_failure=settings.on_failure,
         checkpoint_dir=None if dry_run else Path(settings.folder),
@@ -145,8 +136,7 @@ async def _tasks(settings: RLSettings, tokens: Tokens, rows: Sequence[data.Promp
         await tokens.prompts(part, room=0)
         return list(part)
 
-    task = _graded_task if settings.grading else _task
-    return [task(each) for each in await tokens.fitting(rows, written)]
+    return [_task(each, settings) for each in await tokens.fitting(rows, written)]
 
 
 async def _estimate(
@@ -162,17 +152,14 @@ async def _estimate(
         await training.evaluate()
         seconds += (time.monotonic() - began) * (total // settings.eval_every)
     tokens = (info.num_tokens - before) * total
-    return Estimate.of(settings, tasks, tokens, total, model, info.num_trainable_parameters, seconds)
+    return Estimate.of("adamw", tasks, tokens, total, model, info.num_trainable_parameters, seconds)
 
 
-def _task(row: data.Prompt) -> Task:
-    return Task(cast("tuple[Message, ...]", row.prompt), final_answer(str(row.answer)))
-
-
-def _items(source: Any, mapping: Mapping[str, Any], **options: Any) -> data.Dataset[data.Prompt]:
-    """Prompts whose answer is the whole row, which graders of OpenAI's form name as ``item``."""
-    return data.prompts(source, mapping={**mapping, "answer": dict}, **options)
-
-
-def _graded_task(row: data.Prompt) -> Task:
-    return Task(cast("tuple[Message, ...]", row.prompt), row.answer)
+def _task(row: data.Prompt, settings: RLSettings) -> Task:
+    """A problem; graders of OpenAI's form compare with the whole row, which they name as ``item``."""
+    prompt, answer = cast("tuple[Message, ...]", row.prompt), row.answer
+    if settings.grading:
+        return Task(prompt, dict(row.columns))
+    if isinstance(answer, str) or (answer is not None and settings.reward in REWARDS):
+        answer = final_answer(str(answer))
+    return Task(prompt, answer, data=row.columns)

@@ -40,7 +40,7 @@ LEAST = {
         "keep",
         "patience",
     ),
-    1: ("batch_size", "accumulation", "epochs", "max_tokens", "answer_tokens", "group_size", "answers"),
+    1: ("batch_size", "accumulation", "epochs", "max_tokens", "answer_tokens", "group_size", "answers", "turns"),
 }
 """Smallest value of a number -> the settings."""
 LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -59,7 +59,7 @@ def setting(default: Any, help: str) -> Any:
 
 @dataclass
 class Settings:
-    """Settings of every training."""
+    """Settings of every training, on rows or on rewards."""
 
     model: str = setting("Qwen/Qwen3-0.6B", "a model: Hugging Face name or folder; with an address, a name it serves")
     address: str = setting("", "HOST:PORT of a running server; empty starts one here, with its state in the folder")
@@ -80,24 +80,14 @@ class Settings:
     rslora: bool = setting(False, "scale by alpha / sqrt(rank) instead")
     dropout: float = setting(0.0, "of the model and the adapter")
     learning_rate: float = setting(1e-4, "at its peak")
-    schedule: str = setting("cosine", "constant, linear, cosine or wsd")
     warmup: int = setting(10, "steps over which the learning rate rises")
-    optimizer: str = setting("adamw", "adamw, adamw8bit, sgd or muon")
-    optimizer_args: dict[str, Any] = setting({}, "betas, eps, momentum: as for optim_step")
-    head_learning_rate: float = setting(0.0, "of a reward or value head; 0: learning_rate")
     max_grad_norm: float = setting(1.0, "longer gradients are scaled down to it; 0: they are not")
     weight_decay: float = setting(0.0, "of matrices; norms and biases are not decayed")
     batch_size: int = setting(16, "rows of a batch; the server divides it by its memory, which changes no result")
-    accumulation: int = setting(1, "batches of a step")
     epochs: int = setting(1, "times that every row is seen")
     max_steps: int = setting(0, "steps at most; 0: as the epochs have")
     max_tokens: int = setting(2048, "longest row; what is longer is treated as overlong says")
-    overlong: str = setting("cut", "cut (at the end, with a warning), cut_start, skip or raise")
     eval_every: int = setting(50, "steps between evaluations; the last step is always evaluated; 0: never")
-    eval_first: bool = setting(False, "evaluate before the first step as well")
-    best_by: str = setting("", "metric of evaluations, as loss, by which a checkpoint `best` is kept; empty: none is")
-    patience: int = setting(0, "evaluations without a better best_by after which the training ends; 0: never")
-    keep: int = setting(0, "newest checkpoints to keep; 0: all; `best` is kept besides")
     save_every: int = setting(50, "steps between checkpoints; the last step is always saved; 0: those of an epoch")
     loggers: list[str] = setting([], "of tensorboard, wandb, trackio, mlflow; metrics.jsonl is always written")
     loss: dict[str, Any] = setting({}, "arguments of the loss: see docs/losses.md")
@@ -107,15 +97,7 @@ class Settings:
 
         Raises:
             SettingsError: They do not."""
-        choices = {
-            "schedule": ("constant", "linear", "cosine", "wsd"),
-            "optimizer": ("adamw", "adamw8bit", "sgd", "muon"),
-            "on_error": ("raise", "skip"),
-            "overlong": ("cut", "cut_start", "skip", "raise"),
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise SettingsError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+        self.check_choice("on_error", ("raise", "skip"))
         for least, names in LEAST.items():
             for name in names:
                 value = getattr(self, name, least)
@@ -130,13 +112,43 @@ class Settings:
         for name in ("lora_dropout", "dropout"):
             if getattr(self, name) >= 1:
                 raise SettingsError(f"{name} is {getattr(self, name)}; it must be at least 0 and less than 1")
+        if not 0 <= self.held_out < 1:
+            raise SettingsError(f"held_out is {self.held_out}; it must be at least 0 and less than 1")
+
+    def check_choice(self, name: str, known: Sequence[str]) -> None:
+        """Check that a setting is one of those that are known.
+
+        Raises:
+            SettingsError: It is not."""
+        if getattr(self, name) not in known:
+            raise SettingsError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+
+
+@dataclass
+class RowSettings(Settings):
+    """Settings of trainings on the rows of a data set."""
+
+    schedule: str = setting("cosine", "constant, linear, cosine or wsd")
+    optimizer: str = setting("adamw", "adamw, adamw8bit, sgd or muon")
+    optimizer_args: dict[str, Any] = setting({}, "betas, eps, momentum: as for optim_step")
+    head_learning_rate: float = setting(0.0, "of a reward or value head; 0: learning_rate")
+    accumulation: int = setting(1, "batches of a step")
+    overlong: str = setting("cut", "cut (at the end, with a warning), cut_start, skip or raise")
+    eval_first: bool = setting(False, "evaluate before the first step as well")
+    best_by: str = setting("", "metric of evaluations, as loss, by which a checkpoint `best` is kept; empty: none is")
+    patience: int = setting(0, "evaluations without a better best_by after which the training ends; 0: never")
+    keep: int = setting(0, "newest checkpoints to keep; 0: all; `best` is kept besides")
+
+    def check(self) -> None:
+        super().check()
+        self.check_choice("schedule", ("constant", "linear", "cosine", "wsd"))
+        self.check_choice("optimizer", ("adamw", "adamw8bit", "sgd", "muon"))
+        self.check_choice("overlong", ("cut", "cut_start", "skip", "raise"))
         if self.patience and not self.best_by:
             raise SettingsError("patience is set, and needs best_by, the metric that should get better, as loss")
         unknown = sorted({*self.optimizer_args} - {"betas", "eps", "momentum"})
         if unknown:
             raise SettingsError(f"optimizer_args has {unknown[0]!r}; there are betas, eps, momentum")
-        if not 0 <= self.held_out < 1:
-            raise SettingsError(f"held_out is {self.held_out}; it must be at least 0 and less than 1")
 
 
 def load(kind: type[S], path: Path | str, overrides: Sequence[str] = ()) -> S:
@@ -221,6 +233,11 @@ def built(kind: type[S], given: Mapping[str, Any], places: Mapping[str, str] = t
 
 
 def _value(hint: Any, value: Any, place: str) -> Any:
+    if isinstance(hint, types.UnionType):
+        kinds = tuple(typing.get_origin(each) or each for each in hint.__args__)
+        if not isinstance(value, kinds):
+            raise SettingsError(f"{place} is {value!r}; it must be {' or '.join(NAMES[each] for each in kinds)}")
+        return value
     kind = typing.get_origin(hint) or hint
     kind = str if kind is typing.Literal else kind
     if kind is float and isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", value):

@@ -7,12 +7,12 @@ from typing import Any
 
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
-from gradwire.recipes.settings import Settings, SettingsError, setting
+from gradwire.recipes.settings import RowSettings, setting
 from gradwire.recipes.supervised import train_rows
 
 
 @dataclass
-class SFT(Settings):
+class SFT(RowSettings):
     """Supervised fine-tuning on conversations, or on prompts with completions."""
 
     folder: str = setting("runs/sft", "metrics, checkpoints' positions and the report; a rerun continues there")
@@ -21,8 +21,7 @@ class SFT(Settings):
 
     def check(self) -> None:
         super().check()
-        if self.train_on not in ("assistant", "last", "all"):
-            raise SettingsError(f"train_on is {self.train_on!r}; it must be one of assistant, last, all")
+        self.check_choice("train_on", ("assistant", "last", "all"))
 
 
 async def train(settings: SFT, *, dry_run: bool = False) -> Estimate | None:

@@ -7,13 +7,13 @@ from typing import Any
 
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
-from gradwire.recipes.settings import Settings, setting
+from gradwire.recipes.settings import RowSettings, setting
 from gradwire.recipes.supervised import train_rows
 from gradwire.recipes.tokens import Tokens
 
 
 @dataclass
-class SimPO(Settings):
+class SimPO(RowSettings):
     """SimPO on pairs of answers, without a reference (Meng et al. 2024)."""
 
     folder: str = setting("runs/simpo", "metrics, checkpoints' positions and the report; a rerun continues there")

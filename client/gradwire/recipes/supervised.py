@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from gradwire.data import Dataset
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.rows import rows_of
-from gradwire.recipes.settings import Settings
+from gradwire.recipes.settings import RowSettings
 from gradwire.recipes.tokens import Tokens
 from gradwire.recipes.training import Training, open_training
 
@@ -19,7 +19,7 @@ Sample = Callable[[Training, Tokens, Sequence[T], int], Awaitable[list[Any] | No
 
 
 async def train_rows(
-    settings: Settings,
+    settings: RowSettings,
     load: Callable[..., Dataset[T]],
     encode: Encode[T],
     loss_fn: str,

@@ -21,7 +21,7 @@ from gradwire.recipes.folder import STATE, open_folder, save_state
 from gradwire.recipes.observing import OBSERVER, Observer, TrainingStopped
 from gradwire.recipes.report import write_report
 from gradwire.recipes.runs import new_run, open_service
-from gradwire.recipes.settings import Settings
+from gradwire.recipes.settings import RowSettings, Settings
 from gradwire.rl.loggers import JsonlLogger, MetricLogger, MlflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 from gradwire.rl.progress import Progress
 
@@ -52,7 +52,13 @@ class Training:
     """
 
     def __init__(
-        self, settings: Settings, service: Any, run: Any, model: gradwire.ModelInfo, state: Mapping[str, Any], head: Any
+        self,
+        settings: RowSettings,
+        service: Any,
+        run: Any,
+        model: gradwire.ModelInfo,
+        state: Mapping[str, Any],
+        head: Any,
     ) -> None:
         self.settings, self.service, self.run, self.model, self._head = settings, service, run, model, head
         self.folder = Path(settings.folder)
@@ -213,7 +219,7 @@ class Training:
         seconds *= steps * settings.accumulation + evaluations * held_out / len(both[-1]) / 3
         tokens *= steps * settings.accumulation
         trained = (await self.run.info()).num_trainable_parameters
-        return Estimate.of(settings, batches.num_rows, round(tokens), steps, self.model, trained, seconds)
+        return Estimate.of(settings.optimizer, batches.num_rows, round(tokens), steps, self.model, trained, seconds)
 
     def close(self) -> None:
         """Close the loggers and write ``report.html``."""
@@ -222,7 +228,7 @@ class Training:
         write_report(self.folder, type(self.settings).__name__, asdict(self.settings))
 
 
-def total_steps(settings: Settings, batches: Batches[Any]) -> int:
+def total_steps(settings: RowSettings, batches: Batches[Any]) -> int:
     """Number of steps of the whole training."""
     return settings.max_steps or -(-batches.per_epoch * settings.epochs // settings.accumulation)
 
@@ -235,7 +241,7 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
 
 @asynccontextmanager
 async def open_training(
-    settings: Settings, *, head: Any = None, num_labels: int = 0, dry_run: bool = False
+    settings: RowSettings, *, head: Any = None, num_labels: int = 0, dry_run: bool = False
 ) -> AsyncIterator[Training]:
     """Open a training: connect, and create its run or continue from the state in its folder.
 

@@ -193,8 +193,8 @@ KILLED: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 
 
 def test_every_loop_is_killed() -> None:
-    """These recipes have the loop of sft and dpo: rows, a loss, a step."""
-    assert set(command.RECIPES) - set(KILLED) == {"kto", "orpo", "simpo", "process_reward"}
+    """The others have the loop of sft and dpo, rows, a loss and a step, or that of grpo."""
+    assert set(command.RECIPES) - set(KILLED) == {"kto", "orpo", "simpo", "process_reward", "rloo", "gigpo"}
 
 
 def trained(recipe: str, folder: Path, lines: int = 0) -> tuple[int, str]:
@@ -341,6 +341,7 @@ def test_an_example_is_a_valid_configuration(recipe: str, tmp_path: Path, capsys
     assert all("  # " in line for line in text.splitlines()[1:])
     (tmp_path / "c.yaml").write_text(text)
     kind, _ = command._recipe(recipe)
-    overrides = ["loss.reduction=sum", "learning_rate=1e-3"] + ["teacher=t"] * (recipe == "distill")
+    needed = {"distill": ["teacher=t"], "gigpo": ["environment=world.py:World"]}.get(recipe, [])
+    overrides = ["loss.reduction=sum", "learning_rate=1e-3", *needed]
     settings = load(kind, tmp_path / "c.yaml", overrides)
     assert settings.loss == {"reduction": "sum"} and settings.learning_rate == 1e-3

@@ -13,9 +13,10 @@ import gradwire
 import httpx
 import pytest
 from gradwire.data import DataError
-from gradwire.recipes import command, dpo, grpo, sft
+from gradwire.recipes import command, dpo, gigpo, grpo, rloo, sft
 from gradwire.recipes.folder import trained
 from support.chats import chat_model
+from support.own_code import own_code
 from support.server import Server
 from typer.testing import CliRunner
 
@@ -261,3 +262,29 @@ def test_an_afternoon_by_commands_alone(tmp_path: Path) -> None:
         finally:
             served.terminate()
     assert answered.status_code == 200 and answered.json()["choices"], answered.text
+
+
+async def test_own_rewards_and_environments_are_trained_on(server: Server, tmp_path: Path) -> None:
+    code = own_code(tmp_path)
+    common: dict[str, Any] = COMMON | {
+        "address": server.address, "data": str(code / "asked.jsonl"), "mapping": {"answer": "wanted"},
+        "max_steps": 1, "batch_size": 2, "answer_tokens": 8, "held_out": 0.2, "eval_every": 1, "eval_problems": 1,
+        "group_size": 4,
+    }  # fmt: skip
+    world = f"{code}/own_world.py:Counting"
+    own = {f"{code}/own_rewards.py:ones": 1.0, f"{code}/own_rewards.py:brevity": 0.1}
+    for module, settings in (
+        (rloo, rloo.RLOO(**common, reward=own, folder=str(tmp_path / "rloo"))),
+        (grpo, grpo.GRPO(**common, reward="environment", environment=world, folder=str(tmp_path / "grpo"))),
+        (
+            gigpo,
+            gigpo.GiGPO(**common, environment=world, environment_args={"turns": 3}, folder=str(tmp_path / "gigpo")),
+        ),
+    ):
+        await module.train(settings)
+    lines = {name: json.loads((tmp_path / name / "metrics.jsonl").read_text()) for name in ("rloo", "grpo", "gigpo")}
+    assert {"rewards/ones", "rewards/brevity", "train/grad_norm", "eval/success"} <= set(lines["rloo"])
+    assert (
+        lines["grpo"]["rollouts/avg_trajectory_length"] == 2 and lines["gigpo"]["rollouts/avg_trajectory_length"] == 3
+    )
+    assert lines["gigpo"]["train/anchor_states"] == 6

@@ -305,5 +305,14 @@ async def test_a_worker_that_cannot_be_started_is_tried_again_and_then_given_up(
         assert waited[:4] == [0.5, 1.0, 2.0, 4.0]
 
 
+async def test_jobs_run_no_code_that_their_settings_name(start: Start) -> None:
+    async with start(**NO_WORKERS) as door:
+        stub = await stub_of(door)
+        for field, given in (("reward", "my.py:score"), ("reward", {"os:system": 1.0}), ("environment", "a.b:C")):
+            error = await refused(create(stub, recipe="grpo", **{field: given}))
+            assert error.field == field and f"{field} names code of its own" in error.message
+        await create(stub, recipe="grpo", reward={"last_number": 1.0})
+
+
 def test_a_job_runs_every_recipe_of_the_command_line() -> None:
     assert set(RECIPES) == set(command.RECIPES), "the server may not import the client, and so has a list of its own"

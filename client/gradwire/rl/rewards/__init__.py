@@ -20,6 +20,7 @@ from gradwire.rl.rewards.model import EnvironmentReward, RewardModel, environmen
 from gradwire.rl.rewards.portable import NotPortableError
 from gradwire.rl.rewards.sandbox import Outcome, Sandbox, SandboxLimits
 from gradwire.rl.rewards.verifiable import code_passes, find_last_number, json_schema, last_number, regex_match
+from gradwire.rl.rewards.weighted import WeightedReward
 
 __all__ = [
     "EnvironmentReward",
@@ -41,6 +42,7 @@ __all__ = [
     "SandboxLimits",
     "Scorer",
     "StepAlignmentError",
+    "WeightedReward",
     "align",
     "align_batch",
     "as_computer",

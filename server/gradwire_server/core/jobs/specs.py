@@ -14,12 +14,16 @@ from gradwire_server.config import ServerConfig
 from gradwire_server.core.jobs.files import Files
 from gradwire_server.errors import ServiceError, check_length, limit_exceeded
 
-RECIPES = ("sft", "dpo", "kto", "orpo", "simpo", "reward", "process_reward", "ppo", "grpo", "distill")
+RECIPES = (
+    "sft", "dpo", "kto", "orpo", "simpo", "reward", "process_reward", "ppo", "grpo", "rloo", "gigpo", "distill",
+)  # fmt: skip
 SCRIPT = "script"
 FILE_SETTINGS = ("data", "validation", "script")
 """Settings that name files of the owner's."""
 OWN_SETTINGS = ("address", "folder", "loggers")
 """Settings that are the server's to choose."""
+CODE_SETTINGS = ("reward", "environment")
+"""Settings that may name code, as FILE.py:NAME or MODULE:NAME."""
 MAX_METADATA_CHARS = 512
 
 
@@ -64,6 +68,14 @@ class JobSpecs:
                 raise _invalid(f"{name} is the server's to choose: leave it out", name)
         if settings.get("init_from") and not str(settings["init_from"]).startswith("run-"):
             raise _invalid("init_from is no checkpoint RUN_ID/NAME, and folders are the server's", "init_from")
+        for name in CODE_SETTINGS if spec.recipe != SCRIPT else ():
+            given = settings.get(name) or ""
+            if any(":" in str(each) for each in (given if isinstance(given, dict) else [given])):
+                raise _invalid(
+                    f"{name} names code of its own, which jobs do not run: name what the server has, describe the "
+                    "reward in `grading`, or send the training as a --script",
+                    name,
+                )
         if spec.recipe != SCRIPT:
             if not isinstance(settings.get("model"), str):
                 raise _invalid("model is missing: name a model of this server", "model")

@@ -1,0 +1,156 @@
+"""Code of one's own that settings name: rewards and environments."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gradwire.recipes.settings import SettingsError
+from gradwire.rl import last_number, math_answer, multiple_choice
+from gradwire.rl.environments import BaseEnvironment, GroupBuilder
+from gradwire.rl.rewards import Scorer, WeightedReward, environment_reward
+from gradwire.rl.rewards.computer import as_scorer
+
+REWARDS: Mapping[str, Callable[[], Any]] = {
+    "last_number": last_number, "math_answer": math_answer, "multiple_choice": multiple_choice,
+    "environment": environment_reward,
+}  # fmt: skip
+"""Name -> makes the reward. ``environment`` takes what the environment itself gave."""
+ENVIRONMENTS = "gradwire.environments"
+"""The group of entry points in which packages offer environments."""
+
+
+def check_reward(given: str | Mapping[str, float]) -> None:
+    """Check the names and weights of the setting ``reward``, without loading anything.
+
+    Raises:
+        SettingsError: One is unknown, or a weight is no number.
+    """
+    if not given:
+        raise SettingsError("reward is empty")
+    for name, weight in given.items() if isinstance(given, Mapping) else ((given, 1.0),):
+        if name not in REWARDS and ":" not in name:
+            raise SettingsError(
+                f"reward has {name!r}; it must be one of {', '.join(REWARDS)}, or FILE.py:FUNCTION, or a mapping of "
+                "these to weights"
+            )
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise SettingsError(f"reward has the weight {weight!r} for {name}; it must be a number")
+
+
+def reward_of(given: str | Mapping[str, float]) -> Scorer:
+    """Make the reward that the setting ``reward`` describes. Functions of one's own run in the sandbox.
+
+    Raises:
+        SettingsError: Its code cannot be loaded, or is no reward.
+    """
+    names = list(given) if isinstance(given, Mapping) else [given]
+    functions = {name: REWARDS[name]() if name in REWARDS else loaded(name, "reward") for name in names}
+    if isinstance(given, str):
+        return _scorer(functions[given])
+    shown = {name.rpartition(":")[2] if _single(name, names) else name: each for name, each in functions.items()}
+    return WeightedReward({name: _scorer(each) for name, each in shown.items()}, dict(zip(shown, given.values())))
+
+
+def _scorer(reward: Any) -> Scorer:
+    try:
+        return as_scorer(reward)
+    except TypeError as error:  # parameters that no reward function may take
+        raise SettingsError(f"reward: {error}") from None
+
+
+def _single(name: str, names: list[str]) -> bool:
+    """Whether the part of a name behind the colon tells it from the others."""
+    return sum(each.rpartition(":")[2] == name.rpartition(":")[2] for each in names) == 1
+
+
+def environment_of(given: str, arguments: Mapping[str, Any]) -> BaseEnvironment | GroupBuilder | None:
+    """Make the environment that the setting ``environment`` names; None if it is empty.
+
+    Args:
+        given: ``FILE.py:NAME`` or ``MODULE:NAME`` of a class or function that makes one, or an entry point of the
+            group ``gradwire.environments``.
+        arguments: What it is called with.
+
+    Raises:
+        SettingsError: There is none, or it cannot be made.
+    """
+    if not given:
+        return None
+    if ":" in given:
+        make = loaded(given, "environment")
+    else:
+        offered = {each.name: each for each in importlib.metadata.entry_points(group=ENVIRONMENTS)}
+        if given not in offered:
+            known = f"there are {', '.join(sorted(offered))}, or" if offered else "no package offers any:"
+            raise SettingsError(f"environment: there is no entry point {given!r}; {known} write FILE.py:NAME")
+        make = offered[given].load()
+    try:
+        made = make if isinstance(make, BaseEnvironment | GroupBuilder) and not arguments else make(**arguments)
+    except Exception as error:  # its own code may raise anything
+        raise SettingsError(f"environment: {given} with {dict(arguments)}: {_told(error)}") from error
+    if not isinstance(made, BaseEnvironment | GroupBuilder):
+        raise SettingsError(
+            f"environment: {given} makes {type(made).__name__}; it must be a BaseEnvironment or a GroupBuilder of "
+            "gradwire.rl"
+        )
+    return made
+
+
+def loaded(given: str, setting: str) -> Any:
+    """Load ``FILE.py:NAME`` or ``MODULE:NAME``.
+
+    Raises:
+        SettingsError: There is no such file, module or name, or it fails when it is imported.
+    """
+    place, _, name = given.rpartition(":")
+    try:
+        module = _from_file(Path(place), setting) if place.endswith(".py") else importlib.import_module(place)
+    except SettingsError:
+        raise
+    except Exception as error:  # the user's own code may raise anything
+        raise SettingsError(f"{setting}: {place} cannot be imported: {_told(error)}") from error
+    if not hasattr(module, name):
+        has = ", ".join(each for each, value in vars(module).items() if callable(value) and each[0] != "_")
+        raise SettingsError(f"{setting}: {place} has no {name!r}; it has {has or 'no functions'}")
+    return getattr(module, name)
+
+
+def _from_file(file: Path, setting: str) -> ModuleType:
+    """Import a file as Python does a script: what lies beside it can be imported as well, also in the sandbox."""
+    file = file.expanduser().resolve()
+    if not file.is_file():
+        raise SettingsError(f"{setting}: there is no file {file}")
+    name = file.stem
+    if name in sys.modules and getattr(sys.modules[name], "__file__", "") != str(file):  # another has the name
+        name = f"{name}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _told(error: Exception) -> str:
+    """An error and the last line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {error}" + (
+        f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    )

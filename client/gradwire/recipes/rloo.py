@@ -1,0 +1,30 @@
+"""Policy gradients with the mean reward of a problem's other answers as the baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.rl import RLSettings, train_with
+from gradwire.recipes.settings import SettingsError, setting
+from gradwire.rl import REINFORCEAlgorithm
+
+
+@dataclass
+class RLOO(RLSettings):
+    """REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024)."""
+
+    folder: str = setting("runs/rloo", "metrics, checkpoints' positions and the report; a rerun continues there")
+    group_size: int = setting(8, "answers to each problem")
+    loss: dict[str, Any] = setting({}, "arguments of importance_sampling: see docs/losses.md")
+
+    def check(self) -> None:
+        super().check()
+        if self.group_size < 2:
+            raise SettingsError("group_size is 1; an answer is judged by the others to its problem: at least 2")
+
+
+async def train(settings: RLOO, *, dry_run: bool = False) -> Estimate | None:
+    """Run the training, or only estimate it."""
+    return await train_with(settings, REINFORCEAlgorithm, group_size=settings.group_size, dry_run=dry_run)

@@ -79,7 +79,8 @@ async def test_what_adds_none_says_how_to_get_one(service: gradwire.ServiceClien
 
 
 @pytest.mark.holds_loop("it starts and kills servers")
-@pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.slow), {"rank": 4}], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["full", "lora"])
+@pytest.mark.slow  # three starts
 async def test_it_survives_a_kill_and_forks_and_checkpoints_have_it(
     killable: Server, rng: np.random.Generator, lora: dict[str, Any] | None
 ) -> None:

@@ -43,6 +43,7 @@ async def steps(service: gradwire.ServiceClient, run: gradwire.TrainingClient, m
 
 
 @pytest.mark.holds_loop("the page's code is compiled and run on the loop")
+@pytest.mark.slow  # three starts
 async def test_the_page_runs_and_a_kill_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smolvlm, qwen = (vision_model(tmp_path / kind, kind) for kind in ("smolvlm", "qwen2_vl"))
     server = Server(smolvlm, tmp_path / "state", "--model", f"qwen={qwen}", name=SMOLVLM).start()

@@ -33,6 +33,7 @@ async def steps(run: gradwire.TrainingClient, count: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow  # three starts
 async def test_it_trains_survives_a_kill_bit_for_bit_and_says_how_far_the_export_is(
     tiny_model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

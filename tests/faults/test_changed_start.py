@@ -85,6 +85,7 @@ async def calm(service: Any, before: int) -> list[float]:
     return figures(first + [await each for each in train(run, ROUNDS)])
 
 
+@pytest.mark.slow  # six starts
 async def test_a_start_without_the_model_and_with_smaller_limits_destroys_nothing(
     tiny_model_path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -99,6 +99,7 @@ def changed(weights: Path) -> None:
     weights.write_bytes(data)
 
 
+@pytest.mark.slow  # four starts
 def test_replaced_base_weights_park_the_run_until_they_are_accepted(
     restarted: Restarted, caplog: pytest.LogCaptureFixture
 ) -> None:

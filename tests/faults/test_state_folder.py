@@ -230,6 +230,7 @@ def test_a_folder_that_is_no_state_folder_is_not_made_one(tmp_path: Path) -> Non
     assert [each.name for each in tmp_path.iterdir()] == ["config.json"]
 
 
+@pytest.mark.slow  # two starts
 def test_a_folder_of_version_1_without_its_database_keeps_its_checkpoints(
     tiny_model_path: Path, tmp_path: Path, begin: Begin
 ) -> None:
@@ -297,6 +298,7 @@ class JumpingServer(Server):
         self._command[1:3] = ["-c", JUMPED, str(jump)]
 
 
+@pytest.mark.slow  # two starts
 def test_a_wall_clock_that_jumps_by_weeks_keeps_results(tiny_model_path: Path, tmp_path: Path, begin: Begin) -> None:
     jump = tmp_path / "jump"
     server = begin(JumpingServer(tiny_model_path, tmp_path / "state", jump))

@@ -224,6 +224,7 @@ async def test_several_targets_at_each_position_dense_and_sparse(tinker: TinkerC
     assert rows[0].shape == (8, 3) and rows[1].shape == (4,)
 
 
+@pytest.mark.slow  # two starts
 async def test_a_killed_server_keeps_every_promise_but_samples(tmp_path: Path) -> None:
     server = HttpServer(
         await asyncio.to_thread(tiny_model, tmp_path / "model"), tmp_path / "state", free_port(), "--threads", "1"

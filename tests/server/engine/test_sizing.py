@@ -155,6 +155,7 @@ def test_each_part_grows_with_what_it_is_for(model: Path) -> None:
     assert one.activations[True] < one.activations[False] == one.parts["activations"]
 
 
+@pytest.mark.slow  # twenty estimates
 def test_the_advice_is_what_the_estimate_then_confirms(model: Path) -> None:
     fits = estimated(model, Device("cuda", 2 * GIB), dtype=torch.bfloat16)
     assert fits.fits and advice(fits)[0].startswith("It fits")

@@ -65,16 +65,12 @@ def test_a_person_reads_a_table_and_what_to_do(model: Path) -> None:
     ],
 )
 def test_a_mistake_is_one_sentence(model: Path, words: tuple[str, ...], sentence: str) -> None:
-    done = gradwire(*(word.format(model=model) for word in words))
-    assert done.returncode == 2 and done.stdout == ""
-    assert sentence in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert_one_sentence([word.format(model=model) for word in words], "gradwire: ", sentence)
 
 
 def test_a_configuration_that_is_none_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    done = gradwire("--model", str(tmp_path))
-    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
-    assert f"--model {tmp_path}: " in done.stderr
+    assert_one_sentence(["--model", str(tmp_path)], f"gradwire: --model {tmp_path}: ", "")
 
 
 @pytest.mark.parametrize(

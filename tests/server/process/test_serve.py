@@ -73,6 +73,7 @@ def engine_of(server_words: str) -> int:
     raise LookupError(server_words)
 
 
+@pytest.mark.slow  # three starts; test_durability has the short form
 async def test_a_run_outlives_its_engine_and_its_server(tiny_model_path: Path, tmp_path: Path) -> None:
     lora = pb.LoraSettings(rank=2, dropout=0.1)
     async with serving(tiny_model_path, tmp_path, signal.SIGKILL) as address:

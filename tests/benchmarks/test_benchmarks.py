@@ -50,6 +50,7 @@ def test_rows_run(row: str) -> None:
 
 
 @pytest.mark.timeout(1200)  # seconds, where nothing else computes
+@pytest.mark.slow  # half a minute
 def test_the_table_is_one_command(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     said = run("benchmarks", "--smoke", "--repeats", "1", "--only", "overhead", "--json", str(file))
@@ -126,7 +127,8 @@ def test_gpu_cases_run_at_tiny_shapes_and_are_not_run_twice(tmp_path: Path) -> N
     assert json.loads(results.read_text())["cases"] == first
 
 
-@pytest.mark.parametrize("tuning", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tuning", ["lora", "full"])
+@pytest.mark.slow  # a quarter of a minute
 def test_our_side_on_a_gpus_models(tuning: str, tmp_path: Path) -> None:
     found = run_case(Case("0.6B", tuning, "ours"), tmp_path, "cpu", smoke=True)
     assert found["tokens_per_second"] > 0

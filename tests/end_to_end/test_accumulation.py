@@ -126,6 +126,7 @@ async def test_a_step_counts_the_operations_it_took(service: gradwire.ServiceCli
     assert (await run.optim_step()).num_accumulated == 3
 
 
+@pytest.mark.slow  # a server killed once more
 async def test_what_was_dropped_does_not_come_back_with_a_recovery(killable: Server) -> None:
     async with gradwire.connect(killable.address, connect_timeout=120) as service:
         expected = await alone(service)

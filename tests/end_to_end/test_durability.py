@@ -33,8 +33,9 @@ async def logprobs(run: gradwire.TrainingClient) -> list[list[float]]:
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [pytest.param(*each, id=each[0], marks=[pytest.mark.slow] if each[0] == "full" else []) for each in SETTINGS],
+    [pytest.param(*each, id=each[0]) for each in SETTINGS],
 )
+@pytest.mark.slow  # a server started twice more
 async def test_a_loaded_checkpoint_goes_on_bit_for_bit_after_a_restart(
     killable: Server, rng: np.random.Generator, kind: str, settings: dict[str, Any]
 ) -> None:

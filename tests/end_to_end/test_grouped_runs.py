@@ -84,6 +84,7 @@ async def test_four_clients_together_get_what_each_gets_alone(
     assert code == 0
 
 
+@pytest.mark.slow  # a server of its own
 async def test_a_group_takes_all_that_wait(tiny_model_path: Path, tmp_path: Path) -> None:
     """More than the few requests that an engine reads ahead otherwise."""
     server = Server(tiny_model_path, tmp_path / "state", "--group-runs", "on").start()

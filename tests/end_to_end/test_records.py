@@ -127,6 +127,7 @@ def lie_unsigned(folder: Path) -> None:
     (folder / "signature.json").unlink()
 
 
+@pytest.mark.slow  # an engine more
 def test_another_number_is_found_where_it_was_claimed_and_by_how_much(recorded: Recorded, tmp_path: Path) -> None:
     done = verify(changed(recorded, tmp_path, lie_unsigned), recorded.model)
     assert done.returncode == 1

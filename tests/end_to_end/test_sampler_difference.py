@@ -38,7 +38,7 @@ def opinionated(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 async def served(
     request: pytest.FixtureRequest, opinionated: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[tuple[str, gradwire.ServiceClient]]:

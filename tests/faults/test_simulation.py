@@ -67,7 +67,7 @@ def all_right(seeds: range, engines: int = 1) -> None:
 
 
 def test_whatever_breaks_clients_see_a_sequential_server() -> None:
-    all_right(range(200))
+    all_right(range(100))
 
 
 def test_a_run_that_moves_between_engines_that_end_sees_a_sequential_server() -> None:

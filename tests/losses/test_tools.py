@@ -17,6 +17,7 @@ def tool(name: str) -> Any:
     return module
 
 
+@pytest.mark.slow  # a process that measures each loss
 def test_losses_can_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
     losses = ["dpo", "gkd"]
     small = ["--vocab-size", "64", "--hidden-size", "32", "--layers", "1"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -284,6 +285,30 @@ async def test_a_training_in_which_everything_fails_stops(rule_inference: Callab
     ) as raised:
         await make(wrong, None).train(1, progress_bar=False, mode="async")
     assert f"line {wrong.__reward_function__.__code__.co_firstlineno + 2}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "answered", "words"),
+    [
+        ("a", "<think>so", "cut at 8 tokens inside <think>, before they said"),
+        ("a<think>", "so", "cut at 8 tokens inside <think>, before they said"),
+        ("a", "<think>so</think>it", "cut at 8 tokens: raise max_tokens (in a recipe, answer_tokens)"),
+        ("a", "", ""),
+    ],
+)
+async def test_answers_that_are_all_cut_are_said_once(
+    asked: str, answered: str, words: str, rule_inference: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    inference = rule_inference(lambda text, number: answered or "heads")
+    sample = inference.generate
+
+    async def cut(prompts: Any, params: Any) -> Any:
+        return [replace(each, stop_reason="length" if answered else "eos") for each in await sample(prompts, params)]
+
+    inference.generate = cut
+    await GRPOAlgorithm(None, SlowRun(0), [asked], heads, config(), inference=inference).train(2, progress_bar=False)
+    said = [record.getMessage() for record in caplog.records if "were cut" in record.getMessage()]
+    assert len(said) == bool(words) and (not words or words in said[0]), said
 
 
 class Pair(GroupBuilder):

@@ -15,7 +15,7 @@ import numpy as np
 from gradwire import sync
 from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.algorithms.evaluation import evaluate
-from gradwire.rl.algorithms.reporting import Reporter, check_failures, shown
+from gradwire.rl.algorithms.reporting import Reporter, check_failures, shown, warn_of_cut
 from gradwire.rl.algorithms.sampler_correction import SamplerCorrection
 from gradwire.rl.algorithms.scored_rollouts import Manager
 from gradwire.rl.algorithms.sources import Source, Sources
@@ -212,13 +212,16 @@ class Algorithm(ABC):
             self.curriculum.update([*part.trajectories, *part.set_aside])
             if self.config.on_failure == "stop":
                 check_failures(iteration, [*part.trajectories, *part.set_aside])
+            await warn_of_cut(
+                self._reporter, [*part.trajectories, *part.set_aside], self.config.max_tokens, self._codec
+            )
             minibatches = 1 if source.streaming else self.config.num_minibatches
             metrics.append(found | await self._learn(iteration, part.trajectories, minibatches))
             trained += part.trajectories
             waited = time.monotonic()
         if self.config.reference_ema is not None:
             await self.run.update_reference(ema=self.config.reference_ema)
-        await self._reporter.record(iteration, trained, self._inference.codec if self._inference is not None else None)
+        await self._reporter.record(iteration, trained, self._codec)
         self.state = replace(self.state, iteration=iteration + 1)
         return values_of(merged(metrics))
 
@@ -266,6 +269,10 @@ class Algorithm(ABC):
         if config.save_every and (iteration + 1) % config.save_every == 0:
             await self.save_checkpoint()
         return metrics
+
+    @property
+    def _codec(self) -> Any:
+        return self._inference.codec if self._inference is not None else None
 
     @property
     def history(self) -> list[Metrics]:

@@ -15,6 +15,8 @@ from gradwire.rl.recording import TrajectoryRecorder
 from gradwire.rl.types import Trajectory
 
 logger = logging.getLogger("gradwire.rl")
+PROMPT_END = 16
+"""Tokens at the end of a prompt that say whether the template begins the reasoning."""
 
 SHOWN = (
     "rewards/reward",
@@ -97,6 +99,33 @@ class Reporter:
             each.close()
         if self.recorder is not None:
             self.recorder.close()
+
+
+async def warn_of_cut(reporter: Reporter, trajectories: Sequence[Trajectory], most: int, codec: Any) -> None:
+    """Log a warning, once, if every response of an iteration was cut off: none of them is what the policy would say.
+
+    Args:
+        most: Tokens that a response may have.
+        codec: Decodes the ends of prompts, in which some templates begin the reasoning; None: they are not looked at.
+    """
+    last = [each.steps[-1] for each in trajectories if each.steps]
+    if not last or any(step.stop_reason != "length" for step in last):
+        return
+    ends = [""] * len(last)
+    if codec is not None:
+        ends = await codec.decode([step.prompt_ids[-PROMPT_END:] for step in last])
+    reasoning = all(_is_open(end + step.action.raw) for end, step in zip(ends, last))
+    reporter.warn_once(
+        "cut",
+        "all %d answers were cut at %d tokens%s: raise max_tokens (in a recipe, answer_tokens)%s",
+        len(last), most, " inside <think>, before they said their answer" if reasoning else "",
+        ", or use a template or a prompt without reasoning" if reasoning else "",
+    )  # fmt: skip
+
+
+def _is_open(text: str) -> bool:
+    """Whether a text ends inside of its reasoning."""
+    return text.rfind("<think>") > text.rfind("</think>")
 
 
 def shown(metrics: Mapping[str, float]) -> dict[str, float]:

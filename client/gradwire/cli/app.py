@@ -14,6 +14,7 @@ from gradwire.cli.plugins import Commands
 from gradwire.cli.record import record
 from gradwire.cli.render import render
 from gradwire.cli.status import status
+from gradwire.cli.sweep import sweep
 from gradwire.cli.top import top
 
 app = typer.Typer(
@@ -42,6 +43,7 @@ app.command()(status)
 app.command()(top)
 app.add_typer(runs.app, name="runs")
 app.add_typer(jobs.app, name="jobs")
+app.command()(sweep)
 app.command()(record)
 app.command()(render)
 app.add_typer(data.app, name="data")

@@ -11,6 +11,11 @@ LOWER = ("loss", "nll", "perplexity", "divergence", "kl", "error")
 """Parts of the names of metrics that are better when they are lower."""
 
 
+def sign_of(metric: str) -> int:
+    """1 if a metric is better when it is higher, -1 if it is when it is lower."""
+    return -1 if any(part in metric for part in LOWER) else 1
+
+
 class Best:
     """Follows one metric of the evaluations.
 
@@ -43,7 +48,7 @@ class Best:
         if self._metric not in metrics:
             raise SettingsError(f"best_by is {self._metric!r}; evaluations have {', '.join(metrics)}")
         value = metrics[self._metric]
-        sign = -1 if any(part in self._metric for part in LOWER) else 1
+        sign = sign_of(self._metric)
         if "value" not in self.state or sign * value > sign * self.state["value"]:
             self.state = {"value": value, "step": step, "waited": 0}
             return True

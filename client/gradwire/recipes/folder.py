@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ FREE = (
 """Settings that a training may change when it goes on."""
 STATE, RL_STATE = "state.json", "run.json"
 """Where the supervised trainings write which run is theirs, and where those on rewards do."""
+
+
+SHARED_SERVER: ContextVar[Path | None] = ContextVar("gradwire_shared_server", default=None)
+"""State folder of a server of its own that several trainings of this context share; None: each has one."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,8 @@ def next_steps(folder: Path | str) -> list[str]:
 
 def server_folder(settings: Settings) -> Path:
     """State folder of a training's own server: that of the training it starts from, which has the checkpoint."""
+    if shared := SHARED_SERVER.get():
+        return shared
     start = trained(settings.init_from) if settings.init_from else None
     return Path(start.server) if start is not None and start.server else Path(settings.folder).absolute() / "server"
 

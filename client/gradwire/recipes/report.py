@@ -42,9 +42,8 @@ def write_report(folder: Path, title: str, settings: Mapping[str, Any]) -> Path:
         "<h2>Settings</h2>",
         table(("setting", "value"), list(settings.items())),
     ]
-    page = f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
     file = folder / "report.html"
-    file.write_text(page + "".join(body), encoding="utf-8")
+    file.write_text(page_of(title, "".join(body)), encoding="utf-8")
     return file
 
 
@@ -53,22 +52,42 @@ def unit_of(name: str) -> str:
     return UNITS.get(name.rpartition("/")[2], "")
 
 
+COLOURS = ("#2a6fb0", "#c44e1c", "#2f8f4e", "#8a4fb0", "#a08000", "#c03a7a", "#3a8f95", "#777777")
+
+
 def plot(name: str, points: Sequence[tuple[int, float]]) -> str:
     """Draw one metric over the steps."""
-    shown = [(x, y) for x, y in points if math.isfinite(y)]
-    if len(shown) < 2:
+    return plot_several(name, {"": points})
+
+
+def plot_several(name: str, curves: Mapping[str, Sequence[tuple[int, float]]]) -> str:
+    """Draw one metric of several trainings over the steps; a legend names those that have a name."""
+    shown = {each: [(x, y) for x, y in points if math.isfinite(y)] for each, points in curves.items()}
+    every = [point for points in shown.values() for point in points]
+    if all(len(points) < 2 for points in shown.values()):
         return ""
-    (left, right), (low, high) = (min(x for x, _ in shown), max(x for x, _ in shown)), (
-        min(y for _, y in shown), max(y for _, y in shown),
+    (left, right), (low, high) = (min(x for x, _ in every), max(x for x, _ in every)), (
+        min(y for _, y in every), max(y for _, y in every),
     )  # fmt: skip
     across, up = (WIDTH - 2 * MARGIN) / max(right - left, 1), (HEIGHT - MARGIN) / ((high - low) or 1)
-    path = " ".join(f"{MARGIN + (x - left) * across:.1f},{HEIGHT - 26 - (y - low) * up:.1f}" for x, y in shown)
+    lines, legend = "", ""
+    for place, (each, points) in enumerate(shown.items()):
+        path = " ".join(f"{MARGIN + (x - left) * across:.1f},{HEIGHT - 26 - (y - low) * up:.1f}" for x, y in points)
+        colour = COLOURS[place % len(COLOURS)]
+        lines += f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{path}"/>'
+        if each:
+            legend += f'<br><span style="color:{colour}">&#9644;</span> {html.escape(each)}'
     unit = unit_of(name)
     caption = html.escape(f"{name} ({unit})" if unit else name)
     return (
-        f'<figure><figcaption>{caption}</figcaption><svg width="{WIDTH}" height="{HEIGHT}" role="img" '
-        f'aria-label="{caption}"><polyline fill="none" stroke="#2a6fb0" stroke-width="1.5" points="{path}"/>'
+        f'<figure><figcaption>{caption}{legend}</figcaption><svg width="{WIDTH}" height="{HEIGHT}" role="img" '
+        f'aria-label="{caption}">{lines}'
         f'<text x="2" y="22">{high:.4g}</text><text x="2" y="{HEIGHT - 26}">{low:.4g}</text>'
         f'<text x="{MARGIN}" y="{HEIGHT - 8}">{left}</text>'
         f'<text x="{WIDTH - MARGIN}" y="{HEIGHT - 8}" text-anchor="end">{right} steps</text></svg></figure>'
     )
+
+
+def page_of(title: str, body: str) -> str:
+    """A whole page in the reports' style."""
+    return f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>{body}"

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import gradwire
 from gradwire.recipes.folder import server_folder, trained
 from gradwire.recipes.settings import Settings, SettingsError
 
+SHARED_SERVICE: ContextVar[Any] = ContextVar("gradwire_shared_service", default=None)
+"""The connection that several trainings of this context share; None: each has its own."""
+
 
 @asynccontextmanager
 async def open_service(settings: Settings) -> AsyncIterator[tuple[Any, gradwire.ModelInfo]]:
     """Connect to the server that the settings name, or start one with its state in the training's folder."""
     own = {} if settings.address else {"models": [settings.model], "state_dir": server_folder(settings)}
-    async with gradwire.connect(settings.address or None, **own) as service:  # type: ignore[arg-type]
+    async with AsyncExitStack() as opened:
+        service = SHARED_SERVICE.get()
+        if service is None:
+            service = await opened.enter_async_context(gradwire.connect(settings.address or None, **own))  # type: ignore[arg-type]
         models = await service.list_models()
         model = next((each for each in models if each.name == settings.model), models[0] if own else None)
         if model is None:

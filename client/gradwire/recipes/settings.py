@@ -11,13 +11,13 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import yaml
 
 from gradwire.data import OnError
 
-S = TypeVar("S", bound="Settings")
+S = TypeVar("S", bound="Checked")
 
 
 LEAST = {
@@ -55,6 +55,12 @@ def setting(default: Any, help: str) -> Any:
     if isinstance(default, dict | list):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"help": help})
     return dataclasses.field(default=default, metadata={"help": help})
+
+
+class Checked(Protocol):
+    """A dataclass of settings."""
+
+    def check(self) -> None: ...
 
 
 @dataclass
@@ -151,6 +157,19 @@ class RowSettings(Settings):
             raise SettingsError(f"optimizer_args has {unknown[0]!r}; there are betas, eps, momentum")
 
 
+@dataclass(frozen=True)
+class Given:
+    """Values that a YAML file and overrides set.
+
+    Attributes:
+        values: Name -> value.
+        places: Name -> where it is written, for errors.
+    """
+
+    values: dict[str, Any]
+    places: Mapping[str, str]
+
+
 def load(kind: type[S], path: Path | str, overrides: Sequence[str] = ()) -> S:
     """Load settings from a YAML file.
 
@@ -158,6 +177,16 @@ def load(kind: type[S], path: Path | str, overrides: Sequence[str] = ()) -> S:
         kind: The settings of a recipe.
         path: The file; settings that it leaves out have their defaults.
         overrides: ``"name=value"`` or ``"section.name=value"``, which override the file.
+
+    Raises:
+        SettingsError: The file or an override has a mistake; names the line.
+    """
+    given = read_yaml(path, overrides)
+    return built(kind, given.values, given.places)
+
+
+def read_yaml(path: Path | str, overrides: Sequence[str] = ()) -> Given:
+    """Read a mapping from a YAML file, overridden as :func:`load` says.
 
     Raises:
         SettingsError: The file or an override has a mistake; names the line.
@@ -182,12 +211,17 @@ def load(kind: type[S], path: Path | str, overrides: Sequence[str] = ()) -> S:
             raise SettingsError(f"{place}: {key.value} is set a second time")
         places[key.value] = place
     for override in overrides:
-        _override(given, override)
+        set_by(given, override)
         places[override.partition("=")[0].partition(".")[0]] = f"--set {override}"
-    return built(kind, given, places)
+    return Given(given, places)
 
 
-def _override(given: dict[str, Any], override: str) -> None:
+def set_by(given: dict[str, Any], override: str) -> None:
+    """Set a value as ``"name=value"`` or ``"section.name=value"`` says.
+
+    Raises:
+        SettingsError: It says nothing that can be set.
+    """
     dotted, equals, value = override.partition("=")
     *sections, name = dotted.strip().split(".")
     if not equals or not name or not all(sections):
@@ -209,6 +243,7 @@ def built(kind: type[S], given: Mapping[str, Any], places: Mapping[str, str] = t
     """Build settings from values by name, those that are left out with their defaults.
 
     Args:
+        kind: A dataclass with a method ``check``.
         places: Name -> where its value is written, for errors.
 
     Raises:
@@ -256,12 +291,12 @@ NAMES: Mapping[Any, str] = types.MappingProxyType(
 )
 
 
-def example(kind: type[Settings]) -> str:
+def example(kind: type[Any]) -> str:
     """Write the defaults as YAML, with a comment on each setting."""
     return "\n".join(_lines(kind)) + "\n"
 
 
-def _lines(kind: type[Settings]) -> Iterator[str]:
+def _lines(kind: type[Any]) -> Iterator[str]:
     yield f"# {(kind.__doc__ or '').splitlines()[0]}"
     for field in dataclasses.fields(kind):
         value = getattr(kind(), field.name)

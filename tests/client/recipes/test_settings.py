@@ -288,3 +288,60 @@ async def test_own_rewards_and_environments_are_trained_on(server: Server, tmp_p
         lines["grpo"]["rollouts/avg_trajectory_length"] == 2 and lines["gigpo"]["rollouts/avg_trajectory_length"] == 3
     )
     assert lines["gigpo"]["train/anchor_states"] == 6
+
+
+def test_a_grid_of_trainings_is_compared_and_the_worse_are_dropped(server: Server, talks: str, tmp_path: Path) -> None:
+    from gradwire.cli.app import app
+
+    given = {
+        "recipe": "sft", "folder": str(tmp_path / "sweep"), "halving": 2, "rounds": 2,
+        "settings": COMMON | {"address": server.address, "data": talks, "on_error": "skip", "validation": talks,
+                              "max_steps": 4, "eval_every": 1},
+        "grid": {"learning_rate": [1e-2, 0.0, 1e-3], "loss.reduction": ["token_mean", "none of them"]},
+    }  # fmt: skip
+    (tmp_path / "grid.yaml").write_text(json.dumps(given))
+    runner = CliRunner()
+    done = runner.invoke(app, ["sweep", str(tmp_path / "grid.yaml")])
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["trials"]
+    good = {each["values"]["learning_rate"]: each for each in found if not each["error"]}
+    assert len(found) == 6 and len(good) == 3 and all("reduction" in each["error"] for each in found if each["error"])
+    assert {rate: (each["steps"], each["dropped"]) for rate, each in good.items()} == {
+        1e-2: (4, 0), 1e-3: (4, 0), 0.0: (2, 2),
+    }  # fmt: skip
+    assert good[1e-2]["value"] < good[1e-3]["value"] < good[0.0]["value"]
+    assert f"best: {good[1e-2]['folder']}" in done.output.replace("\n", "") and "dropped at 2" in done.output
+    page = (tmp_path / "sweep" / "sweep.html").read_text()
+    assert "eval/loss" in page and page.count("<polyline") >= 3
+    before = (Path(good[1e-2]["folder"]) / "metrics.jsonl").read_text()
+    alone = tmp_path / "alone"  # a training that was stopped between the rounds is as one that was not
+    (tmp_path / "one.yaml").write_text(json.dumps(given["settings"] | {"learning_rate": 1e-2, "folder": str(alone)}))
+    command.main(["sft", str(tmp_path / "one.yaml"), "--set", "loss.reduction=token_mean"])
+    assert log(alone, "train/loss") == log(Path(good[1e-2]["folder"]), "train/loss")
+    again = runner.invoke(app, ["sweep", str(tmp_path / "grid.yaml")])
+    assert again.exit_code == 0 and (Path(good[1e-2]["folder"]) / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"grid": {}}, "grid is empty"),
+        ({"grid": {"learning_rat": [1]}}, "there is no setting 'learning_rat'; did you mean learning_rate?"),
+        ({"grid": {"seed": 3}}, "grid has seed: 3; it maps settings of a training to lists"),
+        ({"grid": {"seed": list(range(300))}}, "grid has 300 combinations; 256 at most"),
+        ({"halving": 1}, "halving is 1; it must be 0, or 2 or more"),
+        ({"halving": 2, "settings": {"data": "x"}}, "halving needs max_steps"),
+        ({"recipe": "sfft"}, "there is no recipe 'sfft'"),
+        ({"gird": {}}, "line 1: there is no setting 'gird'; did you mean grid?"),
+    ],
+)
+def test_mistakes_in_a_sweep_are_one_sentence(
+    change: dict[str, Any], words: str, server: Server, tmp_path: Path
+) -> None:
+    from gradwire.cli.app import app
+
+    given = {"folder": str(tmp_path / "s"), "settings": {"model": "gemma"}, "grid": {"seed": [0, 1]}} | change
+    given["settings"] |= {"address": server.address}
+    (tmp_path / "g.yaml").write_text(json.dumps(given))
+    done = CliRunner().invoke(app, ["sweep", str(tmp_path / "g.yaml")])
+    assert done.exit_code == 2 and words in done.output.replace("\n", " "), done.output

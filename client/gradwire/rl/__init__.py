@@ -11,6 +11,7 @@ The parts are loosely coupled and can be replaced one by one:
 from gradwire.rl.algorithms import (
     Algorithm,
     AlgorithmConfig,
+    AlgorithmOptions,
     GiGPOAlgorithm,
     GRPOAlgorithm,
     HICRAAlgorithm,
@@ -65,7 +66,7 @@ from gradwire.rl.rewards import (
 from gradwire.rl.rewards.aligner import align_rewards_with_step_data
 from gradwire.rl.rewards.functions import RewardSandbox
 from gradwire.rl.rollout_statistics import Rollouts
-from gradwire.rl.rollouts import RolloutManager
+from gradwire.rl.rollouts import RolloutManager, RolloutOptions
 from gradwire.rl.strategic_grams import GramCluster, StrategicGrams, find_strategic_grams
 from gradwire.rl.types import (
     Action,
@@ -91,6 +92,7 @@ __all__ = [
     "AgentPolicy",
     "Algorithm",
     "AlgorithmConfig",
+    "AlgorithmOptions",
     "BaseEnvironment",
     "ConversationEnvironment",
     "Curriculum",
@@ -124,6 +126,7 @@ __all__ = [
     "RewardModel",
     "RewardSandbox",
     "RolloutManager",
+    "RolloutOptions",
     "Rollouts",
     "RolloutsFailedError",
     "RunInference",

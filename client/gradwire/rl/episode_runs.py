@@ -29,6 +29,21 @@ class Planned:
     seed: int
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How many episodes run at once, and how many are enough.
+
+    Attributes:
+        num_parallel: Episodes in progress at once.
+        wave: The next wave of this many episodes starts when all of the last have ended.
+        enough: Number of trajectories, in whole groups, that end the collection; None: all.
+    """
+
+    num_parallel: int
+    wave: int
+    enough: int | None
+
+
 class EpisodeRuns:
     """One call of :meth:`RolloutManager.collect`.
 
@@ -38,9 +53,7 @@ class EpisodeRuns:
         environment: The environment of all episodes, or a builder that makes the environments of a group.
         worker: Makes the worker that runs the episodes of an environment.
         shared: Whether the batcher also serves other collections.
-        num_parallel: Episodes in progress at once.
-        wave: The next wave of this many episodes starts when all of the last have ended.
-        enough: Number of trajectories, in whole groups, that end the collection.
+        pace: How many episodes run at once, and how many are enough.
         show: Show a progress bar.
     """
 
@@ -53,15 +66,13 @@ class EpisodeRuns:
         batcher: GenerationBatcher,
         *,
         shared: bool,
-        num_parallel: int,
-        wave: int,
-        enough: int | None,
+        pace: Pace,
         show: bool,
     ) -> None:
         self._plan, self._size, self._worker, self._batcher = plan, group_size, worker, batcher
         self._environment, self._shared = environment, shared
         self._built: dict[int, asyncio.Task[Sequence[BaseEnvironment]]] = {}
-        self._num_parallel, self._wave_size, self._enough = num_parallel, wave, enough
+        self._pace = pace
         self._done: dict[int, Trajectory] = {}
         self._members: dict[int, int] = {}
         self._complete = self._steps = self._failed = 0
@@ -71,9 +82,9 @@ class EpisodeRuns:
     async def run(self) -> Rollouts:
         try:
             with self._progress:
-                for start in range(0, len(self._plan), max(self._wave_size, 1)):
-                    stop = min(start + self._wave_size, len(self._plan))
-                    if not await self._wave(iter(range(start, stop)), min(self._num_parallel, stop - start)):
+                for start in range(0, len(self._plan), max(self._pace.wave, 1)):
+                    stop = min(start + self._pace.wave, len(self._plan))
+                    if not await self._wave(iter(range(start, stop)), min(self._pace.num_parallel, stop - start)):
                         break
         finally:
             if not self._shared:
@@ -105,7 +116,7 @@ class EpisodeRuns:
     async def _place(self, index: int | None, indices: Iterator[int], enough: asyncio.Event) -> None:
         while index is not None:
             await self._episode(index)
-            if self._enough is not None and self._complete >= self._enough:
+            if self._pace.enough is not None and self._complete >= self._pace.enough:
                 enough.set()
             # The next episode enters before the last one leaves: the slot is never empty in between.
             following = next(indices, None)

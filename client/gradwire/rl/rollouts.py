@@ -4,16 +4,59 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import TypedDict, Unpack
 
 from gradwire.rl.batching import GenerationBatcher, derive_seed
 from gradwire.rl.environments.base import BaseEnvironment
 from gradwire.rl.environments.groups import GroupBuilder
-from gradwire.rl.episode_runs import EpisodeRuns, Planned
+from gradwire.rl.episode_runs import EpisodeRuns, Pace, Planned
 from gradwire.rl.generation import InferenceModule, SamplingParams
 from gradwire.rl.prompts import ChatTemplate, TokenHistory
 from gradwire.rl.rollout_statistics import Rollouts
 from gradwire.rl.types import AnyTask, Task
 from gradwire.rl.worker import RLRolloutWorker
+from gradwire.wire.options import check_options
+
+
+class RolloutOptions(TypedDict, total=False):
+    """The keyword arguments of :class:`RolloutManager`.
+
+    Attributes:
+        num_parallel: Episodes in progress at once; 64 by default.
+        max_steps_per_rollout: Truncate an episode after this many steps; 16 by default.
+        group_size: Episodes per task; 1 by default.
+        min_trajectories: Return as soon as whole groups with this many trajectories are complete, and drop the rest;
+            None, the default, waits for all.
+        maintain_parallel_count: False: the next ``num_parallel`` episodes start when all of the last have ended. True
+            by default.
+        params: Sampling parameters.
+        timeout_s: Time limit per episode; None by default.
+        template: Formats conversations; the model's own chat template by default.
+        context_tokens: Maximum prompt length; older text is dropped from the beginning. None by default.
+        seed: Seed of environments and sampling; 0 by default.
+        deterministic: The same seed gives the same trajectories whatever the timing, if the sampler is itself
+            deterministic; batches then wait for the slowest environment step. True by default.
+        straggler_s: Limit of that wait, after which the other episodes go on; 5 by default, None waits without limit.
+        max_batch: Maximum number of prompts per sampler call; 256 by default.
+        patience_s: How long an unreachable sampler is retried; 60 by default.
+        progress_bar: Show a line with live statistics; False by default.
+    """
+
+    num_parallel: int
+    max_steps_per_rollout: int
+    group_size: int
+    min_trajectories: int | None
+    maintain_parallel_count: bool
+    params: SamplingParams | None
+    timeout_s: float | None
+    template: ChatTemplate | None
+    context_tokens: int | None
+    seed: int
+    deterministic: bool
+    straggler_s: float | None
+    max_batch: int
+    patience_s: float
+    progress_bar: bool
 
 
 class RolloutManager:
@@ -26,66 +69,27 @@ class RolloutManager:
     Args:
         inference: The sampler.
         environment: The environment, or a :class:`~gradwire.rl.environments.GroupBuilder`, which makes one per member.
-        num_parallel: Episodes in progress at once.
-        max_steps_per_rollout: Truncate an episode after this many steps.
-        group_size: Episodes per task.
-        min_trajectories: Return as soon as whole groups with this many trajectories are complete, and drop the rest;
-            None waits for all.
-        maintain_parallel_count: False: the next ``num_parallel`` episodes start when all of the last have ended.
-        params: Sampling parameters.
-        timeout_s: Time limit per episode.
-        template: Formats conversations; the model's own chat template by default.
-        context_tokens: Maximum prompt length; older text is dropped from the beginning.
-        seed: Seed of environments and sampling.
-        deterministic: The same seed gives the same trajectories whatever the timing, if the sampler is itself
-            deterministic; batches then wait for the slowest environment step.
-        straggler_s: Limit of that wait, after which the other episodes go on; None waits without limit.
-        max_batch: Maximum number of prompts per sampler call.
-        patience_s: How long an unreachable sampler is retried.
-        progress_bar: Show a line with live statistics.
+        options: ``num_parallel``, ``group_size``, ``params`` and others: see :class:`RolloutOptions`.
     """
 
     def __init__(
         self,
         inference: InferenceModule,
         environment: BaseEnvironment | GroupBuilder,
-        *,
-        num_parallel: int = 64,
-        max_steps_per_rollout: int = 16,
-        group_size: int = 1,
-        min_trajectories: int | None = None,
-        maintain_parallel_count: bool = True,
-        params: SamplingParams | None = None,
-        timeout_s: float | None = None,
-        template: ChatTemplate | None = None,
-        context_tokens: int | None = None,
-        seed: int = 0,
-        deterministic: bool = True,
-        straggler_s: float | None = 5.0,
-        max_batch: int = 256,
-        patience_s: float = 60.0,
-        progress_bar: bool = False,
+        **options: Unpack[RolloutOptions],
     ) -> None:
-        for name, value in (("num_parallel", num_parallel), ("group_size", group_size), ("max_batch", max_batch)):
-            if value < 1:
+        check_options(RolloutOptions, options, "RolloutManager")
+        counts = {name: value for name, value in options.items() if name in ("num_parallel", "group_size", "max_batch")}
+        for name, value in counts.items():
+            if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.inference = inference
         self.environment = environment
-        self.params = params or SamplingParams()
-        self.group_size = group_size
-        self.seed = seed
-        self._num_parallel = num_parallel
-        self._max_steps = max_steps_per_rollout
-        self._min_trajectories = min_trajectories
-        self._maintain = maintain_parallel_count
-        self._timeout_s = timeout_s
-        self._template = template
-        self._context_tokens = context_tokens
-        self._deterministic = deterministic
-        self._straggler_s = straggler_s
-        self._max_batch = max_batch
-        self._patience_s = patience_s
-        self._progress_bar = progress_bar
+        self.params = options.get("params") or SamplingParams()
+        self.group_size = options.get("group_size", 1)
+        self.seed = options.get("seed", 0)
+        self._num_parallel = options.get("num_parallel", 64)
+        self._options = options
         self._collections = 0
 
     async def collect(
@@ -117,6 +121,11 @@ class RolloutManager:
             for group, task in enumerate(tasks, first_group)
             for member in range(size)
         ]
+        pace = Pace(
+            max(self._num_parallel, size) if self._interactive else self._num_parallel,
+            len(plan) if self._options.get("maintain_parallel_count", True) else self._num_parallel,
+            self._options.get("min_trajectories"),
+        )
         episodes = EpisodeRuns(
             plan,
             size,
@@ -124,10 +133,8 @@ class RolloutManager:
             functools.partial(self.worker, params=params or self.params),
             batcher or self.batcher(derive_seed(seed, "sampling", first_group)),
             shared=batcher is not None,
-            num_parallel=max(self._num_parallel, size) if self._interactive else self._num_parallel,
-            wave=len(plan) if self._maintain else self._num_parallel,
-            enough=self._min_trajectories,
-            show=self._progress_bar,
+            pace=pace,
+            show=self._options.get("progress_bar", False),
         )
         return await episodes.run()
 
@@ -139,17 +146,21 @@ class RolloutManager:
         """Make the worker that runs the episodes of an environment."""
 
         def new_history() -> TokenHistory:
-            return TokenHistory(self.inference.codec, self._template, context_tokens=self._context_tokens)
+            return TokenHistory(
+                self.inference.codec, options.get("template"), context_tokens=options.get("context_tokens")
+            )
 
-        return RLRolloutWorker(environment, params, new_history, max_steps=self._max_steps, timeout_s=self._timeout_s)
+        options = self._options
+        steps, timeout_s = options.get("max_steps_per_rollout", 16), options.get("timeout_s")
+        return RLRolloutWorker(environment, params, new_history, max_steps=steps, timeout_s=timeout_s)
 
     def batcher(self, seed: int, *, deterministic: bool = True) -> GenerationBatcher:
         """Make a batcher that sends the prompts of episodes to the sampler together."""
         return GenerationBatcher(
             self.inference,
             seed=seed,
-            deterministic=deterministic and self._deterministic and not self._interactive,
-            max_batch=self._max_batch,
-            patience_s=self._patience_s,
-            straggler_s=self._straggler_s,
+            deterministic=deterministic and self._options.get("deterministic", True) and not self._interactive,
+            max_batch=self._options.get("max_batch", 256),
+            patience_s=self._options.get("patience_s", 60.0),
+            straggler_s=self._options.get("straggler_s", 5.0),
         )

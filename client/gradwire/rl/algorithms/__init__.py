@@ -1,6 +1,6 @@
 """Ready-made algorithms: they train a run on tasks with a reward."""
 
-from gradwire.rl.algorithms.base import Algorithm
+from gradwire.rl.algorithms.base import Algorithm, AlgorithmOptions
 from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.algorithms.gigpo import GiGPOAlgorithm, GiGPOCredit, gigpo_credit
 from gradwire.rl.algorithms.grpo import GRPOAlgorithm
@@ -12,6 +12,7 @@ from gradwire.rl.algorithms.reporting import RolloutsFailedError
 __all__ = [
     "Algorithm",
     "AlgorithmConfig",
+    "AlgorithmOptions",
     "GRPOAlgorithm",
     "GiGPOAlgorithm",
     "GiGPOCredit",

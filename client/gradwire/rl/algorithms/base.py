@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypedDict, Unpack
 
 import numpy as np
 
@@ -36,8 +36,40 @@ from gradwire.rl.rewards import Reward, as_computer
 from gradwire.rl.rollouts import RolloutManager
 from gradwire.rl.rows import TrainingBatch
 from gradwire.rl.types import Trajectory
+from gradwire.wire.options import check_options
 
 logger = logging.getLogger("gradwire.rl")
+
+
+class AlgorithmOptions(TypedDict, total=False):
+    """The keyword arguments of every :class:`Algorithm`.
+
+    Attributes:
+        environment: The environment, or a :class:`~gradwire.rl.environments.GroupBuilder`; by default one prompt and
+            one response.
+        rollout_manager: Collects trajectories instead of a ``RolloutManager`` built from the config. It brings its own
+            environment and sampler (``inference`` may name the object that receives the weights, if that is
+            not ``rollout_manager.inference``). ``group_size`` and the sampling parameters still come from the config.
+        inference: The sampler; by default the run itself. Any other sampler receives the run's weights after each
+            iteration, through its ``update_weights``.
+        allow_stale: Accept an ``inference`` that cannot receive weights: it keeps sampling from the first policy.
+            False by default.
+        eval_tasks: Held-out tasks for :meth:`Algorithm.evaluate`; none by default.
+        loggers: Loggers in addition to the JSONL file.
+        tokenizer: The user's own tokenizer; by default the server's.
+        recorder: Recorder of trajectories; by default one that follows ``config.record_every``.
+        replay: Buffer of trajectories for ``config.replay_fraction``; by default it holds eight iterations.
+    """
+
+    environment: BaseEnvironment | GroupBuilder | None
+    rollout_manager: Manager | None
+    inference: InferenceModule | None
+    allow_stale: bool
+    eval_tasks: Tasks
+    loggers: Sequence[MetricLogger]
+    tokenizer: Any
+    recorder: TrajectoryRecorder | None
+    replay: ReplayBuffer | None
 
 
 class Algorithm(ABC):
@@ -50,19 +82,7 @@ class Algorithm(ABC):
         tasks: Prompts, rows or tasks; or a :class:`~gradwire.rl.curricula.Curriculum`.
         reward: A reward function, any scorer, or a :class:`~gradwire.rl.rewards.RewardComputer`.
         config: The settings; defaults if None.
-        environment: The environment, or a :class:`~gradwire.rl.environments.GroupBuilder`; by default one prompt and
-            one response.
-        rollout_manager: Collects trajectories instead of a ``RolloutManager`` built from the config. It brings its own
-            environment and sampler (``inference`` may name the object that receives the weights, if that is
-            not ``rollout_manager.inference``). ``group_size`` and the sampling parameters still come from the config.
-        inference: The sampler; by default the run itself. Any other sampler receives the run's weights after each
-            iteration, through its ``update_weights``.
-        allow_stale: Accept an ``inference`` that cannot receive weights: it keeps sampling from the first policy.
-        eval_tasks: Held-out tasks for :meth:`evaluate`.
-        loggers: Loggers in addition to the JSONL file.
-        tokenizer: The user's own tokenizer; by default the server's.
-        recorder: Recorder of trajectories; by default one that follows ``config.record_every``.
-        replay: Buffer of trajectories for ``config.replay_fraction``; by default it holds eight iterations.
+        options: ``environment``, ``inference``, ``eval_tasks`` and others: see :class:`AlgorithmOptions`.
 
     Attributes:
         needs_head: The head that the run must have.
@@ -85,17 +105,11 @@ class Algorithm(ABC):
         tasks: Tasks | Curriculum,
         reward: Reward,
         config: AlgorithmConfig | None = None,
-        *,
-        environment: BaseEnvironment | GroupBuilder | None = None,
-        rollout_manager: Manager | None = None,
-        inference: InferenceModule | None = None,
-        allow_stale: bool = False,
-        eval_tasks: Tasks = (),
-        loggers: Sequence[MetricLogger] = (),
-        tokenizer: Any = None,
-        recorder: TrajectoryRecorder | None = None,
-        replay: ReplayBuffer | None = None,
+        **options: Unpack[AlgorithmOptions],
     ) -> None:
+        check_options(AlgorithmOptions, options, type(self).__name__)
+        environment, inference = options.get("environment"), options.get("inference")
+        rollout_manager, eval_tasks = options.get("rollout_manager"), options.get("eval_tasks", ())
         self.config = config or AlgorithmConfig()
         if self.config.replay_fraction and not self.replays:
             raise ValueError(f"{type(self).__name__} learns from its own samples only: replay_fraction must be 0")
@@ -118,7 +132,7 @@ class Algorithm(ABC):
             )
         if service is None and inference is None and rollout_manager is None:
             raise ValueError("pass a service or an inference module")
-        if not allow_stale and (inference is not None or rollout_manager is not None):
+        if not options.get("allow_stale", False) and (inference is not None or rollout_manager is not None):
             check_updatable(inference or rollout_manager, run)
         self.run = run
         self.environment = environment or SimpleTextEnvironment()
@@ -127,10 +141,10 @@ class Algorithm(ABC):
         if self.config.eval_every and not self.eval_tasks:
             raise ValueError("eval_every needs held-out tasks: eval_tasks=[...]")
         self.state = AlgorithmState()
-        self.replay = replay or ReplayBuffer(max(1, 8 * self.config.batch_size * self.config.group_size))
+        self.replay = options.get("replay") or ReplayBuffer(max(1, 8 * self.config.batch_size * self.config.group_size))
         self.curriculum = as_curriculum(tasks, self.config.seed)
-        self._service, self._tokenizer, self._inference = service, tokenizer, inference
-        self._reporter = Reporter(self.config, run.run_id, loggers, recorder)
+        self._service, self._tokenizer, self._inference = service, options.get("tokenizer"), inference
+        self._reporter = Reporter(self.config, run.run_id, options.get("loggers", ()), options.get("recorder"))
         self._rollout_manager = rollout_manager
         self._sources: Sources | None = None
         self._sampler_correction = SamplerCorrection(run, self.config.temperature, self._reporter)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from gradwire.rl.advantages import Floats, gigpo_step_groups, group_advantages, rewards_to_go, subgroup_advantages
-from gradwire.rl.algorithms.base import Algorithm
+from gradwire.rl.algorithms.base import Algorithm, AlgorithmOptions
 from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.algorithms.grpo import idle_groups
 from gradwire.rl.metrics import Mean, Metric, Std, Sum
@@ -172,7 +172,7 @@ class GiGPOAlgorithm(Algorithm):
         state_hashing_function: Maps a step to a key of its state; by default the environment's ``state_key``.
         default_step_reward: Reward of steps that the reward function does not name; None leaves it to the reward
             computer.
-        options: Further arguments of :class:`Algorithm`.
+        options: See :class:`~gradwire.rl.AlgorithmOptions`.
     """
 
     corrects = True
@@ -189,7 +189,7 @@ class GiGPOAlgorithm(Algorithm):
         gamma: float = 0.95,
         state_hashing_function: StateHash = anchor_state,
         default_step_reward: float | None = None,
-        **options: Any,
+        **options: Unpack[AlgorithmOptions],
     ) -> None:
         super().__init__(service, run, tasks, reward, config, **options)
         if not 0 <= gamma <= 1:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
+from gradwire.rl.algorithms.base import AlgorithmOptions
 from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.algorithms.grpo import GRPOAlgorithm
 from gradwire.rl.curricula import Curriculum, Tasks
@@ -36,7 +37,7 @@ class HICRAAlgorithm(GRPOAlgorithm):
         config: AlgorithmConfig | None = None,
         *,
         grams: StrategicGrams,
-        **options: Any,
+        **options: Unpack[AlgorithmOptions],
     ) -> None:
         config = config or AlgorithmConfig()
         config = replace(config, loss_kwargs={"scale_rewards": False, **config.loss_kwargs})

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 
 from gradwire.rl.advantages import group_advantages, rloo_advantages, whiten
-from gradwire.rl.algorithms.base import Algorithm
+from gradwire.rl.algorithms.base import Algorithm, AlgorithmOptions
 from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.metrics import Metric, Std, Sum
 from gradwire.rl.rewards.computer import by_group
@@ -28,7 +28,7 @@ class REINFORCEAlgorithm(Algorithm):
         baseline: The baseline of a reward. ``leave_one_out``: the mean of the others of its group (RLOO).
             ``group_mean``: the group's mean. ``batch``: the batch's mean, divided by its standard deviation
             (REINFORCE++ without KL). ``none``: no baseline.
-        options: Further arguments of :class:`Algorithm`.
+        options: See :class:`~gradwire.rl.AlgorithmOptions`.
     """
 
     replays = True
@@ -43,7 +43,7 @@ class REINFORCEAlgorithm(Algorithm):
         config: AlgorithmConfig | None = None,
         *,
         baseline: Baseline = "leave_one_out",
-        **options: Any,
+        **options: Unpack[AlgorithmOptions],
     ) -> None:
         super().__init__(service, run, tasks, reward, config, **options)
         if baseline not in ("leave_one_out", "group_mean", "batch", "none"):

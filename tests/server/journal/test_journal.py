@@ -25,7 +25,7 @@ from gradwire_server.journal.retention import COLLECTED_BYTES
 from gradwire_server.journal.run_files import RUN_FILE, read_description
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.run_row import new_record
-from gradwire_server.journal.schema import newest_commit
+from gradwire_server.journal.schema import FREE_PAGES, GIVEN_BACK_PAGES, connect, give_back_space, newest_commit
 from gradwire_server.journal.segments import CorruptRecord, Location, Segments
 
 MARKS = RunMarks(step=0, failure_seq=0, failure="")
@@ -434,6 +434,20 @@ async def test_short_operations_that_are_trimmed_do_not_pile_up_in_a_segment(tmp
     for entry in await journal.entries(run_id, 14, 16):
         assert entry.location is not None and await journal.payload(entry.location) == payloads[entry.header.seq]
     await journal.close()
+
+
+def test_a_database_gives_back_what_deletions_left(tmp_path: Path) -> None:
+    """Each time no more than so many pages, all of them in the end."""
+    file = tmp_path / "a.db"
+    with closing(connect(file)) as database:
+        database.execute("CREATE TABLE a (content BLOB)")
+        database.execute("INSERT INTO a VALUES (zeroblob(?))", [(2 * GIVEN_BACK_PAGES + FREE_PAGES) << 12])
+        database.execute("DELETE FROM a")
+        for left in (GIVEN_BACK_PAGES, 0, 0):
+            database.execute("BEGIN")
+            give_back_space(database)
+            database.execute("COMMIT")
+            assert file.stat().st_size <= (left + FREE_PAGES + 16) << 12
 
 
 def test_the_identity_is_of_the_content_and_not_of_the_submission() -> None:

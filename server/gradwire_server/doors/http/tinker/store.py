@@ -279,7 +279,9 @@ class TinkerStore:
 
         def run() -> None:
             assert self._connection is not None
-            give_back_space(self._connection)
+            with self._connection:
+                self._connection.execute("BEGIN")
+                give_back_space(self._connection)
 
         await self._run(run)
 

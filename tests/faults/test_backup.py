@@ -118,7 +118,7 @@ def test_what_is_damaged_is_not_restored(tiny_model_path: Path, tmp_path: Path) 
         run.save_checkpoint("saved").result()
     assert server.end() == 0
     backed_up(tmp_path / "state", tmp_path / "copy")
-    assert gradwire_command("backup", tmp_path / "copy", "--state-dir", tmp_path / "state").returncode == 1
+    assert gradwire_command("backup", tmp_path / "copy", "--state-dir", tmp_path / "state").returncode == 2
     for part in ("journal/*.segment", "runs/*/checkpoints/saved/weights.safetensors", "gradwire.db", "backup.json"):
         shutil.rmtree(tmp_path / "damaged", ignore_errors=True)
         shutil.copytree(tmp_path / "copy", tmp_path / "damaged")
@@ -128,7 +128,7 @@ def test_what_is_damaged_is_not_restored(tiny_model_path: Path, tmp_path: Path) 
         data[middle] ^= 1
         file.write_bytes(data)
         done = gradwire_command("restore", tmp_path / "damaged", "--state-dir", tmp_path / "new")
-        assert done.returncode == 1 and "Traceback" not in done.stderr, part
+        assert done.returncode == 2 and "Traceback" not in done.stderr, part
         assert not (tmp_path / "new").exists()
     missing = gradwire_command("backup", tmp_path / "other", "--state-dir", tmp_path / "nothing")
-    assert missing.returncode == 1 and "is not the state folder of a server" in missing.stderr
+    assert missing.returncode == 2 and "is not the state folder of a server" in missing.stderr

@@ -226,7 +226,7 @@ def test_a_folder_of_version_1_goes_on(tiny_model_path: Path, tmp_path: Path, be
 def test_a_folder_that_is_no_state_folder_is_not_made_one(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     said = gradwire_command("repair", "--state-dir", tmp_path)
-    assert said.returncode == 1 and "is not the state folder of a server: it has no gradwire.db, runs or" in said.stderr
+    assert said.returncode == 2 and "is not the state folder of a server: it has no gradwire.db, runs or" in said.stderr
     assert [each.name for each in tmp_path.iterdir()] == ["config.json"]
 
 

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
+from gradwire_server.cli.saying import fail, say
 from gradwire_server.config import parse_model
 from gradwire_server.observability import logs
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = Console(stderr=True, soft_wrap=True)
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -70,11 +69,11 @@ def engine(
     try:
         reached = Front(front, key, ca_cert, client_cert, client_key)
     except ValueError as error:
-        _fail(str(error))
+        fail(str(error))
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     given = {setting: value for setting, value in own.items() if value not in (None, {})}
     if refusal := asyncio.run(_run(reached, name or socket.gethostname(), given)):
-        _fail(refusal)
+        fail(refusal)
 
 
 async def _run(front: Any, name: str, own: dict[str, Any]) -> str:
@@ -85,7 +84,7 @@ async def _run(front: Any, name: str, own: dict[str, Any]) -> str:
     running = asyncio.ensure_future(Agent(front, name, own).run())
     for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(each, running.cancel)
-    console.print(f"gradwire: the engine {name} is for {front.address}", markup=False)
+    say(f"the engine {name} is for {front.address}")
     try:
         await running
     except asyncio.CancelledError:
@@ -93,8 +92,3 @@ async def _run(front: Any, name: str, own: dict[str, Any]) -> str:
     except (ServiceError, OSError) as error:
         return str(error)
     return ""
-
-
-def _fail(sentence: str) -> None:
-    console.print(f"gradwire: {sentence}", style="red", markup=False, highlight=False)
-    raise typer.Exit(2)

@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from gradwire_server.cli.preflight import model_fault
+from gradwire_server.cli.saying import fail
 
 if TYPE_CHECKING:
     from gradwire_server.engine.sizing.estimate import Device, Estimate
@@ -82,14 +83,14 @@ def estimate(
     references = tuple(reference or ())
     for flag, path in [("--model", model), *(("--reference", each) for each in references if each != "base")]:
         if not Path(path).is_file() and (fault := model_fault(path)):
-            _fail(f"{flag} {path}: {fault}")
+            fail(f"{flag} {path}: {fault}")
     if ranks & (ranks - 1):
-        _fail(f"--ranks {ranks}: the work is divided in halves; give a power of two")
+        fail(f"--ranks {ranks}: the work is divided in halves; give a power of two")
     if full and quantize:
-        _fail("--full trains all weights, and weights held in 4 or 8 bits cannot be trained: leave one of them out")
+        fail("--full trains all weights, and weights held in 4 or 8 bits cannot be trained: leave one of them out")
     for flag, given in (("--lora-rank", lora_rank), ("--target-module", target_module)):
         if full and given:
-            _fail(f"--full trains all weights, and {flag} is of an adapter: leave one of them out")
+            fail(f"--full trains all weights, and {flag} is of an adapter: leave one of them out")
     try:
         import torch
 
@@ -97,7 +98,7 @@ def estimate(
         from gradwire_server.engine.sizing.advice import advice
         from gradwire_server.engine.sizing.estimate import Workload, meta_model, on_ranks
     except ModuleNotFoundError as missing:
-        _fail(f"`gradwire estimate` needs {missing.name}, which is not installed: pip install 'gradwire[server]'")
+        fail(f"`gradwire estimate` needs {missing.name}, which is not installed: pip install 'gradwire[server]'")
     where = _device(device)
     default = "float32" if where.kind == "cpu" else "bfloat16"
     try:
@@ -132,7 +133,7 @@ def estimate(
             "lora.target_modules": f"{layers}:",
         }
         flag = flags.get(error.field or "", f"--model {model}:")
-        _fail(f"{flag} {str(error.__cause__ or '').partition(chr(10))[0] or error.message}")
+        fail(f"{flag} {str(error.__cause__ or '').partition(chr(10))[0] or error.message}")
     if as_json:
         print(json.dumps(_document(found, sentences), indent=2))
     else:
@@ -162,21 +163,21 @@ def _device(text: str) -> Device:
 
     match = DEVICE.fullmatch(text.strip())
     if match is None or (text and not text.strip()):
-        _fail(f'--device {text}: give the memory of a GPU ("80 GiB"), "cpu" or "cpu 16 GiB"')
+        fail(f'--device {text}: give the memory of a GPU ("80 GiB"), "cpu" or "cpu 16 GiB"')
     kind, amount, unit = match.groups()
     on_cpu = (kind or "").lower() == "cpu"
     if amount:
         count = float(amount) * UNITS[unit.lower()]
         if not BYTES[0] <= count <= BYTES[1]:
             shown = text if len(text) <= 40 else f"{text[:40]}…"
-            _fail(f"--device {shown}: the memory of a device is between 1 MiB and 1,048,576 GiB")
+            fail(f"--device {shown}: the memory of a device is between 1 MiB and 1,048,576 GiB")
         return Device("cpu" if on_cpu else "cuda", int(count))
     import torch
 
     if not on_cpu and torch.cuda.is_available():
         return Device("cuda", torch.cuda.mem_get_info()[1])
     if kind and not on_cpu:
-        _fail(f'--device {text}: torch finds no GPU here; give the memory of one, as in --device "80 GiB"')
+        fail(f'--device {text}: torch finds no GPU here; give the memory of one, as in --device "80 GiB"')
     return Device("cpu", machine_memory())
 
 
@@ -226,8 +227,3 @@ def _show(found: Estimate, sentences: list[str]) -> None:
     )
     for sentence in sentences:
         console.print(sentence, markup=False)
-
-
-def _fail(sentence: str) -> NoReturn:
-    Console(stderr=True, soft_wrap=True).print(f"gradwire: {sentence}", style="red", markup=False)
-    raise typer.Exit(2)

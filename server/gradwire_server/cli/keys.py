@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire_server.access.keys import KeyFile, Quota, Role
+from gradwire_server.cli.saying import console, fail
 
 app = typer.Typer(help="API keys of a server.", no_args_is_help=True, add_completion=False)
-console = Console(stderr=True, soft_wrap=True)
 
 StateDir = Annotated[Path, typer.Option(envvar="GRADWIRE_STATE_DIR", help="Of the server whose keys they are.")]
 STATE_DIR = Path("gradwire-state")
@@ -92,5 +92,4 @@ def _failures() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        console.print(f"gradwire: {error}", style="red", markup=False)
-        raise typer.Exit(2) from None
+        fail(str(error))

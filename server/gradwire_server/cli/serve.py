@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from gradwire_proto.v1 import training_pb2 as pb
-from rich.console import Console
 from rich.table import Table
 
 from gradwire_server.cli.preflight import check
+from gradwire_server.cli.saying import console, fail, say
 from gradwire_server.cli.settings import load, misspelled_variables, with_settings
 from gradwire_server.cli.settings_file import SettingsError
 from gradwire_server.cli.trained import Trained
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from gradwire_server.server import Server
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = Console(stderr=True, soft_wrap=True)
 
 PARENT_CHECK_S = 0.5
 SWITCH_S = 0.0005
@@ -84,20 +83,15 @@ def serve(
     in the environment, and limits (GRADWIRE_LIMITS__MAX_ROWS). What is under Process has a flag only.
     """
     for sentence in misspelled_variables():  # first: one of them may be why the settings are refused
-        console.print(f"gradwire: {sentence}", markup=False)
+        say(sentence)
     try:
         trained = Trained.read(training) if training is not None else None
         settings = load({**(trained.flags() if trained else {}), **flags}, config)
         check(settings)
     except SettingsError as error:
-        for sentence in error.sentences:
-            console.print(f"gradwire: {sentence}", style="red", markup=False)
-        raise typer.Exit(2) from None
+        fail(*error.sentences)
     if console_page and settings.tls_cert is not None:
-        console.print(
-            "gradwire: with --tls-cert, start the console itself: gradwire console --ca-cert FILE", style="red"
-        )
-        raise typer.Exit(2)
+        fail("with --tls-cert, start the console itself: gradwire console --ca-cert FILE")
     os.umask(0o077)  # weights, batches and keys of a state folder are for the server's own user
     logs.configure(settings.log_level, settings.log_format, "front")
     sys.setswitchinterval(SWITCH_S)
@@ -106,7 +100,7 @@ def serve(
     # Children are replaced by other programs at once. With gRPC's handlers of forks they can die before that.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     if trained is not None:
-        console.print(f"gradwire: OpenAI's clients name what was trained {trained.checkpoint}", markup=False)
+        say(f"OpenAI's clients name what was trained {trained.checkpoint}")
     with asyncio.Runner(loop_factory=_loop_factory(settings)) as runner:
         raise typer.Exit(runner.run(_serve(settings, ready_file, parent, own_key, console_page)))
 
@@ -177,7 +171,7 @@ def _be_told(stop: asyncio.Event, grace_s: float) -> None:
     """Stop on a signal, and say at once what the operator will wait for."""
     if not stop.is_set():
         waits = f"waiting up to {grace_s:g} s for operations that are being executed"
-        console.print(f"gradwire: stopping; {waits}", markup=False)
+        say(f"stopping; {waits}")
     stop.set()
 
 
@@ -215,7 +209,7 @@ def _announce(server: Server, ready_file: Path | None) -> None:
     for name, count in core.storage.records.by_model().items():
         if name not in config.all_models:
             absent = f"{name}, which this server does not have"
-            console.print(f"gradwire: {count} of these runs wait for {absent}: --model {name}=PATH", markup=False)
+            say(f"{count} of these runs wait for {absent}: --model {name}=PATH")
     if server.core.keys.required and not config.loopback and config.tls_cert is None:
         console.print("API keys travel in the clear: give --tls-cert and --tls-key, or put a proxy with TLS before it")
     if not server.core.keys.required:

@@ -6,11 +6,11 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from gradwire_server.cli.saying import fail, say
 from gradwire_server.journal.backup import Copied
 from gradwire_server.journal.backup import backup as copy_folder
 from gradwire_server.journal.backup import restore as restore_folder
@@ -23,7 +23,6 @@ from gradwire_server.stores.store import StoreError
 backup_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 restore_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 repair_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = Console(stderr=True, soft_wrap=True)
 
 StateDir = Annotated[Path, typer.Option(envvar="GRADWIRE_STATE_DIR", help="State folder of the server.")]
 STATE_DIR = Path("gradwire-state")
@@ -37,10 +36,10 @@ def backup(
     """Copy the state folder, while its server runs or when it does not."""
     state_dir, to = state_dir.expanduser().resolve(), to.expanduser().resolve()
     with _failures():
-        copied = copy_folder(state_dir, to, _say)
-    _say(f"{to} holds {_contents(copied)}")
+        copied = copy_folder(state_dir, to, say)
+    say(f"{to} holds {_contents(copied)}")
     if url := claim_of(to).url:
-        _say(f"the checkpoints stay in {url}: keep what is there for as long as this backup (object versions help)")
+        say(f"the checkpoints stay in {url}: keep what is there for as long as this backup (object versions help)")
 
 
 @restore_app.command()
@@ -54,8 +53,8 @@ def restore(
     """
     state_dir, copy = state_dir.expanduser().resolve(), copy.expanduser().resolve()
     with _failures():
-        copied = restore_folder(copy, state_dir, _say)
-    _say(f"{state_dir} holds {_contents(copied)}; start a server on it")
+        copied = restore_folder(copy, state_dir, say)
+    say(f"{state_dir} holds {_contents(copied)}; start a server on it")
 
 
 def _contents(copied: Copied) -> str:
@@ -80,16 +79,16 @@ def repair(
     """
     state_dir = state_dir.expanduser().resolve()
     if not state_dir.is_dir():
-        _fail(f"there is no folder {state_dir}")
+        fail(f"there is no folder {state_dir}")
     with _failures():
-        runs = rebuild(state_dir, owner, _say, tidy=tidy)
+        runs = rebuild(state_dir, owner, say, tidy=tidy)
     for run in runs:
         reach = f"operation {run.accepted_seq}" if run.complete else f"operation {run.accepted_seq}, as far as is known"
-        _say(
+        say(
             f"{run.run_id} of {run.owner or 'anyone'}: {run.checkpoints} checkpoints, up to {reach},"
             f" {run.num_waiting} to be carried out at the next start"
         )
-    _say(f"{state_dir / 'gradwire.db'} is rebuilt with {len(runs)} runs")
+    say(f"{state_dir / 'gradwire.db'} is rebuilt with {len(runs)} runs")
 
 
 @contextmanager
@@ -97,13 +96,4 @@ def _failures() -> Iterator[None]:
     try:
         yield
     except (StateFolderError, StoreError, NewerDatabase, sqlite3.DatabaseError, OSError) as error:
-        _fail(str(error))
-
-
-def _say(sentence: str) -> None:
-    console.print(f"gradwire: {sentence}", markup=False, highlight=False)
-
-
-def _fail(sentence: str) -> NoReturn:
-    console.print(f"gradwire: {sentence}", style="red", markup=False, highlight=False)
-    raise typer.Exit(1)
+        fail(str(error))

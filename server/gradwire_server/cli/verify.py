@@ -7,11 +7,11 @@ import shutil
 import tarfile
 import tempfile
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from gradwire_server.cli.saying import fail, say
 from gradwire_server.config import EngineSettings, parse_model
 from gradwire_server.engine_client.client import EngineDied
 from gradwire_server.engine_client.process import EngineProcess
@@ -22,10 +22,9 @@ from gradwire_server.observability import logs
 from gradwire_server.scheduling.verification import OtherBase, Verdict, execute_again
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = Console(stderr=True, soft_wrap=True)
 
-DIFFERS, UNUSABLE = 1, 2
-"""Exit codes: the run gives something else; the record or the machine does not allow to say."""
+DIFFERS = 1
+"""Exit code where the run gives something else."""
 STOP_S = 5.0
 
 
@@ -57,13 +56,13 @@ def verify(
             settings = _settings(found, Path(folder, "state"), model or [], losses or [], device, threads)
             verdict = asyncio.run(_verify(found, settings))
         except BadRecord as error:
-            _fail(f"{record} cannot be verified: {error}")
+            fail(f"{record} cannot be verified: {error}")
         except OtherBase as error:
-            _fail(f"{error}; name the folder of the right one: --model {found.config.base_model}=FOLDER")
+            fail(f"{error}; name the folder of the right one: --model {found.config.base_model}=FOLDER")
         except (ServiceError, EngineDied, OSError, ValueError) as error:
-            _fail(str(error))
+            fail(str(error))
     if verdict.difference:
-        console.print(f"gradwire: {verdict.difference}", style="red", markup=False, highlight=False)
+        say(verdict.difference, "red")
         raise typer.Exit(DIFFERS)
     print(f"{_equal(verdict)}: {_of(verdict, found)}")
 
@@ -84,12 +83,12 @@ def _say_what_it_is(record: Record, signed_by: str) -> None:
     if signed_by and record.signed_by != signed_by:
         raise BadRecord(f"it is signed by {record.signed_by or 'nobody'}, not by {signed_by}")
     where = f" after the checkpoint at operation {record.after_seq}" if record.after_seq else ""
-    _say(
+    say(
         f"run {record.run_id} on {record.config.base_model}, operations {record.after_seq + 1} to {record.up_to_seq}"
         f"{where}, {f'signed by {record.signed_by}' if record.signed_by else 'not signed'}"
     )
     for change in record.changes:
-        _say(f"while it was computed, {change}")
+        say(f"while it was computed, {change}")
 
 
 def _settings(
@@ -119,7 +118,7 @@ async def _verify(record: Record, settings: EngineSettings) -> Verdict:
     engine = EngineProcess.here(settings)
     try:
         await engine.start()
-        return await execute_again(record, engine, settings.state_dir / RUNS, lambda fact: _say(f"here, {fact}"))
+        return await execute_again(record, engine, settings.state_dir / RUNS, lambda fact: say(f"here, {fact}"))
     finally:
         await engine.stop(STOP_S)
 
@@ -133,12 +132,3 @@ def _equal(verdict: Verdict) -> str:
 def _of(verdict: Verdict, record: Record) -> str:
     tensors = f", and the tensors of {', '.join(verdict.checkpoints)}" if verdict.checkpoints else ""
     return f"the results of {verdict.compared} operations of {record.run_id}{tensors}"
-
-
-def _say(sentence: str) -> None:
-    console.print(f"gradwire: {sentence}", markup=False, highlight=False)
-
-
-def _fail(sentence: str) -> NoReturn:
-    console.print(f"gradwire: {sentence}", style="red", markup=False, highlight=False)
-    raise typer.Exit(UNUSABLE)

@@ -1,0 +1,22 @@
+"""What the server's commands say to people, on standard error."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+
+console = Console(stderr=True, soft_wrap=True)
+
+
+def say(sentence: str, style: str = "") -> None:
+    """Print a sentence as the command's."""
+    console.print(f"gradwire: {sentence}", style=style, markup=False, highlight=False)
+
+
+def fail(*sentences: str) -> NoReturn:
+    """Print sentences on what is wrong, and end the command with status 2."""
+    for sentence in sentences:
+        say(sentence, "red")
+    raise typer.Exit(2)

@@ -11,9 +11,12 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Quota
 from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError
+from gradwire_server.grammar_forms import NAMES
 from gradwire_server.operation_kinds import kind_of
 
 IDS = ("input_ids", "prompt_ids", "response_ids")
+PIXELS_OF_TOKEN = 1024
+"""Pixels of an image that count as a token: about what a model makes one of."""
 
 
 @dataclass(eq=False)
@@ -121,14 +124,28 @@ def check_files(size: int, more: int, quota: Quota, limits: Limits) -> None:
         raise _exceeded(what, "file_bytes", most, "delete one, then send this one again")
 
 
-def tokens_of(operation: pb.Operation, tensors: Sequence[pb.TensorSpec], *, sampled: bool = True) -> int:
-    """Tokens that an operation sends through a model: those of its batch, plus those it may sample if ``sampled``."""
-    given = sum(spec.shape[0] for spec in tensors if spec.name.endswith(IDS) and spec.shape)
-    if not sampled or not kind_of(operation).samples:
+def tokens_of(
+    operation: pb.Operation, tensors: Sequence[pb.TensorSpec], pixels: int = 0, *, sampled: bool = True
+) -> int:
+    """What an operation counts in tokens: its batch, images and grammar; if ``sampled``, also what it may sample.
+
+    Args:
+        pixels: Of its images.
+    """
+    given = sum(spec.shape[0] for spec in tensors if spec.name.endswith(IDS) and spec.shape) + pixels // PIXELS_OF_TOKEN
+    if not kind_of(operation).samples:
         return given
     call = operation.sample
+    given += grammar_tokens(call)
+    if not sampled:
+        return given
     prompts = len(call.prompts) or next((spec.level_sizes[0] for spec in tensors if spec.level_sizes), 0)
     return given + prompts * (call.n or 1) * call.max_tokens
+
+
+def grammar_tokens(call: pb.SampleCall) -> int:
+    """What a call's grammar counts in tokens: one for each character, which all have to be compiled."""
+    return sum(len(getattr(call, form)) for form in NAMES)
 
 
 def _exceeded(

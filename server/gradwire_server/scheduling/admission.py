@@ -21,6 +21,7 @@ from gradwire_server.observability.tracing import Tracing
 from gradwire_server.scheduling.checks import Checks
 from gradwire_server.scheduling.dispatcher import Dispatcher
 from gradwire_server.scheduling.fencing import reused
+from gradwire_server.scheduling.image_counts import pixels_of_batch
 from gradwire_server.scheduling.operation import (
     PayloadMemory,
     QueuedOperation,
@@ -135,9 +136,10 @@ class Admission:
                 return ack
             if header.seq < 1:
                 raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "numbers begin at 1", field="seq", rule="seq >= 1")
+            pixels = 0 if refusal is not None else sum(pixels_of_batch(header, payload))
             operation = QueuedOperation(
-                header, identity(header), payload, time.time(), ack, refusal, may_be_early=self._may_be_early(header),
-                patient=patient,
+                header, identity(header), payload, time.time(), ack, refusal, pixels,
+                may_be_early=self._may_be_early(header), patient=patient,
             )  # fmt: skip
             if header.seq < queue.next_seq and header.seq not in queue.pending:
                 self._repeat(self._acknowledge_again(queue, operation))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,17 +13,16 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.quotas import IDS
 from gradwire_server.config import Limits
-from gradwire_server.image_sizes import MAX_PIXELS, pixels
+from gradwire_server.image_sizes import MAX_PIXELS
 from gradwire_server.journal.checkpoint_records import AUTOMATIC, NAME, ORIGIN, SNAPSHOT, CheckpointRecords
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.operation_kinds import UNKNOWN, kind_of, loss_call, step_call
+from gradwire_server.scheduling.image_counts import cut, pixels_of_batch, pixels_of_images
 
 UNKNOWN_LENGTH = 1 << 62
 """Context length of a model that is not loaded yet."""
 SCHEMA_LEVELS = 64
 """Lists and objects inside each other in a JSON schema."""
-CHUNKS_OF_HEADER = 3
-"""Chunks in which an image's header is; chunks are larger than headers, but for the last one of a frame."""
 SAMPLED_BYTES = 8
 """Bytes of a sampled token in a result, and of each of its top_logprobs: an id and a log-probability."""
 
@@ -248,11 +244,7 @@ def check_sample_request(request: pb.SampleRequest, limits: Limits) -> pb.Error 
     largest = max(map(len, request.images), default=0)
     if largest > limits.max_image_bytes:
         return _limit(f"an image of {largest} bytes", "max_image_bytes", limits.max_image_bytes, codec.IMAGES)
-    if (
-        error := _check_pixels(
-            [pixels(partial(_beginning, [image], 0, len(image))) for image in request.images], limits
-        )
-    ) is not None:
+    if (error := _check_pixels(pixels_of_images(request.images), limits)) is not None:
         return error
     if len(request.model) > limits.max_string_chars:
         what = f"{len(request.model)} characters in model"
@@ -262,19 +254,18 @@ def check_sample_request(request: pb.SampleRequest, limits: Limits) -> pb.Error 
 
 def check_rows(header: pb.OperationHeader, chunks: Sequence[bytes], limits: Limits) -> pb.Error | None:
     """Return an error if a row of token ids or an image is too long; reads only the lengths from the payload."""
+    if (error := _check_pixels(pixels_of_batch(header, chunks), limits)) is not None:
+        return error
     offset = 0
     for spec in header.tensors:
         sizes = spec.level_sizes
         if spec.name == codec.IMAGE_BYTES and len(sizes) == 1:
-            lengths = np.frombuffer(_cut(chunks, offset, offset + 4 * sizes[0]), "<u4")
+            lengths = np.frombuffer(cut(chunks, offset, offset + 4 * sizes[0]), "<u4")
             if lengths.size and (largest := int(lengths.max())) > limits.max_image_bytes:
                 return _limit(f"an image of {largest} bytes", "max_image_bytes", limits.max_image_bytes, codec.IMAGES)
-            counts = _pixels(chunks, offset + 4 * sizes[0], lengths.tolist())
-            if (error := _check_pixels(counts, limits)) is not None:
-                return error
         if sizes and spec.name.endswith(IDS):
             begin = offset + 4 * sum(sizes[:-1])
-            lengths = np.frombuffer(_cut(chunks, begin, begin + 4 * sizes[-1]), "<u4")
+            lengths = np.frombuffer(cut(chunks, begin, begin + 4 * sizes[-1]), "<u4")
             if lengths.size and (longest := int(lengths.max())) > limits.max_row_tokens:
                 row = int(lengths.argmax())
                 error = _limit(
@@ -307,32 +298,6 @@ def check_room(save: pb.SaveCheckpoint, checkpoints: Mapping[str, pb.Checkpoint]
         what = f"the run's checkpoints hold {size} bytes already"
         return _limit(what, "max_checkpoint_bytes", limits.max_checkpoint_bytes)
     return None
-
-
-def _pixels(chunks: Sequence[bytes], begin: int, lengths: Sequence[int]) -> list[int]:
-    """Pixels of images whose contents follow each other in a payload from ``begin`` on."""
-    starts = [0, *accumulate(map(len, chunks))]
-    counts = []
-    for length in lengths:
-        first = bisect_right(starts, begin) - 1
-        near, at = chunks[first : first + CHUNKS_OF_HEADER], begin - starts[first]
-        counts.append(pixels(partial(_beginning, near, at, length)))
-        begin += length
-    return counts
-
-
-def _beginning(chunks: Sequence[bytes], begin: int, length: int, size: int) -> bytes:
-    return _cut(chunks, begin, begin + min(length, size))
-
-
-def _cut(chunks: Sequence[bytes], begin: int, end: int) -> bytes:
-    parts, at = [], 0
-    for chunk in chunks:
-        if at >= end:
-            break
-        parts.append(chunk[max(begin - at, 0) : max(end - at, 0)])
-        at += len(chunk)
-    return b"".join(parts)
 
 
 def _check_strings(message: Any, limits: Limits) -> pb.Error | None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.access.quotas import Usage
+from gradwire_server.access.quotas import PIXELS_OF_TOKEN, Usage, grammar_tokens
 from gradwire_server.engine_client.client import EngineAnswer, Interruptible
 from gradwire_server.errors import shutting_down
 from gradwire_server.journal.segments import Buffer
@@ -26,6 +26,7 @@ from gradwire_server.scheduling import abort_rule
 from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint
 from gradwire_server.scheduling.executor import Executor
 from gradwire_server.scheduling.fairness import Load
+from gradwire_server.scheduling.image_counts import pixels_of_images
 from gradwire_server.scheduling.operation import QueuedOperation, retrieved
 from gradwire_server.scheduling.parking import CannotRestore, Parking
 from gradwire_server.scheduling.placement import EngineQueue, Placement, Visit
@@ -259,7 +260,8 @@ class Dispatcher:
             EngineDied: The engine died while it sampled.
         """
         prompts = max(len(asked.prompt_ids), len(asked.call.prompts))
-        given = sum(len(prompt.ids) for prompt in asked.prompt_ids)
+        given = sum(len(prompt.ids) for prompt in asked.prompt_ids) + grammar_tokens(asked.call)
+        given += sum(pixels_of_images(asked.images)) // PIXELS_OF_TOKEN
         tokens = given + prompts * (asked.call.n or 1) * asked.call.max_tokens
         request = engine_pb2.EngineRequest(sample=asked, streams=on_frame is not None, owner=usage.owner)
         if run is not None:

@@ -66,7 +66,7 @@ class HeldOperations:
         if seq > next_seq:
             self._check_window(next_seq, sum(each.header.payload_bytes for each in waiting), size)
         if not closes_gap:
-            self._usage.check(size, tokens_of(operation.header.operation, operation.header.tensors))
+            self._usage.check(size, tokens_of(operation.header.operation, operation.header.tensors, operation.pixels))
 
     def _check_queue(self, size: int) -> None:
         limits = self._limits

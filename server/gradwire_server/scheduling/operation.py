@@ -59,6 +59,7 @@ class QueuedOperation:
         header: The submitted operation without its payload.
         content: Identity of the operation, which tells a repeated submission from a reused number.
         payload: Payload in memory; None if it must be read from the journal.
+        pixels: Of its images; 0 if it was accepted before the server started.
         accepted_at: Unix time in seconds.
         ack: Resolves with the acknowledgement once the operation is durable.
         refusal: Error found by the checks; becomes the result once the operations before it have theirs.
@@ -84,6 +85,7 @@ class QueuedOperation:
     accepted_at: float
     ack: asyncio.Future[pb.SubmitAck]
     refusal: pb.Error | None = None
+    pixels: int = 0
     location: Location | None = None
     appended: asyncio.Future[Location | None] | None = None
     may_be_early: bool = False
@@ -126,7 +128,7 @@ class QueuedOperation:
 
     @cached_property
     def _tokens(self) -> int:
-        return tokens_of(self.header.operation, self.header.tensors, sampled=False)
+        return tokens_of(self.header.operation, self.header.tensors, self.pixels, sampled=False)
 
     @property
     def is_cancelled(self) -> bool:

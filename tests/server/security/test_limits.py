@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
 from gradwire_server.config import Limits
-from support.front import Start
+from support.front import Start, error_of
 from support.keyed import code_of, outcome
 
 
@@ -249,3 +250,22 @@ async def test_arguments_that_are_no_json_fail_in_their_place(start: Start, kwar
         client = await (await door.client()).begin()
         await client.submit(1, forward_backward=pb.LossCall(loss_fn="a", loss_kwargs_json=kwargs))
         assert await client.statuses(1) == ["invalid_argument"] and not door.engine.seen
+
+
+@pytest.mark.parametrize("way", ["operation", "rpc"])
+@pytest.mark.parametrize("of", ["images", "grammar"])
+async def test_images_and_grammars_count_against_the_tokens_of_their_key(start: Start, of: str, way: str) -> None:
+    image, schema = gray(400, 400), json.dumps({"const": "a" * 150})
+    async with start(limits={"key_tokens_per_minute": 100}) as door:
+        client = await (await door.client()).begin()
+        if way == "operation":
+            sent = {**LOSS, **images(image)} if of == "images" else sample(json_schema=schema)
+            await client.submit(1, **sent)
+        else:
+            call = pb.SampleCall(**SAMPLE, **({} if of == "images" else {"json_schema": schema}))
+            await client.stub.Sample(
+                pb.SampleRequest(model="tiny", call=call, images=[image] if of == "images" else [])
+            ).read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.stub.Sample(pb.SampleRequest(model="tiny", call=pb.SampleCall(**SAMPLE))).read()
+        assert error_of(caught).rule == "tokens_per_minute = 100"

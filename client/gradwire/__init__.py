@@ -75,6 +75,14 @@ from gradwire.errors import (
 from gradwire.futures import Future, gather
 from gradwire.history import History, RunUpdates
 from gradwire.jobs import FileInfo, Files, Job, JobCheckpoint, JobEnd, JobEvent, Jobs
+from gradwire.recordings import (
+    OperationInfo,
+    QueuedRun,
+    RecordedBatch,
+    RecordedSequence,
+    Recording,
+    RunActivity,
+)
 from gradwire.rendering import Rendered
 from gradwire.results import (
     Checkpoint,
@@ -129,15 +137,21 @@ __all__ = [
     "NothingToStepError",
     "OperationCancelledError",
     "OperationError",
+    "OperationInfo",
     "OptimStepResult",
     "OutOfMemoryError",
     "PayloadCorruptError",
     "PermissionDeniedError",
     "QuarantinedError",
+    "QueuedRun",
     "RankInfo",
+    "RecordedBatch",
+    "RecordedSequence",
+    "Recording",
     "Rendered",
     "ResultReleasedError",
     "RewoundError",
+    "RunActivity",
     "RunBusyError",
     "RunChange",
     "RunInfo",

@@ -88,6 +88,8 @@ class RunInfo:
         changes: What changed under the run and was accepted (``accept_changes``, ``--accept-changes``), oldest first.
         engine: Number of the engine that the run is on.
         lanes: Number of ranks that can share its work.
+        engine_s: Seconds that the engine has computed for it since the server started.
+        record_batches: Share of its batches that the server records.
     """
 
     run_id: str
@@ -118,6 +120,8 @@ class RunInfo:
     changes: tuple[RunChange, ...] = ()
     engine: int = 0
     lanes: int = 1
+    engine_s: float = 0.0
+    record_batches: float = 0.0
 
     @staticmethod
     def from_message(run: pb.Run) -> RunInfo:
@@ -236,6 +240,8 @@ class ServerInfo:
         durability: ``"journal"`` (every operation is on disk before it is acknowledged) or ``"checkpoint"``.
         limits: Limits by name, for example ``max_payload_bytes``.
         engines: State of each engine, by number.
+        key_name: Name of your key; empty on a server without keys.
+        role: Its role: ``"admin"``, ``"user"`` or ``"viewer"``; empty on a server without keys.
     """
 
     version: str
@@ -245,6 +251,8 @@ class ServerInfo:
     durability: str
     limits: Mapping[str, int]
     engines: tuple[EngineInfo, ...] = ()
+    key_name: str = ""
+    role: str = ""
 
     @staticmethod
     def from_message(info: pb.ServerInfo) -> ServerInfo:

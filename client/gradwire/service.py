@@ -19,6 +19,7 @@ from gradwire.errors import InvalidArgumentError, ServiceClosedError, Unsupporte
 from gradwire.history import History, RunUpdates
 from gradwire.jobs import Files, Jobs
 from gradwire.losses import LossCatalogue, model_path
+from gradwire.recordings import QueuedRun
 from gradwire.rendering import Conversation, Rendered, TrainOn, is_one, requests, row_of
 from gradwire.results import Checkpoint
 from gradwire.sampling import SamplingClient, token_ids
@@ -92,6 +93,14 @@ class ServiceClient(Connected):
         self._losses.update(losses)
         return losses
 
+    async def list_queues(self) -> list[QueuedRun]:
+        """List the runs that have operations without a result: on one engine, they wait for each other.
+
+        Runs that your key may not read are among them, without their names.
+        """
+        answer = await self._transport.unary(lambda stub: stub.ListQueues, pb.ListQueuesRequest())
+        return [QueuedRun.from_message(each) for each in answer.runs]
+
     async def list_runs(self) -> list[RunInfo]:
         """List the runs that your key owns or may read."""
         runs: list[RunInfo] = []
@@ -149,6 +158,7 @@ class ServiceClient(Connected):
         router_aux_loss_coef: float | None = None,
         lanes: int | None = None,
         keep_journal: bool = False,
+        record_batches: float = 0.0,
     ) -> TrainingClient:
         """Create a run with its own weights, optimizer state and queue.
 
@@ -185,6 +195,9 @@ class ServiceClient(Connected):
                 many as the server's engine has ranks now.
             keep_journal: Whether the server keeps every operation with its batch until the run is deleted, so that
                 ``gradwire record`` has the run from its beginning. They take the batches' size on the server's disk.
+            record_batches: Share of the trained batches, 0 to 1, that the server records with the log-probabilities
+                that their losses saw, for ``list_recordings`` and the console; the first batch is always among them.
+                The oldest go beyond the server's ``max_recorded_bytes`` a run (64 MiB).
 
         Raises:
             UnknownModelError: The server does not hold the model.
@@ -222,6 +235,7 @@ class ServiceClient(Connected):
             router_aux_loss_coef=router_aux_loss_coef,
             lanes=lanes or 0,
             keep_journal=keep_journal,
+            record_batches=record_batches,
         )
         request = pb.CreateRunRequest(config=config, idempotency_key=secrets.token_hex(16))
         run = await self._transport.unary(lambda stub: stub.CreateRun, request, timeout_s=None)

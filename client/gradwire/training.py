@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,9 +19,13 @@ from gradwire.futures import Future
 from gradwire.history import History
 from gradwire.losses import model_path
 from gradwire.operations import Operations
+from gradwire.recordings import RecordedBatch, Recording, RunActivity, rollouts_json
 from gradwire.results import Checkpoint, Columns, LossResult, OptimStepResult, SampleResult, TrainStepResult
 from gradwire.whole_files import write_tar
 from gradwire.wire.files import check_folder, download
+
+ROLLOUTS_BYTES = 4 << 20
+"""Most bytes of an iteration's rollouts that are recorded."""
 
 
 class TrainingClient(Operations):
@@ -55,6 +60,57 @@ class TrainingClient(Operations):
         operation shows once its result can be awaited. Of a fork it begins with the source's, up to the checkpoint.
         """
         return History.from_wire(await self._transport.history(self.run_id))
+
+    async def activity(self, limit: int = 100) -> RunActivity:
+        """Fetch the run's newest operations with their states and times, and what a recovery of it would cost now.
+
+        Args:
+            limit: Most operations; the server keeps 256 that have a result, in memory.
+        """
+        request = pb.ListOperationsRequest(run_id=self.run_id, limit=limit)
+        return RunActivity.from_message(await self._transport.unary(lambda stub: stub.ListOperations, request))
+
+    async def list_recordings(self) -> list[Recording]:
+        """List what was recorded of the run, oldest first: batches (``record_batches``) and rollouts."""
+        request = pb.ListRecordingsRequest(run_id=self.run_id)
+        answer = await self._transport.unary(lambda stub: stub.ListRecordings, request)
+        return [Recording.from_message(each) for each in answer.recordings]
+
+    async def recorded_batch(self, number: int) -> RecordedBatch:
+        """Fetch a recorded batch with the log-probabilities that its loss saw.
+
+        Args:
+            number: Number of its operation, as :meth:`list_recordings` has it.
+
+        Raises:
+            InvalidArgumentError: It was not recorded, or newer recordings took its room.
+        """
+        return RecordedBatch.from_wire(*await self._transport.recording(self.run_id, "batch", number))
+
+    async def recorded_rollouts(self, iteration: int) -> list[dict[str, Any]]:
+        """Fetch the rollouts that were recorded of an iteration, as :meth:`record_rollouts` was given them.
+
+        Raises:
+            InvalidArgumentError: There are none.
+        """
+        _, content = await self._transport.recording(self.run_id, "rollouts", iteration)
+        found: list[dict[str, Any]] = json.loads(content)
+        return found
+
+    async def record_rollouts(self, iteration: int, rollouts: Sequence[Mapping[str, Any]]) -> int:
+        """Keep rollouts with the run for people to look at, in place of those of the same iteration.
+
+        Args:
+            rollouts: JSON data, as :class:`gradwire.rl.TrajectoryRecorder` writes it. Beyond 4 MiB the rest is left
+                out.
+
+        Returns:
+            The number of rollouts that were kept.
+        """
+        content, rows = rollouts_json(rollouts, ROLLOUTS_BYTES)
+        request = pb.RecordRolloutsRequest(run_id=self.run_id, iteration=iteration, rollouts_json=content, rows=rows)
+        await self._transport.unary(lambda stub: stub.RecordRollouts, request)
+        return rows
 
     async def list_checkpoints(self) -> list[Checkpoint]:
         """List the run's checkpoints, oldest first."""

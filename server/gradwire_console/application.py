@@ -10,13 +10,25 @@ from typing import Any
 
 import gradwire
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from gradwire_http.browsers import BrowserGuard
 from nicegui import app as pages
 from nicegui import ui
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gradwire_console.pages import compare, jobs, login, playground, run, runs
+from gradwire_console.pages import (
+    batches,
+    compare,
+    jobs,
+    journal,
+    login,
+    playground,
+    rollouts,
+    run,
+    runs,
+    server,
+    timeline,
+)
 from gradwire_console.series import AXES
 from gradwire_console.workspace import Workspace, Workspaces
 
@@ -71,7 +83,7 @@ def create_application(workspaces: Workspaces, host: str) -> ASGIApp:
 
     app = FastAPI(title="gradwire console", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     _add_json(pages, workspaces)  # the inner application has the browsers' sessions
-    for page in (login, runs, run, compare, jobs, playground):
+    for page in (login, runs, run, batches, rollouts, journal, compare, timeline, server, jobs, playground):
         page.register(workspaces)
     ui.run_with(
         app,
@@ -119,6 +131,39 @@ def _add_json(app: FastAPI, workspaces: Workspaces) -> None:
     async def checkpoints(request: Request, run_id: str) -> list[dict[str, Any]]:
         workspace = await workspace_of(request)
         return [dataclasses.asdict(each) for each in await workspace.client(run_id).list_checkpoints()]
+
+    @app.get("/api/runs/{run_id}/activity")
+    async def activity(request: Request, run_id: str) -> dict[str, Any]:
+        return dataclasses.asdict(await (await workspace_of(request)).activity(run_id))
+
+    @app.get("/api/runs/{run_id}/recordings")
+    async def recordings(request: Request, run_id: str) -> list[dict[str, Any]]:
+        workspace = await workspace_of(request)
+        return [dataclasses.asdict(each) for each in await workspace.client(run_id).list_recordings()]
+
+    @app.get("/api/runs/{run_id}/rollouts/{iteration}")
+    async def recorded_rollouts(request: Request, run_id: str, iteration: int) -> list[dict[str, Any]]:
+        return await (await workspace_of(request)).client(run_id).recorded_rollouts(iteration)
+
+    @app.get("/api/queues")
+    async def queues(request: Request) -> list[dict[str, Any]]:
+        return [dataclasses.asdict(each) for each in await (await workspace_of(request)).queues()]
+
+    @app.get("/api/report")
+    async def report(request: Request, runs: str) -> HTMLResponse:
+        workspace = await workspace_of(request)
+        asked = list(dict.fromkeys(runs.split(",")))[: compare.MOST]
+        found = [run_id for run_id in asked if run_id in workspace.runs]
+        if not found:
+            raise HTTPException(404, "there are no such runs, or this key may not read them")
+        headers = {"Content-Disposition": 'attachment; filename="gradwire-comparison.html"'}
+        return HTMLResponse(await compare.report(workspace, found), headers=headers)
+
+    @app.get("/api/trace")
+    async def trace(request: Request) -> JSONResponse:
+        workspace = await workspace_of(request)
+        found = timeline.trace(workspace, await timeline.spans(workspace))
+        return JSONResponse(found, headers={"Content-Disposition": 'attachment; filename="gradwire-trace.json"'})
 
     @app.get("/api/jobs")
     async def list_jobs(request: Request) -> list[dict[str, Any]]:

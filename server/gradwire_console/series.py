@@ -74,6 +74,7 @@ class Record:
         self._axes = {name: array("d") for name in AXES}
         self._metrics: dict[str, _Metric] = {}
         self.operations: deque[Operation] = deque(maxlen=NEWEST)
+        self.non_finite = 0  # trained batches whose loss was not finite
         self._last: dict[str, int] = {}  # run -> the newest operation of it
         self.append(history)
 
@@ -84,6 +85,8 @@ class Record:
             if seq > self._last.get(run_id, 0):
                 self._last[run_id] = seq
                 fresh.append(n)
+                trained = history.loss_fn[n] != "" and history.operation[n] != "forward"
+                self.non_finite += bool(trained and not np.isfinite(history.loss[n]))
         if not fresh:
             return
         begin, tokens = len(self._axes["step"]), self._axes["tokens"][-1] if self._axes["tokens"] else 0.0
@@ -135,6 +138,20 @@ class Record:
     def last(self) -> dict[str, float]:
         """The newest value of each metric."""
         return {name: metric.values[-1] for name, metric in self._metrics.items()}
+
+    def newest(self, metric: str, count: int) -> Numbers:
+        """The newest values of a metric, oldest first; empty if the run has no such metric."""
+        found = self._metrics.get(metric)
+        return np.array(found.values[-count:]) if found is not None else np.zeros(0)
+
+    def at_step(self, metric: str, step: int) -> float | None:
+        """The last value of a metric up to a step; None if there is none."""
+        found = self._metrics.get(metric)
+        if found is None:
+            return None
+        steps = np.array(self._axes["step"])[np.array(found.at, np.int64)]
+        before = np.flatnonzero(steps <= step)
+        return float(found.values[before[-1]]) if len(before) else None
 
     @property
     def num_bytes(self) -> int:

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import time
 from collections import deque
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import gradwire
 from gradwire import History, RunInfo, TrainingClient
@@ -18,6 +20,9 @@ RATE_S = 20.0
 TRAINING_S = 5.0
 PATIENCE_S = 5.0
 AGAIN_S = 1.0
+SHARED_S = 0.8
+"""Seconds for which pages share an answer of the server."""
+ACTIVITY = 256
 CHECK_S = 1.0
 """Seconds between two questions whether a key is still good; a page asks when it is opened."""
 
@@ -74,7 +79,10 @@ class Workspace:
         self.runs: dict[str, LiveRun] = {}
         self.revision = 0
         self.away = ""
-        self._checked_at = time.monotonic()
+        self.role = ""
+        self.key_name = ""
+        self._asked: dict[str, tuple[float, asyncio.Task[Any]]] = {}
+        self._checked_at = 0.0
         self._records = Records()
         self._clients: dict[str, TrainingClient] = {}
         self._loading: dict[str, asyncio.Lock] = {}
@@ -94,11 +102,35 @@ class Workspace:
             return
         self._checked_at = now
         try:
-            await self.service.server_info()
+            info = await self.server_info()
+            self.role, self.key_name = info.role, info.key_name
         except gradwire.UnauthenticatedError:
             raise
         except gradwire.GradwireError as error:
             self._says(str(error))
+
+    async def server_info(self) -> gradwire.ServerInfo:
+        """The server, as it was a moment ago at most; pages that ask at the same time share one call."""
+        found: gradwire.ServerInfo = await self._shared("info", self.service.server_info)
+        return found
+
+    async def queues(self) -> list[gradwire.QueuedRun]:
+        """Who waits for whom, likewise."""
+        found: list[gradwire.QueuedRun] = await self._shared("queues", self.service.list_queues)
+        return found
+
+    async def activity(self, run_id: str) -> gradwire.RunActivity:
+        """The newest operations of a run, likewise."""
+        found: gradwire.RunActivity = await self._shared(run_id, lambda: self.client(run_id).activity(ACTIVITY))
+        return found
+
+    async def _shared(self, name: str, ask: Callable[[], Coroutine[Any, Any, object]]) -> Any:
+        now = time.monotonic()
+        at, task = self._asked.get(name, (0.0, None))
+        if task is None or now - at > SHARED_S:
+            task = asyncio.create_task(ask())
+            self._asked[name] = now, task
+        return await asyncio.shield(task)
 
     async def close(self) -> None:
         self._watching.cancel()

@@ -85,6 +85,9 @@ class Limits(BaseModel):
     max_files: int = Field(default=10_000, ge=0, description="files that the server keeps")
     max_jobs: int = Field(default=10_000, ge=0, description="jobs that the server keeps, ended ones included")
     max_history_points: int = Field(default=100_000, ge=16, description="operations in a run's record, then thinned")
+    max_recorded_bytes: int = Field(
+        default=64 << 20, ge=1, description="recorded batches and rollouts of a run; the oldest go beyond it"
+    )
     max_incoming_bytes: int = Field(default=4 << 30, ge=1, description="payloads of one key that are not on disk yet")
     key_runs: int = Field(default=1000, ge=0, description="runs of one key")
     key_memory_percent: int = Field(

@@ -198,3 +198,17 @@ def panel(heading: str = "") -> Element:
         if heading:
             title(heading, 2)
     return part
+
+
+def skeleton(height: str = "12rem") -> None:
+    """What stands where something is loaded."""
+    ui.element("div").classes("gw-skeleton").style(f"height: {height}").props("aria-hidden=true")
+
+
+def bars(values: Sequence[int], labels: Sequence[str], title: str) -> None:
+    """A small histogram: a bar for each count, its label on hover."""
+    most = max(values, default=0) or 1
+    with named(ui.element("div").classes("gw-bars").props("role=img"), title):
+        for value, label in zip(values, labels, strict=True):
+            bar = ui.element("i").style(f"height: {100 * value / most:.0f}%")
+            bar.props["title"] = f"{label}: {value}"

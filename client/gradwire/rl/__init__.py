@@ -44,7 +44,7 @@ from gradwire.rl.loggers import (
     WandbLogger,
 )
 from gradwire.rl.mixture import Mixture, Part
-from gradwire.rl.recording import TrajectoryRecorder
+from gradwire.rl.recording import RunRecorder, TrajectoryRecorder
 from gradwire.rl.replay import ReplayBuffer
 from gradwire.rl.rewards import (
     LengthPenalty,
@@ -130,6 +130,7 @@ __all__ = [
     "Rollouts",
     "RolloutsFailedError",
     "RunInference",
+    "RunRecorder",
     "SVRLEnvironment",
     "SVRLRewardComputer",
     "SamplingParams",

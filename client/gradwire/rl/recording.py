@@ -1,14 +1,30 @@
-"""Record selected trajectories on disk, one JSON object per line."""
+"""Record selected trajectories: in a file, one JSON object per line, or with the run on the server."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from gradwire.rl.generation import TextCodec
+from gradwire.rl.loggers import JsonlLogger
 from gradwire.rl.types import StepData, Trajectory
+from gradwire.training import TrainingClient
+
+
+class Recorder(Protocol):
+    """Takes the trajectories of each iteration."""
+
+    def forget(self, iteration: int) -> None:
+        """Remove what was recorded from this iteration on."""
+
+    async def record(self, iteration: int, trajectories: Sequence[Trajectory], codec: TextCodec) -> int:
+        """Record those that are wanted; return their number."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
 
 Condition = Callable[[int, Trajectory], bool]
 
@@ -37,6 +53,10 @@ class TrajectoryRecorder:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._every, self._condition, self._limit, self._tokens = every, condition, limit, tokens
 
+    def forget(self, iteration: int) -> None:
+        """Remove what was recorded from this iteration on."""
+        JsonlLogger(self.path).forget(iteration)
+
     async def record(self, iteration: int, trajectories: Sequence[Trajectory], codec: TextCodec) -> int:
         """Write the trajectories that the rule selects; return their number."""
         due = self._every > 0 and iteration % self._every == 0
@@ -52,6 +72,32 @@ class TrajectoryRecorder:
 
     def close(self) -> None:
         """Do nothing: each trajectory is already written."""
+
+
+class RunRecorder:
+    """Keeps trajectories with the run on the server, for the console and ``run.recorded_rollouts(iteration)``.
+
+    Args:
+        run: The run that learns from them.
+        every: Record every n-th iteration, 1 or more.
+        limit: Maximum number of trajectories per iteration; groups are kept whole where they fit.
+    """
+
+    def __init__(self, run: TrainingClient, *, every: int = 1, limit: int = 64) -> None:
+        self._run, self._every, self._limit = run, every, limit
+
+    def forget(self, iteration: int) -> None:
+        """Do nothing: an iteration that is repeated replaces what was recorded of it."""
+
+    async def record(self, iteration: int, trajectories: Sequence[Trajectory], codec: TextCodec) -> int:
+        """Record an iteration that is due; return the number of trajectories."""
+        if iteration % self._every:
+            return 0
+        records = [await as_record(iteration, each, codec) for each in trajectories[: self._limit]]
+        return await self._run.record_rollouts(iteration, records)
+
+    def close(self) -> None:
+        """Do nothing: each trajectory is already recorded."""
 
 
 async def as_record(iteration: int, trajectory: Trajectory, codec: TextCodec | None) -> dict[str, Any]:

@@ -356,6 +356,23 @@ class Transport:
                 await backoff.pause(error)
                 self.check_alive()
 
+    async def recording(self, run_id: str, kind: str, number: int) -> tuple[pb.Recording, bytes]:
+        """A recording of a run and its content; asked for again from the beginning while the server is away."""
+        self.check_loop()
+        request, backoff = pb.ReadRecordingRequest(run_id=run_id, kind=kind, number=number), self.backoff()
+        while True:
+            found, chunks = pb.Recording(), list[bytes]()
+            call = self._stub.ReadRecording(request, metadata=self._metadata)
+            try:
+                async with contextlib.aclosing(_frames(call, self.address)) as frames:
+                    async for frame in frames:
+                        found.MergeFrom(frame.recording)
+                        chunks.append(frame.chunk)
+                return found, b"".join(chunks)
+            except errors.RETRYABLE as error:
+                await backoff.pause(error)
+                self.check_alive()
+
     async def watch(self, cursor: str, with_points: bool) -> AsyncGenerator[pb.RunUpdates]:
         """Yield changes of the runs without end; goes on from the last cursor when the server was away."""
         self.check_loop()

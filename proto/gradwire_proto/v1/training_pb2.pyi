@@ -393,6 +393,8 @@ class ServerInfo(_message.Message):
     DURABILITY_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
+    KEY_NAME_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     protocol: _builtins.int
     """increased when older clients cannot use this server"""
@@ -402,6 +404,10 @@ class ServerInfo(_message.Message):
     uptime_s: _builtins.float
     durability: _builtins.str
     """"journal" or "checkpoint" """
+    key_name: _builtins.str
+    """the caller's own; empty on a server without keys"""
+    role: _builtins.str
+    """its role: "admin", "user" or "viewer"; empty on a server without keys"""
     @_builtins.property
     def limits(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """by name: max_payload_bytes, max_rows, max_row_tokens, ..."""
@@ -421,10 +427,12 @@ class ServerInfo(_message.Message):
         durability: _builtins.str = ...,
         limits: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         engines: _abc.Iterable[Global___EngineStatus] | None = ...,
+        key_name: _builtins.str = ...,
+        role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "durability", b"durability", "engine_ready", b"engine_ready", "engines", b"engines", "limits", b"limits", "protocol", b"protocol", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "durability", b"durability", "engine_ready", b"engine_ready", "engines", b"engines", "key_name", b"key_name", "limits", b"limits", "protocol", b"protocol", "role", b"role", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1298,6 +1306,7 @@ class RunConfig(_message.Message):
     ROUTER_AUX_LOSS_COEF_FIELD_NUMBER: _builtins.int
     LANES_FIELD_NUMBER: _builtins.int
     KEEP_JOURNAL_FIELD_NUMBER: _builtins.int
+    RECORD_BATCHES_FIELD_NUMBER: _builtins.int
     base_model: _builtins.str
     head: _builtins.str
     """"", "value" (one scalar per token), "reward" (one per sequence) or"""
@@ -1326,6 +1335,10 @@ class RunConfig(_message.Message):
     """Whether every operation stays in the journal with its batch until the run is deleted, so that its record can be
     executed again from the beginning; else operations go once a checkpoint contains them.
     """
+    record_batches: _builtins.float
+    """Share of the run's trained batches, 0 to 1, that the server records with the log-probabilities that their losses saw:
+    see ListRecordings. The first batch is recorded unless it is 0.
+    """
     @_builtins.property
     def lora(self) -> Global___LoraSettings:
         """absent: all weights are trained"""
@@ -1349,10 +1362,11 @@ class RunConfig(_message.Message):
         router_aux_loss_coef: _builtins.float | None = ...,
         lanes: _builtins.int = ...,
         keep_journal: _builtins.bool = ...,
+        record_batches: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing", "_router_aux_loss_coef", b"_router_aux_loss_coef", "gradient_checkpointing", b"gradient_checkpointing", "lora", b"lora", "router_aux_loss_coef", b"router_aux_loss_coef"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing", "_router_aux_loss_coef", b"_router_aux_loss_coef", "base_model", b"base_model", "dropout", b"dropout", "from_upload", b"from_upload", "gradient_checkpointing", b"gradient_checkpointing", "head", b"head", "keep_journal", b"keep_journal", "kind", b"kind", "lanes", b"lanes", "lora", b"lora", "name", b"name", "num_labels", b"num_labels", "router_aux_loss_coef", b"router_aux_loss_coef", "seed", b"seed", "tags", b"tags"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing", "_router_aux_loss_coef", b"_router_aux_loss_coef", "base_model", b"base_model", "dropout", b"dropout", "from_upload", b"from_upload", "gradient_checkpointing", b"gradient_checkpointing", "head", b"head", "keep_journal", b"keep_journal", "kind", b"kind", "lanes", b"lanes", "lora", b"lora", "name", b"name", "num_labels", b"num_labels", "record_batches", b"record_batches", "router_aux_loss_coef", b"router_aux_loss_coef", "seed", b"seed", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gradient_checkpointing: _TypeAlias = _typing.Literal["gradient_checkpointing"]  # noqa: Y015
     _WhichOneofArgType__gradient_checkpointing: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing"]  # noqa: Y015
@@ -1412,6 +1426,7 @@ class Run(_message.Message):
     RECOVERY_S_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    ENGINE_S_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     epoch: _builtins.int
     """epoch of the current writer; 0 before the first OpenRun"""
@@ -1442,6 +1457,8 @@ class Run(_message.Message):
     """
     engine: _builtins.int
     """number of the engine that it is placed on"""
+    engine_s: _builtins.float
+    """seconds that the engine has computed for it since the server started"""
     @_builtins.property
     def config(self) -> Global___RunConfig: ...
     @_builtins.property
@@ -1481,10 +1498,11 @@ class Run(_message.Message):
         recovery_s: _builtins.float = ...,
         changes: _abc.Iterable[Global___RunChange] | None = ...,
         engine: _builtins.int = ...,
+        engine_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "parked", b"parked"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_seq", b"accepted_seq", "applied_seq", b"applied_seq", "changes", b"changes", "config", b"config", "created_at", b"created_at", "engine", b"engine", "epoch", b"epoch", "forked_from", b"forked_from", "latest_checkpoint", b"latest_checkpoint", "num_tokens", b"num_tokens", "num_trainable_parameters", b"num_trainable_parameters", "owner", b"owner", "parked", b"parked", "readers", b"readers", "recovery_s", b"recovery_s", "released_seq", b"released_seq", "rewound_to_seq", b"rewound_to_seq", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_seq", b"accepted_seq", "applied_seq", b"applied_seq", "changes", b"changes", "config", b"config", "created_at", b"created_at", "engine", b"engine", "engine_s", b"engine_s", "epoch", b"epoch", "forked_from", b"forked_from", "latest_checkpoint", b"latest_checkpoint", "num_tokens", b"num_tokens", "num_trainable_parameters", b"num_trainable_parameters", "owner", b"owner", "parked", b"parked", "readers", b"readers", "recovery_s", b"recovery_s", "released_seq", b"released_seq", "rewound_to_seq", b"rewound_to_seq", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2207,6 +2225,394 @@ class HistoryPoint(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
 
 Global___HistoryPoint: _TypeAlias = HistoryPoint  # noqa: Y015
+
+@_typing.final
+class ListOperationsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    limit: _builtins.int
+    """most entries; 0 means 100"""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListOperationsRequest: _TypeAlias = ListOperationsRequest  # noqa: Y015
+
+@_typing.final
+class ListOperationsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATIONS_FIELD_NUMBER: _builtins.int
+    RECOVERIES_FIELD_NUMBER: _builtins.int
+    LOADING_S_FIELD_NUMBER: _builtins.int
+    REPLAY_S_FIELD_NUMBER: _builtins.int
+    recoveries: _builtins.int
+    """how often the run was brought back into an engine since the server started"""
+    loading_s: _builtins.float
+    """of a recovery now: seconds to load the newest checkpoint"""
+    replay_s: _builtins.float
+    """and to repeat what follows it"""
+    @_builtins.property
+    def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperationEntry]: ...
+    def __init__(
+        self,
+        *,
+        operations: _abc.Iterable[Global___OperationEntry] | None = ...,
+        recoveries: _builtins.int = ...,
+        loading_s: _builtins.float = ...,
+        replay_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loading_s", b"loading_s", "operations", b"operations", "recoveries", b"recoveries", "replay_s", b"replay_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListOperationsResponse: _TypeAlias = ListOperationsResponse  # noqa: Y015
+
+@_typing.final
+class OperationEntry(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_FIELD_NUMBER: _builtins.int
+    OPERATION_FIELD_NUMBER: _builtins.int
+    LOSS_FN_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    ACCEPTED_AT_FIELD_NUMBER: _builtins.int
+    FRONT_S_FIELD_NUMBER: _builtins.int
+    QUEUE_S_FIELD_NUMBER: _builtins.int
+    ENGINE_S_FIELD_NUMBER: _builtins.int
+    DEATHS_FIELD_NUMBER: _builtins.int
+    RETRIED_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    operation: _builtins.str
+    """the name of its field in Operation.kind"""
+    loss_fn: _builtins.str
+    state: _builtins.str
+    """"waiting", "queued", "executing", "succeeded", "failed", "cancelled" """
+    accepted_at: _builtins.float
+    """Unix time"""
+    front_s: _builtins.float
+    """seconds beside queue and engine: the journal, the front, the way to the engine"""
+    queue_s: _builtins.float
+    engine_s: _builtins.float
+    deaths: _builtins.int
+    """engines that died while they executed it"""
+    retried: _builtins.bool
+    """it was sent to an engine more than once"""
+    payload_bytes: _builtins.int
+    @_builtins.property
+    def error(self) -> Global___Error: ...
+    def __init__(
+        self,
+        *,
+        seq: _builtins.int = ...,
+        operation: _builtins.str = ...,
+        loss_fn: _builtins.str = ...,
+        state: _builtins.str = ...,
+        accepted_at: _builtins.float = ...,
+        front_s: _builtins.float = ...,
+        queue_s: _builtins.float = ...,
+        engine_s: _builtins.float = ...,
+        deaths: _builtins.int = ...,
+        retried: _builtins.bool = ...,
+        error: Global___Error | None = ...,
+        payload_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "deaths", b"deaths", "engine_s", b"engine_s", "error", b"error", "front_s", b"front_s", "loss_fn", b"loss_fn", "operation", b"operation", "payload_bytes", b"payload_bytes", "queue_s", b"queue_s", "retried", b"retried", "seq", b"seq", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OperationEntry: _TypeAlias = OperationEntry  # noqa: Y015
+
+@_typing.final
+class ListQueuesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListQueuesRequest: _TypeAlias = ListQueuesRequest  # noqa: Y015
+
+@_typing.final
+class ListQueuesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueuedRun]: ...
+    def __init__(
+        self,
+        *,
+        runs: _abc.Iterable[Global___QueuedRun] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["runs", b"runs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListQueuesResponse: _TypeAlias = ListQueuesResponse  # noqa: Y015
+
+@_typing.final
+class QueuedRun(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    EXECUTING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    OLDEST_S_FIELD_NUMBER: _builtins.int
+    OPERATION_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    PARKED_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    name: _builtins.str
+    owner: _builtins.str
+    engine: _builtins.int
+    executing: _builtins.int
+    """operations at the engine"""
+    waiting: _builtins.int
+    """operations that wait for their turn"""
+    oldest_s: _builtins.float
+    """seconds since the oldest of them was accepted"""
+    operation: _builtins.str
+    """kind of the oldest"""
+    bytes: _builtins.int
+    """of their payloads"""
+    parked: _builtins.bool
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        owner: _builtins.str = ...,
+        engine: _builtins.int = ...,
+        executing: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        oldest_s: _builtins.float = ...,
+        operation: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+        parked: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "engine", b"engine", "executing", b"executing", "name", b"name", "oldest_s", b"oldest_s", "operation", b"operation", "owner", b"owner", "parked", b"parked", "run_id", b"run_id", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueuedRun: _TypeAlias = QueuedRun  # noqa: Y015
+
+@_typing.final
+class ListRecordingsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRecordingsRequest: _TypeAlias = ListRecordingsRequest  # noqa: Y015
+
+@_typing.final
+class ListRecordingsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORDINGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def recordings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Recording]: ...
+    def __init__(
+        self,
+        *,
+        recordings: _abc.Iterable[Global___Recording] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["recordings", b"recordings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRecordingsResponse: _TypeAlias = ListRecordingsResponse  # noqa: Y015
+
+@_typing.final
+class Recording(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    OPERATION_FIELD_NUMBER: _builtins.int
+    LOSS_FN_FIELD_NUMBER: _builtins.int
+    LOSS_KWARGS_JSON_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """"batch" or "rollouts" """
+    number: _builtins.int
+    """of the operation, or the iteration of the rollouts"""
+    step: _builtins.int
+    """optimizer steps of the run before it"""
+    time: _builtins.float
+    """Unix time"""
+    size_bytes: _builtins.int
+    operation: _builtins.str
+    loss_fn: _builtins.str
+    loss_kwargs_json: _builtins.str
+    loss: _builtins.float
+    rows: _builtins.int
+    """sequences, or rollouts"""
+    tokens: _builtins.int
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
+        """of a batch's fields; only in ReadRecording"""
+
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
+        """of the result: "logprobs", ragged over the scored tokens; only in ReadRecording"""
+
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        number: _builtins.int = ...,
+        step: _builtins.int = ...,
+        time: _builtins.float = ...,
+        size_bytes: _builtins.int = ...,
+        operation: _builtins.str = ...,
+        loss_fn: _builtins.str = ...,
+        loss_kwargs_json: _builtins.str = ...,
+        loss: _builtins.float | None = ...,
+        rows: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        tensors: _abc.Iterable[Global___TensorSpec] | None = ...,
+        outputs: _abc.Iterable[Global___TensorSpec] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "kind", b"kind", "loss", b"loss", "loss_fn", b"loss_fn", "loss_kwargs_json", b"loss_kwargs_json", "number", b"number", "operation", b"operation", "outputs", b"outputs", "rows", b"rows", "size_bytes", b"size_bytes", "step", b"step", "tensors", b"tensors", "time", b"time", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
+    _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
+
+Global___Recording: _TypeAlias = Recording  # noqa: Y015
+
+@_typing.final
+class ReadRecordingRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    kind: _builtins.str
+    number: _builtins.int
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "number", b"number", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadRecordingRequest: _TypeAlias = ReadRecordingRequest  # noqa: Y015
+
+@_typing.final
+class RecordingFrame(_message.Message):
+    """The first frame has the recording. The chunks are the tensors and then the outputs, or the JSON text of the rollouts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORDING_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    chunk: _builtins.bytes
+    @_builtins.property
+    def recording(self) -> Global___Recording: ...
+    def __init__(
+        self,
+        *,
+        recording: Global___Recording | None = ...,
+        chunk: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["recording", b"recording"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "recording", b"recording"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordingFrame: _TypeAlias = RecordingFrame  # noqa: Y015
+
+@_typing.final
+class RecordRolloutsRequest(_message.Message):
+    """Replaces the rollouts of the same iteration."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    ITERATION_FIELD_NUMBER: _builtins.int
+    ROLLOUTS_JSON_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    iteration: _builtins.int
+    rollouts_json: _builtins.bytes
+    """a list of objects, as TrajectoryRecorder writes them; not looked into"""
+    rows: _builtins.int
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        iteration: _builtins.int = ...,
+        rollouts_json: _builtins.bytes = ...,
+        rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["iteration", b"iteration", "rollouts_json", b"rollouts_json", "rows", b"rows", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordRolloutsRequest: _TypeAlias = RecordRolloutsRequest  # noqa: Y015
 
 @_typing.final
 class OpenRunRequest(_message.Message):

@@ -134,6 +134,31 @@ class TrainingServiceStub(object):
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.GetHistoryRequest.SerializeToString,
                 response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.HistoryPage.FromString,
                 _registered_method=True)
+        self.ListOperations = channel.unary_unary(
+                '/gradwire.v1.TrainingService/ListOperations',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.ListOperationsRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ListOperationsResponse.FromString,
+                _registered_method=True)
+        self.ListQueues = channel.unary_unary(
+                '/gradwire.v1.TrainingService/ListQueues',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.ListQueuesRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ListQueuesResponse.FromString,
+                _registered_method=True)
+        self.ListRecordings = channel.unary_unary(
+                '/gradwire.v1.TrainingService/ListRecordings',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.ListRecordingsRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ListRecordingsResponse.FromString,
+                _registered_method=True)
+        self.ReadRecording = channel.unary_stream(
+                '/gradwire.v1.TrainingService/ReadRecording',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.ReadRecordingRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.RecordingFrame.FromString,
+                _registered_method=True)
+        self.RecordRollouts = channel.unary_unary(
+                '/gradwire.v1.TrainingService/RecordRollouts',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.RecordRolloutsRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.Recording.FromString,
+                _registered_method=True)
         self.OpenRun = channel.unary_unary(
                 '/gradwire.v1.TrainingService/OpenRun',
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.OpenRunRequest.SerializeToString,
@@ -345,6 +370,41 @@ class TrainingServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListOperations(self, request, context):
+        """What is going on in a run: its operations without a result, and the newest that have one, newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListQueues(self, request, context):
+        """The operations without a result of all runs, by run. Of a run that the caller may not read, it says neither the id nor
+        the name nor the owner.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRecordings(self, request, context):
+        """What was recorded of a run for people to look at: batches (RunConfig.record_batches) and rollouts (RecordRollouts). The
+        oldest go when a run's recordings exceed the server's limit max_recorded_bytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadRecording(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RecordRollouts(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def OpenRun(self, request, context):
         """---- Operations ----
         Takes the single-writer lease of a run.
@@ -551,6 +611,31 @@ def add_TrainingServiceServicer_to_server(servicer, server):
                     servicer.GetHistory,
                     request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.GetHistoryRequest.FromString,
                     response_serializer=gradwire__proto_dot_v1_dot_training__pb2.HistoryPage.SerializeToString,
+            ),
+            'ListOperations': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListOperations,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ListOperationsRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.ListOperationsResponse.SerializeToString,
+            ),
+            'ListQueues': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListQueues,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ListQueuesRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.ListQueuesResponse.SerializeToString,
+            ),
+            'ListRecordings': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRecordings,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ListRecordingsRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.ListRecordingsResponse.SerializeToString,
+            ),
+            'ReadRecording': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadRecording,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ReadRecordingRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.RecordingFrame.SerializeToString,
+            ),
+            'RecordRollouts': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecordRollouts,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.RecordRolloutsRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.Recording.SerializeToString,
             ),
             'OpenRun': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenRun,
@@ -1163,6 +1248,141 @@ class TrainingService(object):
             '/gradwire.v1.TrainingService/GetHistory',
             gradwire__proto_dot_v1_dot_training__pb2.GetHistoryRequest.SerializeToString,
             gradwire__proto_dot_v1_dot_training__pb2.HistoryPage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListOperations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/ListOperations',
+            gradwire__proto_dot_v1_dot_training__pb2.ListOperationsRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.ListOperationsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListQueues(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/ListQueues',
+            gradwire__proto_dot_v1_dot_training__pb2.ListQueuesRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.ListQueuesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRecordings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/ListRecordings',
+            gradwire__proto_dot_v1_dot_training__pb2.ListRecordingsRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.ListRecordingsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadRecording(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/ReadRecording',
+            gradwire__proto_dot_v1_dot_training__pb2.ReadRecordingRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.RecordingFrame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordRollouts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/RecordRollouts',
+            gradwire__proto_dot_v1_dot_training__pb2.RecordRolloutsRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.Recording.FromString,
             options,
             channel_credentials,
             insecure,

@@ -92,6 +92,18 @@ class TrainingServiceStub:
     """The metrics of every operation that succeeded, in order of execution; a fork's history begins with that of
     its source up to the checkpoint. Beyond the limit max_history_points it is thinned evenly.
     """
+    ListOperations: _grpc.UnaryUnaryMultiCallable[_training_pb2.ListOperationsRequest, _training_pb2.ListOperationsResponse]
+    """What is going on in a run: its operations without a result, and the newest that have one, newest first."""
+    ListQueues: _grpc.UnaryUnaryMultiCallable[_training_pb2.ListQueuesRequest, _training_pb2.ListQueuesResponse]
+    """The operations without a result of all runs, by run. Of a run that the caller may not read, it says neither the id nor
+    the name nor the owner.
+    """
+    ListRecordings: _grpc.UnaryUnaryMultiCallable[_training_pb2.ListRecordingsRequest, _training_pb2.ListRecordingsResponse]
+    """What was recorded of a run for people to look at: batches (RunConfig.record_batches) and rollouts (RecordRollouts). The
+    oldest go when a run's recordings exceed the server's limit max_recorded_bytes.
+    """
+    ReadRecording: _grpc.UnaryStreamMultiCallable[_training_pb2.ReadRecordingRequest, _training_pb2.RecordingFrame]
+    RecordRollouts: _grpc.UnaryUnaryMultiCallable[_training_pb2.RecordRolloutsRequest, _training_pb2.Recording]
     OpenRun: _grpc.UnaryUnaryMultiCallable[_training_pb2.OpenRunRequest, _training_pb2.OpenRunResponse]
     """---- Operations ----
     Takes the single-writer lease of a run.
@@ -175,6 +187,18 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     """The metrics of every operation that succeeded, in order of execution; a fork's history begins with that of
     its source up to the checkpoint. Beyond the limit max_history_points it is thinned evenly.
     """
+    ListOperations: _aio.UnaryUnaryMultiCallable[_training_pb2.ListOperationsRequest, _training_pb2.ListOperationsResponse]  # type: ignore[assignment]
+    """What is going on in a run: its operations without a result, and the newest that have one, newest first."""
+    ListQueues: _aio.UnaryUnaryMultiCallable[_training_pb2.ListQueuesRequest, _training_pb2.ListQueuesResponse]  # type: ignore[assignment]
+    """The operations without a result of all runs, by run. Of a run that the caller may not read, it says neither the id nor
+    the name nor the owner.
+    """
+    ListRecordings: _aio.UnaryUnaryMultiCallable[_training_pb2.ListRecordingsRequest, _training_pb2.ListRecordingsResponse]  # type: ignore[assignment]
+    """What was recorded of a run for people to look at: batches (RunConfig.record_batches) and rollouts (RecordRollouts). The
+    oldest go when a run's recordings exceed the server's limit max_recorded_bytes.
+    """
+    ReadRecording: _aio.UnaryStreamMultiCallable[_training_pb2.ReadRecordingRequest, _training_pb2.RecordingFrame]  # type: ignore[assignment]
+    RecordRollouts: _aio.UnaryUnaryMultiCallable[_training_pb2.RecordRolloutsRequest, _training_pb2.Recording]  # type: ignore[assignment]
     OpenRun: _aio.UnaryUnaryMultiCallable[_training_pb2.OpenRunRequest, _training_pb2.OpenRunResponse]  # type: ignore[assignment]
     """---- Operations ----
     Takes the single-writer lease of a run.
@@ -375,6 +399,48 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         """The metrics of every operation that succeeded, in order of execution; a fork's history begins with that of
         its source up to the checkpoint. Beyond the limit max_history_points it is thinned evenly.
         """
+
+    @_abc_1.abstractmethod
+    def ListOperations(
+        self,
+        request: _training_pb2.ListOperationsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_training_pb2.ListOperationsResponse, _abc.Awaitable[_training_pb2.ListOperationsResponse]]:
+        """What is going on in a run: its operations without a result, and the newest that have one, newest first."""
+
+    @_abc_1.abstractmethod
+    def ListQueues(
+        self,
+        request: _training_pb2.ListQueuesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_training_pb2.ListQueuesResponse, _abc.Awaitable[_training_pb2.ListQueuesResponse]]:
+        """The operations without a result of all runs, by run. Of a run that the caller may not read, it says neither the id nor
+        the name nor the owner.
+        """
+
+    @_abc_1.abstractmethod
+    def ListRecordings(
+        self,
+        request: _training_pb2.ListRecordingsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_training_pb2.ListRecordingsResponse, _abc.Awaitable[_training_pb2.ListRecordingsResponse]]:
+        """What was recorded of a run for people to look at: batches (RunConfig.record_batches) and rollouts (RecordRollouts). The
+        oldest go when a run's recordings exceed the server's limit max_recorded_bytes.
+        """
+
+    @_abc_1.abstractmethod
+    def ReadRecording(
+        self,
+        request: _training_pb2.ReadRecordingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_training_pb2.RecordingFrame], _abc.AsyncIterator[_training_pb2.RecordingFrame]]: ...
+
+    @_abc_1.abstractmethod
+    def RecordRollouts(
+        self,
+        request: _training_pb2.RecordRolloutsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_training_pb2.Recording, _abc.Awaitable[_training_pb2.Recording]]: ...
 
     @_abc_1.abstractmethod
     def OpenRun(

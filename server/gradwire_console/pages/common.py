@@ -10,13 +10,21 @@ from urllib.parse import quote
 import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire.recipes.settings import SettingsError
-from gradwire_shell.components import button, error, named, plain, sdk_line, state, title
+from gradwire_shell.components import button, error, named, plain, sdk_line, skeleton, state, title
 from gradwire_shell.frame import frame
 from nicegui import app, ui
 
 from gradwire_console.workspace import Workspace, Workspaces
 
-SECTIONS = (("Runs", "/"), ("Compare", "/compare"), ("Jobs", "/jobs"), ("Playground", "/playground"))
+SECTIONS = (
+    ("Runs", "/"),
+    ("Compare", "/compare"),
+    ("Timeline", "/timeline"),
+    ("Server", "/server"),
+    ("Jobs", "/jobs"),
+    ("Playground", "/playground"),
+)
+RUN_VIEWS = (("Curves", ""), ("Batches", "/batches"), ("Rollouts", "/rollouts"), ("Journal", "/journal"))
 REFRESH_S = 0.4
 FAILURES = (gradwire.GradwireError, SettingsError, ValueError, OSError)
 
@@ -65,7 +73,8 @@ def _framed(workspaces: Workspaces, workspace: Workspace, here: str) -> Iterator
                     state("away", workspace.away)
                 else:
                     state("connected", f"{workspaces.server.address}, followed by one stream")
-                plain(f" {workspaces.server.address}" + (" · read-only" if workspaces.read_only else ""))
+                who = f" · {workspace.key_name}, {workspace.role}" if workspace.key_name else ""
+                plain(f" {workspaces.server.address}{who}" + (" · read-only" if workspaces.read_only else ""))
 
     follow()
     ui.timer(REFRESH_S, follow)
@@ -86,9 +95,48 @@ def on_change(workspace: Workspace, show: Callable[[], object | Awaitable[object
     ui.timer(REFRESH_S, look)
 
 
+def later(show: Callable[[], Awaitable[None]]) -> None:
+    """Show what must be fetched first: a skeleton until then, and the reason where it fails."""
+    with ui.element("div").classes("gw-stack") as place:
+        skeleton("3rem")
+        skeleton()
+
+    async def fill() -> None:
+        place.clear()
+        with place:
+            try:
+                await show()
+            except FAILURES as failure:
+                place.clear()
+                error(str(failure))
+
+    ui.timer(0.01, fill, once=True)
+
+
+def run_head(workspace: Workspace, run_id: str, view: str) -> None:
+    """The head of a page about one run: its name, and links to its views."""
+    live = workspace.runs[run_id]
+    with ui.element("div").classes("gw-head"):
+        title(live.info.name or run_id)
+        run_views(run_id, view)
+
+
+def run_views(run_id: str, view: str) -> None:
+    """Links to the views of a run.
+
+    Args:
+        view: The end of the path of the one that is shown.
+    """
+    with ui.element("nav").classes("gw-tabs").props('aria-label="Views of the run"'):
+        for name, end in RUN_VIEWS:
+            link = ui.link(name, f"/run/{run_id}{end}")
+            if end == view:
+                link.props("aria-current=page")
+
+
 async def act(workspaces: Workspaces, work: Callable[[], Awaitable[object]], done: str) -> bool:
     """Carry out what a button asks for, and say how it went. Everything that changes something goes through here."""
-    if workspaces.read_only:
+    if workspaces.read_only:  # a viewer's key is refused by the server itself
         ui.notify("This console is read-only: it was started with --read-only.", type="warning")
         return False
     try:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire import RunInfo
-from gradwire_shell.components import Column, Table, empty, error, panel, plain, sdk_line, title
+from gradwire_shell.components import Column, Table, button, empty, error, panel, plain, sdk_line, title
 from nicegui import ui
 
 from gradwire_console.pages.common import on_change, opened, short
 from gradwire_console.pages.curves import Curves
+from gradwire_console.report import page
 from gradwire_console.series import Record
 from gradwire_console.workspace import Workspace, Workspaces
 
@@ -60,6 +62,8 @@ async def _show(workspace: Workspace, found: list[str]) -> None:
         for colour, (run_id, label) in enumerate(shown.items()):
             with ui.element("span").classes("gw-key").style(f"--c: var(--s{colour % 8 + 1})"):
                 ui.link(label, f"/run/{run_id}").classes("gw-link")
+        ui.element("div").classes("grow")
+        button("Download a report", lambda: ui.navigate.to("/api/report?runs=" + ",".join(found)))
     place = ui.element("div")
     curves = Curves()
     with panel("Last figures"):
@@ -99,14 +103,26 @@ def _figures(records: dict[str, Record]) -> None:
     Table(columns, rows, label="Last figures", none="Nothing measured yet.")
 
 
-def _differences(infos: list[RunInfo], shown: dict[str, str]) -> None:
-    rows: list[dict[str, Any]] = []
+def differences(infos: list[RunInfo]) -> list[tuple[str, list[str]]]:
+    """The settings that are not the same in all runs: their name, and a value a run."""
     tags = sorted({key for info in infos for key in info.tags})
     named = [(name, [getattr(info, name) for info in infos]) for name in SETTINGS]
     named += [(f"tag {key}", [info.tags.get(key, "") for info in infos]) for key in tags]
-    for name, values in named:
-        if any(value != values[0] for value in values):
-            rows.append({"key": name, "setting": name} | {f"r{n}": _text(value) for n, value in enumerate(values)})
+    return [(name, list(map(_text, values))) for name, values in named if any(value != values[0] for value in values)]
+
+
+async def report(workspace: Workspace, run_ids: list[str]) -> str:
+    """The comparison as one HTML file."""
+    infos = [workspace.runs[run_id].info for run_id in run_ids]
+    records = {label: await workspace.record(run_id) for run_id, label in labels(infos).items()}
+    return await asyncio.to_thread(page, records, infos, differences(infos))
+
+
+def _differences(infos: list[RunInfo], shown: dict[str, str]) -> None:
+    rows: list[dict[str, Any]] = [
+        {"key": name, "setting": name} | {f"r{n}": value for n, value in enumerate(values)}
+        for name, values in differences(infos)
+    ]
     if not rows:
         plain("None: they have the same settings.", "quiet")
         return

@@ -22,10 +22,11 @@ from gradwire_shell.components import (
 )
 from nicegui import ui
 
-from gradwire_console.pages.common import act, ago, ask, on_change, opened, short
+from gradwire_console.advice import Advice, advise
+from gradwire_console.pages.common import act, ago, ask, on_change, opened, run_views, short
 from gradwire_console.pages.curves import Curves
 from gradwire_console.pages.runs import trains
-from gradwire_console.series import Operation
+from gradwire_console.series import Operation, Record
 from gradwire_console.workspace import LiveRun, Workspace, Workspaces
 
 OPERATIONS = (
@@ -38,6 +39,8 @@ OPERATIONS = (
     Column("engine", "Engine", "Seconds of computing", num=True),
     Column("ended", "Ended", num=True),
 )
+
+MEASURED = ("loss", "loss (forward only)", "reward_mean", "preference_accuracy")
 
 
 def register(workspaces: Workspaces) -> None:
@@ -58,6 +61,7 @@ class _Run:
         self._workspaces, self._workspace, self._run_id = workspaces, workspace, run_id
         self._checkpoints: list[gradwire.Checkpoint] = []
         self._saved = ""
+        self._record: Record | None = None
 
     @property
     def _live(self) -> LiveRun | None:
@@ -69,11 +73,14 @@ class _Run:
         with ui.element("div").classes("gw-head"):
             title(live.info.name or self._run_id)
             self._state = ui.element("div")
+            run_views(self._run_id, "")
             ui.element("div").classes("grow")
             button("Save checkpoint", self._save)
             button("Export", self._export)
             button("Delete", self._delete, kind="danger")
         self._away = ui.element("div")
+        self._advice = ui.element("div").classes("gw-stack")
+        self._advised: list[Advice] = []
         with ui.element("div").classes("gw-split"):
             with ui.element("div"):
                 self._curves = Curves()
@@ -106,7 +113,7 @@ class _Run:
         with self._now:
             facts(_now(live))
         try:
-            record = await self._workspace.record(self._run_id)
+            record = self._record = await self._workspace.record(self._run_id)
             if live.info.latest_checkpoint != self._saved or not self._checkpoints:
                 self._saved = live.info.latest_checkpoint
                 self._checkpoints = await self._workspace.client(self._run_id).list_checkpoints()
@@ -115,8 +122,20 @@ class _Run:
             with self._away:
                 error(str(failure))
             return
+        self._advise(record)
         self._curves.show({live.info.name or self._run_id: record})
         self._operations.show([_operation(each) for each in reversed(record.operations)])
+
+    def _advise(self, record: Record) -> None:
+        found = advise(record)
+        if found != self._advised:
+            self._advised = found
+            self._advice.clear()
+            with self._advice:
+                for each in found:
+                    with ui.element("div").classes("gw-note").props("role=status"):
+                        plain(f"{each.what} ", "gw-flag")
+                        plain(each.remedy)
 
     def _show_checkpoints(self) -> None:
         self._saves.clear()
@@ -133,8 +152,17 @@ class _Run:
                             f"{ago(each.created_at)} old",
                         ]
                         plain(", ".join([*about, each.note] if each.note else about), "quiet", tag="div")
+                        if measured := self._measured(each.step):
+                            plain(measured, "quiet", tag="div")
                     self._button("Fork", self._fork, each)
                     self._button("Try", self._try, each)
+
+    def _measured(self, step: int) -> str:
+        """What was measured last before a checkpoint."""
+        if self._record is None:
+            return ""
+        values = {name: self._record.at_step(name, step) for name in MEASURED}
+        return ", ".join(f"{name} {value:.4g}" for name, value in values.items() if value is not None)
 
     def _button(self, text: str, do: Any, checkpoint: gradwire.Checkpoint) -> None:
         named(button(text, lambda: do(checkpoint)).props("dense"), f"{text} {checkpoint.name}")

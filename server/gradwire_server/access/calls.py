@@ -83,6 +83,11 @@ RPCS: dict[str, CallKind] = {
     "DeleteUpload": CallKind.WRITE,
     "ShareRun": CallKind.WRITE,
     "GetHistory": CallKind.PAGES,
+    "ListOperations": CallKind.PAGES,
+    "ListQueues": CallKind.READ,
+    "ListRecordings": CallKind.PAGES,
+    "ReadRecording": CallKind.PAGES,
+    "RecordRollouts": CallKind.WRITE,
     "OpenRun": CallKind.WRITE,
     "Submit": CallKind.SUBMIT,
     "Results": CallKind.RESULTS,
@@ -114,6 +119,9 @@ RPCS: dict[str, CallKind] = {
     "ReadFile": CallKind.PAGES,
 }
 """The kind of each RPC of ``training.proto`` and ``jobs.proto``."""
+
+VIEWED = frozenset({CallKind.READ, CallKind.CONVERT, CallKind.PAGES, CallKind.RESULTS})
+"""Kinds of the calls that a viewer's key may make: they change nothing, and take nothing of an engine."""
 
 
 class Calls:

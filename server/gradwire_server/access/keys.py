@@ -34,7 +34,7 @@ from gradwire_server.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
-Role = Literal["admin", "user", "engine"]
+Role = Literal["admin", "user", "viewer", "engine"]
 KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
 PREFIX_CHARS = 9
 """Characters of a key that are stored so that people can tell keys apart; they hold 36 of its 256 bits."""
@@ -108,11 +108,29 @@ class Key:
 
 @dataclass(frozen=True)
 class Caller:
-    """The name and role behind a call. An admin reads and writes every run; an engine may only lend itself."""
+    """The name and role behind a call.
+
+    An admin reads and writes every run; a viewer reads every run and changes nothing; an engine may only lend itself.
+    """
 
     name: str
     role: Role = "user"
     sha256: str = ""
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether it reads what belongs to other keys."""
+        return self.role in ("admin", "viewer")
+
+    def check_may_change(self) -> None:
+        """Check that it may call something other than what reads.
+
+        Raises:
+            ServiceError: PERMISSION_DENIED for a viewer.
+        """
+        if self.role == "viewer":
+            message = f"the key of {self.name} is a viewer's: it reads everything and changes nothing"
+            raise ServiceError(pb.ERROR_CODE_PERMISSION_DENIED, message)
 
 
 ANYONE = Caller("")

@@ -28,6 +28,7 @@ def create(
     state_dir: StateDir = STATE_DIR,
     admin: Annotated[bool, typer.Option("--admin", help="Reads and writes every run.")] = False,
     engine: Annotated[bool, typer.Option("--engine", help="For `gradwire engine` on another machine only.")] = False,
+    viewer: Annotated[bool, typer.Option("--viewer", help="Reads every run and changes nothing.")] = False,
     replace: Annotated[bool, typer.Option("--replace", help="Revoke the key that the name has.")] = False,
     tinker: Annotated[bool, typer.Option("--tinker", help="In the form that the tinker SDK accepts: tml-…")] = False,
     runs: Annotated[int | None, typer.Option(help="Quota: runs it may keep.")] = None,
@@ -40,10 +41,10 @@ def create(
     running_jobs: Annotated[int | None, typer.Option(help="Quota: jobs that run at a time; others wait.")] = None,
 ) -> None:
     """Create a key and print it: it cannot be shown again."""
-    role: Role = "admin" if admin else "engine" if engine else "user"
+    role: Role = "admin" if admin else "engine" if engine else "viewer" if viewer else "user"
     with _failures():
-        if admin and engine:
-            raise ValueError("a key is an administrator's or an engine's: leave out --admin or --engine")
+        if admin + engine + viewer > 1:
+            raise ValueError("a key is an administrator's, an engine's or a viewer's: give one of the three options")
         quota = Quota(
             runs=runs, upload_bytes=upload_bytes, queued_operations=queued_operations,
             queued_bytes=queued_bytes, tokens_per_minute=tokens_per_minute, memory_percent=memory_percent,

@@ -29,6 +29,7 @@ from gradwire_server.core.jobs.states import JobStates
 from gradwire_server.core.jobs.turns import JobTurns
 from gradwire_server.core.jobs.webhook import Webhook
 from gradwire_server.core.jobs.workers import JobWorkers
+from gradwire_server.core.observed import Observed
 from gradwire_server.core.recordings import Recordings
 from gradwire_server.core.runs import Runs
 from gradwire_server.core.sampling import Sampling
@@ -41,6 +42,7 @@ from gradwire_server.engine_client.client import EngineClient
 from gradwire_server.engine_client.pool import EnginePool, own_engines
 from gradwire_server.errors import ServiceError, check_length
 from gradwire_server.journal.entries import StoredResult
+from gradwire_server.journal.recorded_files import RecordedFiles
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.storage import Storage
 from gradwire_server.observability.metrics import Metrics
@@ -75,6 +77,7 @@ class Core(Startable):
         storage: The state folder: the journal, the rows of runs and checkpoints.
         texts: Conversions between text and token ids.
         runs: Creation, listing and deletion of runs, and their checkpoints; available after :meth:`start`.
+        observed: What people see of runs beside their results; available after :meth:`start`.
         recordings: Records of runs, to be executed again elsewhere; available after :meth:`start`.
         uploads: Uploaded weights that runs can start from; available after :meth:`start`.
         jobs, files: Trainings that the server runs by itself, and their data; available after :meth:`start`.
@@ -125,6 +128,7 @@ class Core(Startable):
         self.metrics.know(self.engines.hello.losses)
         storage.journal.store.on_commit = self.metrics.committed
         self._start_tracing()
+        recorded = RecordedFiles(config.state_dir, config.limits.max_recorded_bytes)
         self.scheduler = Scheduler(
             self.engines,
             storage,
@@ -132,6 +136,7 @@ class Core(Startable):
             self.keys.quota,
             self.metrics,
             self._tracing,
+            recorded,
             self._on_parked or (lambda count: None),
         )
         self.uploads = Uploads(config, storage.folders, self._models, self.keys.quota, self.scheduler.ask)
@@ -146,6 +151,7 @@ class Core(Startable):
             config,
             self.engines.ranks_for,
         )
+        self.observed = Observed(self.scheduler, storage.records, recorded, config.limits.max_recorded_bytes)
         self.recordings = Recordings(config.state_dir, storage)
         await asyncio.to_thread(self.recordings.clean)
         self.files = Files(config, storage.files, self.keys.quota, lambda file_id: self.jobs.needs(file_id))

@@ -179,7 +179,7 @@ class Runs:
         )
         for run_id, names in changes.gone:
             record = self._records.find(run_id)
-            if (caller.name in names or caller.role == "admin") and (record is None or not record.readable(caller)):
+            if (caller.name in names or caller.sees_all) and (record is None or not record.readable(caller)):
                 update.gone.append(run_id)
         if with_points:
             for run_id, point in changes.points:
@@ -350,6 +350,9 @@ class Runs:
             raise _invalid(f"lanes is {config.lanes}; it is a power of two, up to {MAX_LANES}", "lanes")
         if config.keep_journal and self._durability != "journal":
             raise _invalid("keep_journal: the server keeps no journal (--durability checkpoint)", "keep_journal")
+        if not 0.0 <= config.record_batches <= 1.0:
+            message = f"record_batches is {config.record_batches}; it is a share from 0 to 1"
+            raise _invalid(message, "record_batches")
         if config.kind not in ("", "rl"):
             raise _invalid(f'kind is {config.kind[:50]!r}; it is "" or "rl"', "kind")
         if config.HasField("lora"):

@@ -47,6 +47,7 @@ class RunRecord:
         rewound_epoch: Epoch before the newest rewind.
         num_trainable_parameters: Number of parameters that its optimizer updates.
         num_tokens: Tokens processed since the server started; not stored.
+        engine_s: Seconds of the engine since the server started; not stored.
         checkpoints: Its checkpoints by name.
         readers: Names of other keys that may read it.
         changes: What changed under it and was accepted, oldest first.
@@ -74,6 +75,7 @@ class RunRecord:
     rewound_epoch: int = 0
     num_trainable_parameters: int = 0
     num_tokens: int = 0
+    engine_s: float = 0.0
     checkpoints: dict[str, pb.Checkpoint] = field(default_factory=dict)
     readers: set[str] = field(default_factory=set)
     changes: list[pb.RunChange] = field(default_factory=list)
@@ -84,7 +86,7 @@ class RunRecord:
 
     def readable(self, caller: Caller) -> bool:
         """Whether a caller may read the run."""
-        return self.writable(caller) or caller.name in self.readers
+        return caller.sees_all or self.writable(caller) or caller.name in self.readers
 
     def check_writable(self, caller: Caller) -> None:
         """Check that a caller, who may read the run, may also change it.
@@ -144,6 +146,7 @@ class RunRecord:
             rewound_to_seq=self.rewound_to_seq,
             num_trainable_parameters=self.num_trainable_parameters,
             num_tokens=self.num_tokens,
+            engine_s=self.engine_s,
             forked_from=self.forked_from,
             owner=self.owner,
             readers=sorted(self.readers),

@@ -22,6 +22,7 @@ from gradwire_server.scheduling.checks import check_room
 from gradwire_server.scheduling.operation import QueuedOperation, failed, is_replayed_with
 from gradwire_server.scheduling.parking import CannotRestore
 from gradwire_server.scheduling.placement import Placement, Visit
+from gradwire_server.scheduling.recorded_batches import RecordedBatches, is_recorded
 from gradwire_server.scheduling.replay import ReplayDied, behind, operation_request, restore
 from gradwire_server.scheduling.run_queue import RunQueue
 from gradwire_server.scheduling.spread_samples import SpreadSamples
@@ -45,9 +46,15 @@ class Executor:
     """Executor of single operations on the engine."""
 
     def __init__(
-        self, placement: Placement, journal: Journal, checkpoints: CheckpointRecords, metrics: Metrics
+        self,
+        placement: Placement,
+        journal: Journal,
+        checkpoints: CheckpointRecords,
+        metrics: Metrics,
+        recorded: RecordedBatches,
     ) -> None:
         self._placement, self._journal, self._checkpoints, self._metrics = placement, journal, checkpoints, metrics
+        self._recorded = recorded
 
     async def create(
         self, queue: RunQueue, share_percent: int = 100, held_bytes: int = 0
@@ -173,6 +180,9 @@ class Executor:
         result, taken = reply.result, time.time() - operation.accepted_at
         if operation.from_journal and result.error.code in _OF_THE_START:
             raise CannotRestore(result.error)
+        if operation.batch is not None:
+            data = self._recorded.take(queue.record, operation.header, operation.batch, result, data)
+            operation.batch = None
         result.timings.queue_s = max(taken - result.timings.engine_s, 0.0)
         return result, data
 
@@ -208,7 +218,11 @@ class Executor:
         operation.spread = spread.in_run(queue, operation, payload) if operation.may_spread else None
         if operation.spread is not None:
             return operation.spread.answer
-        return self._placement.of(queue.record.run_id).engine.request(self._request(queue, operation), payload)
+        request = self._request(queue, operation)
+        if is_recorded(queue.record, operation.header):
+            operation.batch = payload
+            self._recorded.ask(queue.record, request.operation)
+        return self._placement.of(queue.record.run_id).engine.request(request, payload)
 
     async def _payload(self, operation: QueuedOperation) -> Buffer:
         if operation.location is None:

@@ -74,6 +74,7 @@ class QueuedOperation:
         may_spread: Whether several engines may execute it.
         spread: What executes it on several engines; None if one does.
         full_since: Monotonic time at which it first found the disk full; None if it has not.
+        batch: Its payload, to be recorded with its result; None if it is not recorded.
         not_before: Monotonic time before which it is not sent to the engine again.
         trace: Its spans.
         state: Where it is between submission and result; changed by its queue only.
@@ -97,6 +98,7 @@ class QueuedOperation:
     may_spread: bool = False
     spread: Interruptible | None = None
     full_since: float | None = None
+    batch: Sequence[Buffer] | None = None
     not_before: float = 0.0
     trace: Trace = NO_TRACE
     state: OperationState = field(default=OperationState.NEW, init=False)

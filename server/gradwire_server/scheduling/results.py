@@ -161,6 +161,7 @@ class Results:
     def _apply(self, queue: RunQueue, operation: QueuedOperation, result: pb.OperationResult) -> RunMarks:
         self._memory.let_go(operation)
         self._observe(queue.record, operation, result)
+        queue.log.finished(operation, result)
         return queue.finish(operation, result)
 
     def _observe(self, record: RunRecord, operation: QueuedOperation, result: pb.OperationResult) -> None:

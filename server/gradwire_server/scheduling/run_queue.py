@@ -32,6 +32,7 @@ from gradwire_server.scheduling import abort_rule, progress
 from gradwire_server.scheduling.fencing import Fencing, reused
 from gradwire_server.scheduling.held_operations import HeldOperations
 from gradwire_server.scheduling.operation import QueuedOperation, expired
+from gradwire_server.scheduling.operation_log import OperationLog
 from gradwire_server.scheduling.recent_results import RecentResults
 from gradwire_server.scheduling.recovery_cost import RecoveryCost
 from gradwire_server.scheduling.states import UNSENT, OperationState, Parked
@@ -57,6 +58,7 @@ class RunQueue(Fencing):
         finishing: Lock held while an answered operation waits for its journal write; keeps results in order.
         holder: The process of an engine that holds the run, or held it until it ended; None for none.
         recovery_cost: What a recovery would replay, and how long it would take.
+        log: Its newest operations with a result.
         closed: Error for readers and writers once the run is closed.
         parked: Why and since when the run is parked; None if it is not. See :mod:`.parking`.
         on_change: Called whenever the run's description may have changed.
@@ -74,6 +76,7 @@ class RunQueue(Fencing):
     finishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     holder: Holder | None = None
     recovery_cost: RecoveryCost = field(default_factory=RecoveryCost)
+    log: OperationLog = field(default_factory=OperationLog)
     closed: ServiceError | None = None
     parked: Parked | None = None
 
@@ -376,6 +379,7 @@ class RunQueue(Fencing):
     def restored(self, holder: Holder, entries: Iterable[JournalEntry]) -> None:
         """Record that this process of an engine holds the run, restored in front of these entries with a result."""
         self.holder = holder
+        self.log.recoveries += 1
         self.recovery_cost.replay_deaths.clear()
         self.checkpointed()
         for entry in entries:

@@ -22,6 +22,7 @@ from gradwire_server.access.quotas import Usage, check_runs
 from gradwire_server.config import ServerConfig
 from gradwire_server.engine_client.pool import EnginePool
 from gradwire_server.errors import ServiceError, shutting_down, unknown_run
+from gradwire_server.journal.recorded_files import RecordedFiles
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.storage import Storage
 from gradwire_server.observability.metrics import Backlog, Metrics
@@ -35,6 +36,7 @@ from gradwire_server.scheduling.fairness import SHARED_TOKENS, Load
 from gradwire_server.scheduling.moves import Moves
 from gradwire_server.scheduling.operation import PayloadMemory
 from gradwire_server.scheduling.placement import EngineQueue, Placement, Visit
+from gradwire_server.scheduling.recorded_batches import RecordedBatches
 from gradwire_server.scheduling.results import Results
 from gradwire_server.scheduling.run_feed import RunFeed
 from gradwire_server.scheduling.run_queue import RunQueue
@@ -57,6 +59,7 @@ class Scheduler:
         results: Stores their results and serves them.
         placement: The engines with the runs on them.
         feed: What changes in the runs.
+        recorded: Records batches for people to look at.
 
     Args:
         parked: Called with the number of parked runs whenever it may have changed.
@@ -70,6 +73,7 @@ class Scheduler:
         quota_of: Callable[[str], Quota],
         metrics: Metrics,
         tracing: Tracing,
+        recorded: RecordedFiles,
         parked: Callable[[int], object],
     ) -> None:
         self._metrics = metrics
@@ -82,7 +86,8 @@ class Scheduler:
         self.feed = RunFeed()
         self._memory = PayloadMemory(PAYLOAD_MEMORY_BYTES)
         self.placement = Placement(pool)
-        self._executor = Executor(self.placement, journal, checkpoints, self._metrics)
+        self._recorded_files, self.recorded = recorded, RecordedBatches(recorded)
+        self._executor = Executor(self.placement, journal, checkpoints, self._metrics, self.recorded)
         self._auto_checkpoint = AutoCheckpoint(
             self.placement,
             journal,
@@ -149,6 +154,7 @@ class Scheduler:
         await self.dispatcher.drain(self._queues.values(), grace_s)
         left = {run_id: len(queue.pending) for run_id, queue in self._queues.items() if queue.pending}
         await self.results.settle(grace_s)
+        await self.recorded.settle()
         for queue in self._queues.values():
             queue.close(shutting_down())
         self.feed.close(shutting_down())
@@ -223,6 +229,7 @@ class Scheduler:
         queue.empty()
         await self.dispatcher.interrupt_all(queue)
         await self._runs.delete(record)
+        await asyncio.to_thread(self._recorded_files.delete, record.run_id)
         self.feed.gone(record.run_id, {record.owner, *record.readers}, deleted=True)
         self._metrics.forget(record.run_id)
         dropping = asyncio.create_task(self._drop(queue))
@@ -322,6 +329,10 @@ class Scheduler:
         """Why a run is parked; None if it is not."""
         queue = self._queues.get(run_id)
         return queue.parked.error if queue is not None and queue.parked is not None else None
+
+    def busy(self) -> list[RunQueue]:
+        """The queues with operations that have no result."""
+        return [queue for queue in self._queues.values() if queue.pending]
 
     def accept_changes(self, record: RunRecord, by: str) -> None:
         """Let a run go on that is parked because it would not be the run that it was.

@@ -30,7 +30,7 @@ from gradwire.rl.inference import InferenceModule, RunInference
 from gradwire.rl.loggers import MetricLogger
 from gradwire.rl.metrics import Mean, Metric, Metrics, Sum, merged, values_of
 from gradwire.rl.progress import Progress
-from gradwire.rl.recording import TrajectoryRecorder
+from gradwire.rl.recording import Recorder
 from gradwire.rl.replay import ReplayBuffer
 from gradwire.rl.rewards import Reward, as_computer
 from gradwire.rl.rollouts import RolloutManager
@@ -68,7 +68,7 @@ class AlgorithmOptions(TypedDict, total=False):
     eval_tasks: Tasks
     loggers: Sequence[MetricLogger]
     tokenizer: Any
-    recorder: TrajectoryRecorder | None
+    recorder: Recorder | None
     replay: ReplayBuffer | None
 
 

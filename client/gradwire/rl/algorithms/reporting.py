@@ -11,7 +11,7 @@ from typing import Any
 from gradwire.errors import GradwireError
 from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.loggers import CheckpointLogger, JsonlLogger, MetricLogger
-from gradwire.rl.recording import TrajectoryRecorder
+from gradwire.rl.recording import Recorder, TrajectoryRecorder
 from gradwire.rl.types import Trajectory
 
 logger = logging.getLogger("gradwire.rl")
@@ -51,7 +51,7 @@ class Reporter:
     """
 
     def __init__(
-        self, config: AlgorithmConfig, run_id: str, loggers: Sequence[MetricLogger], recorder: TrajectoryRecorder | None
+        self, config: AlgorithmConfig, run_id: str, loggers: Sequence[MetricLogger], recorder: Recorder | None
     ) -> None:
         folder = config.folder
         self._jsonl = JsonlLogger((folder or Path("runs") / run_id) / "metrics.jsonl")
@@ -66,7 +66,7 @@ class Reporter:
         """Remove what the files have from this iteration on."""
         self._jsonl.forget(iteration)
         if self.recorder is not None:
-            JsonlLogger(self.recorder.path).forget(iteration)
+            self.recorder.forget(iteration)
 
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
         self.history.append(metrics)

@@ -110,7 +110,7 @@ class Files:
             ServiceError: UNKNOWN_FILE, also for one of another key.
         """
         file = self._known.get(file_id)
-        if file is None or _expired(file) or (caller.name != file.owner and caller.role != "admin"):
+        if file is None or _expired(file) or (caller.name != file.owner and not caller.sees_all):
             raise unknown_file(file_id, field)
         return file
 

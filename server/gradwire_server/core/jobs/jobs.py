@@ -122,7 +122,7 @@ class Jobs:
         """
         wanted = (metadata or {}).items()
         newest_first = reversed(list(self.states))
-        mine = [job for job in newest_first if caller.name == job.owner or caller.role == "admin"]
+        mine = [job for job in newest_first if caller.name == job.owner or caller.sees_all]
         mine = [job for job in mine if wanted <= dict(job.spec.metadata).items() and (job.spec.note or not noted)]
         return page_of(mine, [job.job_id for job in mine], min(limit or MAX_PAGE, MAX_PAGE), after, "after")
 

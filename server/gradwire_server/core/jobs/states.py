@@ -70,7 +70,7 @@ class JobStates:
             ServiceError: UNKNOWN_JOB, also for one of another key.
         """
         stored = self._known.get(job_id)
-        if stored is None or (caller.name != stored.job.owner and caller.role != "admin"):
+        if stored is None or (caller.name != stored.job.owner and not caller.sees_all):
             raise unknown_job(job_id)
         return stored.job
 

@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError
 from gradwire_proto.v1 import jobs_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.access.calls import RPCS, CallKind
+from gradwire_server.access.calls import RPCS, VIEWED, CallKind
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.doors.grpc.errors import GRPC_STATUS
@@ -64,6 +64,8 @@ class Guard(grpc.aio.ServerInterceptor):
         engine = details.method.startswith(_ENGINES)
         try:
             caller = self._core.keys.caller(_secret(details.invocation_metadata), engine=engine)
+            if not engine and RPCS.get(details.method.rpartition("/")[2]) not in VIEWED:
+                caller.check_may_change()
         except ServiceError as error:
             return _refusing(error, details.method)
         if engine:

@@ -40,7 +40,9 @@ class TrainingService(TrainingServiceServicer):
     # ---- the server ----
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.ServerInfo:
-        return self._core.info()
+        info, caller = self._core.info(), CALLER.get()
+        info.key_name, info.role = caller.name, caller.role if caller.name else ""
+        return info
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(models=self._core.models())
@@ -111,6 +113,26 @@ class TrainingService(TrainingServiceServicer):
         async with aclosing(self._core.runs.history(CALLER.get(), request.run_id)) as pages:
             async for points in pages:
                 yield pb.HistoryPage(points=points)
+
+    # ---- what people see ----
+
+    async def ListOperations(self, request: pb.ListOperationsRequest, context: Any) -> pb.ListOperationsResponse:
+        return self._core.observed.operations(CALLER.get(), request.run_id, request.limit)
+
+    async def ListQueues(self, request: pb.ListQueuesRequest, context: Any) -> pb.ListQueuesResponse:
+        return pb.ListQueuesResponse(runs=self._core.observed.queues(CALLER.get()))
+
+    async def ListRecordings(self, request: pb.ListRecordingsRequest, context: Any) -> pb.ListRecordingsResponse:
+        return pb.ListRecordingsResponse(recordings=await self._core.observed.recordings(CALLER.get(), request.run_id))
+
+    async def ReadRecording(self, request: pb.ReadRecordingRequest, context: Any) -> AsyncIterator[pb.RecordingFrame]:
+        recording, content = await self._core.observed.recording(CALLER.get(), request)
+        yield pb.RecordingFrame(recording=recording, chunk=content[:CHUNK_BYTES])
+        for start in range(CHUNK_BYTES, len(content), CHUNK_BYTES):
+            yield pb.RecordingFrame(chunk=content[start : start + CHUNK_BYTES])
+
+    async def RecordRollouts(self, request: pb.RecordRolloutsRequest, context: Any) -> pb.Recording:
+        return await self._core.observed.record_rollouts(CALLER.get(), request)
 
     # ---- operations ----
 

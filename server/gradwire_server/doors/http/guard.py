@@ -80,6 +80,8 @@ class GuardedProtocol:
                 await self._protocol.app(scope, receive, starting)
                 return
             scope["gradwire.caller"] = caller = self._core.keys.caller(headers.secret)
+            if scope["method"] not in ("GET", "HEAD"):
+                caller.check_may_change()
             answered = _Answer(partial(self._core.keys.check, caller), self._protocol.error_body, scope, starting)
             limit = BodyLimit.of(self._core.config.limits, headers.content_type)
             calls = self._core.calls

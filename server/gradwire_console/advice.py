@@ -1,0 +1,78 @@
+"""What a run's figures say about its health, in words, with what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradwire_console.series import Record
+
+RECENT = 20
+KL, CLIPPED, SILENT, SAMPLER_KL, ENTROPY = 0.1, 0.3, 0.5, 0.05, 0.05
+"""From which mean of the newest values on a figure is remarked on: approximate KL (nats), clipped share, share of
+groups without signal, KL between sampler and trainer (nats); and below which mean entropy (nats)."""
+SPIKE = 10.0
+"""How many times the usual gradient norm the newest one is a spike."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A remark.
+
+    Attributes:
+        what: What is seen.
+        remedy: What may be done.
+    """
+
+    what: str
+    remedy: str
+
+
+def advise(record: Record) -> list[Advice]:
+    """Remarks on a run, the gravest first."""
+    found = []
+
+    def mean(metric: str) -> float:
+        values = record.newest(metric, RECENT)
+        return float(values.mean()) if len(values) else float("nan")
+
+    if record.non_finite:
+        found.append(Advice(
+            f"{record.non_finite} batches had a loss that is not a finite number.",
+            "Lower the learning rate, clip the gradient (max_grad_norm), and look at the batches' rewards and masks.",
+        ))  # fmt: skip
+    norms = record.newest("grad_norm", 5 * RECENT)
+    if len(norms) > RECENT and norms[-1] > SPIKE * (usual := float(np.median(norms[:-1]))) > 0:
+        found.append(Advice(
+            f"The gradient norm jumped to {norms[-1]:.3g}; {usual:.3g} is usual here.",
+            "Clip it with max_grad_norm; look at the newest batch.",
+        ))  # fmt: skip
+    for name in ("approx_kl", "kl_divergence"):
+        if (value := mean(name)) > KL:
+            found.append(Advice(
+                f"{name} is {value:.3g} nats a token on average.",
+                "The policy moves far in a step: lower the learning rate, reuse batches less, or weigh the KL.",
+            ))  # fmt: skip
+            break
+    if (value := mean("clip_fraction")) > CLIPPED:
+        found.append(Advice(
+            f"{value:.0%} of the tokens are clipped.",
+            "Their gradient is lost: lower the learning rate, or sample more often.",
+        ))  # fmt: skip
+    if (value := mean("entropy")) < ENTROPY:
+        found.append(Advice(
+            f"The entropy has fallen to {value:.3g} nats a token.",
+            "Answers hardly differ any more: sample hotter, add an entropy bonus, or take an earlier checkpoint.",
+        ))  # fmt: skip
+    if (value := mean("zero_spread_groups")) > SILENT:
+        found.append(Advice(
+            f"{value:.0%} of the groups give no signal: all their rewards are equal.",
+            "Take harder or easier tasks, larger groups, or a reward of more than two values.",
+        ))  # fmt: skip
+    if (value := mean("sampler_kl")) > SAMPLER_KL:
+        found.append(Advice(
+            f"Sampler and trainer differ by {value:.3g} nats a token.",
+            "Share the weights after every step, check temperature and precision, or use sampler_correction.",
+        ))  # fmt: skip
+    return found

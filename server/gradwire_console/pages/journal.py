@@ -1,0 +1,113 @@
+"""`/run/{run_id}/journal`: the newest operations of a run, where their time went, and what a recovery would cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradwire
+from fastapi.responses import RedirectResponse
+from gradwire import OperationInfo
+from gradwire_shell.components import Column, Table, empty, error, facts, panel, plain, sdk_line, title
+from nicegui import ui
+
+from gradwire_console.pages.common import ago, on_change, opened, run_head, short
+from gradwire_console.workspace import LiveRun, Workspace, Workspaces
+
+COLUMNS = (
+    Column("seq", "Nr.", "The operation's number in the run", num=True),
+    Column("operation", "Operation"),
+    Column("loss_fn", "Loss function"),
+    Column("state", "State", "waiting: for a missing number; queued: for its turn at the engine", state=True),
+    Column("front", "Front", "The journal on disk, the way to the engine and back", num=True),
+    Column("queue", "Queue", "Waiting for earlier operations, and for other runs", num=True),
+    Column("engine", "Engine", "Computing", num=True),
+    Column("size", "Payload", "Tensors of the operation", num=True),
+    Column("tries", "Tries", "How often it was sent to an engine; engines that died of it", num=True),
+    Column("age", "Accepted", num=True),
+    Column("error", "Error"),
+)
+
+
+def register(workspaces: Workspaces) -> None:
+    @ui.page("/run/{run_id}/journal", title="Journal · gradwire")
+    async def journal(run_id: str) -> RedirectResponse | None:
+        async def content(workspace: Workspace) -> None:
+            if run_id in workspace.runs:
+                await _show(workspace, run_id)
+            else:
+                title("There is no such run")
+                empty("It was deleted, or this key may not read it.", "await service.list_runs()")
+
+        return await opened(workspaces, f"/run/{run_id}/journal", "/", content)
+
+
+async def _show(workspace: Workspace, run_id: str) -> None:
+    run_head(workspace, run_id, "/journal")
+    failed = ui.element("div")
+    with ui.element("div").classes("gw-split"):
+        with ui.element("div"):
+            table = Table(
+                COLUMNS, (), label="Operations", search="Search operations: kind, state, error", unit="operations",
+                none="None since the server started.",
+            )  # fmt: skip
+        with ui.element("div"):
+            with panel("A recovery now"):
+                cost = ui.element("div")
+            with panel("In Python"):
+                sdk_line(f'activity = await service.get_training_client("{run_id}").activity()')
+                plain("The server keeps the newest 256 that have a result.", "quiet")
+
+    async def refresh() -> None:
+        failed.clear()
+        live = workspace.runs.get(run_id)
+        try:
+            activity = await workspace.activity(run_id)
+        except gradwire.GradwireError as failure:
+            with failed:
+                error(str(failure))
+            return
+        table.show([_row(each) for each in activity.operations])
+        cost.clear()
+        with cost:
+            facts(_cost(activity, live))
+
+    await refresh()
+    on_change(workspace, refresh)
+
+
+def _cost(activity: gradwire.RunActivity, live: LiveRun | None) -> dict[str, object]:
+    newest = live.info.latest_checkpoint.rpartition("/")[2] if live is not None else ""
+    behind = live.info.accepted_seq - live.info.applied_seq if live is not None else 0
+    return {
+        "Costs": f"{activity.loading_s + activity.replay_s:.2f} s",
+        "Load": f"{activity.loading_s:.2f} s, {newest or 'from the base model'}",
+        "Repeat": f"{activity.replay_s:.2f} s of computing",
+        "Without a result": behind,
+        "Recoveries": f"{activity.recoveries} since the server started",
+        "Computed": f"{live.info.engine_s:.1f} s of the engine" if live is not None else "",
+        "Cheaper with": 'await run.save_checkpoint("NAME")' if activity.replay_s > 1 else "",
+    }
+
+
+def _row(each: OperationInfo) -> dict[str, Any]:
+    ended = each.state in ("succeeded", "failed", "cancelled")
+    tries = ("2 or more" if each.retried else "1") if each.state not in ("waiting", "queued") else ""
+    return {
+        "key": str(each.seq),
+        "seq": each.seq,
+        "operation": each.operation,
+        "loss_fn": each.loss_fn,
+        "state": each.state,
+        "front": _seconds(each.front_s) if ended else "",
+        "queue": _seconds(each.queue_s),
+        "engine": _seconds(each.engine_s) if ended else "",
+        "size": f"{short(each.payload_bytes)}B" if each.payload_bytes else "",
+        "tries": tries + (f", {each.deaths} died" if each.deaths else ""),
+        "age": f"{ago(each.accepted_at)} ago",
+        "error": each.error,
+        "error_hint": each.error,
+    }
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

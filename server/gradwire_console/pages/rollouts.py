@@ -1,0 +1,170 @@
+"""`/run/{run_id}/rollouts`: recorded conversations with tool calls and rewards, a group side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from fastapi.responses import RedirectResponse
+from gradwire_shell.components import Column, Table, bars, empty, facts, panel, plain, sdk_line, title
+from nicegui import ui
+
+from gradwire_console.pages.common import later, opened, run_head
+from gradwire_console.workspace import Workspace, Workspaces
+
+GROUPS = (
+    Column("name", "Group", link=True),
+    Column("task", "Task"),
+    Column("signal", "Signal", "none: all rewards of the group are equal, so it teaches nothing"),
+    Column("count", "Answers", num=True),
+    Column("mean", "Mean reward", num=True),
+    Column("std", "Deviation", num=True),
+    Column("low", "Lowest", num=True),
+    Column("high", "Highest", num=True),
+)
+BINS = 12
+SHADES = ((-0.7, ""), (-2.3, "background: color-mix(in srgb, var(--s2) 18%, transparent)"),
+          (-1e9, "background: color-mix(in srgb, var(--s2) 38%, transparent)"))  # fmt: skip
+"""Background of a token by its log-probability, the least first that it reaches."""
+EXAMPLE = "GRPO(service, run, tasks, reward, recorder=RunRecorder(run, every=10))"
+Rollout = Mapping[str, Any]
+
+
+def register(workspaces: Workspaces) -> None:
+    @ui.page("/run/{run_id}/rollouts", title="Rollouts · gradwire")
+    async def rollouts(run_id: str, n: int = -1, group: str = "") -> RedirectResponse | None:
+        async def content(workspace: Workspace) -> None:
+            if run_id not in workspace.runs:
+                title("There is no such run")
+                empty("It was deleted, or this key may not read it.", "await service.list_runs()")
+                return
+            run_head(workspace, run_id, "/rollouts")
+            later(lambda: _show(workspace, run_id, n, group))
+
+        return await opened(workspaces, f"/run/{run_id}/rollouts?n={n}&group={group}", "/", content)
+
+
+async def _show(workspace: Workspace, run_id: str, asked: int, group: str) -> None:
+    run = workspace.client(run_id)
+    there = [each.number for each in await run.list_recordings() if each.kind == "rollouts"]
+    if not there:
+        empty("No rollouts of this run are recorded. A training in Python records them:", EXAMPLE)
+        return
+    iteration = asked if asked in there else there[-1]
+    groups = grouped(await run.recorded_rollouts(iteration))
+    with ui.element("div").classes("gw-head"):
+        ui.select(
+            {number: f"iteration {number}" for number in reversed(there)}, value=iteration, label="Rollouts of",
+            on_change=lambda event: ui.navigate.to(f"/run/{run_id}/rollouts?n={event.value}"),
+        ).props("outlined dense options-dense").style("min-width: 10rem")  # fmt: skip
+        silent = sum(not signal(rewards(each)) for each in groups.values())
+        plain(f"{len(groups)} groups, {silent} without signal", "gw-flag" if silent else "quiet")
+    rows = [_row(run_id, iteration, name, each) for name, each in groups.items()]
+    Table(GROUPS, rows, label="Groups", search="Search groups: task", unit="groups")
+    shown = group if group in groups else next(iter(groups))
+    _group(shown, groups[shown])
+    sdk_line(f'await service.get_training_client("{run_id}").recorded_rollouts({iteration})')
+
+
+def grouped(records: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+    """Rollouts by the name of their group, in order."""
+    groups: dict[str, list[Rollout]] = {}
+    for record in records:
+        groups.setdefault(str(record.get("group", "")), []).append(record)
+    return groups
+
+
+def rewards(group: Sequence[Rollout]) -> list[float]:
+    return [float(each["reward"]) for each in group if isinstance(each.get("reward"), int | float)]
+
+
+def signal(values: Sequence[float]) -> bool:
+    """Whether rewards differ, so that the group teaches something."""
+    return len(set(values)) > 1
+
+
+def _row(run_id: str, iteration: int, name: str, group: Sequence[Rollout]) -> dict[str, Any]:
+    values = np.array(rewards(group) or [np.nan])
+    task = " ".join(str(group[0].get("task", "")).split())
+    return {
+        "key": name,
+        "href": f"rollouts?n={iteration}&group={name}",
+        "name": f"group {name}",
+        "task": task[:90],
+        "task_hint": task,
+        "signal": "yes" if signal(rewards(group)) else "none",
+        "count": len(group),
+        "mean": f"{values.mean():.4g}",
+        "std": f"{values.std():.3g}",
+        "low": f"{values.min():.4g}",
+        "high": f"{values.max():.4g}",
+    }
+
+
+def _group(name: str, group: Sequence[Rollout]) -> None:
+    values = rewards(group)
+    with panel(f"Group {name}"):
+        plain(str(group[0].get("task", "")), "text")
+        if not signal(values):
+            plain("All rewards are equal: this group gives no gradient.", "gw-flag")
+        elif values:
+            counts, edges = np.histogram(values, BINS)
+            labels = [f"{low:.3g} to {high:.3g}" for low, high in pairwise(edges)]
+            bars(counts.tolist(), labels, f"Histogram of {len(values)} rewards")
+            plain(f"rewards from {min(values):.4g} to {max(values):.4g}", "quiet")
+    with ui.element("div").classes("gw-answers"):
+        for each in group:
+            _rollout(each)
+
+
+def _rollout(rollout: Rollout) -> None:
+    with panel(f"Answer {rollout.get('member', '')}"):
+        reward = rollout.get("reward")
+        facts(
+            {
+                "Reward": f"{reward:.4g}" if isinstance(reward, int | float) else reward,
+                "Reason": rollout.get("reason", ""),
+                "Status": rollout.get("status", ""),
+                "Error": rollout.get("error", ""),
+                **{name: f"{value:.4g}" for name, value in _numbers(rollout.get("metrics")).items()},
+            }
+        )
+        for step in rollout.get("steps", ()):
+            _step(step)
+
+
+def _step(step: Mapping[str, Any]) -> None:
+    _turn("asked", str(step.get("observation", "")), "")
+    with ui.element("div").classes("gw-turn answer"):
+        figures = _numbers(
+            {"reward": step.get("reward"), "advantage": step.get("advantage"), "value": step.get("value")}
+        )
+        plain("answered · " + ", ".join(f"{name} {value:.3g}" for name, value in figures.items()), "quiet")
+        with ui.element("div").classes("text"):
+            tokens = step.get("tokens")
+            if tokens:
+                for text, logprob in tokens:
+                    shown = plain(str(text), tag="span").style(
+                        next(style for least, style in SHADES if logprob >= least)
+                    )
+                    shown.props["title"] = f"log-probability {logprob:.3f}"
+            else:
+                plain(str(step.get("action", "")))
+    for result in step.get("tool_results", ()):
+        called = f"{result.get('name', '')}({json.dumps(result.get('arguments', {}))})"
+        _turn(f"tool {called}", str(result.get("error") or result.get("content", "")), "tool")
+
+
+def _turn(who: str, text: str, kind: str) -> None:
+    if text:
+        with ui.element("div").classes(f"gw-turn {kind}"):
+            plain(who, "quiet")
+            plain(text, tag="pre").props("tabindex=0")
+
+
+def _numbers(values: Any) -> dict[str, float]:
+    given = values if isinstance(values, Mapping) else {}
+    return {str(name): float(value) for name, value in given.items() if isinstance(value, int | float)}

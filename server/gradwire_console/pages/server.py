@@ -1,0 +1,194 @@
+"""`/server`: the engines with their memory, who waits for whom, and what each key has used."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import gradwire
+from fastapi.responses import RedirectResponse
+from gradwire import EngineInfo, QueuedRun
+from gradwire_shell.components import Column, Table, error, facts, panel, plain, sdk_line, state, title
+from nicegui import ui
+
+from gradwire_console.pages.common import opened, short
+from gradwire_console.workspace import Workspace, Workspaces
+
+LOOK_S = 1.0
+QUEUES = (
+    Column("name", "Run", link=True),
+    Column("owner", "Key"),
+    Column("state", "State", state=True),
+    Column("operation", "First operation"),
+    Column("executing", "At the engine", "Operations that are computed, or about to be", num=True),
+    Column("waiting", "Waiting", "Operations that wait for their turn", num=True),
+    Column("bytes", "Payloads", num=True),
+    Column("oldest", "Oldest", "Since the oldest of them was accepted", num=True),
+    Column("behind", "Waits for", "Runs of the same engine that are computed now; keys take turns"),
+)
+USAGE = (
+    Column("key", "Key"),
+    Column("runs", "Runs", num=True),
+    Column("training", "Training", num=True),
+    Column("tokens", "Tokens", "Tokens that went through a model since the server started", num=True),
+    Column("seconds", "Engine", "Seconds of computing since the server started", num=True),
+    Column("share", "Share", "Of the engine's seconds", num=True),
+    Column("recovery", "Recovery", "What bringing its runs back would take now", num=True),
+)
+PARTS = ("base", "references", "runs", "cache", "activations")
+
+
+def register(workspaces: Workspaces) -> None:
+    @ui.page("/server", title="Server · gradwire")
+    async def server() -> RedirectResponse | None:
+        return await opened(workspaces, "/server", "/server", _show)
+
+
+async def _show(workspace: Workspace) -> None:
+    title("Server")
+    failed = ui.element("div")
+    with ui.element("div").classes("gw-split"):
+        with ui.element("div"):
+            with panel("Who waits for whom"):
+                queues = Table(QUEUES, (), label="Queues", none="Nothing waits: every operation has its result.")
+            with panel("Usage by key"):
+                usage = Table(USAGE, (), label="Usage by key", none="No run yet.")
+            with panel("Usage by run"):
+                runs = Table(_run_columns(), (), label="Usage by run", search="Search runs", none="No run yet.")
+            sdk_line("queues = await service.list_queues()")
+        with ui.element("div"):
+            with panel("This connection"):
+                about = ui.element("div")
+            engines = ui.element("div").classes("gw-stack")
+            sdk_line("info = await service.server_info()")
+
+    async def look() -> None:
+        failed.clear()
+        try:
+            info, waiting = await workspace.server_info(), await workspace.queues()
+        except gradwire.GradwireError as failure:
+            with failed:
+                error(str(failure))
+            return
+        queues.show(queue_rows(waiting))
+        usage.show(usage_rows(workspace))
+        runs.show(_run_rows(workspace))
+        about.clear()
+        with about:
+            facts(_about(info))
+        engines.clear()
+        with engines:
+            for engine in info.engines:
+                _engine(engine)
+
+    await look()
+    ui.timer(LOOK_S, look)
+
+
+def _about(info: gradwire.ServerInfo) -> dict[str, object]:
+    return {
+        "Key": info.key_name or "none is asked for",
+        "Role": info.role,
+        "Version": info.version,
+        "Device": info.device,
+        "Up": f"{info.uptime_s / 3600:.1f} h",
+        "Durability": info.durability,
+    }
+
+
+def _engine(engine: EngineInfo) -> None:
+    with panel(f"Engine {engine.number}"):
+        state("connected" if engine.ready else "away", "" if engine.ready else "its process gives no sign of life")
+        held = {part: engine.memory_by_owner.get(part, 0) for part in PARTS}
+        total = sum(held.values()) or 1
+        with ui.element("div").classes("gw-meter").props('role=img aria-label="Memory by what holds it"'):
+            for number, (part, size) in enumerate(held.items(), 1):
+                bar = ui.element("i").style(f"--c: var(--s{number}); width: {100 * size / total:.1f}%")
+                bar.props["title"] = f"{part}: {short(size)}B"
+        with ui.element("div").classes("gw-legend quiet"):
+            for number, (part, size) in enumerate(held.items(), 1):
+                if size:
+                    with ui.element("span").classes("gw-key").style(f"--c: var(--s{number})"):
+                        plain(f"{part} {short(size)}B")
+        used, there = engine.device_memory_used_bytes, engine.device_memory_total_bytes
+        facts(
+            {
+                "Device": engine.device,
+                "Machine": engine.machine,
+                "Busy": f"{engine.busy:.0%}",
+                "Process": f"{short(engine.memory_bytes)}B",
+                "Device memory": f"{short(used)}B of {short(there)}B" if there else "",
+                "Runs": ", ".join(f"{held.runs} in {place}" for place, held in engine.runs.items() if held.runs),
+                "Restarts": engine.restarts or "",
+                "Last sign": f"{engine.heartbeat_age_s:.1f} s ago" if engine.heartbeat_age_s >= 0 else "",
+                "Models": ", ".join(engine.models),
+            }
+        )
+
+
+def queue_rows(waiting: Sequence[QueuedRun]) -> list[dict[str, Any]]:
+    """Rows of the queues, the oldest first."""
+    rows = []
+    for number, each in enumerate(sorted(waiting, key=lambda each: -each.oldest_s)):
+        ahead = [other for other in waiting if other is not each and other.engine == each.engine and other.executing]
+        row = {
+            "key": each.run_id or f"other-{number}",
+            "name": each.name or each.run_id or "another key's run",
+            "owner": each.owner,
+            "state": "parked" if each.parked else "running" if each.executing else "queued",
+            "operation": each.operation,
+            "executing": each.executing,
+            "waiting": each.waiting,
+            "bytes": f"{short(each.bytes)}B" if each.bytes else "",
+            "oldest": f"{each.oldest_s:.1f} s",
+            "behind": ", ".join(other.name or other.run_id or "another key's run" for other in ahead),
+        }
+        rows.append(row | ({"href": f"run/{each.run_id}/journal"} if each.run_id else {}))
+    return rows
+
+
+def usage_rows(workspace: Workspace) -> list[dict[str, Any]]:
+    """Tokens and seconds of each key, the largest first."""
+    by_key = defaultdict(list)
+    for run in workspace.runs.values():
+        by_key[run.info.owner].append(run)
+    total = sum(run.info.engine_s for run in workspace.runs.values()) or 1.0
+    rows = []
+    for owner, runs in sorted(by_key.items(), key=lambda each: -sum(run.info.engine_s for run in each[1])):
+        seconds = sum(run.info.engine_s for run in runs)
+        rows.append(
+            {
+                "key": owner or "everyone",
+                "runs": len(runs),
+                "training": sum(run.state == "training" for run in runs) or "",
+                "tokens": short(sum(run.info.num_tokens for run in runs)),
+                "seconds": f"{seconds:.1f} s",
+                "share": f"{seconds / total:.0%}",
+                "recovery": f"{sum(run.info.recovery_s for run in runs):.1f} s",
+            }
+        )
+    return rows
+
+
+def _run_columns() -> tuple[Column, ...]:
+    return (Column("name", "Run", link=True), Column("owner", "Key"), *USAGE[3:])
+
+
+def _run_rows(workspace: Workspace) -> list[dict[str, Any]]:
+    total = sum(run.info.engine_s for run in workspace.runs.values()) or 1.0
+    used = sorted(workspace.runs.values(), key=lambda run: -run.info.engine_s)
+    return [
+        {
+            "key": run.info.run_id,
+            "href": f"run/{run.info.run_id}",
+            "name": run.info.name or run.info.run_id,
+            "owner": run.info.owner,
+            "tokens": short(run.info.num_tokens),
+            "seconds": f"{run.info.engine_s:.1f} s",
+            "share": f"{run.info.engine_s / total:.0%}",
+            "recovery": f"{run.info.recovery_s:.1f} s",
+        }
+        for run in used
+        if run.info.engine_s
+    ]

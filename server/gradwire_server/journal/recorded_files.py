@@ -1,0 +1,101 @@
+"""What was recorded of runs for people to look at: batches as their losses saw them, and rollouts.
+
+A recording is one file of ``recorded/RUN_ID/`` in the state folder: the length of its description, the description, its
+content. Nothing else depends on these files, so they are not synced, and a backup leaves them out.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.durable_files import make_folder
+from gradwire_server.errors import ServiceError
+from gradwire_server.journal.segments import Buffer
+
+FOLDER = "recorded"
+KINDS = ("batch", "rollouts")
+LENGTH = struct.Struct("<I")
+
+
+class RecordedFiles:
+    """The recordings of a state folder. Its methods block.
+
+    Args:
+        most_bytes: What the recordings of one run may take; its oldest are deleted beyond that.
+    """
+
+    def __init__(self, state_dir: Path, most_bytes: int) -> None:
+        self._root, self._most_bytes = state_dir / FOLDER, most_bytes
+
+    def write(self, run_id: str, recording: pb.Recording, content: Sequence[Buffer]) -> bool:
+        """Write a recording, in place of one of the same kind and number; False if it exceeds what a run may have."""
+        recording.size_bytes = sum(memoryview(part).nbytes for part in content)
+        if recording.size_bytes > self._most_bytes:
+            return False
+        folder = self._root / run_id
+        make_folder(folder, 0o700)
+        file = folder / f"{recording.kind}-{recording.number:020d}"
+        part = file.with_suffix(".part")
+        head = recording.SerializeToString()
+        with part.open("wb") as written:
+            written.writelines([LENGTH.pack(len(head)), head, *content])
+        part.replace(file)
+        self._bound(folder)
+        return True
+
+    def _bound(self, folder: Path) -> None:
+        entries = sorted((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path) for entry in os.scandir(folder))
+        size = sum(each for _, each, _ in entries)
+        for _, each, path in entries[:-1]:
+            if size <= self._most_bytes:
+                break
+            os.unlink(path)
+            size -= each
+
+    def list(self, run_id: str) -> list[pb.Recording]:
+        """The recordings of a run, the oldest first, without their tensors' descriptions."""
+        found = []
+        for file in sorted((self._root / run_id).glob("*-*")):
+            if not file.suffix and (read := self._open(file)) is not None:
+                recording = read[0]
+                recording.ClearField("tensors")
+                recording.ClearField("outputs")
+                found.append(recording)
+        return sorted(found, key=lambda each: (each.time, each.number))
+
+    def read(self, run_id: str, kind: str, number: int) -> tuple[pb.Recording, bytes]:
+        """A recording and its content.
+
+        Raises:
+            ServiceError: INVALID_ARGUMENT if there is no such recording.
+        """
+        file = self._root / run_id / f"{kind}-{number:020d}"
+        read = self._open(file, content=True) if kind in KINDS else None
+        if read is None:
+            message = (
+                f"there is no recording {kind[:50]} {number} of {run_id}: it was not made, or a newer took its room"
+            )
+            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="number")
+        return read
+
+    @staticmethod
+    def _open(file: Path, *, content: bool = False) -> tuple[pb.Recording, bytes] | None:
+        """None for a file that is gone, or that a killed server left unfinished."""
+        try:
+            with file.open("rb") as opened:
+                (length,) = LENGTH.unpack(opened.read(LENGTH.size))
+                recording = pb.Recording.FromString(opened.read(length))
+                return recording, opened.read() if content else b""
+        except (FileNotFoundError, struct.error, DecodeError):
+            return None
+
+    def delete(self, run_id: str) -> None:
+        """Delete the recordings of a run."""
+        shutil.rmtree(self._root / run_id, ignore_errors=True)

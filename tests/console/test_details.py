@@ -1,0 +1,122 @@
+"""What the console shows of a run's inside: recorded batches and rollouts, the journal, the timeline, a report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import gradwire
+import pytest
+from gradwire import sync
+from playwright.sync_api import Browser, Page, expect
+from support.chromium import PATIENCE_MS, launched
+from support.console import Console, page_of
+from support.server import Server
+
+pytestmark = pytest.mark.browser
+
+expect.set_options(timeout=PATIENCE_MS)
+EVIL = "<img src=x onerror=alert(1)>"
+GROUP: dict[str, Any] = {
+    "prompt_ids": [[5, 6, 7]],
+    "response_ids": [[[10, 11], [12, 13]]],
+    "rewards": [[1.0, 0.0]],
+    "sampler_log_probs": [[[-1.0, -2.0], [-3.0, -4.0]]],
+}
+
+
+def rollout(group: int, member: int, reward: float) -> dict[str, Any]:
+    called = {"name": EVIL, "arguments": {"query": EVIL}, "content": EVIL, "error": ""}
+    step = {
+        "observation": EVIL,
+        "action": f"answer {EVIL}",
+        "reward": reward,
+        "advantage": 0.5,
+        "tool_results": [called],
+    }
+    about = {"task": f"task {group} {EVIL}", "reason": EVIL, "status": EVIL, "metrics": {EVIL: 1.0}}
+    return {"group": group, "member": member, "reward": reward, "steps": [step]} | about
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with launched() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def shown(server: Server) -> Iterator[tuple[Console, sync.TrainingClient]]:
+    console = Console(server.address)
+    with gradwire.sync.connect(server.address) as service:
+        run = service.create_run("tiny", lora={"rank": 2}, name=f"inside {EVIL}", record_batches=1.0)
+        run.forward_backward(GROUP, "grpo").result(60)
+        run.optim_step().result(60)
+        with pytest.raises(gradwire.InvalidBatchError):
+            run.forward_backward({"input_ids": [[5, 6, 700_000]]}, "causal_lm").result(60)
+        run.record_rollouts(4, [rollout(0, 0, 1.0), rollout(0, 1, 0.0), rollout(1, 0, 0.5), rollout(1, 1, 0.5)])
+        yield console, run
+    assert console.end() == 0
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    with page_of(browser) as page:
+        yield page
+
+
+def test_a_batch_is_shown_token_by_token(shown: tuple[Console, sync.TrainingClient], page: Page) -> None:
+    console, run = shown
+    page.goto(f"{console.url}/run/{run.run_id}/batches")
+    page.get_by_role("link", name="forward_backward 1").click()
+    tokens = page.locator(".gw-sequence", has_text="sample 2").locator(".gw-tokens span")
+    expect(tokens).to_have_count(5)
+    hint = tokens.nth(4).get_attribute("title") or ""
+    assert "log-probability of the sampler -4.000" in hint and "ratio" in hint and "id 13" in hint
+    expect(page.locator(".gw-sequence .unscored")).to_have_count(6)
+    expect(page.get_by_text("recorded_batch(1)")).to_be_visible()
+    page.goto(f"{console.url}/run/{run.run_id}/batches?n=99")
+    expect(page.get_by_role("alert")).to_contain_text("no recording batch 99")
+
+
+def test_a_group_of_answers_is_shown_with_its_rewards(shown: tuple[Console, sync.TrainingClient], page: Page) -> None:
+    console, run = shown
+    page.goto(f"{console.url}/run/{run.run_id}/rollouts")
+    expect(page.get_by_text("2 groups, 1 without signal")).to_be_visible()
+    expect(page.locator(".gw-bars i")).to_have_count(12)
+    expect(page.locator(".gw-turn.tool").first).to_contain_text(EVIL)
+    page.get_by_role("link", name="group 1").click()
+    expect(page.get_by_text("this group gives no gradient")).to_be_visible()
+    expect(page.locator(".gw-main img")).to_have_count(0)
+    assert page.request.get(f"{console.url}/api/runs/{run.run_id}/rollouts/4").json()[3]["reward"] == 0.5
+
+
+def test_the_journal_the_timeline_and_the_server_are_shown(
+    shown: tuple[Console, sync.TrainingClient], page: Page
+) -> None:
+    console, run = shown
+    page.goto(f"{console.url}/run/{run.run_id}/journal")
+    rows = page.get_by_role("region", name="Operations").locator("tbody tr")
+    expect(rows).to_have_count(3)
+    expect(rows.first).to_contain_text("failed")
+    expect(rows.first).to_contain_text("input_ids")
+    expect(page.get_by_text("0 since the server started")).to_be_visible()
+    page.goto(f"{console.url}/timeline")
+    expect(page.locator(".gw-lanes canvas").first).to_be_visible()
+    events = page.request.get(f"{console.url}/api/trace").json()["traceEvents"]
+    own = [each for each in events if each.get("args", {}).get("run") == run.run_id and each["ph"] == "X"]
+    assert {each["name"] for each in own} == {"forward_backward", "optim_step"}
+    page.goto(f"{console.url}/server")
+    expect(page.get_by_role("heading", name="Engine 0")).to_be_visible()
+    expect(page.get_by_role("region", name="Usage by run")).to_contain_text(f"inside {EVIL}")
+    expect(page.get_by_text("Nothing waits")).to_be_visible()
+
+
+def test_a_report_opens_offline(shown: tuple[Console, sync.TrainingClient], page: Page) -> None:
+    console, run = shown
+    report = page.request.get(f"{console.url}/api/report?runs={run.run_id}")
+    assert "attachment" in report.headers["content-disposition"]
+    page.context.set_offline(True)
+    page.set_content(report.text())
+    expect(page.get_by_role("heading", level=1)).to_have_text(f"inside {EVIL}")
+    expect(page.locator("svg polyline").first).to_be_attached()
+    expect(page.locator("img, script, link")).to_have_count(0)

@@ -52,6 +52,10 @@ def requests(rpc: str, run: Client, run_id: str) -> list[Any]:
             "Decode": lambda: pb.DecodeRequest(model="tiny"),
             "GetRun": lambda: pb.GetRunRequest(run_id=run_id),
             "GetHistory": lambda: pb.GetHistoryRequest(run_id=run_id),
+            "ListOperations": lambda: pb.ListOperationsRequest(run_id=run_id),
+            "ListRecordings": lambda: pb.ListRecordingsRequest(run_id=run_id),
+            "ReadRecording": lambda: pb.ReadRecordingRequest(run_id=run_id, kind="rollouts", number=1),
+            "RecordRollouts": lambda: pb.RecordRolloutsRequest(run_id=run_id, iteration=1, rollouts_json=b"[]"),
             "DeleteRun": lambda: pb.DeleteRunRequest(run_id=run_id),
             "ListCheckpoints": lambda: pb.ListCheckpointsRequest(run_id=run_id),
         }.get(rpc, lambda: getattr(pb, f"{rpc}Request")())()
@@ -83,6 +87,7 @@ async def test_every_rpc_with_every_key(keyed: Any) -> None:
     async with keyed() as door:
         ada = await door.shared_run()
         clients = {key: await door.client(name) for key, name in NAMES.items()}
+        await ada.stub.RecordRollouts(*requests("RecordRollouts", ada, ada.run_id))
         before = (await ada.stub.GetRun(pb.GetRunRequest(run_id=ada.run_id))).SerializeToString(deterministic=True)
         wrong = []
         for rpc in rpcs():

@@ -305,6 +305,8 @@ class Jobs:
         if recipe != "script":
             settings_of(recipe, given)
         for key in FILE_SETTINGS:
+            if isinstance(given.get(key), list):
+                raise InvalidArgumentError(f"{key} is a list: a job trains on one file, so join them", field=key)
             if (value := given.get(key)) and not str(value).startswith("file-"):
                 given[key] = await self._uploaded(str(value), "script" if key == "script" else "fine-tune")
         spec = pb.JobSpec(recipe=recipe, settings=json.dumps(given), name=name, metadata=metadata)

@@ -12,9 +12,11 @@ from gradwire.data.dataset import (
     OnError,
     conversations,
     kind_of,
+    mixed,
     preferences,
     prompts,
     ratings,
+    split_together,
     steps,
 )
 from gradwire.data.layouts import Conversation, Preference, Prompt, Rating, Steps, learned
@@ -37,11 +39,13 @@ __all__ = [
     "gold_fields",
     "kind_of",
     "learned",
+    "mixed",
     "padded_candidates",
     "preferences",
     "prompts",
     "ratings",
     "read",
     "shared_tokens",
+    "split_together",
     "steps",
 ]

@@ -1,7 +1,8 @@
-"""A data set in memory: checked rows, a held-out split, and batches in a seeded order that can be resumed."""
+"""A data set: checked rows, a held-out split, and batches in a seeded order that can be resumed."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,12 +14,15 @@ import numpy as np
 
 from gradwire.data import layouts
 from gradwire.data.layouts import Conversation, Mapped, Preference, Prompt, Rating, Steps, Unfit
-from gradwire.data.sources import DataError, Row, Source, read
+from gradwire.data.sources import DataError, Row, Source, is_large, read
+from gradwire.data.stored import Indices, Joined, Lines
 
 T = TypeVar("T")
 OnError = Literal["raise", "skip"]
 TOLD = 3
 """Skipped rows that the warning describes."""
+HELD_OUT = 2_000
+"""Rows to evaluate on at most, about, of a data set that is not in memory."""
 logger = logging.getLogger("gradwire.data")
 
 
@@ -34,7 +38,7 @@ class Dataset(Sequence[T], Generic[T]):
     """
 
     def __init__(self, rows: Sequence[T], skipped: Sequence[DataError] = ()) -> None:
-        self._rows = list(rows)
+        self._rows: Sequence[T] = rows if isinstance(rows, Lines | Joined) else list(rows)
         self.skipped = tuple(skipped)
 
     def __len__(self) -> int:
@@ -49,13 +53,22 @@ class Dataset(Sequence[T], Generic[T]):
     def __getitem__(self, index: int | slice) -> T | Dataset[T]:
         return Dataset(self._rows[index]) if isinstance(index, slice) else self._rows[index]
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether the rows are; others are read from their files when they are used."""
+        return isinstance(self._rows, list)
+
     def __repr__(self) -> str:
         left_out = f", {len(self.skipped)} skipped" if self.skipped else ""
         return f"<Dataset of {len(self)} rows{left_out}>"
 
     def shuffled(self, seed: int = 0) -> Dataset[T]:
         """Return the rows in a random order, the same for the same seed."""
-        return Dataset([self._rows[i] for i in _order(len(self), seed)])
+        return Dataset(
+            Joined([self._rows], [_order(len(self), seed)])
+            if not self.in_memory
+            else [self._rows[i] for i in _order(len(self), seed)]
+        )
 
     def split(self, share: float, seed: int = 0) -> tuple[Dataset[T], Dataset[T]]:
         """Split into training rows and held-out rows that share no prompt.
@@ -69,6 +82,9 @@ class Dataset(Sequence[T], Generic[T]):
         """
         if not 0 < share < 1:
             raise ValueError(f"share must be between 0 and 1; this is {share}")
+        if not self.in_memory:
+            (kept_rows,), held_rows = split_together([self], share, seed)
+            return kept_rows, held_rows
         groups: dict[str, list[int]] = {}
         for index, row in enumerate(self._rows):
             groups.setdefault(_prompt_key(row), []).append(index)
@@ -97,7 +113,7 @@ class Dataset(Sequence[T], Generic[T]):
         """
         if size < 1:
             raise ValueError(f"a batch has at least one row; size is {size}")
-        if not self._rows:
+        if not len(self._rows):
             raise ValueError("the data set is empty")
         return Batches(self._rows, size, seed, epochs, shuffle)
 
@@ -146,8 +162,50 @@ class Batches(Iterator[list[T]], Generic[T]):
         self._row += len(chosen)
         return [self._rows[index] for index in chosen]
 
-    def _order_of(self, epoch: int) -> list[int]:
-        return _order(len(self._rows), self._seed, epoch) if self._shuffle else list(range(len(self._rows)))
+    def _order_of(self, epoch: int) -> Indices:
+        return _order(len(self._rows), self._seed, epoch) if self._shuffle else np.arange(len(self._rows))
+
+
+def split_together(parts: Sequence[Dataset[T]], share: float, seed: int = 0) -> tuple[list[Dataset[T]], Dataset[T]]:
+    """Split several data sets at once, so that no prompt of one is held out of another.
+
+    If one is not in memory, a prompt's hash says on which side it is, and about HELD_OUT rows are held out at most.
+
+    Returns:
+        What is kept of each, and the rows that are held out.
+
+    Raises:
+        ValueError: Nothing would be left on one side.
+    """
+    if all(part.in_memory for part in parts):
+        kept, held_out = Dataset([row for part in parts for row in part]).split(share, seed)
+        known = {id(row) for row in kept}
+        return [Dataset([row for row in part if id(row) in known], part.skipped) for part in parts], held_out
+    total = sum(map(len, parts))
+    limit = np.uint64(min(share, HELD_OUT / total) * float(2**64 - 1))
+    hashes = [np.fromiter((_hash(_prompt_key(row), seed) for row in part), np.uint64, len(part)) for part in parts]
+    held = sum(int(np.count_nonzero(each < limit)) for each in hashes)
+    if not 0 < held < total:
+        raise ValueError(f"{total} rows cannot be split by {share}: name a file as validation")
+    rows = [part._rows for part in parts]
+    sides = [Dataset(Joined([each], [np.flatnonzero(of >= limit)])) for each, of in zip(rows, hashes)]
+    return sides, Dataset(Joined(rows, [np.flatnonzero(each < limit) for each in hashes]))
+
+
+def mixed(parts: Sequence[tuple[Dataset[T], float]], seed: int = 0) -> Dataset[T]:
+    """Join data sets, each of which an epoch sees as often as its weight says.
+
+    Args:
+        parts: A data set and its weight: 1 takes every row once, 2 twice, 0.5 a half of them, always the same.
+        seed: Seed of the choice.
+    """
+    chosen = []
+    for number, (part, weight) in enumerate(parts):
+        some = _order(len(part), seed, number)[: round(weight % 1 * len(part))]
+        chosen.append(np.concatenate([np.tile(np.arange(len(part)), int(weight)), np.sort(some)]))
+    return Dataset(
+        Joined([part._rows for part, _ in parts], chosen), [each for part, _ in parts for each in part.skipped]
+    )
 
 
 def conversations(
@@ -283,15 +341,21 @@ def _load(
             raise ValueError(f"mapping names the field {name!r}; the fields are {', '.join(fields)}")
     if on_error not in ("raise", "skip"):
         raise ValueError(f'on_error is "raise" or "skip"; this is {on_error!r}')
-    found: list[T] = []
+
+    def row_of(row: Row | DataError, place: str) -> T:
+        if isinstance(row, DataError):
+            raise row
+        return replace(of(row, mapping or {}), place=place)  # type: ignore[type-var]  # rows are dataclasses
+
+    found: list[T] | Lines[T] = []
+    if isinstance(source, str | Path) and is_large(Path(source)):
+        found = Lines(Path(source), row_of)
     skipped: list[DataError] = []
-    for place, row in read(source, split=split, **options):
+    for place, row in found.read() if isinstance(found, Lines) else read(source, split=split, **options):
         if limit is not None and len(found) >= limit:
             break
         try:
-            if isinstance(row, DataError):
-                raise row
-            found.append(replace(of(row, mapping or {}), place=place))  # type: ignore[type-var]  # rows are dataclasses
+            found.append(row_of(row, place))
         except (DataError, Unfit) as error:
             problem = error if isinstance(error, DataError) else DataError(place, str(error), error.unnamed)
             if on_error == "raise":
@@ -302,7 +366,7 @@ def _load(
             "%d of %d rows were skipped: %s%s", len(skipped), len(skipped) + len(found),
             "; ".join(error.where for error in skipped[:TOLD]), "; ..." if len(skipped) > TOLD else "",
         )  # fmt: skip
-    if not found:
+    if not len(found):
         name = str(source) if isinstance(source, str | Path) else "the source"
         raise DataError(name, "no row could be used" if skipped else "there are no rows")
     return Dataset(found, skipped)
@@ -316,5 +380,9 @@ def _prompt_key(row: Any) -> str:
     return json.dumps([[each["role"], " ".join(str(each["content"]).split())] for each in messages])
 
 
-def _order(count: int, *seed: int) -> list[int]:
-    return [int(index) for index in np.random.default_rng(seed).permutation(count)]
+def _order(count: int, *seed: int) -> Indices:
+    return np.random.default_rng(seed).permutation(count)
+
+
+def _hash(key: str, seed: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed} {key}".encode(), digest_size=8).digest(), "little")

@@ -18,6 +18,8 @@ Source = str | Path | Iterable[Row]
 """The path of a ``.jsonl``, ``.json``, ``.csv``, ``.parquet``, ``.txt`` or ``.md`` file, also as ``.gz`` or ``.zst``.
 The path of a folder of such files, or of one that ``save_to_disk`` wrote. The name of a data set for
 ``datasets.load_dataset`` (needs ``gradwire[data]``). Or an iterable of rows."""
+LARGE_BYTES = 1 << 29
+"""A ``.jsonl`` file of so many bytes is not held in memory: its rows are read when they are used."""
 TEXT_CHARS = 8_000
 """Files of text become rows of about so many characters, cut between paragraphs."""
 
@@ -73,6 +75,11 @@ def read(source: Source, *, split: str = "train", **options: Any) -> Iterator[tu
     dataset = require("datasets", "data", why).load_dataset(str(source), split=split, **options)
     for number, row in enumerate(dataset):
         yield f"{source}/{split}, row {number}", row
+
+
+def is_large(path: Path) -> bool:
+    """Whether a file's rows are to be read when they are used: a JSONL file of at least LARGE_BYTES."""
+    return path.suffix.lower() == ".jsonl" and path.is_file() and path.stat().st_size >= LARGE_BYTES
 
 
 def _kind(path: Path) -> str:

@@ -18,7 +18,7 @@ class DPO(RowSettings):
     """Direct preference optimisation on pairs of answers (Rafailov et al. 2023)."""
 
     folder: str = setting("runs/dpo", "metrics, checkpoints' positions and the report; a rerun continues there")
-    data: str = setting("preferences.jsonl", "a file or data set with prompt, chosen and rejected")
+    data: str | list[Any] = setting("preferences.jsonl", "a file or data set with prompt, chosen and rejected")
     learning_rate: float = setting(5e-5, "at its peak")
     beta: float = setting(0.1, "strength of the pull to the reference")
     reference: str = setting("start", "start: the model as the training begins; base; a checkpoint; or a served model")

@@ -17,7 +17,7 @@ class ORPO(RowSettings):
     """ORPO on pairs of answers, without a reference (Hong et al. 2024)."""
 
     folder: str = setting("runs/orpo", "metrics, checkpoints' positions and the report; a rerun continues there")
-    data: str = setting("preferences.jsonl", "a file or data set with prompt, chosen and rejected")
+    data: str | list[Any] = setting("preferences.jsonl", "a file or data set with prompt, chosen and rejected")
     learning_rate: float = setting(5e-05, "at its peak")
     loss: dict[str, Any] = setting({}, "arguments of orpo, such as beta: see docs/losses.md")
 

@@ -17,7 +17,7 @@ class ProcessReward(RowSettings):
     """A process reward model from answers whose steps are labelled right or wrong (Lightman et al. 2023)."""
 
     folder: str = setting("runs/process_reward", "metrics, positions and the report; a rerun continues there")
-    data: str = setting("steps.jsonl", "a file or data set with prompt, completions and labels")
+    data: str | list[Any] = setting("steps.jsonl", "a file or data set with prompt, completions and labels")
     loss: dict[str, Any] = setting({}, "arguments of token_classification: see docs/losses.md")
 
 

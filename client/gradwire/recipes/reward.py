@@ -18,7 +18,7 @@ class Reward(RowSettings):
     """A reward model from pairs of answers (Bradley and Terry 1952)."""
 
     folder: str = setting("runs/reward", "metrics, checkpoints' positions and the report; a rerun continues there")
-    data: str = setting("preferences.jsonl", "a file or data set with prompt, chosen and rejected")
+    data: str | list[Any] = setting("preferences.jsonl", "a file or data set with prompt, chosen and rejected")
     loss: dict[str, Any] = setting({}, "arguments of reward_modeling: see docs/losses.md")
 
 

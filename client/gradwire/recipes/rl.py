@@ -31,7 +31,9 @@ from gradwire.rl.types import Message, Task
 class RLSettings(Settings):
     """Settings of trainings on rewards."""
 
-    data: str = setting("train.jsonl", "a file or data set of problems, with answers if the reward compares with them")
+    data: str | list[Any] = setting(
+        "train.jsonl", "a file or data set of problems, with answers if the reward compares with them"
+    )
     learning_rate: float = setting(1e-5, "after the warmup; it stays there")
     weight_decay: float = setting(0.0, "of AdamW, decoupled, of all weights")
     batch_size: int = setting(8, "problems of an iteration")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
-from gradwire.data import DataError, Dataset
+from gradwire.data import DataError, Dataset, mixed, split_together
 from gradwire.recipes.settings import Settings, SettingsError
 
 T = TypeVar("T")
@@ -25,17 +25,25 @@ def rows_of(load: Callable[..., Dataset[T]], settings: Settings) -> tuple[Datase
         DataError: A row does not fit.
         ColumnsError: The columns were not recognised.
     """
-    rows = _loaded(load, settings.data, settings)
-    if settings.validation:
-        return rows, _loaded(load, settings.validation, settings)
-    return rows.split(settings.held_out, settings.seed) if settings.held_out else (rows, Dataset[T]([]))
+    if isinstance(settings.data, str):
+        rows = _loaded(load, {"path": settings.data}, settings)
+        if settings.validation:
+            return rows, _loaded(load, {"path": settings.validation}, settings)
+        return rows.split(settings.held_out, settings.seed) if settings.held_out else (rows, Dataset[T]([]))
+    parts = [_loaded(load, part, settings) for part in settings.parts]
+    weights = [float(part.get("weight", 1.0)) for part in settings.parts]
+    if settings.validation or not settings.held_out:
+        held_out = _loaded(load, {"path": settings.validation}, settings) if settings.validation else Dataset[T]([])
+        return mixed(list(zip(parts, weights)), settings.seed), held_out
+    kept, held_out = split_together(parts, settings.held_out, settings.seed)
+    return mixed(list(zip(kept, weights)), settings.seed), held_out
 
 
-def _loaded(load: Callable[..., Dataset[T]], source: str, settings: Settings) -> Dataset[T]:
+def _loaded(load: Callable[..., Dataset[T]], part: Mapping[str, Any], settings: Settings) -> Dataset[T]:
     try:
         return load(
-            source, mapping=settings.mapping, split=settings.split, limit=settings.limit or None,
-            on_error=settings.on_error,
+            part["path"], mapping=part.get("mapping", settings.mapping), split=part.get("split", settings.split),
+            limit=part.get("limit", settings.limit) or None, on_error=settings.on_error,
         )  # fmt: skip
     except DataError as error:
         if not error.unnamed:

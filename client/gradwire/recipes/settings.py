@@ -70,7 +70,11 @@ class Settings:
     model: str = setting("Qwen/Qwen3-0.6B", "a model: Hugging Face name or folder; with an address, a name it serves")
     address: str = setting("", "HOST:PORT of a running server; empty starts one here, with its state in the folder")
     folder: str = setting("runs/training", "metrics, checkpoints' positions and the report; a rerun continues there")
-    data: str = setting("train.jsonl", "a .jsonl, .csv or .parquet file, or a data set of the Hugging Face hub")
+    data: str | list[Any] = setting(
+        "train.jsonl",
+        "a .jsonl, .csv or .parquet file, or a data set of the Hugging Face hub; or a list of these, each a name or "
+        "{path, weight, limit, mapping, split}",
+    )
     split: str = setting("train", "split of a data set of the hub")
     mapping: dict[str, str] = setting({}, "field -> column, where the columns are not recognised")
     limit: int = setting(0, "rows to use at most; 0: all")
@@ -118,8 +122,17 @@ class Settings:
         for name in ("lora_dropout", "dropout"):
             if getattr(self, name) >= 1:
                 raise SettingsError(f"{name} is {getattr(self, name)}; it must be at least 0 and less than 1")
+        if not isinstance(self.data, str):
+            for part in self.data:
+                check_part(part)
         if not 0 <= self.held_out < 1:
             raise SettingsError(f"held_out is {self.held_out}; it must be at least 0 and less than 1")
+
+    @property
+    def parts(self) -> list[Mapping[str, Any]]:
+        """The data sets, each with its ``path`` and what else is said of it."""
+        given = [self.data] if isinstance(self.data, str) else self.data
+        return [{"path": each} if isinstance(each, str) else each for each in given]
 
     def check_choice(self, name: str, known: Sequence[str]) -> None:
         """Check that a setting is one of those that are known.
@@ -128,6 +141,27 @@ class Settings:
             SettingsError: It is not."""
         if getattr(self, name) not in known:
             raise SettingsError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+
+
+PART: Mapping[str, Any] = {"path": str, "weight": float, "limit": int, "mapping": dict, "split": str}
+"""What may be said of one of several data sets."""
+
+
+def check_part(part: Any) -> None:
+    """Check one of several data sets.
+
+    Raises:
+        SettingsError: It is none."""
+    if isinstance(part, str) and part:
+        return
+    if not isinstance(part, Mapping) or not part.get("path"):
+        raise SettingsError(f"data has {part!r}; each is a name, or a mapping with a path and {', '.join(PART)}")
+    for name, value in part.items():
+        if name not in PART:
+            raise SettingsError(f"data has {part['path']} with {name!r}; it takes {', '.join(PART)}")
+        number = _value(PART[name], value, f"data has {part['path']}, whose {name}")
+        if PART[name] in (int, float) and not 0 <= number < math.inf:
+            raise SettingsError(f"data has {part['path']}, whose {name} is {value}; it must be at least 0")
 
 
 @dataclass

@@ -17,7 +17,7 @@ class SimPO(RowSettings):
     """SimPO on pairs of answers, without a reference (Meng et al. 2024)."""
 
     folder: str = setting("runs/simpo", "metrics, checkpoints' positions and the report; a rerun continues there")
-    data: str = setting("preferences.jsonl", "a file or data set with prompt, chosen and rejected")
+    data: str | list[Any] = setting("preferences.jsonl", "a file or data set with prompt, chosen and rejected")
     learning_rate: float = setting(1e-05, "at its peak")
     loss: dict[str, Any] = setting({}, "arguments of simpo, such as beta: see docs/losses.md")
 

@@ -115,9 +115,9 @@ class Training:
     async def _next(self, batches: Batches[T], encode: Callable[[list[T], int], Awaitable[Rows]]) -> Rows:
         """Encode the next batch of which any row is left."""
         for _ in range(batches.per_epoch):
-            if rows := await encode(next(batches), self.step):
+            if rows := await encode(await asyncio.to_thread(next, batches), self.step):  # it may read a file
                 return rows
-        raise DataError(self.settings.data, "no row could be used: all were skipped")
+        raise DataError(str(self.settings.data), "no row could be used: all were skipped")
 
     async def _evaluate(self, evaluate: Callable[[], Awaitable[Mapping[str, float]]]) -> None:
         metrics = await evaluate()

@@ -1,0 +1,86 @@
+"""Rows that stay in their file: an index of where each line begins, sixteen bytes a row, and views of several such."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from gradwire.data.sources import DataError, Row, json_row
+
+T = TypeVar("T")
+Indices = npt.NDArray[np.int64]
+
+
+class Lines(Sequence[T], Generic[T]):
+    """Rows of a JSONL file, each read when it is used.
+
+    Args:
+        path: The file, which must not change.
+        row_of: A line's row, or why there is none, and its place -> the row of the data set.
+    """
+
+    def __init__(self, path: Path, row_of: Callable[[Row | DataError, str], T]) -> None:
+        self._path, self._row_of = path, row_of
+        self._starts, self._numbers = array("q"), array("q")
+        self._file = path.open("rb")
+        self._lock = threading.Lock()
+        self._reading = (0, 0)
+
+    def read(self) -> Iterator[tuple[str, Row | DataError]]:
+        """Yield each row with its place; :meth:`append` then keeps the row that was yielded last."""
+        start = 0
+        with self._path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                self._reading = start, number
+                start += len(line)
+                if line.strip():
+                    yield self._place(number), json_row(line, self._place(number))
+
+    def append(self, row: T) -> None:
+        self._starts.append(self._reading[0])
+        self._numbers.append(self._reading[1])
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        with self._lock:
+            self._file.seek(self._starts[index])
+            line = self._file.readline()
+        place = self._place(self._numbers[index])
+        return self._row_of(json_row(line, place), place)
+
+    def _place(self, number: int) -> str:
+        return f"{self._path}, line {number}"
+
+
+class Joined(Sequence[T], Generic[T]):
+    """Chosen rows of one or several sequences, one after the other.
+
+    Args:
+        parts: The sequences.
+        chosen: Of each, the indices of its rows; a row may be chosen more than once.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[T]], chosen: Sequence[Indices]) -> None:
+        self._parts, self._chosen = parts, chosen
+        self._ends = np.cumsum([len(each) for each in chosen])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        within = index - (int(self._ends[part - 1]) if part else 0)
+        return self._parts[part][int(self._chosen[part][within])]

@@ -10,6 +10,7 @@ import typer
 from gradwire import __version__
 from gradwire.cli import data, jobs, runs, trained, uploads
 from gradwire.cli.doctor import doctor
+from gradwire.cli.import_config import import_config
 from gradwire.cli.plugins import Commands
 from gradwire.cli.record import record
 from gradwire.cli.render import render
@@ -44,6 +45,7 @@ app.command()(top)
 app.add_typer(runs.app, name="runs")
 app.add_typer(jobs.app, name="jobs")
 app.command()(sweep)
+app.command("import-config")(import_config)
 app.command()(record)
 app.command()(render)
 app.add_typer(data.app, name="data")

@@ -1,0 +1,34 @@
+"""Which trainer a file is of."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from gradwire.recipes import command
+from gradwire.recipes.importing.axolotl import from_axolotl
+from gradwire.recipes.importing.imported import Imported
+from gradwire.recipes.importing.llama_factory import from_dataset_info, from_llama_factory
+from gradwire.recipes.settings import SettingsError, read_yaml
+
+
+def imported(file: Path) -> Imported:
+    """Translate a configuration of Axolotl or LLaMA-Factory, or LLaMA-Factory's ``dataset_info.json``.
+
+    Raises:
+        SettingsError: It is none of these, or its settings do not fit.
+    """
+    if file.name == "dataset_info.json":
+        return from_dataset_info(file)
+    given = read_yaml(file).values
+    if "base_model" in given:
+        made = from_axolotl(given)
+    elif "model_name_or_path" in given:
+        made = from_llama_factory(given, file.parent)
+    else:
+        raise SettingsError(
+            f"{file} has neither base_model, as Axolotl's configurations, nor model_name_or_path, as LLaMA-Factory's"
+        )
+    names = {field.name for field in dataclasses.fields(command.settings_kind(made.recipe))}
+    command.settings_of(made.recipe, made.for_recipe(names).settings)
+    return made

@@ -130,6 +130,7 @@ ELSEWHERE = {
     "max_checkpoints": "test_the_checkpoints_of_a_run_are_bounded",
     "max_checkpoint_bytes": "test_the_checkpoints_of_a_run_are_bounded",
     "max_history_points": "tests/server/scheduling/test_history.py",
+    "max_recorded_bytes": "tests/end_to_end/test_recorded.py",
     "max_incoming_bytes": "test_payloads_on_their_way_are_bounded",
     "key_queued_operations": "test_a_keys_queue_is_bounded_over_all_its_runs_and_empties",
     "key_queued_bytes": "test_a_keys_queue_is_bounded_over_all_its_runs_and_empties",

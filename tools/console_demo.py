@@ -14,19 +14,22 @@ from pathlib import Path
 
 import gradwire
 from _support.small_model import small_model
+from gradwire.rl import AlgorithmConfig, GRPOAlgorithm, RunRecorder, reward_function
 
 FOLDER = Path("out/console_demo")
 TEXTS = [f"{a} is the capital of {b}. " * 2 for a, b in (
     ("Lima", "Peru"), ("Paris", "France"), ("Rome", "Italy"), ("Oslo", "Norway"), ("Cairo", "Egypt"),
 )]  # fmt: skip
 RUNS = (("sft-baseline", 16, 1e-3), ("sft-rank-4", 4, 1e-3), ("sft-hot", 16, 1e-2), ("sft-cold", 16, 1e-4))
+REINFORCED = "grpo-even-digits"
 STEPS = 80
 
 
 async def train(service: gradwire.ServiceClient, name: str, rank: int, rate: float) -> None:
     run = await service.create_run(
-        "capitals", lora={"rank": rank}, name=name, tags={"data": "capitals", "peak_lr": f"{rate:g}"}
-    )
+        "capitals", lora={"rank": rank}, name=name, tags={"data": "capitals", "peak_lr": f"{rate:g}"},
+        record_batches=0.05,
+    )  # fmt: skip
     rows = await service.encode("capitals", TEXTS)
     for step in range(STEPS):
         batch = {"input_ids": [rows[(step + n) % len(rows)] for n in range(4)]}
@@ -35,6 +38,23 @@ async def train(service: gradwire.ServiceClient, name: str, rank: int, rate: flo
         await loss
         if step % 40 == 39:
             await run.save_checkpoint(f"step-{step + 1}")
+
+
+@reward_function
+def even_digits(response: str) -> float:
+    return sum(character in "02468" for character in response) / max(len(response), 1)
+
+
+async def reinforce(service: gradwire.ServiceClient) -> None:
+    """A GRPO training, with its rollouts and every fifth batch recorded."""
+    run = await service.create_run(
+        "capitals", lora={"rank": 16}, name=REINFORCED, kind="rl", record_batches=0.2, tags={"reward": "even digits"}
+    )
+    config = AlgorithmConfig(batch_size=4, group_size=6, learning_rate=1e-2, max_tokens=12)
+    tasks = ["Paris is", "Oslo is", "Rome is", "Cairo is"]
+    recorder = RunRecorder(run, every=5)
+    await GRPOAlgorithm(service, run, tasks, even_digits, config, recorder=recorder).train(20)
+    await run.save_checkpoint("trained")
 
 
 async def main(address: str, runs_only: bool) -> None:
@@ -60,6 +80,8 @@ async def main(address: str, runs_only: bool) -> None:
             )
         there = {run.name for run in await service.list_runs()}
         await asyncio.gather(*(train(service, *each) for each in RUNS if each[0] not in there))
+        if REINFORCED not in there:
+            await reinforce(service)
         if page is not None:
             print("The trainings are done; Ctrl-C ends the console.", flush=True)
             await page.wait()

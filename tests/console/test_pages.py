@@ -220,12 +220,15 @@ def test_nothing_stands_in_the_way_of_assistive_technology(
 ) -> None:
     if not AXE.exists():
         pytest.skip("axe-core is not installed: npm install --no-save axe-core")
-    runs = [service.create_run("tiny", lora={"rank": rank}, name=f"axe-{rank}") for rank in (1, 2)]
+    runs = [service.create_run("tiny", lora={"rank": rank}, name=f"axe-{rank}", record_batches=1.0) for rank in (1, 2)]
     train(runs[0], 2)
     runs[0].save_checkpoint("kept").result(60)
+    runs[0].record_rollouts(1, [{"group": 0, "member": n, "reward": n, "steps": []} for n in range(3)])
     paths = {
         "": "", f"run/{runs[0].run_id}": "Delete", f"compare?runs={runs[0].run_id},{runs[1].run_id}": "",
-        "jobs": "New training", "playground": "", "run/none": "",
+        "jobs": "New training", "playground": "", "run/none": "", "timeline": "", "server": "",
+        f"run/{runs[0].run_id}/batches?n=1": "", f"run/{runs[0].run_id}/rollouts": "",
+        f"run/{runs[0].run_id}/journal": "",
     }  # fmt: skip
     with page_of(browser) as page:
         page.emulate_media(color_scheme=scheme)
@@ -266,13 +269,22 @@ def test_a_job_is_started_from_its_form(tiny_model_path: Path, tmp_path: Path, p
         expect(page.get_by_text("max_steps is 'two'; it must be a number")).to_be_visible()
         for name, value in (("max steps", "2"), ("batch size", "2"), ("max tokens", "64"), ("Name", "from-the-form")):
             page.get_by_label(name, exact=True).fill(value)
+        page.get_by_role("button", name="Dry run").click()
+        expect(page.get_by_text("by the time of one step")).to_be_visible()
         page.get_by_role("button", name="Start the training").click()
         expect(page.get_by_role("dialog")).to_contain_text('service.jobs.submit("sft"')
         page.get_by_role("dialog").get_by_role("button", name="Start", exact=True).click()
         page.wait_for_url("**/jobs/*job-*")
         expect(page.locator("h1 + div .gw-state")).to_have_text(re.compile("succeeded"))
+        job = page.url
         page.get_by_role("button", name="Curves").click()
         expect(page.locator(".gw-plot-title", has_text="loss").first).to_be_visible()
+        page.goto(job)
+        page.get_by_role("button", name="Delete").click()
+        page.get_by_role("dialog").get_by_role("textbox").fill("from-the-form")
+        page.get_by_role("dialog").get_by_role("button", name="Delete", exact=True).click()
+        page.wait_for_url("**/jobs")
+        expect(page.get_by_text("No job yet.")).to_be_visible()
     finally:
         console.end()
         server.end()

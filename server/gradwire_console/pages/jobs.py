@@ -13,9 +13,23 @@ import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire.jobs import SERVERS_OWN
 from gradwire.recipes.command import RECIPES, settings_kind
-from gradwire_shell.components import Column, Table, button, empty, error, facts, panel, plain, sdk_line, state, title
+from gradwire_shell.components import (
+    Column,
+    Table,
+    button,
+    empty,
+    error,
+    facts,
+    panel,
+    plain,
+    sdk_line,
+    skeleton,
+    state,
+    title,
+)
 from nicegui import events, ui
 
+from gradwire_console.dry_run import dry_run
 from gradwire_console.pages.common import act, ago, ask, opened
 from gradwire_console.workspace import Workspace, Workspaces
 
@@ -132,7 +146,11 @@ class _Form:
         self._body = ui.element("div").classes("gw-grid")
         self._code = ui.element("div")
         self._build()
-        button("Start the training", self._submit, kind="primary")
+        with ui.element("div").classes("gw-actions"):
+            button("Start the training", self._submit, kind="primary")
+            self._try = button("Dry run", self._dry_run)
+            plain("A dry run takes one step, and says what the training would take.", "quiet")
+        self._estimate = ui.element("div")
 
     async def _list_files(self) -> None:
         files = [each for each in await self._workspace.service.files.list() if each.purpose == "fine-tune"]
@@ -200,6 +218,27 @@ class _Form:
         if not data:
             raise ValueError("choose the data: upload a file above, with a row a line")
         return given
+
+    async def _dry_run(self) -> None:
+        said: list[str] = []
+
+        async def work() -> None:
+            said.append(await dry_run(self._workspace.service, self._recipe.value, self._given()))
+
+        self._estimate.clear()
+        with self._estimate:
+            skeleton("4rem")
+        self._try.disable()
+        try:
+            await act(self._workspaces, work, "")
+        finally:
+            self._try.enable()
+            self._estimate.clear()
+        with self._estimate:
+            for text in said:
+                with ui.element("div").classes("gw-note").props("role=status"):
+                    plain(text, "text")
+                sdk_line(f"gradwire train {self._recipe.value} settings.yaml --dry-run")
 
     async def _submit(self) -> None:
         made: list[gradwire.Job] = []
@@ -270,6 +309,8 @@ class _Job:
                 self._action("Resume", jobs.resume, "resume")
             if not job.has_ended:
                 self._action("Cancel", jobs.cancel, "cancel")
+            if job.has_ended:
+                button("Delete", self._delete, kind="danger")
             if job.run_id:
                 button("Curves", lambda: ui.navigate.to(f"/run/{job.run_id}"))
         with self._facts:
@@ -290,6 +331,18 @@ class _Job:
                 "cancel": "Its run and its checkpoints stay."}  # fmt: skip
         code = f'await service.jobs.{method}("{self._job.job_id}")'
         button(text, lambda: ask(f"{text} the job", says[method], code, f"{text} it", do))
+
+    def _delete(self) -> None:
+        job, jobs = self._job, self._workspace.service.jobs
+
+        async def do() -> None:
+            if await act(self._workspaces, lambda: jobs.delete(job.job_id), "Deleted."):
+                ui.navigate.to("/jobs")
+
+        ask(
+            "Delete the job", "Its events and its log go with it. Its run and its checkpoints stay.",
+            f'await service.jobs.delete("{job.job_id}")', "Delete", do, typed=job.name or job.job_id,
+        )  # fmt: skip
 
     async def _look(self) -> None:
         jobs = self._workspace.service.jobs

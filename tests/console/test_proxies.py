@@ -1,0 +1,122 @@
+"""The console behind a proxy with a path prefix, through a tunnel with another port, and with ten browsers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import gradwire
+import pytest
+from gradwire import sync
+from playwright.sync_api import Browser, expect
+from support.chromium import PATIENCE_MS, launched
+from support.console import Console, page_of
+from support.server import Server
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+expect.set_options(timeout=PATIENCE_MS)
+ROWS = {"input_ids": [[5, 6, 7, 8, 9, 10]] * 2}
+
+
+@contextmanager
+def forwarded(url: str, prefix: str = "") -> Iterator[str]:
+    """Forward a port of its own to the console: as a tunnel, or as a proxy that takes a prefix off the path."""
+    host, port = url.removeprefix("http://").split(":")
+    loop, ready = asyncio.new_event_loop(), threading.Event()
+    found: list[int] = []
+
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        finally:
+            writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if prefix:  # a request a connection, so that each one's path is seen
+            assert head.split(b" ", 2)[1].startswith(prefix.encode()), head
+            head = head.replace(f" {prefix}".encode(), b" ", 1)
+            if b"upgrade: websocket" not in head.lower():
+                head = b"\r\n".join(
+                    line for line in head.split(b"\r\n") if not line.lower().startswith(b"connection:")
+                ).replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
+        to_reader, to_writer = await asyncio.open_connection(host, int(port))
+        to_writer.write(head)
+        await asyncio.gather(pipe(reader, to_writer), pipe(to_reader, writer), return_exceptions=True)
+
+    async def listen() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        found.append(server.sockets[0].getsockname()[1])
+        ready.set()
+
+    def run() -> None:
+        loop.run_until_complete(listen())
+        loop.run_forever()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    ready.wait(30)
+    yield f"http://127.0.0.1:{found[0]}{prefix}"
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with launched() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def run(server: Server) -> Iterator[sync.TrainingClient]:
+    with gradwire.sync.connect(server.address) as service:
+        run = service.create_run("tiny", lora={"rank": 2}, name="from afar", record_batches=1.0)
+        run.forward_backward(ROWS, "causal_lm").result(60)
+        run.optim_step().result(60)
+        yield run
+
+
+@pytest.mark.parametrize("prefix", ["/console", ""])
+def test_it_is_used_through_a_proxy_and_a_tunnel(
+    server: Server, run: sync.TrainingClient, browser: Browser, prefix: str
+) -> None:
+    console = Console(server.address, *(["--root-path", prefix] if prefix else []))
+    with forwarded(console.url, prefix) as url, page_of(browser) as page:
+        page.goto(f"{url}/")
+        page.get_by_role("link", name="from afar").click()
+        page.wait_for_url(f"{url}/run/{run.run_id}")
+        expect(page.locator(".gw-plot canvas").first).to_be_visible()
+        expect(page.locator(".gw-state.connected")).to_be_visible()
+        page.get_by_role("link", name="Batches").click()
+        page.get_by_role("link", name="forward_backward 1").click()
+        expect(page.locator(".gw-tokens span").first).to_be_visible()
+        page.get_by_role("link", name="Timeline").click()
+        with page.expect_download() as download:
+            page.get_by_role("button", name="Download a trace").click()
+        assert download.value.suggested_filename == "gradwire-trace.json"
+        step = run.info().step
+        page.goto(f"{url}/run/{run.run_id}")
+        run.forward_backward(ROWS, "causal_lm").result(60)
+        run.optim_step().result(60)
+        expect(page.locator(".gw-facts").first).to_contain_text(str(step + 1))
+    assert console.end() == 0
+
+
+def test_ten_browsers_see_every_step(server: Server, run: sync.TrainingClient, browser: Browser) -> None:
+    console = Console(server.address)
+    with ExitStack() as opened:
+        pages = [opened.enter_context(page_of(browser)) for _ in range(10)]
+        for page in pages:
+            page.goto(f"{console.url}/run/{run.run_id}")
+        for _ in range(5):
+            run.forward_backward(ROWS, "causal_lm").result(60)
+            run.optim_step().result(60)
+        step = run.info().step
+        for page in pages:
+            expect(page.locator(".gw-facts").first).to_contain_text(f"{step:,}")
+    assert console.end() == 0

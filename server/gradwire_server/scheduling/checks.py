@@ -160,7 +160,6 @@ def check_sample(call: pb.SampleCall, rows: int, limits: Limits) -> pb.Error | N
     rows = max(rows, len(call.prompts))
     counts = (
         ("prompts", rows, "max_rows", limits.max_rows),
-        ("n", rows * (call.n or 1), "max_samples", limits.max_samples),
         ("max_tokens", call.max_tokens, "max_sample_tokens", limits.max_sample_tokens),
         ("stop", max(len(call.stop), len(call.stop_token_ids)), "max_stops", limits.max_stops),
         ("stop", max(map(len, call.stop), default=0), "max_stop_chars", limits.max_stop_chars),
@@ -173,6 +172,9 @@ def check_sample(call: pb.SampleCall, rows: int, limits: Limits) -> pb.Error | N
     for field, value, name, limit in counts:
         if value > limit:
             return _limit(f"sample: {value} in {field}", name, limit, field)
+    if (samples := rows * (call.n or 1)) > limits.max_samples:
+        what = f"n is {call.n}" if rows == 1 else f"n is {call.n or 1} and there are {rows} prompts: {samples} samples"
+        return _limit(what, "max_samples", limits.max_samples, "n")
     return _check_schema(call.json_schema, limits)
 
 

@@ -123,6 +123,26 @@ def test_what_vllms_clients_ask_beside(client: openai.OpenAI) -> None:
         client.chat.completions.create(**options, messages=HELLO, extra_body={"continue_final_message": True})
 
 
+def test_token_ids_are_returned_to_who_trains_on_them(client: openai.OpenAI) -> None:
+    beside: Any = {"return_token_ids": True, "return_tokens_as_token_ids": True, "priority": 1, "cache_salt": "a"}
+    asked: Any = {"model": "tiny", "max_tokens": 6, "seed": 2, "extra_body": beside}
+    prompt = [1, 50, 51]
+    completion: Any = client.completions.create(prompt=[prompt, [1]], n=2, logprobs=0, **asked)
+    assert [choice.prompt_token_ids for choice in completion.choices] == [prompt, prompt, [1], [1]]
+    for choice in completion.choices:
+        assert choice.logprobs.tokens == [f"token_id:{token}" for token in choice.token_ids]
+    parts: Any = list(client.completions.create(prompt=prompt, stream=True, **asked))
+    single: Any = client.completions.create(prompt=prompt, **asked)
+    assert sum((part.choices[0].token_ids for part in parts), []) == single.choices[0].token_ids
+    chat: Any = client.chat.completions.create(messages=HELLO, logprobs=True, **asked)
+    ids = chat.choices[0].token_ids
+    assert len(ids) == chat.usage.completion_tokens and len(chat.prompt_token_ids) == chat.usage.prompt_tokens
+    assert [entry.token for entry in chat.choices[0].logprobs.content] == [f"token_id:{token}" for token in ids]
+    chunks: Any = list(client.chat.completions.create(messages=HELLO, stream=True, **asked))
+    assert chunks[0].prompt_token_ids == chat.prompt_token_ids
+    assert sum((getattr(chunk.choices[0], "token_ids", []) for chunk in chunks), []) == ids
+
+
 def test_bytes_are_those_of_the_vocabulary() -> None:
     assert bytes_of_piece("<0xE2>") == [0xE2] and bytes_of_piece("Ã©Ġa") == list("é a".encode())
     assert bytes_of_piece("Ã") == [0xC3] and bytes_of_piece("▁日") is None and bytes_of_piece("") is None
@@ -283,7 +303,7 @@ def test_no_character_but_a_newline_ends_a_line_of_a_stream() -> None:
 
 
 def test_a_prompt_beyond_the_context_has_the_code_that_agents_look_for(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="context of 1024") as caught:
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 1024") as caught:
         client.completions.create(model="tiny", prompt=[40] * 1100)
     assert caught.value.code == "context_length_exceeded" and caught.value.param == "prompt"
 
@@ -388,6 +408,9 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("completions", {"prompt": "a", "logprobs": 1000}, "logprobs", "max_top_logprobs"),
     ("completions", {"prompt": "a", "logit_bias": {"cat": 1}}, "logit_bias", "ids"),
     ("completions", {"prompt": "a", "n": 0}, "n", "greater"),
+    ("completions", {"prompt": "a", "n": 2**31 - 1}, "n", "n is 2147483647: the limit is"),
+    ("completions", {"prompt": ["a", "b"], "n": 60_000}, "n", "n is 60000 and there are 2 prompts: 120000 samples"),
+    ("chat/completions", {"messages": HELLO, "allowed_token_ids": [1]}, "allowed_token_ids", "not a parameter"),
     ("completions", {"prompt": "\ud800"}, "prompt", "surrogate"),
     ("completions", {"prompt": [1] * 2000}, "prompt", "context"),
     ("chat/completions", {"messages": [{"role": "user", "content": "cat " * 2000}]}, "messages", "context"),

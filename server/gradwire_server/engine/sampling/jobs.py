@@ -291,7 +291,8 @@ def _check(
         if len(prompt) + min(params.max_tokens, 1) > facts.context_length:
             raise refuse(
                 row,
-                f"has {len(prompt)} tokens, and the model's context of {facts.context_length} leaves no room after it",
+                f"has {len(prompt)} tokens, which leaves no room after it: this model's maximum context length is"
+                f" {facts.context_length} tokens",
                 f"tokens < {facts.context_length}",
             )
         if min(prompt) < 0 or max(prompt) >= facts.vocab_size:

@@ -146,10 +146,11 @@ class TokenTexts:
     Args:
         core: The core, which has the tokenizers.
         model: The base model.
+        as_ids: Whether a token's text is ``token_id:ID``, by which texts that are equal can be told apart.
     """
 
-    def __init__(self, core: Core, caller: Caller, model: str) -> None:
-        self._core, self._caller, self._model = core, caller, model
+    def __init__(self, core: Core, caller: Caller, model: str, *, as_ids: bool = False) -> None:
+        self._core, self._caller, self._model, self._as_ids = core, caller, model, as_ids
         self._known: dict[int, str] = {}
         self._bytes: dict[int, list[int] | None] = {}
 
@@ -166,7 +167,7 @@ class TokenTexts:
             parts = [token for token, text in zip(ids, texts, strict=True) if "\ufffd" in text]
             pieces = await self._core.texts.pieces(self._caller, self._model, parts)
             self._bytes |= {token: bytes_of_piece(piece) for token, piece in zip(parts, pieces, strict=True)}
-        return self._known.__getitem__
+        return "token_id:{}".format if self._as_ids else self._known.__getitem__
 
     def bytes_of(self, token: int) -> list[int] | None:
         """The bytes of a token whose text was read, also of a part of a character; None where nobody can tell."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -34,7 +34,8 @@ def routes(core: Core, error_body: ErrorBody) -> APIRouter:
                 raise invalid("top_logprobs come with logprobs: true", "top_logprobs")
             conversation = Conversation(core, caller, asked)
             call = await conversation.request()
-            chat = Chat(TokenTexts(core, caller, conversation.base), asked)
+            texts = TokenTexts(core, caller, conversation.base, as_ids=bool(asked.return_tokens_as_token_ids))
+            chat = Chat(texts, asked, call.prompt_ids[0].ids)
             if asked.stream:
                 return await event_stream(chat.events(conversation.parts(call)), error_body, http.url.path)
             return await chat.answer(*await conversation.answers(call, http))
@@ -47,10 +48,11 @@ class Chat:
 
     Args:
         texts: Reads the tokens whose log-probabilities are wanted.
+        prompt_ids: The prompt's tokens.
     """
 
-    def __init__(self, texts: TokenTexts, asked: ChatRequest) -> None:
-        self._texts, self._asked = texts, asked
+    def __init__(self, texts: TokenTexts, asked: ChatRequest, prompt_ids: Sequence[int]) -> None:
+        self._texts, self._asked, self._prompt_ids = texts, asked, prompt_ids
         self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
 
     async def answer(self, parts: list[Part], counts: Counts) -> dict[str, Any]:
@@ -65,10 +67,13 @@ class Chat:
             if not part.content and (part.calls or part.reasoning):
                 message["content"] = None
             choice = {"index": part.row, "message": message, "finish_reason": part.finish_reason}
-            choices.append({**choice, "logprobs": await self._logprobs(part)})
+            choice["logprobs"] = await self._logprobs(part)
+            choices.append(choice | self._token_ids(part))
         answer = self._head("chat.completion") | {"choices": choices, "usage": usage(counts.prompt, counts.sampled)}
         if parts[0].prompt is not None:
             answer["prompt_logprobs"] = await self._texts.of_prompt(parts[0].prompt)
+        if self._asked.return_token_ids:
+            answer["prompt_token_ids"] = list(self._prompt_ids)
         return answer
 
     async def events(self, parts: AsyncGenerator[Part | Counts]) -> AsyncGenerator[Mapping[str, Any]]:
@@ -84,15 +89,21 @@ class Chat:
                     continue
                 if part.row not in begun:
                     begun.add(part.row)
-                    yield self._chunk(part.row, {"role": "assistant", "content": ""})
+                    first = self._chunk(part.row, {"role": "assistant", "content": ""})
+                    yield first | ({"prompt_token_ids": list(self._prompt_ids)} if self._asked.return_token_ids else {})
                 delta = _delta(part)
-                if delta or part.finish_reason is not None or self._asked.logprobs:
-                    yield self._chunk(part.row, delta, part.finish_reason, await self._logprobs(part))
+                if delta or part.finish_reason is not None or self._asked.logprobs or self._asked.return_token_ids:
+                    chunk = self._chunk(part.row, delta, part.finish_reason, await self._logprobs(part))
+                    chunk["choices"][0] |= self._token_ids(part)
+                    yield chunk
 
     async def _logprobs(self, part: Part) -> dict[str, Any] | None:
         if not self._asked.logprobs:
             return None
         return {"content": await token_entries(self._texts, part.tokens), "refusal": None}
+
+    def _token_ids(self, part: Part) -> dict[str, list[int]]:
+        return {"token_ids": part.tokens.ids} if self._asked.return_token_ids else {}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._asked.model}

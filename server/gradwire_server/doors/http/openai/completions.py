@@ -53,7 +53,7 @@ class Completion:
         self._core, self._caller, self._asked = core, caller, asked
         model = find_model(core, caller, asked.model)
         self._base, self._source = model.base, model.source
-        self._texts = TokenTexts(core, caller, self._base)
+        self._texts = TokenTexts(core, caller, self._base, as_ids=bool(asked.return_tokens_as_token_ids))
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -103,6 +103,11 @@ class Completion:
             }
             if asked.prompt_logprobs is not None and answer.prompt is not None:
                 choice["prompt_logprobs"] = await self._texts.of_prompt(answer.prompt)
+            if asked.return_token_ids:
+                choice |= {
+                    "prompt_token_ids": list(call.prompt_ids[index // call.call.n].ids),
+                    "token_ids": answer.tokens.ids,
+                }
             choices.append(choice)
         counts = usage(answers.num_prompt_tokens, answers.num_sampled_tokens)
         return {**self._head, "choices": choices, "usage": counts}
@@ -125,6 +130,8 @@ class Completion:
                     "finish_reason": FINISH_REASONS[delta.stop_reason] if delta.stop_reason else None,
                     "logprobs": logprobs,
                 }
+                if asked.return_token_ids:
+                    choice["token_ids"] = tokens.ids
                 yield {**self._head, "choices": [choice]}
             if frame.HasField("result") and asked.stream_options is not None and asked.stream_options.include_usage:
                 result = frame.result.sample

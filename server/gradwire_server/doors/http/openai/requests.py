@@ -2,9 +2,10 @@
 
 Beside OpenAI's own fields: ``top_k``, ``min_p``, ``repetition_penalty``, ``stop_token_ids``, ``ignore_eos``,
 ``min_tokens``, ``guided_json``, ``guided_regex``, ``guided_choice``, ``guided_grammar``, ``structured_outputs``,
-``skip_special_tokens``, ``prompt_logprobs``, ``add_generation_prompt`` and ``continue_final_message``, as other servers
-name them (``extra_body`` of the ``openai`` package). A field that is not known is refused. Fields that say something
-about the caller, or how to bill or cache, are taken and have no effect.
+``skip_special_tokens``, ``prompt_logprobs``, ``return_token_ids``, ``return_tokens_as_token_ids``,
+``add_generation_prompt`` and ``continue_final_message``, as other servers name them (``extra_body`` of the ``openai``
+package). A field that is not known is refused. Fields that say something about the caller, or how to bill, cache or
+compile, are taken and have no effect.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class SamplingRequest(BoundedModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str
-    n: int | None = Field(default=None, ge=1, le=1 << 16)
+    n: int | None = Field(default=None, ge=1, lt=2**31)
     temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
     top_p: float | None = Field(default=None, ge=0, le=1)
     stop: str | list[str] | None = None
@@ -76,6 +77,8 @@ class SamplingRequest(BoundedModel):
     structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, lt=2**31)
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     # Without effect.
     user: str | None = None
     metadata: Any = None
@@ -84,6 +87,13 @@ class SamplingRequest(BoundedModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    guided_decoding_backend: str | None = None
+    spaces_between_special_tokens: bool | None = None
+    length_penalty: float | None = None  # of beams
+    use_beam_search: Literal[False] | None = None
 
     def call(self, max_tokens: int | None, json_schema: str = "") -> pb.SampleCall:
         """What the sampler is asked.

@@ -20,7 +20,7 @@ ASKED = "the cat"
 MESSAGES: list[Any] = [{"role": "user", "content": ASKED}]
 
 
-class Weather(BaseModel):
+class Weather(BaseModel, extra="forbid"):
     """The weather at a place."""
 
     place: Literal["Bern", "Oslo"]
@@ -34,7 +34,7 @@ def with_openai(address: str, model: str) -> str:
     asked: dict[str, Any] = {"model": model, "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
     whole = client.chat.completions.create(**asked).choices[0].message.content
     with client.chat.completions.stream(**asked) as stream:
-        assert stream.get_final_completion().choices[0].message.content == whole
+        assert "".join(event.delta for event in stream if event.type == "content.delta") == whole
     parsed = client.chat.completions.parse(model=model, messages=MESSAGES, response_format=Weather, max_tokens=200)
     assert parsed.choices[0].message.parsed is not None
     options: dict[str, Any] = {"model": model, "max_output_tokens": 16, "temperature": 0}

@@ -60,8 +60,8 @@ class Texts:
             if len(sequence.ids) >= context_length:
                 raise ServiceError(
                     pb.ERROR_CODE_INVALID_BATCH,
-                    f"prompt {number} has {len(sequence.ids)} tokens, which leaves no room after it: this model's maximum"
-                    f" context length is {context_length} tokens",
+                    f"prompt {number} has {len(sequence.ids)} tokens, which leaves no room after it:"
+                    f" this model's maximum context length is {context_length} tokens",
                     field="prompt",
                     row=number,
                     rule=f"tokens < {context_length}",

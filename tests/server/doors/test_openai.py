@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import gradwire.sync
 import httpx
 import jsonschema
 import openai
 import pytest
-from gradwire_server.doors.http.openai.answers import bytes_of_piece
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.access.keys import Caller
+from gradwire_server.doors.http.openai.answers import bytes_of_piece, streamed
 from gradwire_server.doors.http.openai.events import _line
 from gradwire_server.doors.http.openai.tools import certain_content, forced_schema, read_answer
-from gradwire_server.errors import ServiceError
+from gradwire_server.errors import ServiceError, parked_error
 from support.tinker import HttpServer
 
 ADD: dict[str, Any] = {
@@ -133,14 +137,14 @@ def test_token_ids_are_returned_to_who_trains_on_them(client: openai.OpenAI) -> 
         assert choice.logprobs.tokens == [f"token_id:{token}" for token in choice.token_ids]
     parts: Any = list(client.completions.create(prompt=prompt, stream=True, **asked))
     single: Any = client.completions.create(prompt=prompt, **asked)
-    assert sum((part.choices[0].token_ids for part in parts), []) == single.choices[0].token_ids
+    assert [token for part in parts for token in part.choices[0].token_ids] == single.choices[0].token_ids
     chat: Any = client.chat.completions.create(messages=HELLO, logprobs=True, **asked)
     ids = chat.choices[0].token_ids
     assert len(ids) == chat.usage.completion_tokens and len(chat.prompt_token_ids) == chat.usage.prompt_tokens
     assert [entry.token for entry in chat.choices[0].logprobs.content] == [f"token_id:{token}" for token in ids]
     chunks: Any = list(client.chat.completions.create(messages=HELLO, stream=True, **asked))
     assert chunks[0].prompt_token_ids == chat.prompt_token_ids
-    assert sum((getattr(chunk.choices[0], "token_ids", []) for chunk in chunks), []) == ids
+    assert [token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", [])] == ids
 
 
 def test_bytes_are_those_of_the_vocabulary() -> None:
@@ -306,6 +310,23 @@ def test_a_prompt_beyond_the_context_has_the_code_that_agents_look_for(client: o
     with pytest.raises(openai.BadRequestError, match="maximum context length is 1024") as caught:
         client.completions.create(model="tiny", prompt=[40] * 1100)
     assert caught.value.code == "context_length_exceeded" and caught.value.param == "prompt"
+
+
+async def test_errors_name_a_model_as_it_was_asked_for() -> None:
+    run = "run-" + "a2" * 8
+
+    class Parked:
+        calls: Any = SimpleNamespace(turn=lambda *_: contextlib.nullcontext())
+
+        async def stream_sample(self, *_: Any) -> AsyncGenerator[Any]:
+            raise parked_error(run, pb.Error(message=f"of {run}/step-1, and run-{'b' * 16}/c"))
+            yield
+
+    frames = streamed(cast(Any, Parked()), Caller("ann"), pb.SampleRequest(model=f"{run}/step-1"), "ft:tiny:me::abc")
+    with pytest.raises(ServiceError) as caught:
+        await anext(frames)
+    message = caught.value.error.message
+    assert "ft:tiny:me::abc is parked" in message and run not in message and f"run-{'b' * 16}/c" in message
 
 
 def test_text_is_streamed_though_tools_are_given(client: openai.OpenAI) -> None:

@@ -16,7 +16,7 @@ from gradwire_proto.v1 import training_pb2
 from gradwire_server.access.keys import Caller, KeyFile
 from gradwire_server.doors.http.tinker.collection import TinkerCollection
 from gradwire_server.doors.http.tinker.names import TinkerPath
-from gradwire_server.doors.http.tinker.store import SavedRecord, TinkerStore
+from gradwire_server.doors.http.tinker.store import ModelRecord, SavedRecord, TinkerStore
 from gradwire_server.errors import ServiceError, unknown_checkpoint
 from support.plain_peft import with_adapter
 from support.server import free_port
@@ -62,6 +62,13 @@ async def test_checkpoints_are_listed_expire_and_go(tinker: TinkerClient, tinker
     assert tinker.session_id in (await tinker.send("GET", "sessions"))["sessions"]
 
 
+def test_texts_of_the_core_are_in_the_names_of_clients(tmp_path: Path) -> None:
+    store, run = TinkerStore(tmp_path), "run-" + "a2" * 8
+    store.models_by_run[run] = ModelRecord(owner="", model_id="s:train:0", session_id="s", run_id=run)
+    told = store.in_its_names(f"the run {run} waits for {run}/weights.a. {run}/tmp-1, run-{'b' * 16}/c and run-by")
+    assert told == "the run s:train:0 waits for tinker://s:train:0/weights/a. s:train:0, another model (c) and run-by"
+
+
 async def test_overwriting_replaces_what_was_said_and_a_failed_save_leaves_nothing(tinker: TinkerClient) -> None:
     model = await tinker.model()
     asked = {"model_id": model, "seq_id": 1, "path": "a", "ttl_seconds": 60, "user_metadata": {"loss": "2"}}
@@ -73,6 +80,7 @@ async def test_overwriting_replaces_what_was_said_and_a_failed_save_leaves_nothi
     await tinker.done("save_weights", asked)
     refused = await tinker.done("save_weights", asked | {"seq_id": 2, "ttl_seconds": 9, "user_metadata": {"loss": "3"}})
     assert "overwrite" in refused["error"]
+    assert f"tinker://{model}/weights/a" in refused["error"] and "run-" not in refused["error"]
     (first,) = await listed()
     assert first["metadata"] == {"loss": "2"} and "expires_at" in first
     again = {"model_id": model, "seq_id": 3, "path": "a", "overwrite": True, "user_metadata": {"loss": "1"}}

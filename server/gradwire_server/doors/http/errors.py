@@ -7,8 +7,9 @@ away. 409 and 402 are not used: libraries retry or wait on them, although nothin
 from __future__ import annotations
 
 import logging
+import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARS = 4000
 MAX_FIELD_CHARS = 200
+_CORE_NAME = re.compile(r"\brun-[a-z2-7]{16}(?:/[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?)?")
 LOGGED = "gradwire.logged"
 """Key of a scope whose unforeseen error was logged and answered."""
 HTTP_STATUS: dict[Code, int] = {
@@ -72,6 +74,15 @@ PASSING = (
     "sample_tokens_per_minute",
 )  # fmt: skip
 """Limits under which the same request fits later: 429, not 400."""
+
+
+def in_public_names(text: str, public: Callable[[str], str]) -> str:
+    """A text with the core's names of runs and checkpoints as a protocol's clients know them.
+
+    Args:
+        public: ``RUN_ID`` or ``RUN_ID/CHECKPOINT`` -> the protocol's name.
+    """
+    return _CORE_NAME.sub(lambda found: public(found[0]), text)
 
 
 def status_of(error: pb.Error) -> int:

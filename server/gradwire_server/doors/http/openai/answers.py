@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from starlette.requests import Request
 from gradwire_server.access.calls import CallKind
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
+from gradwire_server.doors.http.errors import in_public_names
 from gradwire_server.errors import ServiceError
 
 R = TypeVar("R")
@@ -69,8 +70,8 @@ class Answers:
     num_sampled_tokens: int
 
 
-async def sampled(core: Core, caller: Caller, asked: pb.SampleRequest, http: Request) -> Answers:
-    """Sample; a client who leaves ends the generation."""
+async def sampled(core: Core, caller: Caller, asked: pb.SampleRequest, name: str, http: Request) -> Answers:
+    """Sample; a client who leaves ends the generation. Errors say ``name`` of the model."""
 
     async def work() -> Answers:
         async with core.calls.turn(caller.name, CallKind.SAMPLE):
@@ -97,7 +98,8 @@ async def sampled(core: Core, caller: Caller, asked: pb.SampleRequest, http: Req
         ]
         return Answers(rows, result.num_prompt_tokens, result.num_sampled_tokens)
 
-    return await unless_left(work(), http)
+    with _called(name, asked.model):
+        return await unless_left(work(), http)
 
 
 async def unless_left(work: Coroutine[Any, Any, R], http: Request) -> R:
@@ -123,11 +125,23 @@ async def unless_left(work: Coroutine[Any, Any, R], http: Request) -> R:
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def streamed(core: Core, caller: Caller, asked: pb.SampleRequest) -> AsyncGenerator[pb.SampleFrame]:
-    """The frames of a streamed sample."""
-    async with core.calls.turn(caller.name, CallKind.SAMPLE), aclosing(core.stream_sample(caller, asked)) as frames:
-        async for frame in frames:
-            yield frame
+async def streamed(core: Core, caller: Caller, asked: pb.SampleRequest, name: str) -> AsyncGenerator[pb.SampleFrame]:
+    """The frames of a streamed sample. Errors say ``name`` of the model."""
+    with _called(name, asked.model):
+        async with core.calls.turn(caller.name, CallKind.SAMPLE), aclosing(core.stream_sample(caller, asked)) as frames:
+            async for frame in frames:
+                yield frame
+
+
+@contextmanager
+def _called(name: str, source: str) -> Iterator[None]:
+    """Let errors name a model as the client does, and not by the run that it is."""
+    run = source.partition("/")[0]
+    try:
+        yield
+    except ServiceError as error:
+        error.error.message = in_public_names(error.error.message, lambda path: name if path in (source, run) else path)
+        raise
 
 
 def tokens_of(delta: pb.SampleDelta) -> Tokens:

@@ -89,7 +89,7 @@ class Completion:
     async def answer(self, call: pb.SampleRequest, http: Request) -> dict[str, Any]:
         """The whole completion."""
         asked = self._asked
-        answers = await sampled(self._core, self._caller, call, http)
+        answers = await sampled(self._core, self._caller, call, asked.model, http)
         rows = [(row.prompt + row.tokens) if row.prompt and asked.echo else row.tokens for row in answers.rows]
         text_of = await self._texts.read(rows if asked.logprobs is not None else [])
         echoed = await self._echoed(call)
@@ -116,7 +116,7 @@ class Completion:
         """The completion's parts."""
         asked = self._asked
         offsets: dict[int, int] = {}
-        async for frame in streamed(self._core, self._caller, call):
+        async for frame in streamed(self._core, self._caller, call, asked.model):
             deltas = [(delta, tokens_of(delta)) for delta in frame.deltas]
             text_of = await self._texts.read([tokens for _, tokens in deltas] if asked.logprobs is not None else [])
             for delta, tokens in deltas:

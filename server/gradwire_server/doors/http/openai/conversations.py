@@ -126,7 +126,7 @@ class Conversation:
 
     async def answers(self, call: pb.SampleRequest, http: Request) -> tuple[list[Part], Counts]:
         """All samples, whole."""
-        found = await sampled(self._core, self._caller, call, http)
+        found = await sampled(self._core, self._caller, call, self._asked.model, http)
         parts = []
         for number, row in enumerate(found.rows):
             read = whole(row.text, self._form)
@@ -139,7 +139,7 @@ class Conversation:
         readers: dict[int, AnswerReader] = {}
         ids = defaultdict[int, list[int]](list)
         reasoning = 0
-        async for frame in streamed(self._core, self._caller, call):
+        async for frame in streamed(self._core, self._caller, call, self._asked.model):
             for delta in frame.deltas:
                 reader = readers.get(delta.row) or readers.setdefault(delta.row, AnswerReader(self._form))
                 content = thought = ""

@@ -74,7 +74,11 @@ class Tinker:
 
 def protocol(tinker: Tinker) -> Protocol:
     """The protocol over the door's state."""
-    app = application("gradwire for Tinker's SDK", TinkerErrorAnswer, error_body)
+
+    def in_its_names(status: int, error: pb.Error) -> Mapping[str, Any]:
+        return {"detail": tinker.store.in_its_names(error.message)}
+
+    app = application("gradwire for Tinker's SDK", TinkerErrorAnswer, in_its_names)
     routers = [
         futures.routes(tinker.store, tinker.models, tinker.samplers, tinker.stopping),
         training.routes(tinker.core, tinker.store, tinker.models, tinker.saved, tinker.samplers, tinker.batches),
@@ -88,7 +92,7 @@ def protocol(tinker: Tinker) -> Protocol:
         app.include_router(router)
     direct = direct_routes(routers, EACH_STEP)
     oversized = {"/forward_backward": oversized_batch(tinker.models)}
-    return Protocol("tinker", "/api/v1", app, error_body, ("/healthz", external_weights.SIGNED), direct, oversized)
+    return Protocol("tinker", "/api/v1", app, in_its_names, ("/healthz", external_weights.SIGNED), direct, oversized)
 
 
 def error_body(status: int, error: pb.Error) -> Mapping[str, Any]:

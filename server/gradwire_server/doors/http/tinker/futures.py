@@ -117,7 +117,7 @@ def routes(store: TinkerStore, models: Models, samplers: Samplers, stopping: asy
         except ServiceError as error:
             if error.code in (pb.ERROR_CODE_UNKNOWN_OPERATION, pb.ERROR_CODE_UNKNOWN_RUN) and kind != "sample":
                 raise
-            return JSONResponse(failed(error.error))
+            return JSONResponse(failed(error.error, store.in_its_names(error.error.message)))
 
     @router.post("/cancel_future")
     async def cancel_future(caller: CallerOf, request: RetrieveRequest) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def routes(store: TinkerStore, models: Models, samplers: Samplers, stopping: asy
         if stored.header.status != pb.STATUS_SUCCEEDED:
             await models.failure_delivered(model.model_id, seq)
             await models.saved.forget(model.model_id, seq)
-            return JSONResponse(failed(stored.header.error))
+            return JSONResponse(failed(stored.header.error, store.in_its_names(stored.header.error.message)))
         if kind == "loss":
             widths = store.widths.get(f"{model.model_id}:{seq}:{kind}")
             return Response(loss_output(stored, widths.widths if widths else None), media_type=PROTOBUF)
@@ -176,7 +176,7 @@ def routes(store: TinkerStore, models: Models, samplers: Samplers, stopping: asy
             if error.code == pb.ERROR_CODE_RUN_PARKED:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stopping.wait(), PAUSE_S)
-                raise _NotYet("paused_capacity", str(error)) from error
+                raise _NotYet("paused_capacity", store.in_its_names(error.error.message)) from error
             if error.code in (pb.ERROR_CODE_SHUTTING_DOWN, pb.ERROR_CODE_ENGINE_UNAVAILABLE):
                 await asyncio.sleep(1)
                 raise _NotYet from error

@@ -28,9 +28,13 @@ SERVER_ERRORS = (
 """Errors that are the server's; all others are the caller's."""
 
 
-def failed(error: pb.Error) -> dict[str, str]:
-    """The body of a promise whose operation failed."""
-    return {"error": error.message, "category": "server" if error.code in SERVER_ERRORS else "user"}
+def failed(error: pb.Error, message: str) -> dict[str, str]:
+    """The body of a promise whose operation failed.
+
+    Args:
+        message: The error's, in the names of the protocol.
+    """
+    return {"error": message, "category": "server" if error.code in SERVER_ERRORS else "user"}
 
 
 def loss_output(stored: StoredResult, widths: Sequence[int] | None) -> bytes:

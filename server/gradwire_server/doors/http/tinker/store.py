@@ -20,6 +20,8 @@ from typing import Annotated, Any, TypeVar
 from gradwire_proto.v1 import training_pb2 as pb
 from pydantic import AfterValidator, BaseModel, Field
 
+from gradwire_server.doors.http.errors import in_public_names
+from gradwire_server.doors.http.tinker.names import TinkerPath
 from gradwire_server.errors import ServiceError, limit_exceeded
 from gradwire_server.journal.schema import WAL_BYTES, give_back_space
 
@@ -269,6 +271,17 @@ class TinkerStore:
                 self.session_used_at.pop(key, None)
         if found:
             await self._execute("DELETE FROM records WHERE kind = ? AND key = ?", *found)
+
+    def in_its_names(self, text: str) -> str:
+        """A text of the core's with models and their checkpoints by the names that clients know."""
+
+        def public(path: str) -> str:
+            run_id, _, name = path.partition("/")
+            if (model := self.models_by_run.get(run_id)) is None:
+                return "another model" + (f" ({name})" if name else "")
+            return str(TinkerPath.stored(model.model_id, name) or model.model_id)
+
+        return in_public_names(text, public)
 
     def used_at(self, session: SessionRecord) -> float:
         """Unix time at which a session was last used; not before the server's start, which clients may have awaited."""

@@ -80,19 +80,21 @@ tinker: setup .venv-tinker/.installed
 	.venv-tinker-old/bin/python -m pip install --quiet tinker==0.23.0
 	touch $@
 
-# Programs that speak OpenAI's API (lm-eval, Pydantic AI) or Anthropic's against a server, from PyPI in separate
-# environments: instructor wants another release of openai than ours.
-openai: setup .venv-openai/.installed .venv-packages/.installed
+# Programs that speak OpenAI's API or Anthropic's against a server, as they are on PyPI and npm, each in the environment of
+# those that agree with it on their requirements. `GRADWIRE_WRITE_DOCS=1 make openai` writes what ran into docs/openai.md.
+OPENAI_CLIENTS := .venv-openai-shared .venv-openai-instructor .venv-openai-aider
+openai: setup $(OPENAI_CLIENTS:%=%/.installed) .node-openai/.installed
 	$(BIN)/python -m pytest tests/openai_clients -m slow
 
-.venv-openai/.installed: tests/openai_clients/requirements.txt
-	test -x .venv-openai/bin/python || $(PYTHON) -m venv .venv-openai
-	.venv-openai/bin/python -m pip install --quiet --constraint constraints.txt --requirement tests/openai_clients/requirements.txt
+$(OPENAI_CLIENTS:%=%/.installed): .venv-openai-%/.installed: tests/openai_clients/requirements/%.txt
+	test -x .venv-openai-$*/bin/python || $(PYTHON) -m venv .venv-openai-$*
+	.venv-openai-$*/bin/python -m pip install --quiet --requirement $<
 	touch $@
 
-.venv-packages/.installed: tests/openai_clients/packages.txt
-	test -x .venv-packages/bin/python || $(PYTHON) -m venv .venv-packages
-	.venv-packages/bin/python -m pip install --quiet --requirement tests/openai_clients/packages.txt
+.node-openai/.installed: tests/openai_clients/package.json tests/openai_clients/packages.mjs
+	mkdir -p .node-openai
+	cp $^ .node-openai
+	cd .node-openai && npm install --silent --no-audit --no-fund
 	touch $@
 
 # The environment of the router's benchmark against stable-baselines3.

@@ -140,7 +140,10 @@ def with_langchain(address: str, model: str) -> str:
 def with_dspy(address: str, model: str) -> str:
     """`Predict` and `ChainOfThought` with its adapter for JSON"""
     import dspy
+    import litellm
 
+    known = {"supports_response_schema": True, "litellm_provider": "openai", "mode": "chat"}
+    litellm.register_model({f"openai/{model}": known, model: known})
     lm = dspy.LM(f"openai/{model}", api_base=f"{address}/v1", api_key="none", max_tokens=400, cache=False)
     dspy.configure(lm=lm, adapter=dspy.JSONAdapter())
     told = dspy.Predict("question -> place: Literal['Bern', 'Oslo']")(question=ASKED)

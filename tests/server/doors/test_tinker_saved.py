@@ -17,6 +17,7 @@ from gradwire_server.access.keys import Caller, KeyFile
 from gradwire_server.doors.http.tinker.collection import TinkerCollection
 from gradwire_server.doors.http.tinker.names import TinkerPath
 from gradwire_server.doors.http.tinker.store import ModelRecord, SavedRecord, TinkerStore
+from gradwire_server.doors.http.tinker.usage import UsageCounts
 from gradwire_server.errors import ServiceError, unknown_checkpoint
 from support.plain_peft import with_adapter
 from support.server import free_port
@@ -80,7 +81,7 @@ async def test_overwriting_replaces_what_was_said_and_a_failed_save_leaves_nothi
     await tinker.done("save_weights", asked)
     refused = await tinker.done("save_weights", asked | {"seq_id": 2, "ttl_seconds": 9, "user_metadata": {"loss": "3"}})
     assert "overwrite" in refused["error"]
-    assert f"tinker://{model}/weights/a" in refused["error"] and "run-" not in refused["error"]
+    assert model in refused["error"] and "run-" not in refused["error"]
     (first,) = await listed()
     assert first["metadata"] == {"loss": "2"} and "expires_at" in first
     again = {"model_id": model, "seq_id": 3, "path": "a", "overwrite": True, "user_metadata": {"loss": "1"}}
@@ -244,7 +245,7 @@ async def test_an_expired_checkpoint_is_deleted_and_one_that_is_needed_is_tried_
         many_made = asyncio.Event()
 
     for _ in range(2):
-        await TinkerCollection(None, store, Saved(), Models(), Samplers()).collect()  # type: ignore[arg-type]
+        await TinkerCollection(None, store, Saved(), Models(), Samplers(), UsageCounts(store)).collect()  # type: ignore[arg-type]
     assert asked == ["due", "needed", "gone", "needed"]
     assert [record.path for record in store.saved.values()] == [paths[0], paths[2], paths[5]]
     await store.close()

@@ -104,7 +104,7 @@ class SamplingRequest(BoundedModel):
         forms = self._forms()
         if json_schema:
             forms.append(("response_format or tool_choice", "json_schema", json_schema))
-        if len(forms) > 1:
+        if len({form[1:] for form in forms}) > 1:  # clients send the older and the newer name of one form
             message = f"{forms[0][0]} and {forms[1][0]} both say what the text is: give one"
             raise invalid(message, forms[0][0])
         if self.prompt_logprobs is not None and self.stream:

@@ -14,13 +14,17 @@ from gradwire_server.doors.http.direct import direct_routes
 from gradwire_server.doors.http.errors import application
 from gradwire_server.doors.http.protocol import Protocol
 from gradwire_server.doors.http.tinker import (
+    audit,
     checkpoints,
     external_weights,
     futures,
     sampling,
     session_search,
     sessions,
+    traces,
     training,
+    usage,
+    weights_upload,
 )
 from gradwire_server.doors.http.tinker.batch_process import BatchPool
 from gradwire_server.doors.http.tinker.collection import TinkerCollection
@@ -29,6 +33,7 @@ from gradwire_server.doors.http.tinker.oversized import oversized_batch
 from gradwire_server.doors.http.tinker.samplers import Samplers
 from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.store import TinkerStore
+from gradwire_server.doors.http.tinker.usage import UsageCounts
 
 EACH_STEP = ("/retrieve_future", "/forward_backward", "/optim_step", "/asample")
 """Routes that a program calls at every step."""
@@ -55,7 +60,8 @@ class Tinker:
         self.saved = SavedWeights(core, self.store)
         self.models = Models(core, self.store, self.saved)
         self.samplers = Samplers(core, self.store)
-        self.collection = TinkerCollection(core, self.store, self.saved, self.models, self.samplers)
+        self.usage = UsageCounts(self.store)
+        self.collection = TinkerCollection(core, self.store, self.saved, self.models, self.samplers, self.usage)
 
     async def start(self) -> None:
         """Read what the state folder holds of the door."""
@@ -69,6 +75,7 @@ class Tinker:
         await self.collection.stop()
         await self.samplers.stop()
         await self.models.stop()
+        await self.usage.save()
         await self.store.close()
 
 
@@ -80,11 +87,15 @@ def protocol(tinker: Tinker) -> Protocol:
 
     app = application("gradwire for Tinker's SDK", TinkerErrorAnswer, in_its_names)
     routers = [
-        futures.routes(tinker.store, tinker.models, tinker.samplers, tinker.stopping),
+        futures.routes(tinker.store, tinker.models, tinker.samplers, tinker.usage, tinker.stopping),
         training.routes(tinker.core, tinker.store, tinker.models, tinker.saved, tinker.samplers, tinker.batches),
-        sampling.routes(tinker.core, tinker.store, tinker.saved, tinker.samplers),
+        sampling.routes(tinker.core, tinker.store, tinker.saved, tinker.samplers, tinker.usage),
         checkpoints.routes(tinker.core, tinker.store, tinker.models, tinker.saved),
         external_weights.routes(tinker.core, tinker.store, tinker.models, tinker.saved),
+        weights_upload.routes(tinker.core, tinker.store, tinker.models),
+        traces.routes(tinker.core, tinker.store),
+        usage.routes(tinker.core, tinker.store, tinker.usage),
+        audit.routes(tinker.core, tinker.store),
         session_search.routes(tinker.core, tinker.store),
         sessions.routes(tinker.core, tinker.store, tinker.stopping),
     ]
@@ -92,7 +103,8 @@ def protocol(tinker: Tinker) -> Protocol:
         app.include_router(router)
     direct = direct_routes(routers, EACH_STEP)
     oversized = {"/forward_backward": oversized_batch(tinker.models)}
-    return Protocol("tinker", "/api/v1", app, in_its_names, ("/healthz", external_weights.SIGNED), direct, oversized)
+    open_paths = ("/healthz", external_weights.SIGNED, weights_upload.SIGNED, traces.SIGNED)
+    return Protocol("tinker", "/api/v1", app, in_its_names, open_paths, direct, oversized)
 
 
 def error_body(status: int, error: pb.Error) -> Mapping[str, Any]:

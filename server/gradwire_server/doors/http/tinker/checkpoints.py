@@ -5,21 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from gradwire_http.models import BoundedModel
 from gradwire_proto.v1 import training_pb2 as pb
-from pydantic import Field
+from pydantic import AwareDatetime, Field
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.protocol import CallerOf
+from gradwire_server.doors.http.tinker.audit import note
 from gradwire_server.doors.http.tinker.models import UNEMBED, Models
 from gradwire_server.doors.http.tinker.names import TinkerPath
 from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
+from gradwire_server.doors.http.tinker.session_search import Owner
 from gradwire_server.doors.http.tinker.sessions import session_of
-from gradwire_server.doors.http.tinker.store import MAX_TTL_S, ModelRecord, SavedRecord, TinkerStore
+from gradwire_server.doors.http.tinker.store import MAX_TTL_S, Metadata, ModelRecord, Name, SavedRecord, TinkerStore
 from gradwire_server.errors import ServiceError, unknown_checkpoint
 
 TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -38,6 +40,32 @@ class PathRequest(BoundedModel):
     """A checkpoint's path."""
 
     tinker_path: str
+
+
+class CheckpointCursor(BoundedModel):
+    """The last checkpoint of the page before; its path takes the place of an id."""
+
+    last_created_at: AwareDatetime
+    last_checkpoint_uuid: Name
+
+
+class CheckpointSearch(BoundedModel):
+    """What to look for."""
+
+    project_ids: list[Name] | None = Field(default=None, max_length=200)
+    user_metadata: Metadata = Field(default={})
+    checkpoint_type: Literal["training", "sampler", "external"] | None = None
+    owner: Owner = Owner()
+    base_models: list[Name] | None = Field(default=None, max_length=200)
+    limit: int = Field(default=50, ge=1, le=200)
+    cursor: CheckpointCursor | None = None
+
+    def finds(self, checkpoint: dict[str, Any]) -> bool:
+        """Whether a checkpoint of a model that is looked for is too."""
+        said = checkpoint.get("user_metadata") or {}
+        return self.checkpoint_type in (None, checkpoint["checkpoint_type"]) and all(
+            said.get(key) == value for key, value in self.user_metadata.items()
+        )
 
 
 def routes(core: Core, store: TinkerStore, models: Models, saved_weights: SavedWeights) -> APIRouter:
@@ -73,11 +101,34 @@ def routes(core: Core, store: TinkerStore, models: Models, saved_weights: SavedW
         found = _checkpoints(caller, [model for model in _own(store.models.values(), caller) if model.run_id])
         return {"checkpoints": found[offset : offset + limit], "cursor": _cursor(offset, limit, len(found))}
 
+    @router.post("/checkpoints/search")
+    async def search_checkpoints(caller: CallerOf, request: CheckpointSearch) -> dict[str, Any]:
+        """A page of the checkpoints that are looked for, the newest first."""
+        sessions = {session.session_id: session.project_id for session in store.sessions.values()}
+        wanted = [
+            model
+            for model in store.models.values()
+            if model.run_id
+            and request.owner.sees(model.owner, caller)
+            and (request.project_ids is None or sessions.get(model.session_id, "") in request.project_ids)
+            and (request.base_models is None or model.base_model in request.base_models)
+        ]
+        found = [checkpoint for checkpoint in _checkpoints(caller, wanted) if request.finds(checkpoint)]
+        found.sort(key=_place, reverse=True)
+        if (cursor := request.cursor) is not None:
+            last = cursor.last_created_at, cursor.last_checkpoint_uuid
+            found = [checkpoint for checkpoint in found if _place(checkpoint) < last]
+        page, cursors = found[: request.limit], None
+        if len(found) > len(page):
+            cursors = {"last_created_at": page[-1]["time"], "last_checkpoint_uuid": page[-1]["tinker_path"]}
+        return {"checkpoints": page, "next_cursor": cursors}
+
     @router.delete(CHECKPOINT)
     async def delete_checkpoint(caller: CallerOf, model_id: str, kind: str, name: str) -> dict[str, Any]:
         """Delete a checkpoint."""
         _, path = _named(caller, model_id, kind, name)
         await saved_weights.delete(caller, path)
+        await note(store, caller, "checkpoint_delete", str(path))
         return {}
 
     @router.put(CHECKPOINT + "/ttl")
@@ -93,22 +144,19 @@ def routes(core: Core, store: TinkerStore, models: Models, saved_weights: SavedW
         if record is None:
             raise unknown_checkpoint(str(path))
         await store.put(store.saved, record.model_copy(update={"expires_at": expires}))
+        await note(store, caller, "checkpoint_ttl_set", str(path), ttl_seconds=request.ttl_seconds)
         return {}
 
     @router.post(CHECKPOINT + "/publish")
     async def publish(caller: CallerOf, model_id: str, kind: str, name: str) -> dict[str, Any]:
         """Let every key read a checkpoint."""
-        await core.runs.publish(
-            caller, saved_weights.checkpoint(caller, str(_named(caller, model_id, kind, name)[1])), True
-        )
+        await _publish(caller, str(_named(caller, model_id, kind, name)[1]), True)
         return {}
 
     @router.delete(CHECKPOINT + "/publish")
     async def unpublish(caller: CallerOf, model_id: str, kind: str, name: str) -> dict[str, Any]:
         """Let only the owner's key read a checkpoint again."""
-        await core.runs.publish(
-            caller, saved_weights.checkpoint(caller, str(_named(caller, model_id, kind, name)[1])), False
-        )
+        await _publish(caller, str(_named(caller, model_id, kind, name)[1]), False)
         return {}
 
     @router.post("/weights_info")
@@ -135,6 +183,10 @@ def routes(core: Core, store: TinkerStore, models: Models, saved_weights: SavedW
         runs = [model.model_id for model in store.models.values() if model.session_id == session_id]
         samplers = [each.sampler_id for each in store.samplers.values() if each.session_id == session_id]
         return {"training_run_ids": runs, "sampler_ids": samplers, "user_metadata": _texts(found.user_metadata)}
+
+    async def _publish(caller: Caller, path: str, public: bool) -> None:
+        await core.runs.publish(caller, saved_weights.checkpoint(caller, path), public)
+        await note(store, caller, "checkpoint_publish" if public else "checkpoint_unpublish", path)
 
     def _named(caller: Caller, model_id: str, kind: str, name: str) -> tuple[ModelRecord, TinkerPath]:
         path = TinkerPath.of(model_id, f"{kind}/{name}")
@@ -187,6 +239,10 @@ def _checkpoint(
         if record.expires_at is not None:
             checkpoint["expires_at"] = _time(record.expires_at)
     return checkpoint
+
+
+def _place(checkpoint: dict[str, Any]) -> tuple[datetime, str]:
+    return datetime.fromisoformat(checkpoint["time"]), str(checkpoint["tinker_path"])
 
 
 def _own(records: Iterable[Any], caller: Caller) -> list[Any]:

@@ -28,6 +28,7 @@ from starlette.background import BackgroundTask
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.protocol import CallerOf, TraceparentOf
+from gradwire_server.doors.http.tinker.audit import note
 from gradwire_server.doors.http.tinker.models import Models
 from gradwire_server.doors.http.tinker.names import TinkerPath
 from gradwire_server.doors.http.tinker.operation_route import operation_route
@@ -81,6 +82,8 @@ def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights) 
         promise = await models.submit(
             caller, request.model_id, request.seq_id, "save_external", operation, refusal=refusal, traceparent=trace
         )
+        if refusal is None:
+            await note(store, caller, "checkpoint_export", str(path))
         return {"request_id": promise, "model_id": request.model_id}
 
     def _record(caller: Caller, path: TinkerPath, request: SaveExternalRequest) -> SavedRecord:
@@ -109,6 +112,7 @@ def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights) 
                     encrypt = partial(_encrypt, recipients=recipients)
                     await core.runs.change_export(caller, saved.export(caller, path), encrypt)
                 files = await _listed(caller, path)
+        await note(store, caller, "checkpoint_read", str(path))
         token, expires = signer().dumps(str(path)), time.time() + VALID_S
         base = str(request.base_url).rstrip("/") + SIGNED + token
         return {

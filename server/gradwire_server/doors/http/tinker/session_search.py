@@ -23,6 +23,13 @@ class Owner(BoundedModel):
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: list[Name] = Field(default=[], max_length=10)
 
+    def sees(self, owner: str, caller: Caller) -> bool:
+        """Whether a caller wants, and may see, what is this key's."""
+        own = owner == caller.name
+        if self.type == "own":
+            return own
+        return (own or caller.role == "admin") and (self.type == "accessible" or owner in self.owner_urns)
+
 
 class StatusQuery(BoundedModel):
     """A status. Sessions are active or finished by their client here; none is cancelled or failed."""
@@ -59,18 +66,11 @@ class SearchRequest(BoundedModel):
             named = named or all(word in name for word in self.display_name.casefold().split())
         return (
             named
-            and self._whose(session, caller)
+            and self.owner.sees(session.owner, caller)
             and (self.project_ids is None or session.project_id in self.project_ids)
             and all(str(session.user_metadata.get(key)) == value for key, value in self.user_metadata.items())
             and (self.statuses is None or any(_has(session, status) for status in self.statuses))
         )
-
-    def _whose(self, session: SessionRecord, caller: Caller) -> bool:
-        own = session.owner == caller.name
-        if self.owner.type == "own":
-            return own
-        seen = own or caller.role == "admin"
-        return seen and (self.owner.type == "accessible" or session.owner in self.owner.owner_urns)
 
 
 def routes(core: Core, store: TinkerStore) -> APIRouter:

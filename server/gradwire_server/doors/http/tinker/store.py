@@ -170,6 +170,48 @@ class WidthsRecord(OwnedRecord):
     widths: list[int]
 
 
+class UsageRecord(OwnedRecord):
+    """What a session used in one hour: one of its models, or all of its samplers of a base model.
+
+    Attributes:
+        hour: Its beginning, a Unix time.
+        model_id: The model; empty for samplers.
+        checkpoints: Checkpoints and exports that were written.
+        seconds: Time of the engine.
+    """
+
+    session_id: str
+    base_model: str
+    hour: int
+    model_id: str = ""
+    training_tokens: int = 0
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    checkpoints: int = 0
+    seconds: float = 0.0
+
+    @property
+    def key(self) -> str:
+        """Hour, session, base model and model."""
+        return f"{self.hour}/{self.session_id}/{self.base_model}/{self.model_id}"
+
+    def plus(self, other: UsageRecord | None) -> UsageRecord:
+        """The sum of two records of one key."""
+        if other is None:
+            return self
+        counted = ("training_tokens", "prompt_tokens", "sampled_tokens", "checkpoints", "seconds")
+        return self.model_copy(update={name: getattr(self, name) + getattr(other, name) for name in counted})
+
+
+class AuditRecord(OwnedRecord):
+    """Something that was done with a checkpoint. ``number`` counts them."""
+
+    number: int
+    event: str
+    path: str
+    details: dict[str, Any] = {}
+
+
 R = TypeVar("R", bound=OwnedRecord)
 T = TypeVar("T")
 
@@ -196,13 +238,15 @@ class TinkerStore:
     def __init__(self, state_dir: Path, key_records: int = 1 << 62) -> None:
         self._key_records = key_records
         self._counts: Counter[str] = Counter()
-        self._opened_at = time.time()
+        self._opened_at, self._audited = time.time(), 0
         self.session_used_at: dict[str, float] = {}
         self.sessions = Table("session", SessionRecord, lambda record: record.session_id)
         self.models = Table("model", ModelRecord, lambda record: record.model_id)
         self.samplers = Table("sampler", SamplerRecord, lambda record: record.sampler_id)
         self.saved = Table("saved", SavedRecord, lambda record: record.key)
         self.widths = Table("widths", WidthsRecord, lambda record: record.request_id)
+        self.usage = Table("usage", UsageRecord, lambda record: record.key)
+        self.audit = Table("audit", AuditRecord, lambda record: f"{record.number:015d}")
         self.secrets = Table("secret", SecretRecord, lambda record: record.owner)
         self.models_by_run: dict[str, ModelRecord] = {}
         self._path = state_dir / FILE
@@ -229,6 +273,11 @@ class TinkerStore:
         self.models_by_run.update((model.run_id, model) for model in self.models.values() if model.run_id)
         if not self.secrets:
             await self.put(self.secrets, SecretRecord(owner="", secret=secrets.token_hex(32)))
+
+    def next_audit_number(self) -> int:
+        """The number of the next entry of the audit log."""
+        self._audited = max(self._audited, *(each.number for each in [*self.audit.values()][-1:]), 0) + 1
+        return self._audited
 
     async def close(self) -> None:
         """Close the file."""
@@ -320,7 +369,16 @@ class TinkerStore:
         return self.sessions, self.models, self.samplers
 
     def _tables(self) -> Iterator[Table[Any]]:
-        yield from (self.sessions, self.models, self.samplers, self.saved, self.widths, self.secrets)
+        yield from (
+            self.sessions,
+            self.models,
+            self.samplers,
+            self.saved,
+            self.widths,
+            self.usage,
+            self.audit,
+            self.secrets,
+        )
 
     async def drop_early_of(self, model_id: str) -> None:
         """Drop those of a model that is gone."""

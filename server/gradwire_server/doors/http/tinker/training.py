@@ -14,6 +14,7 @@ from gradwire_server.access.keys import Caller
 from gradwire_server.config import Limits
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.protocol import BodyOf, CallerOf, TraceparentOf
+from gradwire_server.doors.http.tinker.audit import note
 from gradwire_server.doors.http.tinker.batch_process import BatchPool
 from gradwire_server.doors.http.tinker.datums import EncodedBatch, loss_batch, loss_operation
 from gradwire_server.doors.http.tinker.models import PASSING_ERRORS, Models
@@ -249,6 +250,8 @@ def routes(
         promise = await models.submit(
             caller, request.model_id, request.seq_id, kind, operation, refusal=refusal, traceparent=trace
         )
+        if refusal is None:
+            await note(store, caller, "checkpoint_save", str(path))
         return _promise(promise, request.model_id)
 
     return router

@@ -63,6 +63,14 @@ WRITTEN: list[tuple[str, str, str, str]] = [
         f"<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{JSON}<|call|>",
         "So.",
     ),
+    (
+        "gpt-oss",
+        "<|start|>assistant<|channel|>",
+        f"<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{JSON}<|call|>",
+        "So.",
+    ),
+    ("gpt-oss", "<|channel|>", f" to=functions.add{JSON}", ""),  # behind the prompt's <|start|>assistant
+    ("LFM2", "<|tool_call_start|>", f"<|tool_call_start|>[add(a=1, b={SEEN['b']!r})]<|tool_call_end|>", "So. "),
     ("gpt-oss", "<|channel|>", f"commentary to=functions.add json{JSON}", "So.\n"),
     ("Mistral", "[TOOL_CALLS]", f'[TOOL_CALLS] [{{"name": "add", "arguments": {JSON}, "id": "123456789"}}]', "So. "),
     ("Mistral", "[TOOL_CALLS]", f'[{{"name": "add", "arguments": {JSON}}}]', ""),

@@ -153,9 +153,9 @@ class AnswerReader:
             self._pending = found[len(form.closes) :]
         elif head is not None:
             self._pending = found[head.end() :]
-            if head[1] == "analysis" and "to=" not in head[2]:
+            if head[1] == "analysis" and "to=" not in head[0]:
                 self.state, self._fresh = "reasoning", True
-            elif "to=" in head[2]:
+            elif "to=" in head[0]:
                 self._content += head[0]
         elif last or len(found) > HEADER_CHARS:
             self._content, self._pending = self._content + found, ""

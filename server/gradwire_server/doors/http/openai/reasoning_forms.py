@@ -29,7 +29,7 @@ class ReasoningForm:
 FORMS = (
     ReasoningForm(
         "gpt-oss", "<|channel|>", "<|channel|>analysis<|message|>", "<|end|>",
-        re.compile(r"(?:<\|start\|>assistant)?<\|channel\|>(\w+)([^<]*)(?:<\|constrain\|>\w+\s*)?<\|message\|>"),
+        re.compile(r"(?:<\|start\|>assistant(?:\s+to=[^<]*)?)?<\|channel\|>(\w+)[^<]*(?:<\|constrain\|>\w+\s*)?<\|message\|>"),
     ),
     ReasoningForm("Gemma 4", "<|channel>", "<|channel>thought\n", "<channel|>"),
     ReasoningForm("Magistral", "[THINK]", "[THINK]", "[/THINK]"),

@@ -151,6 +151,16 @@ def _pythonic(text: str, _schemas: Schemas) -> Found:
         return
 
 
+def _marked_pythonic(text: str, schemas: Schemas) -> Found:
+    """The same list between marks (LFM2)."""
+    for opened, body, end in _between(*_LFM2, text):
+        for *_, name, arguments in _pythonic(body, schemas):
+            yield opened.start(), end, name, arguments
+
+
+_LFM2 = re.compile(re.escape("<|tool_call_start|>")), re.compile(re.escape("<|tool_call_end|>"))
+
+
 def _gemma(text: str, _schemas: Schemas) -> Found:
     """``call:name{key:<escape>text<escape>,other:1}``: bare keys, and texts between marks."""
     for opened, body, end in _between(*_GEMMA, text):
@@ -224,15 +234,16 @@ FORMS = (
         "gpt-oss",
         "<|channel|>",
         _named(
-            r"(?:<\|start\|>assistant)?(?:<\|channel\|>)?commentary\s+to=functions\.([\w.-]+)\s*"
-            r"(?:<\|constrain\|>)?(?:json)?(?:<\|message\|>)?\s*",
+            r"(?:<\|start\|>assistant)?(?:(?:<\|channel\|>)?commentary)?\s{0,3}to=functions\.([\w.-]+)\s*"
+            r"(?:<\|channel\|>commentary\s*)?(?:<\|constrain\|>)?(?:json)?(?:<\|message\|>)?\s*",
             r"(?:<\|call\|>)?",
         ),
-        ("<|start|>", "<|channel|>", "commentary to="),
+        ("<|start|>", "<|channel|>", "commentary to=", " to=functions."),
     ),
     ToolForm("Mistral", "[TOOL_CALLS]", _mistral, ("[TOOL_CALLS]",), "["),
     ToolForm("FunctionGemma", "<start_function_call>", _gemma, ("<start_function_call>", "call:")),
     ToolForm("Gemma 4", "<|tool_call>", _gemma, ("<|tool_call>", "call:")),
+    ToolForm("LFM2", "<|tool_call_start|>", _marked_pythonic, ("<|tool_call_start|>",)),
     ToolForm("Llama 4", "[func_name1(", _pythonic, (), "["),
     ToolForm("Llama 3.1, 3.2, 3.3", "", _llama, (), "{"),
 )

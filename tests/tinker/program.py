@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import urllib.request
+from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import tinker
@@ -97,9 +99,32 @@ async def asynchronous(service: tinker.ServiceClient, model: str) -> dict[str, o
     return {"losses": losses, "runs": [run.training_run_id for run in runs.training_runs]}
 
 
+def told(service: tinker.ServiceClient, path: str) -> dict[str, object]:
+    """What the server tells of the session that trained."""
+    admin, rest = tinker.AdminClient(), service.create_rest_client()
+    hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    usage = admin.get_billing_usage(hour - timedelta(hours=1), hour + timedelta(hours=1)).result()
+    session_id = path.split("/")[2].partition(":")[0]
+    counts: dict[str, int] = {}
+    for event in usage.data:
+        if event.session_id == session_id and event.event_info.type != "storage":
+            info = event.event_info
+            count = info.count if info.type == "checkpoint" else info.token_count
+            counts[info.type] = counts.get(info.type, 0) + count
+    with urllib.request.urlopen(rest.export_session_trace(session_id).result()) as response:
+        trace = json.load(response)["traceEvents"]
+    return {
+        "usage": counts,
+        "stored": sum(each.checkpoint_count for each in admin.get_current_checkpoint_storage_usage().result().data),
+        "audited": [each.tinker_path for each in admin.get_audit_log().result().entries],
+        "traced": sorted({each["name"] for each in trace if each["ph"] == "X"}),
+    }
+
+
 def main(model: str) -> None:
     service = tinker.ServiceClient()
     found = {"sync": synchronous(service, model), "async": asyncio.run(asynchronous(service, model))}
+    found["told"] = told(service, str(found["sync"]["path"]))
     print(json.dumps(found))
 
 

@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTO_BIN := .venv-proto/bin
 PROTO_OUT ?= proto
 
-.PHONY: setup openai demo feedback-demo console-demo notebook test test-slow test-vllm test-faults test-ranks test-fleet parity bench rivals architectures lint docs proto site
+.PHONY: setup openai fine-tuning-clients demo feedback-demo console-demo notebook test test-slow test-vllm test-faults test-ranks test-fleet parity bench rivals architectures lint docs proto site
 
 setup: .venv/.installed
 
@@ -95,6 +95,22 @@ $(OPENAI_CLIENTS:%=%/.installed): .venv-openai-%/.installed: tests/openai_client
 	mkdir -p .node-openai
 	cp $^ .node-openai
 	cd .node-openai && npm install --silent --no-audit --no-fund
+	touch $@
+
+# Clients of OpenAI's fine-tuning API (openai in Python and from npm, LiteLLM, DSPy) and Weights & Biases, which wants no
+# account here, in environments of their own. wandb is of the constraints' versions, as jobs import it beside ours.
+fine-tuning-clients: setup .venv-tuners/.installed .venv-wandb/.installed
+	$(BIN)/python -m pytest tests/fine_tuning_clients -m slow
+
+.venv-tuners/.installed: tests/fine_tuning_clients/requirements.txt
+	test -x .venv-tuners/bin/python || $(PYTHON) -m venv .venv-tuners
+	.venv-tuners/bin/python -m pip install --quiet --requirement tests/fine_tuning_clients/requirements.txt
+	npm install --silent --no-save --prefix .venv-tuners openai@7.57.0
+	touch $@
+
+.venv-wandb/.installed: constraints.txt
+	test -x .venv-wandb/bin/python || $(PYTHON) -m venv .venv-wandb
+	.venv-wandb/bin/python -m pip install --quiet --constraint constraints.txt wandb==0.31.0
 	touch $@
 
 # The environment of the router's benchmark against stable-baselines3.

@@ -21,7 +21,7 @@ from gradwire.wire.transport import CHUNK_BYTES, Transport
 ENDED = ("succeeded", "failed", "cancelled")
 FILE_SETTINGS = ("data", "validation", "script")
 """Settings of a recipe that name files."""
-SERVERS_OWN = ("address", "folder", "loggers")
+SERVERS_OWN = ("address", "folder")
 """Settings of a recipe that are the server's to choose."""
 PAGE_SIZE = 500
 POLL_S = 0.5

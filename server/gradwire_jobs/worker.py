@@ -126,6 +126,8 @@ async def _work(task: Task, job: gradwire.Job, service: gradwire.ServiceClient, 
         os.environ["GRADWIRE_ADDRESS"] = task.address
         await asyncio.to_thread(_run_script, Path(given["script"]), folder, job.settings)
         return []
+    if given.get("loggers"):  # the next worker goes on with the same run of Weights & Biases
+        given["wandb"] = {**given.get("wandb", {}), "id": task.job_id, "resume": "allow"}
     settings = command.settings_of(job.recipe, given | {"address": task.address, "folder": str(folder)})
     resolved = {name: value for name, value in asdict(settings).items() if name not in ("address", "folder")}
     reporter.resolved(resolved | {name: job.settings[name] for name in ("data", "validation") if name in job.settings})
@@ -133,6 +135,8 @@ async def _work(task: Task, job: gradwire.Job, service: gradwire.ServiceClient, 
         await _delete_orphans(service, folder)
         _tell_again(folder, reporter)
     await command.train(job.recipe, settings)
+    if task.attempt > 1:  # a killed worker's run may have been made only after this one's
+        await _delete_orphans(service, folder)
     await reporter.send()
     events = await service.jobs.events(task.job_id)
     file = await asyncio.to_thread(write_results, events, folder / "results.csv")

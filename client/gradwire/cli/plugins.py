@@ -18,6 +18,7 @@ GROUP = "gradwire.commands"
 HELP = {
     "serve": "Hold models and serve training runs.",
     "engine": "Lend an engine of this machine to a server.",
+    "evaluate": "Grade the answers of a model and of its checkpoints.",
     "estimate": "Compute what a training takes in memory.",
     "keys": "Create, list and revoke the API keys of a server.",
     "backup": "Copy a state folder, also of a running server.",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +41,7 @@ class Conversation:
         template_kwargs: Further variables of the chat template.
         weight: Of its tokens, in the loss and in the number that it is averaged over.
         text: Plain text in place of messages: all of it is learned, as it is.
+        images: Files of the images of the messages' parts ``{"type": "image"}``, in order.
         place: File and line that it came from.
     """
 
@@ -47,6 +50,7 @@ class Conversation:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     weight: float = 1.0
     text: str = ""
+    images: tuple[bytes, ...] = ()
     place: str = field(default="", compare=False)
 
     @property
@@ -149,10 +153,12 @@ class Unfit(ValueError):
 def conversation(row: Row, mapping: Mapped) -> Conversation:
     """Read a conversation: ``messages``, ShareGPT ``conversations``, prompt and completion, or Alpaca's columns.
 
-    ``weight`` of the row, and ``weight`` (0 or 1), ``train`` or ``masked`` of a message say what is learned.
+    ``weight`` of the row, and ``weight`` (0 or 1), ``train`` or ``masked`` of a message say what is learned. Messages
+    may have images as OpenAI writes them: parts ``image_url`` whose URL holds the image itself.
 
     Raises:
-        Unfit: The row is none of these, or has what is not learned here: an image, or a completion that it calls bad.
+        Unfit: The row is none of these, or has what is not learned here: a column of images, or a completion that it
+            calls bad.
     """
     if unread := [name for name in UNREAD if row.get(name)]:
         raise Unfit(f"there is more than text, in {unread[0]}, which would be left out; drop the column, or the row")
@@ -166,8 +172,9 @@ def conversation(row: Row, mapping: Mapped) -> Conversation:
             raise Unfit(f"text is a text to learn; this is {text!r:.60}")
         return Conversation((), weight=_weight(row, mapping), text=text)
     given = _pick(row, mapping, "messages", CONVERSATIONS)
+    images: list[bytes] = []
     if given is not None:
-        messages = [*_system(row, mapping), *_messages(given, "messages")]
+        messages = [*_system(row, mapping), *_messages(given, "messages", images)]
     else:
         prompt = _pick(row, mapping, "prompt", PROMPTS)
         answer = _pick(row, mapping, "completion", ANSWERS)
@@ -185,7 +192,8 @@ def conversation(row: Row, mapping: Mapped) -> Conversation:
     variables = _parsed(row.get("chat_template_kwargs") or {})
     if not isinstance(variables, Mapping) or any(name in variables for name in RENDERED):
         raise Unfit(f"chat_template_kwargs maps variables of the template, none of {', '.join(RENDERED)}, to values")
-    return Conversation(tuple(messages), tuple(_parsed(tools)), variables, _weight(row, mapping))
+    weight = _weight(row, mapping)
+    return Conversation(tuple(messages), tuple(_parsed(tools)), variables, weight, images=tuple(images))
 
 
 def preference(row: Row, mapping: Mapped) -> Preference:
@@ -335,7 +343,12 @@ def _turn(value: Any, role: str, field: str) -> list[Message]:
     return _messages(value, field)
 
 
-def _messages(value: Any, field: str) -> list[Message]:
+def _messages(value: Any, field: str, images: list[bytes] | None = None) -> list[Message]:
+    """Messages in our words.
+
+    Args:
+        images: Gets the messages' images; without it they may have none.
+    """
     value = [value] if isinstance(value, Mapping) else _parsed(value)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise Unfit(f"{field} is a text or a list of messages; this is {value!r:.60}")
@@ -348,7 +361,7 @@ def _messages(value: Any, field: str) -> list[Message]:
         if known is None:
             raise Unfit(f"message {number} of {field} has the role {role!r}; known are {', '.join(sorted(ROLES))}")
         if isinstance(content, Sequence) and not isinstance(content, str):
-            content = _joined(content, f"message {number} of {field}")
+            content = _joined(content, f"message {number} of {field}", images)
         if content is None and not message.get("tool_calls"):
             raise Unfit(f"message {number} of {field} has no content")
         rest = {
@@ -361,15 +374,38 @@ def _messages(value: Any, field: str) -> list[Message]:
     return found
 
 
-def _joined(parts: Sequence[Any], where: str) -> str:
-    """The text of a content that is a list of parts."""
-    texts = [part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
-             for part in parts]  # fmt: skip
-    for part, text in zip(parts, texts):
+def _joined(parts: Sequence[Any], where: str, images: list[bytes] | None) -> str | list[dict[str, str]]:
+    """The text of a content that is a list of parts; the parts, with the images left out, where it has any."""
+    found: list[dict[str, str]] = []
+    for part in parts:
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        if kind == "image_url" and images is not None:
+            images.append(_image(part, where))
+            found.append({"type": "image"})
+            continue
+        text = part.get("text") if isinstance(part, Mapping) else part
         if not isinstance(text, str) or kind not in ("text", "input_text", "output_text"):
             raise Unfit(f"{where} has a part that is no text, {part!r:.60}, which would be left out")
-    return "".join(map(str, texts))
+        found.append({"type": "text", "text": text})
+    if any(part["type"] == "image" for part in found):
+        return found
+    return "".join(part["text"] for part in found)
+
+
+def _image(part: Mapping[str, Any], where: str) -> bytes:
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, Mapping) else given
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise Unfit(
+            f"{where} has an image {url!r:.60}; nothing is fetched: write the image itself, as data:TYPE;base64,"
+        )
+    head, _, body = url.partition(",")
+    try:
+        if not head.endswith(";base64"):
+            raise binascii.Error("it does not begin with data:TYPE;base64,")
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise Unfit(f"{where} has an image that cannot be read: {error}") from None
 
 
 def _learned(message: Message, role: str, where: str) -> bool | None:

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gradwire.recipes.settings import Settings, SettingsError
+from gradwire.recipes.settings import ServiceSettings, Settings, SettingsError
 from gradwire.whole_files import replace_json
 
 FREE = (
-    "address", "folder", "loggers", "eval_every", "eval_first", "save_every", "keep", "best_by", "patience",
+    "address", "folder", "loggers", "wandb", "eval_every", "eval_first", "save_every", "keep", "best_by", "patience",
     "epochs", "max_steps",
 )  # fmt: skip
 """Settings that a training may change when it goes on."""
@@ -94,11 +94,11 @@ def next_steps(folder: Path | str) -> list[str]:
     return [f"trained: {found.checkpoint}", *(f"  gradwire {each}" for each in commands)]
 
 
-def server_folder(settings: Settings) -> Path:
-    """State folder of a training's own server: that of the training it starts from, which has the checkpoint."""
+def server_folder(settings: ServiceSettings) -> Path:
+    """State folder of a server of one's own: that of the training it starts from, which has the checkpoint."""
     if shared := SHARED_SERVER.get():
         return shared
-    start = trained(settings.init_from) if settings.init_from else None
+    start = trained(settings.starts_from) if settings.starts_from else None
     return Path(start.server) if start is not None and start.server else Path(settings.folder).absolute() / "server"
 
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import gradwire
 from gradwire.recipes.folder import server_folder, trained
-from gradwire.recipes.settings import Settings, SettingsError
+from gradwire.recipes.settings import ServiceSettings, Settings, SettingsError
 
 SHARED_SERVICE: ContextVar[Any] = ContextVar("gradwire_shared_service", default=None)
 """The connection that several trainings of this context share; None: each has its own."""
 
 
 @asynccontextmanager
-async def open_service(settings: Settings) -> AsyncIterator[tuple[Any, gradwire.ModelInfo]]:
-    """Connect to the server that the settings name, or start one with its state in the training's folder."""
+async def open_service(settings: ServiceSettings) -> AsyncIterator[tuple[Any, gradwire.ModelInfo]]:
+    """Connect to the server that the settings name, or start one with its state in their folder."""
     own = {} if settings.address else {"models": [settings.model], "state_dir": server_folder(settings)}
     async with AsyncExitStack() as opened:
         service = SHARED_SERVICE.get()

@@ -64,12 +64,46 @@ class Checked(Protocol):
 
 
 @dataclass
-class Settings:
-    """Settings of every training, on rows or on rewards."""
+class ServiceSettings:
+    """Settings of everything that works with a server."""
 
     model: str = setting("Qwen/Qwen3-0.6B", "a model: Hugging Face name or folder; with an address, a name it serves")
     address: str = setting("", "HOST:PORT of a running server; empty starts one here, with its state in the folder")
     folder: str = setting("runs/training", "metrics, checkpoints' positions and the report; a rerun continues there")
+
+    @property
+    def starts_from(self) -> str:
+        """The training whose server is used where there is no address: FOLDER, FOLDER@CHECKPOINT; empty for none."""
+        return ""
+
+    def check(self) -> None:
+        """Check that the values fit together.
+
+        Raises:
+            SettingsError: They do not."""
+        for name in ("model", "folder", "data"):
+            if not getattr(self, name, "."):
+                raise SettingsError(f"{name} is empty")
+        self.check_choice("on_error", ("raise", "skip"))
+        for least, names in LEAST.items():
+            for name in names:
+                value = getattr(self, name, least)
+                if not least <= value < math.inf:  # NaN is not either
+                    raise SettingsError(f"{name} is {value}; it must be at least {least}")
+
+    def check_choice(self, name: str, known: Sequence[str]) -> None:
+        """Check that a setting is one of those that are known.
+
+        Raises:
+            SettingsError: It is not."""
+        if getattr(self, name) not in known:
+            raise SettingsError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+
+
+@dataclass
+class Settings(ServiceSettings):
+    """Settings of every training."""
+
     data: str | list[Any] = setting(
         "train.jsonl",
         "a .jsonl, .csv or .parquet file, or a data set of the Hugging Face hub; or a list of these, each a name or "
@@ -100,22 +134,15 @@ class Settings:
     eval_every: int = setting(50, "steps between evaluations; the last step is always evaluated; 0: never")
     save_every: int = setting(50, "steps between checkpoints; the last step is always saved; 0: those of an epoch")
     loggers: list[str] = setting([], "of tensorboard, wandb, trackio, mlflow; metrics.jsonl is always written")
+    wandb: dict[str, Any] = setting({}, "project, name, entity, tags: what wandb.init takes, of the logger wandb")
     loss: dict[str, Any] = setting({}, "arguments of the loss: see docs/losses.md")
 
-    def check(self) -> None:
-        """Check that the values fit together.
+    @property
+    def starts_from(self) -> str:
+        return self.init_from
 
-        Raises:
-            SettingsError: They do not."""
-        self.check_choice("on_error", ("raise", "skip"))
-        for least, names in LEAST.items():
-            for name in names:
-                value = getattr(self, name, least)
-                if not least <= value < math.inf:  # NaN is not either
-                    raise SettingsError(f"{name} is {value}; it must be at least {least}")
-        for name in ("model", "folder", "data"):
-            if not getattr(self, name):
-                raise SettingsError(f"{name} is empty")
+    def check(self) -> None:
+        super().check()
         for each in self.loggers:
             if each not in LOGGERS:
                 raise SettingsError(f"loggers has {each!r}; there are {', '.join(LOGGERS)}")
@@ -133,14 +160,6 @@ class Settings:
         """The data sets, each with its ``path`` and what else is said of it."""
         given = [self.data] if isinstance(self.data, str) else self.data
         return [{"path": each} if isinstance(each, str) else each for each in given]
-
-    def check_choice(self, name: str, known: Sequence[str]) -> None:
-        """Check that a setting is one of those that are known.
-
-        Raises:
-            SettingsError: It is not."""
-        if getattr(self, name) not in known:
-            raise SettingsError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
 
 
 PART: Mapping[str, Any] = {"path": str, "weight": float, "limit": int, "mapping": dict, "split": str}

@@ -96,9 +96,13 @@ class Tokens:
             logger.warning("%d rows were skipped; `gradwire data check` lists them all", len(self.skipped))
 
     async def rows(self, conversations: Sequence[Conversation], train_on: str = "assistant") -> list[Any]:
-        """Encode conversations into rows with ``input_ids``, ``loss_mask`` and, where one has a weight, ``weights``."""
+        """Encode conversations into rows with ``input_ids``, ``loss_mask``, and ``weights`` and ``images`` where one
+        has any."""
         if train_on != "assistant" and any("weight" in message for each in conversations for message in each.messages):
             self._warn_once("train_on is %s: what messages say of being learned is not used", train_on)
+        pictured = any(each.images for each in conversations)
+        if pictured:
+            await self._check_images(conversations)
         if any(each.text for each in conversations):
             return await self._texts(conversations, train_on)
         if await self._chats():
@@ -108,7 +112,26 @@ class Tokens:
         if any(each.weight != 1.0 for each in conversations):
             for row, each in zip(rows, conversations):
                 row["weights"] = np.full(len(row["input_ids"]), each.weight, np.float32)
-        return [self._short(row, index) for index, row in enumerate(rows)]
+        if not pictured:
+            return [self._short(row, index) for index, row in enumerate(rows)]
+        for index, (row, each) in enumerate(zip(rows, conversations)):
+            if each.images and len(row["input_ids"]) > self._most:
+                reason = f"{len(row['input_ids'])} tokens; max_tokens allows {self._most}, and images are not cut off"
+                raise RowRefusedError(index, reason, overlong=True)
+            rows[index] = {**self._short(row, index), "images": list(each.images)}
+        return rows
+
+    async def _check_images(self, conversations: Sequence[Conversation]) -> None:
+        """Check that the model takes the images of conversations.
+
+        Raises:
+            RowRefusedError: It takes none, or one is beside plain texts.
+        """
+        index = next(index for index, each in enumerate(conversations) if each.images)
+        if not self._model.takes_images or not await self._chats():
+            raise RowRefusedError(index, f"there are images, and {self._model.name} takes none")
+        if any(each.text for each in conversations):
+            raise RowRefusedError(index, "there are images, and other rows are plain texts: train them apart")
 
     async def _texts(self, conversations: Sequence[Conversation], train_on: str) -> list[Any]:
         """Encode plain texts, those of more than ``max_tokens`` in as many rows as it takes; conversations beside them

@@ -274,9 +274,10 @@ async def open_training(
 def loggers_of(settings: Settings) -> list[MetricLogger]:
     """Open the loggers that the settings name, and the observer if there is one."""
     name = Path(settings.folder).name
+    wandb = {"project": "gradwire", "name": name, "dir": settings.folder, "config": asdict(settings)} | settings.wandb
     made: dict[str, Callable[[], MetricLogger]] = {
         "tensorboard": lambda: TensorBoardLogger(Path(settings.folder) / "tensorboard"),
-        "wandb": lambda: WandbLogger(project="gradwire", name=name, config=asdict(settings)),
+        "wandb": lambda: WandbLogger(**wandb),
         "trackio": lambda: TrackioLogger(project="gradwire", name=name, config=asdict(settings)),
         "mlflow": lambda: MlflowLogger(run_name=name),
     }

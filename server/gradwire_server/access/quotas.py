@@ -113,14 +113,14 @@ def check_uploads(size: int, more: int, quota: Quota, limits: Limits) -> None:
 
 
 def check_files(size: int, more: int, quota: Quota, limits: Limits) -> None:
-    """Check that a key whose files have ``size`` bytes may add ``more``.
+    """Check that a key whose files have ``size`` bytes may add ``more``, which it is sending.
 
     Raises:
         ServiceError: LIMIT_EXCEEDED if it may not.
     """
     most = limits.key_file_bytes if quota.file_bytes is None else quota.file_bytes
     if size + more > most:
-        what = f"has files of {size} bytes, and this one brings {more}"
+        what = f"has files of {size} bytes, and is sending {more}"
         raise _exceeded(what, "file_bytes", most, "delete one, then send this one again")
 
 

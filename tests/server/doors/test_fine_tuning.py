@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import http.client
 import http.server
 import io
 import json
@@ -18,12 +19,13 @@ from typing import Any, ClassVar
 import httpx
 import openai
 import pytest
+from gradwire.recipes import evaluate
 from gradwire.recipes.dpo import DPO
 from gradwire.recipes.grpo import GRPO
 from gradwire.recipes.sft import SFT
 from gradwire_proto.v1 import jobs_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.access.keys import KeyFile
+from gradwire_server.access.keys import KeyFile, Quota
 from gradwire_server.doors.http.openai.fine_tuning.hyperparameters import RATES, resolve
 from openai.types.fine_tuning import FineTuningJob
 from support.chats import chat_model
@@ -33,6 +35,8 @@ from support.tinker import HttpServer
 DOCUMENTED = "Qwen/Qwen3-0.6B"
 WORD = "four"
 NUMBERS = {"n_epochs": 2, "batch_size": 8, "learning_rate_multiplier": 100}
+QUOTA = 300_000
+"""Bytes of dora's files."""
 LEARNED = {"n_epochs": 2, "batch_size": 2, "learning_rate_multiplier": 300}
 """All weights learn the word in 32 steps; adapters in 8 steps leave it to rounding which token is the likeliest."""
 
@@ -70,7 +74,9 @@ def pairs(count: int = 16) -> bytes:
 def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("tuning")
     (folder / "state").mkdir()
-    return {"folder": str(folder), **{name: KeyFile(folder / "state").create(name) for name in ("anna", "bert")}}
+    made = {name: KeyFile(folder / "state").create(name) for name in ("anna", "bert")}
+    made["dora"] = KeyFile(folder / "state").create("dora", quota=Quota(file_bytes=QUOTA))
+    return {"folder": str(folder), **made}
 
 
 class Receiver(http.server.BaseHTTPRequestHandler):
@@ -207,6 +213,41 @@ def test_what_a_job_made_answers_like_any_model(
         other.fine_tuning.jobs.retrieve(supervised.id)
     with pytest.raises(openai.NotFoundError, match="ckpt-step-5"):
         client.chat.completions.create(model=f"{name}:ckpt-step-5", messages=asked)
+
+
+def test_evaluate_compares_a_checkpoint_with_its_base(
+    server: HttpServer, keys: dict[str, str], supervised: FineTuningJob, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("GRADWIRE_API_KEY", keys["anna"])
+    checkpoint = supervised.model_extra["gradwire"]["checkpoints"][-1]  # type: ignore[index]
+    (tmp_path / "prompts.jsonl").write_bytes(lines([{"prompt": f"{n} and two?", "answer": WORD} for n in range(4)]))
+    needs = {"type": "python", "name": "needs", "source": "def grade(sample, item): return item['absent']"}
+    config = {
+        "model": "org/marked", "checkpoints": [checkpoint], "data": str(tmp_path / "prompts.jsonl"),
+        "folder": str(tmp_path / "out"), "graders": [{**RIGHT, "operation": "eq"}, needs], "answer_tokens": 8,
+        "address": server.address,
+    }  # fmt: skip
+    file = tmp_path / "evaluate.yaml"
+    file.write_text(json.dumps(config))
+    evaluate.main([str(file)])
+    told = capsys.readouterr()
+    columns, base, trained = (line.split() for line in told.out.splitlines()[:3])
+    assert columns == ["model", "right", "needs"]
+    assert base == ["org/marked", "0.000", "±0.000", "-"] and trained == [checkpoint, "1.000", "±0.000", "-"]
+    assert "org/marked: needs could not grade 4 answers, the first because KeyError" in told.err
+    answers = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
+    assert [each["answer"] for each in answers if each["model"] == checkpoint] == [WORD] * 4
+    for wrong, sentence in [
+        ("graders=[]", "graders is empty"),
+        ("graders=[{type: magic}]", "graders: type is 'magic'"),
+        ("model=gpt-9", "has no model 'gpt-9'"),
+        ("checkpoints=[run-none/a]", "run-none"),
+        ("answer=3", "did you mean answers?"),
+    ]:
+        with pytest.raises(SystemExit):
+            evaluate.main([str(file), "--set", wrong])
+        assert sentence in capsys.readouterr().err
 
 
 def test_dpo_and_the_end_of_its_model(client: openai.OpenAI) -> None:
@@ -373,6 +414,63 @@ def test_a_file_arrives_in_parts(client: openai.OpenAI, other: openai.OpenAI) ->
     assert client.uploads.cancel(client.uploads.create(bytes=9, **announced).id).status == "cancelled"
 
 
+class Sending:
+    """An upload that has sent its beginning, and is sending."""
+
+    def __init__(self, url: str, key: str, path: str, announced: int) -> None:
+        self.connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+        self.connection.putrequest("POST", path)
+        self.connection.putheader("Authorization", f"Bearer {key}")
+        self.connection.putheader("Content-Type", "multipart/form-data; boundary=b")
+        self.connection.putheader("Content-Length", str(announced))
+        field = b'--b\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s'
+        purpose = field % (b"purpose", b"", b"fine-tune\r\n") if path == "/v1/files" else b""
+        name = b"file" if purpose else b"data"
+        self.connection.endheaders(purpose + field % (name, b'; filename="a.jsonl"', b""))
+
+    def send(self, size: int) -> None:
+        """Send so many bytes of the file."""
+        self.connection.send(b"x" * size)
+
+    def answer(self) -> tuple[int, str]:
+        """Status and message of the answer; the upload ends."""
+        response = self.connection.getresponse()
+        message = json.loads(response.read())["error"]["message"]
+        self.connection.close()
+        return response.status, message
+
+
+def test_an_upload_beyond_the_quota_ends_while_it_arrives(server: HttpServer, keys: dict[str, str]) -> None:
+    """None of these ends its body: the answer comes before."""
+    key, most = keys["dora"], 1 << 30
+    first, second = (Sending(server.url, key, "/v1/files", most) for _ in range(2))
+    second.send(2 * QUOTA)
+    status, message = second.answer()
+    assert status == 400 and "this key has files of 0 bytes, and is sending" in message, message
+    first.send(2 * QUOTA // 3)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60) as dora:
+        announced: Any = {"filename": "a.jsonl", "purpose": "fine-tune", "mime_type": ""}
+        half = b"x" * (QUOTA // 2)
+        with pytest.raises(openai.BadRequestError, match=f"its quota is {QUOTA}"):  # beside what is being sent
+            while True:  # which may not have arrived yet
+                dora.files.delete(dora.files.create(file=("a.txt", half), purpose="fine-tune").id)
+        first.connection.close()
+        while True:
+            try:
+                parts = dora.uploads.create(bytes=QUOTA, **announced)
+            except openai.BadRequestError:  # the server has not seen the end yet
+                continue
+            break
+        with pytest.raises(openai.BadRequestError):  # all of it is promised
+            dora.files.create(file=b"1", purpose="fine-tune")
+        part = Sending(server.url, key, f"/v1/uploads/{parts.id}/parts", most)
+        part.send(2 * QUOTA)
+        status, message = part.answer()
+        assert status == 400 and f"more than the announced {QUOTA} bytes" in message
+        assert dora.uploads.cancel(parts.id).status == "cancelled"
+        dora.files.create(file=("a.txt", half), purpose="fine-tune")
+
+
 def test_models_grade(client: openai.OpenAI, supervised: FineTuningJob) -> None:
     graders: Any = client.fine_tuning.alpha.graders
     run = graders.run(grader=SCORE, model_sample="four", item={})
@@ -480,7 +578,8 @@ MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
         "method.dpo.hyperparameters.beta",
         "is 3",
     ),
-    ({"integrations": [{"type": "wandb"}]}, 400, "integrations", "integrations are not served"),
+    ({"integrations": [{"type": "wandb"}]}, 400, "integrations", "Field required"),
+    ({"integrations": [{"type": "neptune"}]}, 400, "integrations", "'wandb'"),
     ({"n_epochs": 3}, 400, "n_epochs", "is not a parameter that this server knows"),
     ({"gradwire": {"folder": "/"}}, 400, "folder", "the server's to choose"),
     ({"gradwire": {"seed": 1}}, 400, "gradwire", "by OpenAI's name"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import json
 from collections.abc import AsyncIterator, Iterator
 from io import BytesIO
 from pathlib import Path
@@ -27,6 +29,7 @@ from transformers import AutoModelForImageTextToText
 
 CAT = png(picture(1, 16, 24))
 CAT_TOKENS = 6
+NUMBERS = {"n_epochs": 3, "batch_size": 6, "learning_rate_multiplier": 100}
 WORDS = tokenizer()
 IMAGE, START, END = WORDS.convert_tokens_to_ids(["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"])
 BEFORE, AFTER = [1, 40, 41, START], [END, 50, 51, 52]
@@ -171,3 +174,42 @@ async def test_parts_of_a_conversation_are_seen(server: HttpServer, http: httpx.
         refused = await http.post("/v1/chat/completions", json=wrong)
         error = refused.json()["error"]
         assert refused.status_code == 400 and message in error["message"] and error["param"] == "messages", error
+
+
+async def test_a_fine_tuning_job_learns_from_images(http: httpx.AsyncClient) -> None:
+    def row(n: int, url: str = "") -> dict[str, Any]:
+        image = {
+            "type": "image_url",
+            "image_url": {"url": url or f"data:image/png;base64,{base64.b64encode(CAT).decode()}"},
+        }
+        asked = [{"type": "text", "text": f"{n}: what?"}, image] if n % 3 else f"{n}: what?"
+        return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "a cat"}]}
+
+    async def upload(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        form = {"file": ("rows.jsonl", "\n".join(map(json.dumps, rows)).encode())}
+        return dict((await http.post("/v1/files", files=form, data={"purpose": "fine-tune"})).json())
+
+    async def ended(model: str, file: str) -> dict[str, Any]:
+        body = {"model": model, "training_file": file, "seed": 1, "hyperparameters": NUMBERS}
+        job = (await http.post("/v1/fine_tuning/jobs", json=body)).json()
+        while job["status"] not in ("succeeded", "failed"):
+            await asyncio.sleep(0.2)
+            job = (await http.get(f"/v1/fine_tuning/jobs/{job['id']}")).json()
+        return dict(job)
+
+    file = (await upload([row(n) for n in range(12)]))["id"]
+    job = await ended("qwen", file)
+    assert job["status"] == "succeeded", job
+    events = (await http.get(f"/v1/fine_tuning/jobs/{job['id']}/events")).json()["data"]
+    losses = [event["data"]["train_loss"] for event in events if event["type"] == "metrics"]  # newest first
+    assert len(losses) == 6 and losses[0] < losses[-1] / 2, losses
+    answer = await http.post(
+        "/v1/chat/completions",
+        json={"model": job["fine_tuned_model"], "messages": row(1)["messages"][:1], "max_tokens": 5, "temperature": 0},
+    )
+    assert answer.status_code == 200, answer.text
+    job = await ended("text", file)
+    assert (job["status"], job["error"]["code"]) == ("failed", "invalid_training_file")
+    assert job["error"]["message"].endswith("line 2: there are images, and text takes none"), job
+    elsewhere = await upload([*(row(n) for n in range(12)), row(13, "https://example.org/cat.png")])
+    assert "line 13: message 0 of messages has an image 'https://example.org/cat.png'" in elsewhere["status_details"]

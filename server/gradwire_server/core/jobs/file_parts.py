@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import shutil
 import time
-from collections.abc import AsyncGenerator, AsyncIterable
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.config import CHUNK_BYTES, Limits
-from gradwire_server.core.jobs.files import Files, new_id
+from gradwire_server.core.jobs.files import Arrival, Files, new_id
 from gradwire_server.durable_files import make_folder
 from gradwire_server.errors import ServiceError, limit_exceeded, unknown_file
 
@@ -34,7 +35,8 @@ class Upload:
     Attributes:
         described: The file as it will be.
         size_bytes: Bytes that it will have.
-        parts: Id of a part -> its bytes.
+        arrival: Its bytes, all of which count from its beginning on.
+        parts: Id of a part -> its bytes, those that have arrived of one that is under way.
         file: The file, once it is complete.
     """
 
@@ -43,6 +45,7 @@ class Upload:
     described: jobs.File
     size_bytes: int
     created_at: float
+    arrival: Arrival
     status: str = PENDING
     parts: dict[str, int] = field(default_factory=dict)
     file: jobs.File | None = None
@@ -51,6 +54,27 @@ class Upload:
     def expires_at(self) -> float:
         """When what has arrived is deleted."""
         return self.created_at + LIFE_S
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part that arrives."""
+
+    upload: Upload
+    part_id: str
+
+    def reach(self, size: int) -> None:
+        """Count this many bytes of the part, unless more of them are counted already.
+
+        Raises:
+            ServiceError: LIMIT_EXCEEDED, INVALID_ARGUMENT.
+        """
+        parts, announced = self.upload.parts, self.upload.size_bytes
+        parts[self.part_id] = max(size, parts.get(self.part_id, 0))
+        if size > MAX_PART_BYTES:
+            raise _too_much(f"the part has more than {MAX_PART_BYTES} bytes")
+        if sum(parts.values()) > announced:
+            raise _invalid(f"the parts have more than the announced {announced} bytes", "data")
 
 
 class FileParts:
@@ -81,11 +105,17 @@ class FileParts:
             raise limit_exceeded(f"the file will have {size_bytes} bytes", "max_file_bytes", most, "bytes")
         if sum(each.owner == caller.name and each.status == PENDING for each in self._known.values()) >= MAX_OF_KEY:
             raise _too_much(f"this key has {MAX_OF_KEY} uploads under way: complete or cancel one")
-        self._files.check_room(caller, size_bytes + self._arrived(caller))
-        upload = Upload(new_id("upload_"), caller.name, described, size_bytes, time.time())
-        await asyncio.to_thread(make_folder, self._folder, 0o700)
-        await asyncio.to_thread(make_folder, self._folder / upload.upload_id, 0o700)
+        arrival = self._files.arrival(caller)
+        upload = Upload(new_id("upload_"), caller.name, described, size_bytes, time.time(), arrival)
+        try:
+            arrival.reach(size_bytes)
+            await asyncio.to_thread(make_folder, self._folder, 0o700)
+            await asyncio.to_thread(make_folder, self._folder / upload.upload_id, 0o700)
+        except BaseException:
+            arrival.end()
+            raise
         self._known[upload.upload_id] = upload
+        asyncio.get_running_loop().call_later(LIFE_S, arrival.end)
         return upload
 
     def get(self, caller: Caller, upload_id: str) -> Upload:
@@ -99,8 +129,9 @@ class FileParts:
             raise unknown_file(upload_id, "upload_id")
         return upload
 
-    async def add(self, caller: Caller, upload_id: str, chunks: AsyncIterable[bytes]) -> tuple[str, float]:
-        """Take over a part; its id and the time.
+    @contextmanager
+    def part(self, caller: Caller, upload_id: str) -> Iterator[Part]:
+        """A new part of an upload, which is forgotten if the context ends with an error.
 
         Raises:
             ServiceError: UNKNOWN_FILE, UNSUPPORTED, LIMIT_EXCEEDED.
@@ -108,25 +139,34 @@ class FileParts:
         upload = self._pending(caller, upload_id)
         if len(upload.parts) >= MAX_PARTS:
             raise _too_much(f"the upload has {MAX_PARTS} parts: make them larger")
-        part_id = new_id("part_")
-        path = self._folder / upload_id / part_id
-        upload.parts[part_id] = 0
+        part = Part(upload, new_id("part_"))
+        part.reach(0)
+        try:
+            yield part
+        except BaseException:
+            upload.parts.pop(part.part_id, None)
+            raise
+
+    async def add(self, caller: Caller, part: Part, chunks: AsyncIterable[bytes]) -> float:
+        """Take over the bytes of a part; the time.
+
+        Raises:
+            ServiceError: UNKNOWN_FILE, UNSUPPORTED, LIMIT_EXCEEDED, INVALID_ARGUMENT.
+        """
+        upload = self._pending(caller, part.upload.upload_id)
+        path, size = self._folder / upload.upload_id / part.part_id, 0
         stream = await asyncio.to_thread(path.open, "wb")
         try:
             async for chunk in chunks:
-                upload.parts[part_id] += len(chunk)
-                if upload.parts[part_id] > MAX_PART_BYTES:
-                    raise _too_much(f"the part has more than {MAX_PART_BYTES} bytes")
-                if sum(upload.parts.values()) > upload.size_bytes:
-                    raise _invalid(f"the parts have more than the announced {upload.size_bytes} bytes", "data")
+                size += len(chunk)
+                part.reach(size)
                 await asyncio.to_thread(stream.write, chunk)
         except BaseException:
-            del upload.parts[part_id]
             await asyncio.to_thread(path.unlink, missing_ok=True)
             raise
         finally:
             stream.close()
-        return part_id, time.time()
+        return time.time()
 
     async def complete(self, caller: Caller, upload_id: str, part_ids: list[str], md5: str = "") -> Upload:
         """Put the parts together, in this order, and check the file; a complete one again changes nothing.
@@ -147,7 +187,7 @@ class FileParts:
         if md5 and md5.lower() != await asyncio.to_thread(_md5, [folder / each for each in part_ids]):
             raise _invalid("the parts have another MD5", "md5")
         chunks = _chunks([folder / each for each in part_ids])
-        upload.file = await self._files.create(caller, upload.described, chunks, upload_id)
+        upload.file = await self._files.create(caller, upload.described, chunks, upload_id, upload.arrival)
         await self._drop(upload, COMPLETED)
         return upload
 
@@ -171,9 +211,6 @@ class FileParts:
             )
         return upload
 
-    def _arrived(self, caller: Caller) -> int:
-        return sum(sum(each.parts.values()) for each in self._known.values() if each.owner == caller.name)
-
     async def _expire(self) -> None:
         for upload in [each for each in self._known.values() if each.expires_at < time.time()]:
             await self._drop(upload, EXPIRED)
@@ -181,6 +218,7 @@ class FileParts:
 
     async def _drop(self, upload: Upload, status: str) -> None:
         upload.status = status
+        upload.arrival.end()
         upload.parts.clear()
         await asyncio.to_thread(shutil.rmtree, self._folder / upload.upload_id, ignore_errors=True)
 

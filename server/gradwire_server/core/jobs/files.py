@@ -16,7 +16,8 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -41,6 +42,32 @@ MAX_PAGE = 10_000
 MAX_FILENAME_CHARS = 255
 
 
+class Arrival:
+    """The bytes of one upload, which count against its key's quota until it is a file or has ended.
+
+    Args:
+        grow: Counts so many more bytes, which may be negative.
+    """
+
+    def __init__(self, grow: Callable[[int], None]) -> None:
+        self._grow, self._size = grow, 0
+
+    def reach(self, size: int) -> None:
+        """Count this many bytes of the upload, unless more of them are counted already.
+
+        Raises:
+            ServiceError: LIMIT_EXCEEDED.
+        """
+        if size > self._size:
+            more, self._size = size - self._size, size
+            self._grow(more)
+
+    def end(self) -> None:
+        """Count nothing any more."""
+        gone, self._size = self._size, 0
+        self._grow(-gone)
+
+
 class Files:
     """The files of a state folder.
 
@@ -60,6 +87,7 @@ class Files:
         self._records, self._quota_of, self._in_use = records, quota_of, in_use
         self._known: dict[str, jobs.File] = {}
         self._by_key: dict[tuple[str, str], str] = {}
+        self._arriving: Counter[str] = Counter()
         self._storing = asyncio.Lock()
 
     async def load(self) -> None:
@@ -69,10 +97,37 @@ class Files:
         await asyncio.to_thread(self._sweep)
         await self._expire()
 
+    def arrival(self, caller: Caller) -> Arrival:
+        """A new upload of a key's; its caller ends it."""
+
+        def grow(more: int) -> None:
+            self._arriving[caller.name] += more
+            if more > 0:
+                self._check_room(caller)
+
+        return Arrival(grow)
+
+    @contextlib.contextmanager
+    def arriving(self, caller: Caller) -> Iterator[Arrival]:
+        """A new upload of a key's, which ends with the context."""
+        arrival = self.arrival(caller)
+        try:
+            yield arrival
+        finally:
+            arrival.end()
+
     async def create(
-        self, caller: Caller, described: jobs.File, chunks: AsyncIterable[bytes], idempotency_key: str = ""
+        self,
+        caller: Caller,
+        described: jobs.File,
+        chunks: AsyncIterable[bytes],
+        idempotency_key: str = "",
+        arrival: Arrival | None = None,
     ) -> jobs.File:
         """Store a file and check its lines; it is on disk when this returns.
+
+        Args:
+            arrival: The upload that brings it; by default a new one.
 
         Raises:
             ServiceError: INVALID_ARGUMENT, LIMIT_EXCEEDED, STORAGE_FULL.
@@ -88,18 +143,21 @@ class Files:
             created_at=time.time(), expires_at=described.expires_at,
         )  # fmt: skip
         partial = self._folder / f".{file.file_id}"
+        arrival = arrival or self.arrival(caller)
         try:
-            await self._receive(caller, file, partial, chunks)
+            await self._receive(file, partial, chunks, arrival)
             if file.purpose == DATA:
                 await _check_lines(partial, file)
             async with self._storing:
                 if (known := self._made(caller, idempotency_key)) is not None:
                     return known
-                self.check_room(caller, file.size_bytes)
+                self._check_room(caller)  # of the number of files as well
                 await asyncio.to_thread(_keep, partial, self._content(file))
                 await self._records.insert(file, idempotency_key)
                 self._add(file, idempotency_key)
+                arrival.end()
         finally:
+            arrival.end()
             await asyncio.to_thread(partial.unlink, missing_ok=True)
         return file
 
@@ -171,8 +229,10 @@ class Files:
             raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "expires_at is in the past", field="expires_after")
         check_length(key, "max_name_chars", self._limits.max_name_chars, "idempotency_key")
 
-    def check_room(self, caller: Caller, more: int) -> None:
-        """Check that a key may store so many more bytes.
+    # ---- internals ----
+
+    def _check_room(self, caller: Caller) -> None:
+        """Check that what a key is sending fits beside what it has.
 
         Raises:
             ServiceError: LIMIT_EXCEEDED.
@@ -182,11 +242,9 @@ class Files:
                 f"the server has {len(self._known)} files", "max_files", self._limits.max_files, "file"
             )
         size = sum(file.size_bytes for file in self._known.values() if file.owner == caller.name)
-        check_files(size, more, self._quota_of(caller.name), self._limits)
+        check_files(size, self._arriving[caller.name], self._quota_of(caller.name), self._limits)
 
-    # ---- internals ----
-
-    async def _receive(self, caller: Caller, file: jobs.File, to: Path, chunks: AsyncIterable[bytes]) -> None:
+    async def _receive(self, file: jobs.File, to: Path, chunks: AsyncIterable[bytes], arrival: Arrival) -> None:
         await asyncio.to_thread(make_folder, self._folder, 0o700)
         digest, size, most = hashlib.sha256(), 0, self._limits.max_file_bytes
         stream = await asyncio.to_thread(to.open, "wb")
@@ -195,7 +253,7 @@ class Files:
                 size += len(chunk)
                 if size > most:
                     raise limit_exceeded(f"the file has more than {most} bytes", "max_file_bytes", most, "file")
-                self.check_room(caller, size)
+                arrival.reach(size)
                 digest.update(chunk)
                 await asyncio.to_thread(stream.write, chunk)
             await asyncio.to_thread(_flush, stream)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 from typing import Any
 
@@ -20,10 +22,12 @@ RECIPES = (
 SCRIPT = "script"
 FILE_SETTINGS = ("data", "validation", "script")
 """Settings that name files of the owner's."""
-OWN_SETTINGS = ("address", "folder", "loggers")
+OWN_SETTINGS = ("address", "folder")
 """Settings that are the server's to choose."""
 CODE_SETTINGS = ("reward", "environment")
 """Settings that may name code, as FILE.py:NAME or MODULE:NAME."""
+WANDB = "wandb"
+WANDB_SETTINGS = ("project", "name", "entity", "tags")
 MAX_METADATA_CHARS = 512
 
 
@@ -66,6 +70,7 @@ class JobSpecs:
         for name in OWN_SETTINGS:
             if settings.get(name):
                 raise _invalid(f"{name} is the server's to choose: leave it out", name)
+        _check_loggers(settings)
         if settings.get("init_from") and not str(settings["init_from"]).startswith("run-"):
             raise _invalid("init_from is no checkpoint RUN_ID/NAME, and folders are the server's", "init_from")
         for name in CODE_SETTINGS if spec.recipe != SCRIPT else ():
@@ -85,6 +90,26 @@ class JobSpecs:
         for name in FILE_SETTINGS:
             if settings.get(name):
                 self._files.get(caller, str(settings[name]), name)
+
+
+def _check_loggers(settings: dict[str, Any]) -> None:
+    """Check where else a job's metrics go: to Weights & Biases, or nowhere."""
+    if settings.get("loggers") not in (None, [], [WANDB]):
+        raise _invalid("loggers of a job may be [wandb]; its metrics are among its events as well", "loggers")
+    given = settings.get(WANDB) or {}
+    if not isinstance(given, dict) or any(name not in WANDB_SETTINGS for name in given):
+        raise _invalid(f"wandb of a job is a mapping with {', '.join(WANDB_SETTINGS)}", "loggers")
+    if settings.get("loggers") and not _has_wandb():
+        raise ServiceError(
+            pb.ERROR_CODE_UNSUPPORTED,
+            "Weights & Biases is not installed on this server: `pip install 'gradwire[wandb]'`, and start it again",
+            field="loggers",
+        )
+
+
+@functools.cache
+def _has_wandb() -> bool:
+    return importlib.util.find_spec(WANDB) is not None
 
 
 def settings_of(spec: jobs.JobSpec) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from gradwire_server.core.core import Core
 from gradwire_server.doors.http.bodies import (
     BEGINNING_BYTES,
     ENCODINGS,
+    FORM_BYTES,
     BodyLimit,
     OversizedBodyError,
     check_json,
@@ -34,8 +35,6 @@ from gradwire_server.errors import ServiceError
 
 DISCARD_BYTES, DISCARD_S = 1 << 30, 20.0
 """What is read, at most, of a body that is refused."""
-FORM_BYTES = 64 << 10
-"""What the other fields of a form with a file may have."""
 _ROUTE = "gradwire.route"
 """Key of a scope that a direct route answers: the route's path."""
 

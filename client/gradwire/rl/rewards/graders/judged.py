@@ -62,7 +62,7 @@ class ServiceJudge:
 
     async def answer(self, question: Question) -> str:
         try:
-            base = await self._base(question.model)
+            base = await self.base(question.model)
             rendered = await self._service.render(
                 list(question.messages), train_on=None, add_generation_prompt=True, model=base
             )
@@ -74,7 +74,8 @@ class ServiceJudge:
             raise SampleError("model_grader_server_error", f"{question.model}: {error}") from error
         return found.samples[0][0].text or ""
 
-    async def _base(self, model: str) -> str:
+    async def base(self, model: str) -> str:
+        """The base model of one of these."""
         run_id = model.partition("/")[0]
         if not run_id.startswith("run-"):
             return model

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response, StreamingResponse
 from gradwire_proto.v1 import jobs_pb2 as jobs
+from gradwire_proto.v1 import training_pb2 as pb
 from starlette.datastructures import FormData, UploadFile
+from starlette.types import Message
 
 from gradwire_server.config import CHUNK_BYTES
 from gradwire_server.core.core import Core
+from gradwire_server.doors.http.bodies import FORM_BYTES
 from gradwire_server.doors.http.openai.requests import check_encodable, invalid
 from gradwire_server.doors.http.protocol import CallerOf
+from gradwire_server.durable_files import is_full
+from gradwire_server.errors import ServiceError
 
 MAX_FIELDS = 10
 LEAST_S, MOST_S = 3600, 2_592_000
@@ -38,18 +44,11 @@ def routes(core: Core) -> APIRouter:
 
     @router.post("", openapi_extra=DOCUMENTED)
     async def create_file(http: Request, caller: CallerOf) -> dict[str, Any]:
-        async with http.form(max_files=1, max_fields=MAX_FIELDS) as form:
-            file = form.get("file")
-            if not isinstance(file, UploadFile):
-                raise invalid("file is missing: send a form (multipart/form-data) with a file in it", "file")
-            filename, purpose = file.filename or "file", form.get("purpose")
-            if not isinstance(purpose, str):
-                raise invalid('purpose is missing: "fine-tune" is for data to train on', "purpose")
-            for field, text in (("file", filename), ("purpose", purpose)):
-                check_encodable(text, field)
-            asked = jobs.File(filename=filename, purpose=purpose, expires_at=_expiry(form))
-            key = http.headers.get("idempotency-key", "")
-            return file_body(await core.files.create(caller, asked, chunks_of(file), key))
+        key = http.headers.get("idempotency-key", "")
+        with core.files.arriving(caller) as arrival:
+            async with form_of(http, MAX_FIELDS, arrival.reach) as form:
+                file, described = _asked(form)
+                return file_body(await core.files.create(caller, described, chunks_of(file), key, arrival))
 
     @router.get("")
     async def list_files(
@@ -108,6 +107,19 @@ def listing(data: list[dict[str, Any]], more: bool) -> dict[str, Any]:
     return {"object": "list", "data": data, "has_more": more, **ends}
 
 
+def _asked(form: FormData) -> tuple[UploadFile, jobs.File]:
+    """The file of a form, and what is said of it."""
+    file = form.get("file")
+    if not isinstance(file, UploadFile):
+        raise invalid("file is missing: send a form (multipart/form-data) with a file in it", "file")
+    filename, purpose = file.filename or "file", form.get("purpose")
+    if not isinstance(purpose, str):
+        raise invalid('purpose is missing: "fine-tune" is for data to train on', "purpose")
+    for field, text in (("file", filename), ("purpose", purpose)):
+        check_encodable(text, field)
+    return file, jobs.File(filename=filename, purpose=purpose, expires_at=_expiry(form))
+
+
 def _expiry(form: FormData) -> float:
     anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
     if anchor is None and seconds is None:
@@ -119,6 +131,34 @@ def _expiry(form: FormData) -> float:
     if not LEAST_S <= int(seconds) <= MOST_S:
         raise invalid(f"expires_after[seconds] is {seconds}; it must be from {LEAST_S} to {MOST_S}", "expires_after")
     return time.time() + int(seconds)
+
+
+@asynccontextmanager
+async def form_of(http: Request, max_fields: int, reach: Callable[[int], None]) -> AsyncGenerator[FormData]:
+    """The form in a request, whose file waits on the disk.
+
+    Args:
+        reach: Told how many bytes of the file have arrived at least; what it raises ends the request at once.
+
+    Raises:
+        ServiceError: STORAGE_FULL.
+    """
+    size = 0
+
+    async def counted() -> Message:
+        nonlocal size
+        message = await http.receive()
+        size += len(message.get("body", b""))
+        reach(size - FORM_BYTES)
+        return message
+
+    try:
+        async with Request(http.scope, counted).form(max_files=1, max_fields=max_fields) as form:
+            yield form
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise ServiceError(pb.ERROR_CODE_STORAGE_FULL, "the server's disk is full: the file was not stored") from error
 
 
 async def chunks_of(file: UploadFile) -> AsyncGenerator[bytes]:

@@ -13,7 +13,7 @@ from starlette.datastructures import UploadFile
 
 from gradwire_server.core.core import Core
 from gradwire_server.core.jobs.file_parts import MAX_PARTS, Upload
-from gradwire_server.doors.http.openai.files import LEAST_S, MOST_S, chunks_of, file_body
+from gradwire_server.doors.http.openai.files import LEAST_S, MOST_S, chunks_of, file_body, form_of
 from gradwire_server.doors.http.openai.requests import check_encodable, invalid
 from gradwire_server.doors.http.protocol import CallerOf
 
@@ -65,12 +65,13 @@ def routes(core: Core) -> APIRouter:
 
     @router.post("/{upload_id}/parts", openapi_extra=DOCUMENTED)
     async def add_part(upload_id: str, http: Request, caller: CallerOf) -> dict[str, Any]:
-        async with http.form(max_files=1, max_fields=1) as form:
-            data = form.get("data")
-            if not isinstance(data, UploadFile):
-                raise invalid("data is missing: send a form (multipart/form-data) with a file in it", "data")
-            part_id, created_at = await core.file_parts.add(caller, upload_id, chunks_of(data))
-        return {"id": part_id, "object": "upload.part", "created_at": int(created_at), "upload_id": upload_id}
+        with core.file_parts.part(caller, upload_id) as part:
+            async with form_of(http, 1, part.reach) as form:
+                data = form.get("data")
+                if not isinstance(data, UploadFile):
+                    raise invalid("data is missing: send a form (multipart/form-data) with a file in it", "data")
+                created_at = await core.file_parts.add(caller, part, chunks_of(data))
+        return {"id": part.part_id, "object": "upload.part", "created_at": int(created_at), "upload_id": upload_id}
 
     @router.post("/{upload_id}/complete")
     async def complete_upload(upload_id: str, asked: CompleteUpload, caller: CallerOf) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def job_body(job: jobs.Job) -> dict[str, Any]:
             "type": note["method"],
             note["method"]: {"hyperparameters": numbers} | ({"grader": note["grader"]} if note["grader"] else {}),
         },
-        "integrations": [],
+        "integrations": note["integrations"],
         "metadata": dict(job.spec.metadata),
         "user_provided_suffix": note["suffix"],
         "gradwire": {"run_id": job.run_id or None, "checkpoints": [each.path for each in job.checkpoints]},

@@ -35,6 +35,26 @@ class Method(BoundedModel):
         return found or MethodSettings()
 
 
+class Wandb(BoundedModel):
+    """Where a job's metrics go in Weights & Biases."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    project: str = Field(min_length=1, max_length=128)
+    name: str | None = Field(default=None, max_length=128)
+    entity: str | None = Field(default=None, max_length=128)
+    tags: list[str] | None = Field(default=None, max_length=64)
+
+
+class Integration(BoundedModel):
+    """Where a job's metrics go besides its events."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["wandb"]
+    wandb: Wandb
+
+
 class CreateJob(BoundedModel):
     """``POST /v1/fine_tuning/jobs``.
 
@@ -51,7 +71,7 @@ class CreateJob(BoundedModel):
     suffix: str | None = Field(default=None, min_length=1, max_length=64)
     seed: int | None = Field(default=None, ge=0, lt=2**31)
     metadata: dict[str, Any] | None = None
-    integrations: list[dict[str, Any]] | None = None
+    integrations: list[Integration] | None = Field(default=None, max_length=1)
     method: Method | None = None
     hyperparameters: dict[str, Any] | None = None
     gradwire: dict[str, Any] | None = None

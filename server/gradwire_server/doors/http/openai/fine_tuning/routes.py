@@ -27,9 +27,9 @@ from gradwire_server.doors.http.protocol import CallerOf
 from gradwire_server.errors import unknown_job
 
 LEAST_ROWS = 10
-OURS = ("model", "init_from", "data", "validation", "seed")
+OURS = ("model", "init_from", "data", "validation", "seed", "loggers", "wandb")
 """Settings that the request has by OpenAI's names."""
-PARAMETERS = {"data": "training_file", "validation": "validation_file", "job": "model"}
+PARAMETERS = {"data": "training_file", "validation": "validation_file", "job": "model", "loggers": "integrations"}
 _METADATA = re.compile(r"metadata\[(.{1,64})\]")
 _EVENT = re.compile(r"ftevent-[a-z2-7]{24}-(\d{1,18})")
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -117,8 +117,6 @@ async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -
     given, param = asked.hyperparameters, "hyperparameters"
     if settings is not None and settings.hyperparameters is not None:
         given, param = settings.hyperparameters, f"method.{method}.hyperparameters"
-    if asked.integrations:
-        raise unsupported("integrations are not served: poll the job's events, or its result file", "integrations")
     grader = settings.grader if settings is not None else None
     if method != "reinforcement" and grader is not None:
         raise invalid(f"the method {method} takes no grader", f"method.{method}.grader")
@@ -152,10 +150,13 @@ async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -
         recipe["init_from"] = model.source
     if asked.validation_file:
         recipe["validation"] = asked.validation_file
+    integrations = [each.model_dump(exclude_none=True) for each in asked.integrations or ()]
+    if integrations:
+        recipe |= {"loggers": ["wandb"], "wandb": integrations[0]["wandb"]}
     note = {
         "model": asked.model, "method": method, "hyperparameters": resolved.numbers, "seed": seed,
         "suffix": asked.suffix, "training_file": asked.training_file, "validation_file": asked.validation_file,
-        "grader": grader,
+        "grader": grader, "integrations": integrations,
     }  # fmt: skip
     spec = jobs.JobSpec(
         recipe=RECIPES[method], settings=json.dumps(recipe), name=asked.suffix or "", metadata=asked.metadata,

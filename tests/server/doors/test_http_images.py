@@ -210,6 +210,6 @@ async def test_a_fine_tuning_job_learns_from_images(http: httpx.AsyncClient) -> 
     assert answer.status_code == 200, answer.text
     job = await ended("text", file)
     assert (job["status"], job["error"]["code"]) == ("failed", "invalid_training_file")
-    assert job["error"]["message"].endswith("line 2: there are images, and text takes none"), job
+    assert job["error"]["message"].endswith(": there are images, and text takes none"), job
     elsewhere = await upload([*(row(n) for n in range(12)), row(13, "https://example.org/cat.png")])
     assert "line 13: message 0 of messages has an image 'https://example.org/cat.png'" in elsewhere["status_details"]

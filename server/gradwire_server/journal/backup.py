@@ -90,7 +90,7 @@ def backup(state_dir: Path, to: Path, say: Callable[[str], object]) -> Copied:
     raise StateFolderError(f"{state_dir} could not be copied as one state, {TRIES} times: {reason}")
 
 
-def restore(copy: Path, state_dir: Path, say: Callable[[str], object] = bool) -> Copied:
+def restore(copy: Path, state_dir: Path, say: Callable[[str], object]) -> Copied:
     """Make a state folder from a copy, whose every byte is checked first.
 
     Args:
@@ -110,7 +110,7 @@ def restore(copy: Path, state_dir: Path, say: Callable[[str], object] = bool) ->
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(copy, partial, ignore=shutil.ignore_patterns(NOTE))
     try:
-        copied = _check(partial, stored=say)
+        copied = _check(partial, say, damaged=False)
         with closing(connect(partial / DATABASE)) as database:
             # Clients that were at work know another history: they are fenced. So is a mirror of the old folder.
             database.execute("UPDATE runs SET epoch = epoch + ?, writer = ''", (EPOCHS,))
@@ -175,15 +175,15 @@ def _copy(state_dir: Path, partial: Path, say: Callable[[str], object]) -> Copie
         if (state_dir / name).exists():
             with closing(sqlite3.connect(state_dir / name)) as live, closing(sqlite3.connect(partial / name)) as copied:
                 live.backup(copied)
-    return _check(partial, say, say)
+    return _check(partial, say, damaged=True)
 
 
-def _check(copy: Path, say: Callable[[str], object] | None = None, stored: Callable[[str], object] = bool) -> Copied:
+def _check(copy: Path, say: Callable[[str], object], *, damaged: bool) -> Copied:
     """Read everything that a copy's database refers to, byte by byte; in a store, compare sizes.
 
     Args:
-        say: Called for a damaged checkpoint; without it, one makes the copy unusable.
-        stored: Called for a checkpoint that is not whole in the store, which has nothing to do with the copy.
+        say: Called for a checkpoint that is not whole in the store, which has nothing to do with the copy.
+        damaged: Also call it for a damaged checkpoint or file, which makes the copy unusable otherwise.
 
     Raises:
         _Changed: Something is missing or damaged.
@@ -213,7 +213,7 @@ def _check(copy: Path, say: Callable[[str], object] | None = None, stored: Calla
         name = pb.Checkpoint.FromString(raw).name
         if store is not None:
             if wrong := _not_whole(store, saved_place(run_id, CHECKPOINTS, name)):
-                stored(f"checkpoint {run_id}/{name} is not in {claim_of(copy).url} as it was saved: {wrong}")
+                say(f"checkpoint {run_id}/{name} is not in {claim_of(copy).url} as it was saved: {wrong}")
             continue
         folder = runs / run_id / "checkpoints" / name
         try:
@@ -222,7 +222,7 @@ def _check(copy: Path, say: Callable[[str], object] | None = None, stored: Calla
         except FileNotFoundError as error:
             raise _Changed(f"checkpoint {run_id}/{name} is missing") from error
         except DamagedCheckpoint as error:
-            if say is None:
+            if not damaged:
                 raise _Changed(f"checkpoint {run_id}/{name}: {error}") from error
             say(f"checkpoint {run_id}/{name} is damaged where it is, and so in the backup: {error}")
     for (raw,) in rows_of_files:
@@ -232,7 +232,7 @@ def _check(copy: Path, say: Callable[[str], object] | None = None, stored: Calla
             raise _Changed(f"the content of {stored_file.file_id} is missing")
         with content.open("rb") as stream:
             if hashlib.file_digest(stream, "sha256").digest() != stored_file.digest:
-                if say is None:
+                if not damaged:
                     raise _Changed(f"the content of {stored_file.file_id} is damaged")
                 say(f"the file {stored_file.file_id} is damaged where it is, and so in the backup")
     size = sum(file.stat().st_size for file in copy.rglob("*") if file.is_file())

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from gradwire_server.checkpoint_files import DamagedCheckpoint, StoredFile, sealed, unsealed
 from gradwire_server.crash_points import crash_point
@@ -158,7 +158,7 @@ class ObjectStore(Store):
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             with partial.open("wb") as stream:
-                self._read(f"{place.owner}/{data}/{name}", name, stored, stream.write)
+                self._read(f"{place.owner}/{data}/{name}", name, stored, stream)
             partial.rename(file)
         except OSError as error:
             if is_full(error):
@@ -167,8 +167,8 @@ class ObjectStore(Store):
         finally:
             partial.unlink(missing_ok=True)
 
-    def _read(self, key: str, name: str, stored: StoredFile, take: Callable[[bytes], object] = bool) -> None:
-        """Read an object in pieces, and compare it with what was written."""
+    def _read(self, key: str, name: str, stored: StoredFile, to: BinaryIO | None = None) -> None:
+        """Read an object in pieces, write them to a file, and compare them with what was saved."""
         try:
             size = self._bucket.size(key)
             if size != stored.size:
@@ -176,7 +176,8 @@ class ObjectStore(Store):
             state = hashlib.blake2b(digest_size=32)
             for piece in self._bucket.download(key, size):
                 state.update(piece)
-                take(piece)
+                if to is not None:
+                    to.write(piece)
         except Missing:
             raise DamagedCheckpoint(f"{name} is missing") from None
         if state.hexdigest() != stored.blake2b:

@@ -162,7 +162,7 @@ async def test_a_backup_and_a_repair_have_jobs_and_files(start: Start, tmp_path:
         folder.mkdir(parents=True)
         (folder / "state.json").write_text("{}")
         await asyncio.to_thread(backup, tmp_path, copy, print)
-    await asyncio.to_thread(restore, copy, again)
+    await asyncio.to_thread(restore, copy, again, print)
     assert (again / "jobs" / job.job_id / "state.json").read_text() == "{}"
     assert [path.read_bytes() for path in (again / "files").iterdir()] == [ROW * 3]
     await asyncio.to_thread(repair, tmp_path, "", print)
@@ -175,7 +175,7 @@ async def test_a_backup_and_a_repair_have_jobs_and_files(start: Start, tmp_path:
     content.unlink()  # linked: the folder it was copied from keeps it
     content.write_bytes(b"x")
     with pytest.raises(Exception, match="is damaged"):
-        await asyncio.to_thread(restore, copy, tmp_path.with_name("third"))
+        await asyncio.to_thread(restore, copy, tmp_path.with_name("third"), print)
 
 
 async def test_files_are_stored_once_checked_and_deleted(

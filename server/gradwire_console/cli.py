@@ -17,6 +17,8 @@ import uvicorn
 from gradwire_shell.serving import HttpServer, listen, url_of
 from rich.console import Console
 
+from gradwire_console.feedback import checked
+
 app = typer.Typer(help="See and steer a server's trainings in a browser.", add_completion=False)
 console = Console(stderr=True, soft_wrap=True)
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -35,6 +37,9 @@ def serve(
     sign_in: Annotated[
         bool, typer.Option("--sign-in", help="Ask for a key of the server also on this machine.")
     ] = False,
+    feedback: Annotated[
+        str, typer.Option(help="Address of a feedback service, to which the playground hands answers to rate.")
+    ] = "",
     root_path: Annotated[str, typer.Option(help="Path under which a proxy shows the console, such as /console.")] = "",
     parent_pid: Annotated[int | None, typer.Option(help="Stop when this is no longer the parent process.")] = None,
 ) -> None:
@@ -47,11 +52,15 @@ def serve(
     if not separator or not port.isdigit() or int(port) > 65_535:
         _fail(f"--address {address!r} is not HOST:PORT")
     host = host.strip("[]") or "0.0.0.0"
+    try:
+        feedback = feedback and checked(feedback)
+    except ValueError as wrong:
+        _fail(str(wrong))
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with tempfile.TemporaryDirectory(prefix="gradwire-console-") as folder:
         os.environ["NICEGUI_STORAGE_PATH"] = folder  # read at the import
         try:
-            asyncio.run(_serve(server, host, int(port), ca_cert, read_only, sign_in, root_path, parent_pid))
+            asyncio.run(_serve(server, host, int(port), ca_cert, read_only, sign_in, feedback, root_path, parent_pid))
         except (gradwire.GradwireError, OSError) as error:
             _fail(str(error))
 
@@ -63,6 +72,7 @@ async def _serve(
     ca_cert: Path | None,
     read_only: bool,
     sign_in: bool,
+    feedback: str,
     root_path: str,
     parent_pid: int | None,
 ) -> None:
@@ -88,7 +98,7 @@ async def _serve(
     listener = listen(host, port)
     http = HttpServer(
         uvicorn.Config(
-            create_application(Workspaces(server, key, read_only), host),
+            create_application(Workspaces(server, key, read_only, feedback), host),
             log_level="warning",
             lifespan="on",
             timeout_graceful_shutdown=GRACE_S,

@@ -239,10 +239,11 @@ class Workspaces:
         server: The server.
         own_key: The key of everyone who opens the console on its own machine; None: they sign in.
         read_only: Whether nothing may be changed through this console.
+        feedback: Address of the feedback service beside it; "" for none.
     """
 
-    def __init__(self, server: Server, own_key: str | None, read_only: bool = False) -> None:
-        self.server, self.read_only = server, read_only
+    def __init__(self, server: Server, own_key: str | None, read_only: bool = False, feedback: str = "") -> None:
+        self.server, self.read_only, self.feedback = server, read_only, feedback
         self._own_key = own_key
         self._by_key: dict[str, Workspace] = {}
         self._keys: dict[str, str] = {}  # browser -> key; in memory alone, so that no key is on disk

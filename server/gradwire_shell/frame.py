@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,7 +105,7 @@ def sign_in(product: str, label: str, enter: Callable[[str], Awaitable[str]], ta
     Args:
         label: What the key is called.
         enter: Takes the key, and returns why it is refused; "" where it is not.
-        target: Where to go then.
+        target: Where to go then, with what stands behind the ``#`` of the address.
     """
     ui.add_css(CSS)
     ui.dark_mode(app.storage.user.get("dark"))
@@ -115,7 +116,7 @@ def sign_in(product: str, label: str, enter: Callable[[str], Awaitable[str]], ta
         if why:
             refusal.set_text(why)
         else:
-            ui.navigate.to(target)
+            ui.run_javascript(f"location.assign({json.dumps(target)} + location.hash)")
 
     with ui.element("div").classes("gw-main").style("max-width: 26rem; padding-top: 18vh"), panel_form():
         title(f"gradwire {product}")

@@ -13,6 +13,7 @@ from gradwire_shell.components import button, empty, error, panel, plain, sdk_li
 from nicegui import ui
 from nicegui.element import Element
 
+from gradwire_console.feedback import offer_url
 from gradwire_console.pages.common import opened
 from gradwire_console.workspace import Workspace, Workspaces
 
@@ -30,15 +31,17 @@ def register(workspaces: Workspaces) -> None:
 
         async def content(workspace: Workspace) -> None:
             title("Playground")
-            await _Playground(workspace, [each for each in models.split(",") if each][:MOST], prompt).show()
+            await _Playground(
+                workspace, workspaces.feedback, [each for each in models.split(",") if each][:MOST], prompt
+            ).show()
 
         return await opened(workspaces, path, "/playground", content)
 
 
 class _Playground:
-    def __init__(self, workspace: Workspace, chosen: list[str], prompt: str) -> None:
-        self._workspace, self._chosen, self._first_prompt = workspace, chosen, prompt
-        self._tasks: list[asyncio.Task[None]] = []
+    def __init__(self, workspace: Workspace, feedback: str, chosen: list[str], prompt: str) -> None:
+        self._workspace, self._feedback, self._chosen, self._first_prompt = workspace, feedback, chosen, prompt
+        self._tasks: list[asyncio.Task[str]] = []
         self._base: dict[str, str] = {}
 
     async def show(self) -> None:
@@ -107,10 +110,18 @@ class _Playground:
             sdk_line(
                 f"async for token in service.sampling_client({chosen[-1]!r}).stream({prompt!r}): print(token.text)"
             )
-        self._tasks = [asyncio.create_task(self._answer(path, place, prompt)) for path, place in places]
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        tasks = self._tasks = [asyncio.create_task(self._answer(path, place, prompt)) for path, place in places]
+        texts = await asyncio.gather(*tasks, return_exceptions=True)
+        answers = {path: text for path, text in zip(chosen, texts) if isinstance(text, str) and text}
+        if self._feedback and answers and tasks is self._tasks:
+            with self._code:
+                ui.link("Rate these answers", offer_url(self._feedback, prompt, answers), new_tab=True).classes(
+                    "gw-link"
+                )
 
-    async def _answer(self, path: str, place: Element, prompt: str) -> None:
+    async def _answer(self, path: str, place: Element, prompt: str) -> str:
+        """Show an answer as it comes; return its text, "" where it did not end."""
+        text = ""
         try:
             asked: str | list[int] = prompt
             if self._chat.value:
@@ -128,11 +139,14 @@ class _Playground:
             async with contextlib.aclosing(stream) as tokens:
                 async for token in tokens:
                     if place.is_deleted:
-                        return
+                        return ""
                     _show_token(place, token)
+                    text += token.text
         except gradwire.GradwireError as failure:
             with place:
                 error(str(failure))
+            return ""
+        return text
 
 
 def _show_token(place: Element, token: gradwire.SampledToken) -> None:

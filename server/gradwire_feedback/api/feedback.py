@@ -9,6 +9,7 @@ import sqlalchemy as sa
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import JSONResponse
 from pydantic import TypeAdapter, ValidationError
+from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
 from gradwire_feedback.api.access import Rater, Reader, TheContext, Trainer
@@ -23,7 +24,7 @@ from gradwire_feedback.api.schemas import (
     ItemOut,
 )
 from gradwire_feedback.context import Context
-from gradwire_feedback.database.tables import new_id
+from gradwire_feedback.database.tables import Item, new_id
 from gradwire_feedback.settings import LIMITS
 from gradwire_feedback.statistics.agreement import agreement
 from gradwire_feedback.store import feedback, rating
@@ -185,14 +186,23 @@ def _store(context: Context, agent_id: str, rows: list[FeedbackIn], single: bool
 @router.post("/items/{agent_id}", status_code=201)
 def add_item(agent_id: AgentId, item: ItemIn, context: TheContext, caller: Trainer) -> ItemOut:
     """Adds an answer that was made elsewhere, or several side by side, to the queue of the rating page."""
-    answers = [rating.NewAnswer(item.run_id or new_id(), item.response)]
-    answers += [rating.NewAnswer(other.run_id or new_id(), other.response) for other in item.others]
     with context.database.write() as session:
-        stored = rating.add_item(session, agent_id, item.prompt, answers, item.raters, ask=item.ask)
+        stored = store_item(session, agent_id, item)
         return ItemOut(
-            id=stored.id, agent_id=agent_id, run_ids=[answer.run_id for answer in answers],
+            id=stored.id, agent_id=agent_id, run_ids=[answer.run_id for answer in stored.answers],
             raters=stored.raters, created_at=stored.created_at,
         )  # fmt: skip
+
+
+def store_item(session: Session, agent_id: str, item: ItemIn) -> Item:
+    """Put an item in the queue of the rating page.
+
+    Raises:
+        ConflictError: A run id is already in use.
+    """
+    answers = [rating.NewAnswer(item.run_id or new_id(), item.response)]
+    answers += [rating.NewAnswer(other.run_id or new_id(), other.response) for other in item.others]
+    return rating.add_item(session, agent_id, item.prompt, answers, item.raters, ask=item.ask)
 
 
 @router.get("/{agent_id}/agreement")

@@ -1,4 +1,4 @@
-"""The pages for people: `/`, and an agent's `/rate`, `/ratings` and `/policies`, in the application of the API."""
+"""The pages for people: `/`, `/offer`, and an agent's `/rate`, `/ratings` and `/policies`, in the API's application."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from nicegui import ui
 
 from gradwire_feedback.context import Context
-from gradwire_feedback.pages import home, login, policies, rate, ratings
+from gradwire_feedback.pages import home, login, offer, policies, rate, ratings
 
 SECRET_FILE = ".session-secret"
 RECONNECT_TIMEOUT_S = 30.0
@@ -18,7 +18,7 @@ RECONNECT_TIMEOUT_S = 30.0
 
 def mount(app: FastAPI, context: Context) -> None:
     """Add the pages to the application, after its own routes."""
-    for page in (home, login, rate, ratings, policies):
+    for page in (home, login, offer, rate, ratings, policies):
         page.register(context)
     ui.run_with(
         app,

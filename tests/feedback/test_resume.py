@@ -7,16 +7,19 @@ import os
 import signal
 import sqlite3
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from gradwire.rlhf import TrainingResult
 from gradwire_feedback.settings import Settings
+from gradwire_feedback.training.preferences import PreferenceResult
 from gradwire_feedback.training.server import TrainingServer
 from support.feedback import QUICK, FeedbackService, scores
 from support.server import Server, free_port
 
 STEPS = 25
+DPO_STEPS = 150
 PATIENCE_S = 300
 
 
@@ -75,6 +78,44 @@ def completed(service: FeedbackService, job: str, folder: Path, steps: int) -> N
     assert result.training_steps == len(result.reward_history) == steps
     rows = sqlite3.connect(folder / "feedback.db").execute("SELECT count(*) FROM policies").fetchone()
     assert rows == (1,)
+
+
+@pytest.mark.slow
+def test_a_training_on_preferences_ends_the_same_after_kills(tiny_model_path: Path, tmp_path: Path) -> None:
+    """The engine that trains dies, and then the service with its server; the other training is left alone."""
+    service = FeedbackService(tmp_path, f"tiny={tiny_model_path}").start()
+    orders = [{"prompt": f"Say {n % 4}", "responses": [f"Better {n}", f"Worse {n}"]} for n in range(12)]
+    preferences = QUICK | {"method": "dpo", "maxSteps": DPO_STEPS}
+    with service.client() as api:
+        for agent in ("calm", "killed"):
+            assert api.post(f"/rankings/{agent}", json=orders).status_code == 201
+        begun = api.post("/train_policy/killed", json=preferences, headers={"Prefer": "respond-async"})
+        job = str(begun.json()["id"])
+    assert 3 <= wait_for_step(service, job, 3) < DPO_STEPS
+    server = training_server_of(service.process.pid)
+    os.kill(int(Path(f"/proc/{server}/task/{server}/children").read_text().split()[0]), signal.SIGKILL)
+    assert wait_for_step(service, job, step_of(service, job) + 3) < DPO_STEPS
+    assert training_server_of(service.process.pid) == server, "only its engine died"
+    service.end(signal.SIGKILL)
+    service.start()
+    try:
+        wait_for_step(service, job, DPO_STEPS)
+        with service.client() as api:
+            while (ended := api.get(f"/jobs/{job}").json())["status"] == "running":
+                time.sleep(0.2)
+            assert ended["status"] == "succeeded", ended
+            assert [each["version"] for each in api.get("/killed").json()] == ["v12"]
+            assert api.post("/train_policy/calm", json=preferences).status_code == 200
+    finally:
+        assert service.end() == 0
+    killed, calm = (tmp_path / "models" / agent / "v12" for agent in ("killed", "calm"))
+    found, expected = PreferenceResult.load(killed), PreferenceResult.load(calm)
+    assert len(found.curves["loss"]) == DPO_STEPS and found.curves["loss"][-1] < found.curves["loss"][0]
+    assert replace(found, checkpoint="") == replace(expected, checkpoint="")
+    weights = [file.name for file in (calm / "policy").glob("*.safetensors")]
+    assert weights and all(
+        (killed / "policy" / name).read_bytes() == (calm / "policy" / name).read_bytes() for name in weights
+    )
 
 
 @pytest.mark.slow
@@ -158,7 +199,7 @@ def step_of(service: FeedbackService, job: str) -> int:
     progress = found["progress"]
     if found["status"] == "succeeded" or (progress and progress["stage"] == "export"):
         return 10**6
-    return int(progress["step"]) if progress and progress["stage"] == "policy" else 0
+    return int(progress["step"]) if progress and progress["stage"] in ("policy", "preferences") else 0
 
 
 def wait_for_step(service: FeedbackService, job: str, step: int) -> int:

@@ -117,7 +117,7 @@ def test_a_thousand_tests_of_equal_versions_rarely_have_a_winner(scenario: Scena
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("scenario", DIFFERENT, ids=str)
 def test_a_real_difference_is_found(scenario: Scenario) -> None:
-    found = simulate(scenario, 200)
+    found = simulate(scenario, 1000)
     assert found.settled >= 0.8 and found.missed <= 0.05
 
 

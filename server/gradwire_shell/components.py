@@ -124,6 +124,28 @@ class Plot(Element, component="plot.js", default_classes="gw-plot"):
         self.update()
 
 
+class Lines(Element):
+    """Texts below each other, each with these classes; a line stays where it is while its text changes."""
+
+    def __init__(self, texts: Sequence[str] = (), classes: str = "") -> None:
+        super().__init__("div")
+        self.classes("gw-lines")
+        self._each = classes
+        self._labels: list[ui.label] = []
+        self.show(texts)
+
+    def show(self, texts: Sequence[str]) -> None:
+        """Show other texts."""
+        for label in self._labels[len(texts) :]:
+            label.delete()
+        del self._labels[len(texts) :]
+        with self:
+            self._labels += [ui.label().classes(self._each) for _ in texts[len(self._labels) :]]
+        for label, text in zip(self._labels, texts, strict=True):
+            label.text = text
+        self.set_visibility(bool(texts))
+
+
 def title(text: str, level: int = 1) -> Element:
     """A heading."""
     with ui.element(f"h{level}").classes("gw-title") as heading:
@@ -160,10 +182,9 @@ def empty(sentence: str, code: str = "") -> None:
             sdk_line(code)
 
 
-def error(sentence: str) -> None:
+def error(sentence: str) -> ui.label:
     """A failure, in the words of whoever reports it."""
-    with ui.element("div").classes("gw-error").props("role=alert"):
-        ui.label(sentence)
+    return ui.label(sentence).classes("gw-error").props("role=alert")
 
 
 def sdk_line(code: str) -> None:

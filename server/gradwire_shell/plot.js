@@ -33,9 +33,9 @@ export default {
     draw() {
       const style = getComputedStyle(document.body);
       const token = (name) => style.getPropertyValue(name).trim();
-      const quiet = token("--quiet"), line = token("--line");
+      const quiet = token("--quiet"), line = token("--line"), edge = token("--edge");
       const axis = { axisLabel: { color: quiet, fontSize: 11, hideOverlap: true }, axisTick: { show: false },
-                     axisLine: { lineStyle: { color: line } } };
+                     axisLine: { lineStyle: { color: edge } } };
       this.chart.setOption({
         animation: false,
         textStyle: { fontFamily: style.fontFamily },
@@ -46,7 +46,8 @@ export default {
         tooltip: { trigger: "axis", renderMode: "richText", confine: true, backgroundColor: token("--surface"),
                    borderColor: line, textStyle: { color: token("--text"), fontSize: 12 },
                    valueFormatter: (value) => (value === undefined ? "" : Number(value).toPrecision(5)) },
-        toolbox: { show: true, itemSize: 0, showTitle: false, feature: { dataZoom: { yAxisIndex: "none" } } },
+        toolbox: { show: true, itemSize: 0, showTitle: false, iconStyle: { opacity: 0 },
+                   emphasis: { iconStyle: { opacity: 0 } }, feature: { dataZoom: { yAxisIndex: "none" } } },
         series: this.series.map((each) => ({
           type: "line", name: each.name, data: each.points, showSymbol: each.points.length < 30, symbolSize: 5,
           lineStyle: { width: each.faint ? 1 : 1.75, opacity: each.faint ? 0.28 : 1 }, sampling: false,

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
+from urllib.parse import quote
 
 import httpx
 import numpy as np
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 from support.chromium import PATIENCE_MS, launched
+from support.contrast import chart_contrasts
 from support.feedback import QUICK, FeedbackService, run_keys, scores
 from support.server import Server
 
 pytestmark = pytest.mark.browser
 
 AXE = Path(__file__).parents[2] / "node_modules/axe-core/axe.min.js"
+CHARTS = {
+    "Histogram of the scores", "Mean score and interval of each version", "Mean predicted reward of each training step",
+    "Loss", "Predicted reward of the answers",
+}  # fmt: skip
 SCREENSHOTS = os.environ.get("GRADWIRE_SCREENSHOTS")
 """A folder for screenshots of the documentation; none are made without it."""
 
@@ -71,6 +79,15 @@ def add_item(api: httpx.Client, agent: str, prompt: str, response: str, **more: 
     assert answer.status_code == 201, answer.text
 
 
+@contextmanager
+def pressing(button: Locator) -> Iterator[None]:
+    """The mouse goes down on a button, and up again at the end: a click, unless another button stands there by then."""
+    button.hover()
+    button.page.mouse.down()
+    yield
+    button.page.mouse.up()
+
+
 def introduce(page: Page, name: str) -> None:
     page.get_by_label("Your name").fill(name)
     page.get_by_role("button", name="Continue").click()
@@ -93,11 +110,11 @@ def test_rating_by_keyboard_and_mouse(service: FeedbackService, api: httpx.Clien
     page.keyboard.press("Escape")
     page.keyboard.press("Enter")
     expect(page.get_by_text("Answer B")).to_be_visible(timeout=PATIENCE_MS)
-    page.keyboard.press("2")
-    chosen = page.get_by_role("button", name="2 Weak").first
-    expect(chosen).to_have_attribute("aria-pressed", "true", timeout=PATIENCE_MS)
-    expect(chosen).to_contain_text("✓")
-    page.get_by_role("button", name="5 Excellent").nth(1).click()
+    with pressing(page.get_by_role("button", name="5 Excellent").nth(1)):
+        page.keyboard.press("2")
+        chosen = page.get_by_role("button", name="2 Weak").first
+        expect(chosen).to_have_attribute("aria-pressed", "true", timeout=PATIENCE_MS)
+        expect(chosen).to_contain_text("✓")
     expect(page.get_by_role("button", name="Next (Enter)")).to_be_enabled(timeout=PATIENCE_MS)
     keep(page, "feedback-rate")
     page.get_by_label("Note (optional)").fill("B says how")
@@ -119,8 +136,11 @@ def test_rating_by_keyboard_and_mouse(service: FeedbackService, api: httpx.Clien
     assert "3 feedback samples" in api.post("/train_policy/kettle", json={}).json()["detail"]
     page.goto(f"{service.url}/ratings/kettle")
     expect(page.get_by_text("by Ann").first).to_be_visible(timeout=PATIENCE_MS)
-    page.get_by_role("button", name="Withdraw").last.click()
-    expect(page.get_by_text(re.compile("Withdrawn: score 0.75, by Ann"))).to_be_visible(timeout=PATIENCE_MS)
+    page.get_by_label("Score").first.fill("0.1")
+    with pressing(page.get_by_role("button", name="Correct").first):
+        page.get_by_role("button", name="Withdraw").last.dispatch_event("click")
+        expect(page.get_by_text(re.compile("Withdrawn: score 0.75, by Ann"))).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text(re.compile("^score 0.1, by Ann"))).to_be_visible(timeout=PATIENCE_MS)
     assert "2 feedback samples" in api.post("/train_policy/kettle", json={}).json()["detail"]
 
 
@@ -137,7 +157,9 @@ def test_pairs_and_rankings_by_keyboard_and_mouse(service: FeedbackService, api:
     expect(page.get_by_role("button", name="B: place 1 of 2 ✓")).to_be_visible(timeout=PATIENCE_MS)
     page.keyboard.press("0")
     expect(page.get_by_role("button", name="Equally good (0) ✓")).to_be_visible(timeout=PATIENCE_MS)
-    page.get_by_role("button", name="A: place 1 of 2").click()
+    page.get_by_role("button", name="Clear (C)").focus()
+    page.keyboard.press("Enter")  # the button's own
+    page.get_by_role("button", name="1 A is better").click()
     expect(page.get_by_role("button", name="B: place 2 of 2 ✓")).to_be_visible(timeout=PATIENCE_MS)
     page.keyboard.press("Enter")
     for place, (number, letter) in enumerate(((3, "C"), (1, "A")), 1):
@@ -158,6 +180,28 @@ def test_pairs_and_rankings_by_keyboard_and_mouse(service: FeedbackService, api:
     page.get_by_role("button", name="Withdraw").first.click()
     expect(page.get_by_text("Withdrawn: by Ann")).to_have_count(2, timeout=PATIENCE_MS)
     assert len(api.get("/order/pairs").json()) == 1
+
+
+def test_older_pages_show_each_rating_and_ranking_once(service: FeedbackService, api: httpx.Client, page: Page) -> None:
+    """Both are numbered by one counter."""
+    rows = [{"prompt": f"Ranked {n}", "responses": ["Better.", "Worse."]} for n in range(31)]
+    assert api.post("/feedback/long", json=scores(31)).status_code == 201
+    assert api.post("/rankings/long", json=rows[:-1]).status_code == 201
+    assert api.post("/feedback/long", json=scores(1, 31)).status_code == 201
+    assert api.post("/rankings/long", json=rows[-1:]).status_code == 201
+    page.goto(f"{service.url}/ratings/long")
+    introduce(page, "Ann")
+    seen = []
+    for first in ("Ranked 30", "Ranked 1", "Say 2"):
+        panels = page.locator("section.gw-panel")
+        expect(panels.first).to_contain_text(first, timeout=PATIENCE_MS)
+        seen += panels.all_inner_texts()
+        if first != "Say 2":
+            page.get_by_role("button", name="Older").click()
+    assert len(seen) == len(set(seen)) == 63
+    expect(page.get_by_role("button", name="Older")).to_be_hidden()
+    page.get_by_role("button", name="Newest").click()
+    expect(page.get_by_text("Ranked 30")).to_be_visible(timeout=PATIENCE_MS)
 
 
 def test_the_start_page_and_the_api_documentation_need_no_internet(
@@ -186,12 +230,15 @@ def test_everybody_can_use_the_pages_on_a_phone_too(
     add_item(api, agent, "Explain the tides. " * 40, long, others=[{"response": long}])
     page.emulate_media(color_scheme=scheme)
     faults: list[tuple[str, ...]] = []
-    for path in ("", f"rate/{agent}", f"ratings/{agent}", f"policies/{agent}"):
+    offered = quote(json.dumps({"prompt": "Explain the tides.", "response": long, "others": [{"response": long}]}))
+    for path in ("", f"rate/{agent}", f"ratings/{agent}", f"policies/{agent}", f"offer#{offered}"):
         page.goto(f"{service.url}/{path}")
         if path.startswith("rate/"):
             introduce(page, "Ann")
             page.get_by_role("button", name="2 Weak").first.click()
         expect(page.get_by_role("heading", level=1)).to_be_visible()
+        if path.startswith("offer"):
+            expect(page.get_by_text("Ask people")).to_be_visible(timeout=PATIENCE_MS)
         assert page.evaluate("document.documentElement.lang") == "en-US"
         page.wait_for_timeout(500)  # what fades in is pale until then
         page.evaluate(AXE.read_text())
@@ -206,7 +253,7 @@ def test_everybody_can_use_the_pages_on_a_phone_too(
             )
             above, below = first.bounding_box(), second.bounding_box()
             assert above is not None and below is not None and above["y"] < below["y"] < 800 - below["height"]
-        keep(page, f"phone-{path.partition('/')[0]}-{scheme}")
+        keep(page, f"phone-{re.split('[/#]', path)[0]}-{scheme}")
         page.set_viewport_size({"width": 1100, "height": 640})
     assert faults == []
 
@@ -232,12 +279,13 @@ def test_two_raters_never_hold_the_same_item(
     for rater in (ann, bob):
         rater.keyboard.press("Enter")
     for rater in (ann, bob):
-        expect(rater.get_by_text(re.compile("Nothing to rate now|Prompt number"))).to_be_visible(timeout=PATIENCE_MS)
+        shown = rater.get_by_text(re.compile("Nothing to rate now|Prompt number")).filter(visible=True)
+        expect(shown).to_be_visible(timeout=PATIENCE_MS)
     deadline = time.monotonic() + 60
     while api.get("/two/agreement").json()["answers"] < 2:
         assert time.monotonic() < deadline
         for rater, grade in ((ann, "1"), (bob, "2")):
-            if rater.get_by_text("Nothing to rate now").count():
+            if rater.get_by_text("Nothing to rate now").is_visible():
                 rater.get_by_role("button", name="Look again").click()
             else:
                 rater.keyboard.press(grade)
@@ -260,6 +308,14 @@ def test_training_deploying_and_rolling_back(service: FeedbackService, api: http
     assert api.post("/train_policy/shop", json=QUICK | {"maxSteps": 12}).status_code == 200
     typed = page.get_by_label("v40 %", exact=True)
     typed.fill("30")
+    api.post("/train_policy/shop", json=QUICK | {"maxSteps": 5000}, headers={"Prefer": "respond-async"})
+    with pressing(page.get_by_role("button", name="Cancel")):
+        for step in (1, 2):
+            expect(page.get_by_text(re.compile(rf"v40.1: training the policy, step [{step}-9]"))).to_be_visible(
+                timeout=PATIENCE_MS
+            )
+    expect(page.get_by_text("The last training was cancelled.")).to_be_visible(timeout=PATIENCE_MS)
+    typed.focus()
     begun = api.post("/train_policy/shop", json=QUICK | {"maxSteps": 12}, headers={"Prefer": "respond-async"})
     expect(page.get_by_text("v40.1: training")).to_be_visible(timeout=PATIENCE_MS)
     with api.stream("GET", f"/jobs/{begun.json()['id']}/events") as stream:
@@ -288,6 +344,16 @@ def test_training_deploying_and_rolling_back(service: FeedbackService, api: http
     )
     expect(page.get_by_text("by people, of")).to_be_visible(timeout=PATIENCE_MS)
     expect(page.get_by_role("heading", name="Answers before and after")).to_be_visible(timeout=PATIENCE_MS)
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        expect(page.locator(f"body.body--{scheme}")).to_be_visible(timeout=PATIENCE_MS)
+        page.wait_for_timeout(500)  # colours fade
+        measured = chart_contrasts(page)
+        assert {(each.chart, each.kind) for each in measured} >= {
+            (chart, kind) for chart in CHARTS for kind in ("text", "shape")
+        }
+        assert [each for each in measured if each.too_low] == [], scheme
+    page.emulate_media(color_scheme="light")
     keep(page, "feedback-policies")
     page.set_viewport_size({"width": 400, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 400, "the table of versions scrolls by itself"
@@ -319,6 +385,12 @@ def test_keys_are_asked_for(server: Server, tmp_path: Path, page: Page) -> None:
         page.wait_for_url("**/rate/bot")
         page.goto(f"{service.url}/policies/bot")
         expect(page.get_by_text("has the role rate; this page needs read")).to_be_visible(timeout=PATIENCE_MS)
+        page.get_by_role("button", name="Sign out").click()
+        page.goto(f"{service.url}/offer#behind")
+        page.get_by_label("API key").fill(rater)
+        page.get_by_role("button", name="Sign in").click()
+        expect(page.get_by_text("has the role rate; this page needs train")).to_be_visible(timeout=PATIENCE_MS)
+        assert page.url == f"{service.url}/offer#behind"
         run_keys(service, "revoke", "ann")
         page.goto(f"{service.url}/rate/bot")
         page.wait_for_url("**/login?next=*")

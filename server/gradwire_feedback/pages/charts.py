@@ -5,12 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradwire_shell.components import Curve
+from gradwire_shell.components import Curve, named
+from nicegui import ui
 
 from gradwire_feedback.api.schemas import ComparisonOut
 
-BLUE, BAND, POINT = "#2b86c5", "#5b97c4", "#0b3d63"
+BLUE, BAND, POINT, EDGE = "#2b86c5", "#5b97c4", "#0b3d63", "#7a828c"
 """At least 3:1 against the surfaces of both themes, and the point against its band. Texts have the theme's colour."""
+AXIS = {
+    "axisLine": {"lineStyle": {"color": EDGE}}, "axisTick": {"lineStyle": {"color": EDGE}},
+    "splitLine": {"lineStyle": {"color": EDGE, "opacity": 0.3}},
+}  # fmt: skip
+
+
+class Chart(ui.echart):
+    """A chart in the theme's colours, named for screen readers; without options it is hidden."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__({}, renderer="svg")
+        named(self, name).classes("gw-chart").props("role=img")
+
+    def show(self, options: Mapping[str, Any]) -> None:
+        """Show other data."""
+        self.options.clear()
+        self.options.update(options)
+        self.set_visibility(bool(options))
+        self.update()
 
 
 def histogram(counts: Sequence[int]) -> dict[str, Any]:
@@ -19,10 +39,10 @@ def histogram(counts: Sequence[int]) -> dict[str, Any]:
     return {
         "grid": {"left": 40, "right": 10, "top": 20, "bottom": 40},
         "xAxis": {
-            "type": "category", "name": "score", "nameLocation": "middle", "nameGap": 26,
+            "type": "category", "name": "score", "nameLocation": "middle", "nameGap": 26, **AXIS,
             "data": [f"{i * width:.1f}–{(i + 1) * width:.1f}" for i in range(len(counts))],
         },
-        "yAxis": {"type": "value", "minInterval": 1},
+        "yAxis": {"type": "value", "minInterval": 1, **AXIS},
         "tooltip": {},
         "series": [{"type": "bar", "data": list(counts), "itemStyle": {"color": BLUE}, "barCategoryGap": "10%"}],
         "animation": False,
@@ -44,8 +64,10 @@ def intervals(comparison: ComparisonOut) -> dict[str, Any]:
     return {
         "grid": {"left": 70, "right": 30, "top": 10, "bottom": 40},
         "xAxis": {
-            "type": "value", "min": 0, "max": 1, "name": "score", "nameLocation": "middle", "nameGap": 26},
-        "yAxis": {"type": "category", "data": names},
+            "type": "value", "min": 0, "max": 1, "name": "score", "nameLocation": "middle", "nameGap": 26,
+            **AXIS,
+        },
+        "yAxis": {"type": "category", "data": names, **AXIS},
         "series": [
             {
                 "type": "bar", "stack": "interval", "silent": True, "itemStyle": {"color": "transparent"},

@@ -19,8 +19,8 @@ NEWEST_SHOWN = 6
 class DeploymentCard:
     """Deployed shares with a field for each version.
 
-    A refresh adds fields and changes those that show what is deployed; a field in which somebody typed another share
-    stays as it is.
+    A refresh adds fields and changes those that show what is deployed; it removes none, and a field in which somebody
+    typed another share stays as it is.
 
     Args:
         context: of the service.
@@ -35,9 +35,9 @@ class DeploymentCard:
         self._placed: dict[str, float | None] = {}
 
     def show(self, found: Overview) -> None:
-        with ui.card().classes("full-width").mark("deployment"):
+        with ui.card().classes("full-width"):
             title("Deployed", 2)
-            self._deployed = ui.label().mark("deployed")
+            self._deployed = ui.label()
             if self._may_train:
                 self._row = ui.row().classes("items-end")
                 with ui.row():
@@ -53,9 +53,7 @@ class DeploymentCard:
             return
         every = [BASE, *(each.version for each in found.versions)]
         shown = [version for version in every if version in every[-NEWEST_SHOWN:] or version in found.weights]
-        for version in [version for version in self._fields if version not in shown and not self._typed(version)]:
-            self._row.remove(self._fields.pop(version))
-        for version in shown:
+        for version in [*shown, *(version for version in self._fields if version not in shown)]:
             share = round(100 * found.weights.get(version, 0.0), 6)
             if version not in self._fields:
                 with self._row:

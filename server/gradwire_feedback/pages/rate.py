@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from fastapi.responses import RedirectResponse
-from gradwire_shell.components import button, named, panel, plain, title
+from gradwire_shell.components import button, named, panel, title
 from nicegui import events, ui
+from nicegui.element import Element
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
@@ -76,16 +78,38 @@ class _State:
         self.ranks = tuple(ranks)
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """The elements of an answer: its card, and a button for each grade, or one for its place."""
+
+    card: Element
+    choices: dict[str, ui.button]
+
+
 class _Rating:
+    """The page of a rater. What is marked or counted changes in place; only another item brings other elements."""
+
     def __init__(self, context: Context, agent_id: str, rater: str) -> None:
         self._context, self._agent_id, self._rater = context, agent_id, rater
         self._state = _State()
-        self._note: ui.textarea | None = None
+        self._shown: str | None = ""
         self._busy = False
 
     async def show(self) -> None:
+        with ui.column().classes("full-width gap-3"):
+            with ui.row().classes("full-width items-baseline justify-between"):
+                title(f"Rate answers of {self._agent_id}")
+                self._waiting = ui.label().classes("quiet")
+            self._none = panel("Nothing to rate now")
+            with self._none:
+                self._why = ui.label()
+                _button("Look again", self._next, kind="primary")
+            self._item = ui.column().classes("full-width gap-3")
+            with ui.row().classes("full-width items-center"):
+                self._actions = ui.element("div").classes("contents")
+                _button("Undo (U)", self._undo)
+                self._keys = ui.label().classes("quiet")
         await self._next()
-        self._body()
         ui.keyboard(on_key=self._key, ignore=["input", "textarea"])
 
     async def _next(self) -> None:
@@ -94,7 +118,10 @@ class _Rating:
                 item = rating.reserve(session, self._agent_id, self._rater)
                 return self._state_of(session, item)
 
-        self._state = await run_in_threadpool(reserve)
+        found = await run_in_threadpool(reserve)
+        if found.item is not None and self._state.item is not None and found.item.id == self._state.item.id:
+            found = replace(self._state, waiting=found.waiting, held=found.held)  # what was chosen stays chosen
+        self._take(found)
 
     def _state_of(self, session: Session, item: Item | None) -> _State:
         waiting = rating.open_items(session, self._agent_id)
@@ -102,84 +129,100 @@ class _Rating:
         empty = (None,) * (len(item.answers) if item else 0)
         return _State(item, waiting, held, grades=empty, ranks=empty)
 
-    @ui.refreshable_method
-    def _body(self) -> None:
-        item, several = self._state.item, len(self._state.grades)
-        with ui.column().classes("full-width gap-3"):
-            with ui.row().classes("full-width items-baseline justify-between"):
-                title(f"Rate answers of {self._agent_id}")
-                ui.label(f"{self._state.waiting} waiting").classes("quiet").mark("waiting")
-            if item is None:
-                with panel("Nothing to rate now"):
-                    ui.label(self._why_nothing())
-                    with ui.row():
-                        button("Look again", self._again, kind="primary")
-                        button("Undo (U)", self._undo)
-                return
-            with panel("Prompt").classes("full-width"):
-                named(ui.label(item.prompt), "Prompt").classes("text gw-scroll").props("tabindex=0 role=group")
-            if self._state.ranking:
-                ui.label("Which answer is better?" if several == 2 else "Choose the best answer, then the next best.")
-            with ui.element("div").classes("gw-answers full-width"):
-                for position in range(len(item.answers)):
-                    self._answer(position)
-            self._note = ui.textarea("Note (optional)", value=self._state.notes, on_change=self._keep_note)
-            self._note.classes("full-width").props(f"outlined autogrow maxlength={LIMITS.notes_chars}")
-            self._note.on("keydown.esc", js_handler="(event) => event.target.blur()")
-            with ui.row().classes("full-width items-center"):
-                button("Next (Enter)", self._submit, kind="primary").set_enabled(self._state.done)
-                if self._state.ranking:
-                    equal = self._state.done and len(set(self._state.ranks)) == 1
-                    tie = button("Equally good (0) ✓" if equal else "Equally good (0)", self._equal)
-                    tie.props(f"aria-pressed={str(equal).lower()}")
-                    button("Clear (C)", self._clear)
-                button("Skip (S)", self._skip)
-                button("Undo (U)", self._undo)
-                keys = RANKING_KEYS if self._state.ranking else KEYS
-                ui.label(" · ".join(f"{key} {meaning}" for key, meaning in keys.items())).classes("quiet")
+    def _take(self, state: _State) -> None:
+        """Show another state, with new elements if it is of another item."""
+        self._state, item = state, state.item
+        self._waiting.text = f"{state.waiting} waiting"
+        self._why.text = self._why_nothing()
+        self._none.set_visibility(item is None)
+        if self._shown != (shown := item.id if item is not None else None):
+            self._shown = shown
+            self._item.clear()
+            self._actions.clear()
+            if item is not None:
+                with self._item:
+                    self._show_item(item)
+                with self._actions:
+                    self._show_actions()
+        if item is not None:
+            self._note.value = state.notes
+        self._keys.text = "" if item is None else _described(RANKING_KEYS if state.ranking else KEYS)
+        self._mark()
 
-    def _answer(self, position: int) -> None:
+    def _show_item(self, item: Item) -> None:
+        several = len(item.answers)
+        with panel("Prompt").classes("full-width"):
+            named(ui.label(item.prompt), "Prompt").classes("text gw-scroll").props("tabindex=0 role=group")
+        if self._state.ranking:
+            ui.label("Which answer is better?" if several == 2 else "Choose the best answer, then the next best.")
+        with ui.element("div").classes("gw-answers full-width"):
+            self._answers = [self._answer(position) for position in range(several)]
+        self._note = ui.textarea("Note (optional)", on_change=self._keep_note)
+        self._note.classes("full-width").props(f"outlined autogrow maxlength={LIMITS.notes_chars}")
+        self._note.on("keydown.esc", js_handler="(event) => event.target.blur()")
+
+    def _show_actions(self) -> None:
+        self._submit_button = _button("Next (Enter)", self._submit, kind="primary")
+        if self._state.ranking:
+            self._tie = _button("", self._equal)
+            _button("Clear (C)", self._clear)
+        _button("Skip (S)", self._skip)
+
+    def _answer(self, position: int) -> _Answer:
         item, several = self._state.item, len(self._state.grades) > 1
         assert item is not None
         name = f"Answer {LETTERS[position]}" if several else "Answer"
-        at = several and not self._state.ranking and position == self._state.chosen
-        marked = "gw-rated at" if at else "gw-rated"
-        with panel(name).classes(marked).mark(f"answer-{position}"):
+        choices: dict[str, ui.button] = {}
+        with panel(name).classes("gw-rated") as card:
             text = ui.label(item.answers[position].response or "(empty)").classes("text gw-scroll")
             named(text, name).props("tabindex=0 role=group")
             if self._state.ranking:
-                self._place_button(position)
-                return
+                choices[""] = _button("", lambda: self._place(position)).classes("full-width")
+                return _Answer(card, choices)
             with named(ui.element("div"), f"Grade of {name.lower()}").classes("gw-grades").props("role=group"):
-                for key, (word, _) in GRADES.items():
-                    chosen = self._state.grades[position] == key
-                    with button(
-                        "", lambda _, k=key: self._grade(position, k), kind="primary" if chosen else "plain"
-                    ) as grade:
-                        plain(f"{key} ")
-                        plain(f"{word} ✓" if chosen else word)
-                    grade.props(f"aria-pressed={str(chosen).lower()}")
+                for key in GRADES:
+                    choices[key] = _button("", lambda _, k=key: self._grade(position, k))
+        return _Answer(card, choices)
 
-    def _place_button(self, position: int) -> None:
+    def _mark(self) -> None:
+        """Show what is chosen."""
+        state = self._state
+        if state.item is None:
+            return
+        self._submit_button.set_enabled(state.done)
+        for position, answer in enumerate(self._answers):
+            at = len(state.grades) > 1 and not state.ranking and position == state.chosen
+            answer.card.classes(add="at" if at else "", remove="" if at else "at")
+            for key, choice in answer.choices.items():
+                if state.ranking:
+                    rank = state.ranks[position]
+                    _press(choice, self._placed(position), rank is not None, primary=rank == 1)
+                else:
+                    chosen = state.grades[position] == key
+                    word = GRADES[key][0]
+                    _press(choice, f"{key} {word} ✓" if chosen else f"{key} {word}", chosen, primary=chosen)
+        if state.ranking:
+            equal = state.done and len(set(state.ranks)) == 1
+            _press(self._tie, "Equally good (0) ✓" if equal else "Equally good (0)", equal)
+
+    def _placed(self, position: int) -> str:
         letter, rank, several = LETTERS[position], self._state.ranks[position], len(self._state.ranks)
         word = f"{letter} is better" if several == 2 else f"{letter} is the next best"
-        said = f"{position + 1} {word}" if rank is None else f"{letter}: place {rank} of {several} ✓"
-        chosen = button(said, lambda: self._place(position), kind="primary" if rank == 1 else "plain")
-        chosen.props(f"aria-pressed={str(rank is not None).lower()}").classes("full-width")
+        return f"{position + 1} {word}" if rank is None else f"{letter}: place {rank} of {several} ✓"
 
     def _place(self, position: int) -> None:
         if len(self._state.ranks) == 2 and self._state.done:  # another choice between two
             self._state.ranks = (None, None)
         self._state.place(position)
-        self._body.refresh()
+        self._mark()
 
     def _equal(self) -> None:
         self._state.ranks = (1,) * len(self._state.ranks)
-        self._body.refresh()
+        self._mark()
 
     def _clear(self) -> None:
         self._state.ranks = (None,) * len(self._state.ranks)
-        self._body.refresh()
+        self._mark()
 
     def _why_nothing(self) -> str:
         if self._state.held:
@@ -197,11 +240,7 @@ class _Rating:
         if position < len(state.grades):
             state.grades = (*state.grades[:position], key, *state.grades[position + 1 :])
             state.chosen = position + 1 if None in state.grades[position + 1 :] else position
-            self._body.refresh()
-
-    async def _again(self) -> None:
-        await self._next()
-        self._body.refresh()
+            self._mark()
 
     async def _submit(self) -> None:
         state = self._state
@@ -245,7 +284,7 @@ class _Rating:
             ui.notify(str(error), type="warning")
         finally:
             self._busy = False
-        await self._again()
+        await self._next()
 
     async def _undo(self) -> None:
         if not self._allowed():
@@ -268,8 +307,7 @@ class _Rating:
         if state is None:
             ui.notify("There is nothing to undo.")
             return
-        self._state = state
-        self._body.refresh()
+        self._take(state)
         ui.notify("Taken back: rate it again.")
 
     def _allowed(self) -> bool:
@@ -291,12 +329,31 @@ class _Rating:
             self._grade(self._state.chosen, key)
         elif event.key.arrow_left or event.key.arrow_right:
             self._state.chosen = min(int(bool(event.key.arrow_right)), max(len(self._state.grades) - 1, 0))
-            self._body.refresh()
+            self._mark()
         elif key == "Enter":
             await self._submit()
         elif key.lower() == "s":
             await self._skip()
         elif key.lower() == "u":
             await self._undo()
-        elif key.lower() == "n" and self._note is not None:
+        elif key.lower() == "n" and self._state.item is not None:
             self._note.run_method("focus")
+
+
+def _described(keys: dict[str, str]) -> str:
+    return " · ".join(f"{key} {meaning}" for key, meaning in keys.items())
+
+
+def _button(text: str, on_click: Callable[..., Any], *, kind: str = "plain") -> ui.button:
+    """A button beside the page's keys: Enter is its own while it has the focus, which the mouse does not give it."""
+    made = button(text, on_click, kind=kind)
+    made.on("click", js_handler="(event) => event.detail && document.activeElement.blur()")
+    made.on("keydown.enter", js_handler="(event) => event.stopPropagation()")
+    return made
+
+
+def _press(choice: ui.button, text: str, pressed: bool, *, primary: bool = False) -> None:
+    """Show a choice as taken or not."""
+    choice.text = text
+    choice.props(f"aria-pressed={str(pressed).lower()}")
+    choice.classes(add="gw-primary" if primary else "gw-plain", remove="gw-plain" if primary else "gw-primary")

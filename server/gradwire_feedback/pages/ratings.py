@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi.responses import RedirectResponse
-from gradwire_shell.components import button, empty, named, panel, plain, title
+from gradwire_shell.components import Lines, button, empty, named, panel, title
 from nicegui import ui
 from starlette.concurrency import run_in_threadpool
 
@@ -36,88 +36,56 @@ def register(context: Context) -> None:
 
 
 class _Ratings:
+    """The page; a correction or withdrawal changes what is shown in place, and other rows come with another page."""
+
     def __init__(self, context: Context, agent_id: str, person: str, everyones: bool) -> None:
         self._context, self._agent_id, self._person, self._everyones = context, agent_id, person, everyones
-        self._found: list[Rating] = []
-        self._rankings: list[Ranked] = []
+        self._rows: list[_Row] = []
         self._before: int | None = None
 
     async def show(self) -> None:
         title(f"Ratings of {self._agent_id}" if self._everyones else f"Your ratings of {self._agent_id}")
-        await self._load()
-        self._rows()
-
-    async def _load(self) -> None:
-        def load() -> tuple[list[Rating], list[Ranked]]:
-            with self._context.database.read() as session:
-                rater = None if self._everyones else self._person
-                page: dict[str, Any] = {"rater": rater, "before": self._before, "limit": PAGE_ROWS}
-                return (
-                    ratings.ratings_of(session, self._agent_id, **page),
-                    rankings.rankings_of(session, self._agent_id, **page),
-                )
-
-        self._found, self._rankings = await run_in_threadpool(load)
-
-    @ui.refreshable_method
-    def _rows(self) -> None:
-        if not self._found and not self._rankings:
-            empty("There are no ratings here yet." if self._before is None else "There are no older ratings.")
-        for rating in self._found:
-            self._row(rating)
-        if self._rankings:
-            title("Rankings", 2)
-        for ranking in self._rankings:
-            self._ranking(ranking)
+        self._empty = ui.element("div")
+        self._list = ui.column().classes("full-width gap-4")
         with ui.row():
-            if self._before is not None:
-                button("Newest", lambda: self._page(None))
-            full = [self._found[-1].feedback.number] if len(self._found) == PAGE_ROWS else []
-            full += [self._rankings[-1].ranking.number] if len(self._rankings) == PAGE_ROWS else []
-            if full:
-                button("Older", lambda: self._page(max(full)))
-
-    def _ranking(self, found: Ranked) -> None:
-        row = found.ranking
-        with panel().mark("ranking"):
-            ui.label(found.prompt).classes("quiet text gw-scroll").props("tabindex=0")
-            for rank, response in zip(found.ranks, found.responses):
-                ui.label(f"{rank}. {response or '(empty)'}").classes("text gw-scroll").props("tabindex=0")
-            words = [f"by {row.rater}" if row.rater else "by a program"]
-            words += [f"note: {row.notes}"] if row.notes else []
-            plain(("Withdrawn: " if row.withdrawn is not None else "") + ", ".join(words))
-            if row.withdrawn is None:
-                with ui.row():
-                    button("Withdraw", lambda: self._withdraw_ranking(row.id), kind="danger")
-
-    def _row(self, rating: Rating) -> None:
-        row = rating.feedback
-        with panel().mark("rating"):
-            ui.label(row.prompt).classes("quiet text gw-scroll").props("tabindex=0")
-            ui.label(row.response or "(empty)").classes("text gw-scroll").props("tabindex=0")
-            words = [f"score {row.score:g}", f"by {row.rater}" if row.rater else "by a program"]
-            words += [f"of {row.version}"] if row.version and self._everyones else []
-            words += [f"note: {row.notes}"] if row.notes else []
-            plain(("Withdrawn: " if row.withdrawn else "") + ", ".join(words))
-            for change in rating.history:
-                plain(
-                    f"{change.created_at:%Y-%m-%d %H:%M} {change.change} by {change.by}; it was {change.score:g}",
-                    "quiet",
-                )
-            if rating.versions and self._everyones:
-                plain(
-                    f"Trained on it: {', '.join(rating.versions)}. A change does not reach these; train again.", "quiet"
-                )
-            if not row.withdrawn:
-                with ui.row().classes("items-center"):
-                    score = named(ui.number(value=row.score, min=0, max=1, step=0.25), "Score").style("width: 6rem")
-                    button("Correct", lambda: self._correct(row.id, score.value))
-                    button("Withdraw", lambda: self._withdraw(row.id), kind="danger")
+            self._newest = button("Newest", lambda: self._page(None))
+            self._older = button("Older", lambda: self._page(self._rows[-1].number))
+        await self._page(None)
 
     async def _page(self, before: int | None) -> None:
+        """Show the ratings and rankings before this number, newest first."""
+        found = await self._load(before)
         self._before = before
-        await self._load()
-        self._rows.refresh()
+        self._empty.clear()
+        self._list.clear()
+        if not found:
+            with self._empty:
+                empty("There are no ratings here yet." if before is None else "There are no older ratings.")
+        with self._list:
+            self._rows = [self._row(each) for each in found]
+        self._newest.set_visibility(before is not None)
+        self._older.set_visibility(len(found) == PAGE_ROWS)
+
+    async def _load(self, before: int | None) -> list[Rating | Ranked]:
+        def load() -> list[Rating | Ranked]:
+            with self._context.database.read() as session:
+                rater = None if self._everyones else self._person
+                page: dict[str, Any] = {"rater": rater, "before": before, "limit": PAGE_ROWS}
+                graded = ratings.ratings_of(session, self._agent_id, **page)
+                ranked = rankings.rankings_of(session, self._agent_id, **page)
+            found: list[Rating | Ranked] = [*graded, *ranked]
+            return sorted(found, key=_number, reverse=True)[:PAGE_ROWS]
+
+        return await run_in_threadpool(load)
+
+    def _row(self, found: Rating | Ranked) -> _Row:
+        if isinstance(found, Ranked):
+            row_id = found.ranking.id
+            return _RankingRow(found, lambda: self._withdraw_ranking(row_id))
+        rating_id = found.feedback.id
+        return _RatingRow(
+            found, self._everyones, lambda score: self._correct(rating_id, score), lambda: self._withdraw(rating_id)
+        )
 
     async def _correct(self, rating_id: str, score: float | None) -> None:
         if score is None or not 0 <= score <= 1:
@@ -158,5 +126,90 @@ class _Ratings:
             ui.notify(done)
         except ProblemError as error:
             ui.notify(str(error), type="warning")
-        await self._load()
-        self._rows.refresh()
+        if self._rows:
+            for row, found in zip(self._rows, await self._load(self._rows[0].number + 1), strict=True):
+                row.show(found)
+
+
+class _RatingRow:
+    """
+    Args:
+        everyones: Whether whoever looks may know the versions.
+        correct: Called with the typed score.
+        withdraw: Called to withdraw.
+    """
+
+    def __init__(
+        self,
+        rating: Rating,
+        everyones: bool,
+        correct: Callable[[float | None], Awaitable[None]],
+        withdraw: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.number, self._everyones, self._placed = rating.feedback.number, everyones, rating.feedback.score
+        with panel():
+            ui.label(rating.feedback.prompt).classes("quiet text gw-scroll").props("tabindex=0")
+            ui.label(rating.feedback.response or "(empty)").classes("text gw-scroll").props("tabindex=0")
+            self._summary = ui.label()
+            self._history = Lines(classes="quiet")
+            with ui.row().classes("items-center") as self._actions:
+                self._score = named(ui.number(value=self._placed, min=0, max=1, step=0.25), "Score").style(
+                    "width: 6rem"
+                )
+                button("Correct", lambda: correct(self._score.value))
+                button("Withdraw", withdraw, kind="danger")
+        self.show(rating)
+
+    def show(self, rating: Rating | Ranked) -> None:
+        """Show what became of the rating; a score that somebody typed stays."""
+        assert isinstance(rating, Rating)
+        row = rating.feedback
+        words = [f"score {row.score:g}", f"by {row.rater}" if row.rater else "by a program"]
+        words += [f"of {row.version}"] if row.version and self._everyones else []
+        words += [f"note: {row.notes}"] if row.notes else []
+        self._summary.text = ("Withdrawn: " if row.withdrawn else "") + ", ".join(words)
+        lines = [
+            f"{change.created_at:%Y-%m-%d %H:%M} {change.change} by {change.by}; it was {change.score:g}"
+            for change in rating.history
+        ]
+        if rating.versions and self._everyones:
+            lines.append(f"Trained on it: {', '.join(rating.versions)}. A change does not reach these; train again.")
+        self._history.show(lines)
+        if self._score.value == self._placed:
+            self._score.value = row.score
+        self._placed = row.score
+        self._actions.set_visibility(not row.withdrawn)
+
+
+class _RankingRow:
+    """
+    Args:
+        withdraw: Called to withdraw.
+    """
+
+    def __init__(self, ranking: Ranked, withdraw: Callable[[], Awaitable[None]]) -> None:
+        self.number = ranking.ranking.number
+        with panel():
+            ui.label(ranking.prompt).classes("quiet text gw-scroll").props("tabindex=0")
+            for rank, response in zip(ranking.ranks, ranking.responses):
+                ui.label(f"{rank}. {response or '(empty)'}").classes("text gw-scroll").props("tabindex=0")
+            self._summary = ui.label()
+            with ui.row() as self._actions:
+                button("Withdraw", withdraw, kind="danger")
+        self.show(ranking)
+
+    def show(self, ranking: Rating | Ranked) -> None:
+        """Show what became of the ranking."""
+        assert isinstance(ranking, Ranked)
+        row = ranking.ranking
+        words = [f"by {row.rater}" if row.rater else "by a program"]
+        words += [f"note: {row.notes}"] if row.notes else []
+        self._summary.text = ("Withdrawn: " if row.withdrawn is not None else "") + ", ".join(words)
+        self._actions.set_visibility(row.withdrawn is None)
+
+
+_Row = _RatingRow | _RankingRow
+
+
+def _number(found: Rating | Ranked) -> int:
+    return found.ranking.number if isinstance(found, Ranked) else found.feedback.number

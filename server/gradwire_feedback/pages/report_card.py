@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradwire_shell.components import Curve, Plot, facts, named, panel, plain, title
+from gradwire_shell.components import Curve, Lines, Plot, facts, named, panel, plain, title
 from nicegui import events, ui
 from starlette.concurrency import run_in_threadpool
 
@@ -30,44 +30,57 @@ class ReportCard:
         self._rows: tuple[VersionRow, ...] = ()
         self._report: ReportOut | None = None
 
-    async def show(self, rows: tuple[VersionRow, ...]) -> None:
-        """Show the newest version's training."""
-        with ui.card().classes("full-width").mark("report"):
+    def show(self) -> None:
+        """Show the card, empty before the first :meth:`refresh`."""
+        with ui.card().classes("full-width"):
             title("What the training did", 2)
-            self._rows = rows
-            await self._load(rows[-1].version if rows else "")
-            self._body()
+            self._none = ui.label("No version was trained yet.").classes("quiet")
+            self._version = ui.select([], label="Version", on_change=self._choose).style("width: 10rem")
+            self._figures = ui.element("div")
+            self._verdict = Lines()
+            self._details = ui.column().classes("full-width")
+        self._show_report(None)
 
     async def refresh(self, rows: tuple[VersionRow, ...]) -> None:
         """Show a new version, or what became of the shown one."""
         if rows != self._rows:
-            shown = self._report.version if self._report and len(rows) == len(self._rows) else rows[-1].version
+            new = len(rows) != len(self._rows) or self._version.value is None
             self._rows = rows
-            await self._load(shown)
-            self._body.refresh()
+            names = [row.version for row in reversed(rows)]
+            self._version.set_options(names, value=names[0] if new else self._version.value)
+            await self._load()
 
-    async def _load(self, version: str) -> None:
-        self._report = None
-        if version:
-            self._report = await run_in_threadpool(report_of, self._context, self._agent_id, version)
+    async def _choose(self, _event: events.ValueChangeEventArguments[str]) -> None:
+        await self._load()
 
-    async def _choose(self, event: events.ValueChangeEventArguments[str]) -> None:
-        await self._load(event.value)
-        self._body.refresh()
+    async def _load(self) -> None:
+        version = self._version.value
+        found = None
+        if version is not None:
+            found = await run_in_threadpool(report_of, self._context, self._agent_id, version)
+        if version == self._version.value:  # nobody chose another meanwhile
+            self._show_report(found)
 
-    @ui.refreshable_method
-    def _body(self) -> None:
-        found = self._report
-        if found is None:
-            ui.label("No version was trained yet.").classes("quiet")
+    def _show_report(self, found: ReportOut | None) -> None:
+        """Show a report; what people scroll and zoom is made anew for another version alone."""
+        before, self._report = self._report, found
+        self._none.set_visibility(found is None)
+        self._version.set_visibility(found is not None)
+        if found is None or found == before:
             return
-        names = [row.version for row in reversed(self._rows)]
-        ui.select(names, value=found.version, label="Version", on_change=self._choose).style("width: 10rem")
-        facts(_figures(found))
-        if found.method == "ppo":
-            ui.label(_verdict(found.reward_model)).mark("reward-model")
-        if found.preferences is not None:
-            ui.label(_preferred(found.preferences)).mark("preferences")
+        self._figures.clear()
+        with self._figures:
+            facts(_figures(found))
+        self._verdict.show(
+            ([_verdict(found.reward_model)] if found.method == "ppo" else [])
+            + ([_preferred(found.preferences)] if found.preferences is not None else [])
+        )
+        if before is None or _details(found) != _details(before):
+            self._details.clear()
+            with self._details:
+                self._show_details(found)
+
+    def _show_details(self, found: ReportOut) -> None:
         with ui.element("div").classes("gw-answers full-width"):
             for colour, (name, values) in enumerate(found.curves.items()):
                 points = [(step, round(value, 4)) for step, value in enumerate(values, 1) if value is not None]
@@ -77,7 +90,7 @@ class ReportCard:
         if found.examples:
             title("Answers before and after", 2)
         for example in found.examples:
-            with panel().classes("full-width").mark("example"):
+            with panel().classes("full-width"):
                 plain(example.prompt, "quiet text gw-scroll").props("tabindex=0")
                 with ui.element("div").classes("gw-answers full-width"):
                     for name, text, score in (
@@ -87,6 +100,10 @@ class ReportCard:
                         with ui.column().classes("gap-1"):
                             plain(name if score is None else f"{name}, predicted {score:.2f}", "quiet")
                             named(plain(text or "(empty)", "text gw-scroll"), name).props("tabindex=0 role=group")
+
+
+def _details(report: ReportOut) -> tuple[object, ...]:
+    return report.version, report.curves, report.examples
 
 
 def _figures(found: ReportOut) -> dict[str, object]:

@@ -40,14 +40,21 @@ class TrainingCard:
         self._context, self._agent_id, self._may_train, self._act = context, agent_id, may_train, act
         self._job: Job | None = None
         self._versions: list[str] = []
-        self._estimate = ""
 
     def show(self, versions: list[str]) -> None:
         """Show the card; training may start from the base model, a version, or the newest one."""
         self._versions = versions
-        with ui.card().classes("full-width").mark("training"):
+        with ui.card().classes("full-width"):
             title("Training", 2)
-            self._state()
+            self._estimate = ui.label()
+            self._state = ui.label()
+            with ui.column().classes("full-width") as self._progress:
+                self._bar = ui.linear_progress(show_value=False).classes("full-width")
+                with ui.row().classes("items-center"):
+                    if self._may_train:
+                        button("Cancel", self._cancel)
+                    self._numbers = ui.label().classes("quiet")  # whose width changes
+            self._show_job()
             if not self._may_train:
                 return
             with ui.row().classes("items-end"):
@@ -78,36 +85,37 @@ class TrainingCard:
             with self._context.database.read() as session:
                 return store.newest_job(session, self._agent_id)
 
-        before, self._job = self._job, await run_in_threadpool(newest)
-        if _signature(before) != _signature(self._job):
-            self._state.refresh()
+        self._job = await run_in_threadpool(newest)
+        self._show_job()
 
-    @ui.refreshable_method
-    def _state(self) -> None:
+    def _show_job(self) -> None:
         job = self._job
-        if self._estimate:
-            ui.label(self._estimate).mark("estimate")
-        if job is None:
-            ui.label("No training yet.").classes("quiet")
-            return
-        if job.status not in store.ACTIVE:
-            ended = {"succeeded": f"made {job.version}", "cancelled": "was cancelled", "failed": f"failed: {job.error}"}
-            ui.label(f"The last training {ended[job.status]}.").classes(
-                "text-negative" if job.status == "failed" else "quiet"
-            ).mark("last-job")
-            return
-        progress = job.progress or {"stage": "", "step": 0, "total": 1, "metrics": {}}
-        stage = STAGES.get(progress["stage"], "waiting for its turn" if job.status == "queued" else "starting")
-        numbers = ", ".join(f"{name} {value:.3g}" for name, value in progress["metrics"].items() if value is not None)
-        ui.label(f"{job.version or 'A new version'}: {stage}, step {progress['step']} of {progress['total']}").mark(
-            "job"
+        active = job is not None and job.status in store.ACTIVE
+        self._progress.set_visibility(active)
+        failed = job is not None and job.status == "failed"
+        self._state.classes(
+            add="text-negative" if failed else "" if active else "quiet",
+            remove="quiet" if failed or active else "text-negative",
         )
-        ui.linear_progress(progress["step"] / max(progress["total"], 1), show_value=False).classes("full-width")
-        with ui.row().classes("items-center"):
-            ui.label(numbers).classes("quiet")
-            if self._may_train:
-                job_id = job.id
-                button("Cancel", lambda: self._act(lambda: self._context.jobs.cancel(job_id), "It will stop soon."))
+        if job is None:
+            self._state.text = "No training yet."
+        elif not active:
+            ended = {"succeeded": f"made {job.version}", "cancelled": "was cancelled", "failed": f"failed: {job.error}"}
+            self._state.text = f"The last training {ended[job.status]}."
+        else:
+            progress = job.progress or {"stage": "", "step": 0, "total": 1, "metrics": {}}
+            stage = STAGES.get(progress["stage"], "waiting for its turn" if job.status == "queued" else "starting")
+            self._state.text = (
+                f"{job.version or 'A new version'}: {stage}, step {progress['step']} of {progress['total']}"
+            )
+            self._bar.value = progress["step"] / max(progress["total"], 1)
+            metrics = progress["metrics"].items()
+            self._numbers.text = ", ".join(f"{name} {value:.3g}" for name, value in metrics if value is not None)
+
+    async def _cancel(self) -> None:
+        job = self._job
+        if job is not None:
+            await self._act(lambda: self._context.jobs.cancel(job.id), "It will stop soon.")
 
     def _plan(self) -> Plan:
         given = {"max_steps": int(self._steps.value or 0), "learning_rate": float(self._rate.value or 0)}
@@ -130,12 +138,11 @@ class TrainingCard:
             return
         finally:
             notice.dismiss()
-        self._estimate = (
+        self._estimate.text = (
             f"{found['estimated_steps']} steps on {found['feedback_count']} "
             f"{'preferences' if plan.method == 'dpo' else 'scores'}: about "
             f"{found['estimated_time_minutes']:.1f} minutes and {found['estimated_memory_gib']:.1f} GiB."
         )
-        self._state.refresh()
 
     async def _train(self) -> None:
         def submit() -> None:
@@ -147,7 +154,3 @@ class TrainingCard:
 
         await self._act(submit, "Training has begun.")
         await self.refresh()
-
-
-def _signature(job: Job | None) -> Any:
-    return None if job is None else (job.id, job.status, job.progress, job.version)

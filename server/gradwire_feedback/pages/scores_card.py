@@ -1,0 +1,31 @@
+"""Card of the policies page for the scores, with advice on collecting more."""
+
+from __future__ import annotations
+
+from gradwire_shell.components import Lines, title
+from nicegui import ui
+
+from gradwire_feedback.pages.charts import Chart, histogram
+from gradwire_feedback.pages.overview import Overview
+
+
+class ScoresCard:
+    """Shows nothing before :meth:`show`."""
+
+    def __init__(self) -> None:
+        with ui.card().classes("full-width"):
+            title("Scores", 2)
+            self._figures = ui.label()
+            self._advice = Lines(classes="gw-note")
+            self._histogram = Chart("Histogram of the scores").style("height: 14rem")
+
+    def show(self, overview: Overview) -> None:
+        found = overview.distribution
+        figures = f"{found.count} scores"
+        if found.mean is not None:
+            figures += f", mean {found.mean:.2f}, standard deviation {found.std:.2f}"
+        if overview.agreement is not None:
+            figures += f", agreement of raters (Krippendorff's alpha) {overview.agreement:.2f}"
+        self._figures.text = figures
+        self._advice.show(found.advice)
+        self._histogram.show(histogram(found.histogram) if found.count else {})

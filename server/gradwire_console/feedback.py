@@ -7,9 +7,6 @@ import secrets
 from collections.abc import Mapping
 from urllib.parse import quote, urlsplit
 
-PROMPT_CHARS = ANSWER_CHARS = 32_768
-"""What the service takes."""
-
 
 def checked(url: str) -> str:
     """The address of a feedback service.
@@ -32,9 +29,6 @@ def offer_url(service: str, prompt: str, answers: Mapping[str, str]) -> str:
     Args:
         answers: By model.
     """
-    rows = [
-        {"response": text[:ANSWER_CHARS], "runId": f"{model[-100:]} {secrets.token_hex(8)}"}
-        for model, text in answers.items()
-    ]
-    item = {"prompt": prompt[:PROMPT_CHARS], **rows[0], "others": rows[1:]}
+    rows = [{"response": text, "runId": f"{model[-100:]} {secrets.token_hex(8)}"} for model, text in answers.items()]
+    item = {"prompt": prompt, **rows[0], "others": rows[1:]}
     return f"{service}/offer#{quote(json.dumps(item), safe='')}"

@@ -44,6 +44,9 @@ def test_answers_of_the_playground_are_handed_over_and_rated(
             expect(offer.get_by_text("Nothing to rate now")).to_be_visible(timeout=PATIENCE_MS)
             page.goto(f"{service.url}/offer#%zz")
             expect(page.get_by_text("Nothing was handed over.")).to_be_visible(timeout=PATIENCE_MS)
+            page.goto("about:blank")
+            page.goto(f'{service.url}/offer#{{"prompt": "", "response": "Yes."}}')
+            expect(page.get_by_text("What was handed over cannot be rated: prompt")).to_be_visible(timeout=PATIENCE_MS)
     finally:
         assert console.end() == 0
     (pair,) = api.get("/handed/pairs").json()

@@ -344,6 +344,7 @@ def test_training_deploying_and_rolling_back(service: FeedbackService, api: http
     )
     expect(page.get_by_text("by people, of")).to_be_visible(timeout=PATIENCE_MS)
     expect(page.get_by_role("heading", name="Answers before and after")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("v40.1 is newer")).to_be_visible(timeout=PATIENCE_MS)  # the report is not changed by itself
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
         expect(page.locator(f"body.body--{scheme}")).to_be_visible(timeout=PATIENCE_MS)

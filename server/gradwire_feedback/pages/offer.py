@@ -14,6 +14,7 @@ from nicegui import ui
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
+from gradwire_feedback.api.errors import fields_of, sentence
 from gradwire_feedback.api.feedback import store_item
 from gradwire_feedback.api.schemas import AnswerIn, ItemIn
 from gradwire_feedback.context import Context
@@ -38,7 +39,7 @@ def register(context: Context) -> None:
             title("Rate these answers")
             if caller.may("train"):
                 body = ui.element("div").classes("gw-lines")
-                await ui.context.client.connected()
+                await ui.context.client.connected(timeout=PATIENCE_S)
                 with body:
                     await _show(context)
             else:
@@ -47,10 +48,14 @@ def register(context: Context) -> None:
 
 
 async def _show(context: Context) -> None:
-    try:
-        item = ItemIn.model_validate_json(await ui.run_javascript(HANDED_OVER, timeout=PATIENCE_S))
-    except ValidationError:
+    handed_over = await ui.run_javascript(HANDED_OVER, timeout=PATIENCE_S)
+    if not handed_over:
         empty("Nothing was handed over. The console's playground does that, with its link “Rate these answers”.")
+        return
+    try:
+        item = ItemIn.model_validate_json(handed_over)
+    except ValidationError as wrong:
+        error(f"What was handed over cannot be rated: {sentence(fields_of(wrong.errors()))}")
         return
 
     def names() -> list[str]:

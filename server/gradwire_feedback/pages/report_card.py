@@ -35,19 +35,20 @@ class ReportCard:
         with ui.card().classes("full-width"):
             title("What the training did", 2)
             self._none = ui.label("No version was trained yet.").classes("quiet")
-            self._version = ui.select([], label="Version", on_change=self._choose).style("width: 10rem")
+            with ui.row().classes("items-center"):
+                self._version = ui.select([], label="Version", on_change=self._choose).style("width: 10rem")
+                self._newer = ui.label().classes("quiet")
             self._figures = ui.element("div")
             self._verdict = Lines()
             self._details = ui.column().classes("full-width")
         self._show_report(None)
 
     async def refresh(self, rows: tuple[VersionRow, ...]) -> None:
-        """Show a new version, or what became of the shown one."""
+        """Show what became of the shown version, the newest at first; offer newer ones."""
         if rows != self._rows:
-            new = len(rows) != len(self._rows) or self._version.value is None
             self._rows = rows
             names = [row.version for row in reversed(rows)]
-            self._version.set_options(names, value=names[0] if new else self._version.value)
+            self._version.set_options(names, value=self._version.value or names[0])
             await self._load()
 
     async def _choose(self, _event: events.ValueChangeEventArguments[str]) -> None:
@@ -66,6 +67,8 @@ class ReportCard:
         before, self._report = self._report, found
         self._none.set_visibility(found is None)
         self._version.set_visibility(found is not None)
+        newest = self._rows[-1].version if self._rows else ""
+        self._newer.text = f"{newest} is newer" if found is not None and found.version != newest else ""
         if found is None or found == before:
             return
         self._figures.clear()

@@ -198,7 +198,7 @@ def simulate(scenario: Scenario, simulations: int, seed: int = 0) -> Outcome:
 EQUAL = [
     Scenario(users, answers, spread, drift, ramp, versions)
     for (users, answers), spread, drift, ramp, versions in itertools.product(
-        ((50, 40), (100, 20)), (0.0, 0.2), (False, True), (False, True), (2, 3, 5)
+        ((50, 40), (100, 20)), (0.0, 0.2), (False, True), (False, True), (2, 3, 4, 5)
     )
 ]
 EQUAL += [Scenario(1000, 2, *rest) for rest in itertools.product((0.0, 0.2), (False, True), (False, True))]

@@ -85,7 +85,7 @@ def test_a_training_on_preferences_ends_the_same_after_kills(tiny_model_path: Pa
     """The engine that trains dies, and then the service with its server; the other training is left alone."""
     service = FeedbackService(tmp_path, f"tiny={tiny_model_path}").start()
     orders = [{"prompt": f"Say {n % 4}", "responses": [f"Better {n}", f"Worse {n}"]} for n in range(12)]
-    preferences = QUICK | {"method": "dpo", "maxSteps": DPO_STEPS}
+    preferences = {"method": "dpo", "maxSteps": DPO_STEPS, "batchSize": 2, "learningRate": 1e-3, "maxNewTokens": 4}
     with service.client() as api:
         for agent in ("calm", "killed"):
             assert api.post(f"/rankings/{agent}", json=orders).status_code == 201

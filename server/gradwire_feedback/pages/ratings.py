@@ -41,7 +41,6 @@ class _Ratings:
     def __init__(self, context: Context, agent_id: str, person: str, everyones: bool) -> None:
         self._context, self._agent_id, self._person, self._everyones = context, agent_id, person, everyones
         self._rows: list[_Row] = []
-        self._before: int | None = None
 
     async def show(self) -> None:
         title(f"Ratings of {self._agent_id}" if self._everyones else f"Your ratings of {self._agent_id}")
@@ -55,7 +54,6 @@ class _Ratings:
     async def _page(self, before: int | None) -> None:
         """Show the ratings and rankings before this number, newest first."""
         found = await self._load(before)
-        self._before = before
         self._empty.clear()
         self._list.clear()
         if not found:

@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTO_BIN := .venv-proto/bin
 PROTO_OUT ?= proto
 
-.PHONY: setup openai fine-tuning-clients demo feedback-demo console-demo notebook test test-slow test-vllm test-faults test-ranks test-fleet parity bench rivals architectures lint docs proto site
+.PHONY: setup openai fine-tuning-clients demo feedback-demo console-demo notebook test test-slow test-vllm test-faults test-ranks test-end-to-end test-fleet parity bench rivals architectures lint docs proto site
 
 setup: .venv/.installed
 
@@ -128,6 +128,11 @@ test-faults: setup
 # Engines of 2 and 4 ranks against one process: every loss, samples, errors, signals.
 test-ranks: setup
 	$(BIN)/python -m pytest tests/server/engine/ranks tests/end_to_end/test_ranks.py tests/faults/test_ranks.py -m "slow or not slow"
+	GRADWIRE_TEST_RANKS=2 $(MAKE) test-end-to-end
+
+# GRADWIRE_TEST_RANKS="2 --shard on" has the engines' weights divided.
+test-end-to-end: setup
+	$(BIN)/python -m pytest tests/end_to_end tests/faults/test_stopping.py tests/client/test_operations.py
 
 # Checkpoints in a real S3 server that also fails, and engines on other machines whose process, agent and network fail, in
 # short and long form.

@@ -40,7 +40,13 @@ SIDES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """``size``: of :data:`benchmarks.qwen.SIZES`. ``tuning``: lora or full. ``side``: of :data:`SIDES`."""
+    """A model, what of it is trained, and by whom.
+
+    Attributes:
+        size: Of :data:`benchmarks.qwen.SIZES`, or of ``SCALED`` for several ranks.
+        tuning: ``lora`` or ``full``.
+        side: Of :data:`SIDES`; ``ours@2`` for ours on two ranks.
+    """
 
     size: str
     tuning: str
@@ -48,6 +54,10 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.size}:{self.tuning}:{self.side}"
+
+    @property
+    def ranks(self) -> int:
+        return int(self.side.partition("@")[2] or 1)
 
     @staticmethod
     def of(text: str) -> Case:
@@ -77,7 +87,10 @@ def run_case(case: Case, models: Path, device: str, *, smoke: bool) -> dict[str,
     rows_at_a_time = THEIR_ROWS
     while True:
         try:
-            rates, extra = SIDE_FUNCTIONS[case.side](model, batches, lora, device, rows_at_a_time, smoke)
+            if case.side.startswith("ours"):
+                rates, extra = _ours(model, batches, lora, device, case.ranks)
+            else:
+                rates, extra = SIDE_FUNCTIONS[case.side](model, batches, lora, device, rows_at_a_time, smoke)
             break
         except RuntimeError as error:
             if "out of memory" not in str(error).lower() or rows_at_a_time == 1:
@@ -86,7 +99,7 @@ def run_case(case: Case, models: Path, device: str, *, smoke: bool) -> dict[str,
         rows_at_a_time //= 2
         if device == "cuda":
             torch.cuda.empty_cache()
-    if case.side != "ours":
+    if not case.side.startswith("ours"):
         extra["rows_at_a_time"] = rows_at_a_time
     tokens, flops = [], []
     for turn, seconds in enumerate(rates[1:], start=1):
@@ -113,13 +126,17 @@ def _timed(turn: Turn, batches: list[Rows]) -> list[float]:
     return seconds
 
 
-def _ours(
-    model: Path, batches: list[Rows], lora: bool, device: str, rows_at_a_time: int, smoke: bool
-) -> tuple[list[float], dict[str, Any]]:
+def _ours(model: Path, batches: list[Rows], lora: bool, device: str, ranks: int) -> tuple[list[float], dict[str, Any]]:
     import gradwire
 
     async def measured() -> list[float]:
-        server = ["--device", device, *os.environ.get("GRADWIRE_BENCHMARK_SERVER_ARGS", "").split()]
+        server = [
+            "--device",
+            device,
+            "--ranks",
+            str(ranks),
+            *os.environ.get("GRADWIRE_BENCHMARK_SERVER_ARGS", "").split(),
+        ]
         async with gradwire.connect(models=[f"m={model}"], server_args=server) as service:
             run = await service.create_run("m", lora=LORA_RANK if lora else None)
             seconds: list[float] = []
@@ -225,7 +242,6 @@ def _trl_liger(*args: Any) -> tuple[list[float], dict[str, Any]]:
 
 
 SIDE_FUNCTIONS: Mapping[str, Callable[..., tuple[list[float], dict[str, Any]]]] = {
-    "ours": _ours,
     "padded": _padded,
     "trl": _trl,
     "trl+liger": _trl_liger,

@@ -15,6 +15,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28} | COMMON,
 }
 """As in the ``config.json`` of Qwen/Qwen3-0.6B and Qwen/Qwen3-1.7B."""
+SCALED: dict[str, dict[str, Any]] = {
+    "1.7B": SIZES["1.7B"],
+    "8B": {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36} | COMMON,
+}
+"""Those that are trained on several ranks, the second as Qwen/Qwen3-8B."""
+SCALED["8B"]["num_attention_heads"] = 32
 SMOKE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMOKE |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 512}
 LORA_RANK = 32
@@ -59,7 +65,7 @@ class Shape:
 
 
 def shape(size: str, *, smoke: bool) -> Shape:
-    return Shape(**(SMOKE if smoke else SIZES[size]))
+    return Shape(**(SMOKE if smoke else (SIZES | SCALED)[size]))
 
 
 def qwen(path: Path, shape: Shape, *, device: str, dtype: str = "bfloat16") -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, field_validator, model_validator
 
@@ -183,6 +183,13 @@ class EngineSettings(BaseModel):
         " the models fit by `gradwire estimate`.",
         subject=COMPUTE,
     )
+    min_ranks: int = setting(
+        0,
+        "Go on with fewer ranks, a power of two from so many on, where an engine of all of them does not start again;"
+        " 0: never.",
+        subject=COMPUTE,
+        ge=0,
+    )
     shard: Literal["auto", "on", "off"] = setting(
         "auto",
         "Divide the weights of each model among the ranks; auto: where a whole copy does not fit each of them.",
@@ -267,6 +274,15 @@ class EngineSettings(BaseModel):
     @classmethod
     def _ranks_or_auto(cls, given: object) -> object:
         return _number_or_auto(given, MAX_RANKS, "ranks")
+
+    @model_validator(mode="after")
+    def _fewer_ranks_are_some(self) -> Self:
+        fewest = self.min_ranks
+        if fewest and (self.ranks == "auto" or fewest > self.ranks or fewest & (fewest - 1)):
+            raise ValueError(
+                f"--min-ranks {fewest}: give a power of two that is no more than --ranks, a number then, too"
+            )
+        return self
 
     @property
     def num_ranks(self) -> int:

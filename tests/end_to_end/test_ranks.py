@@ -100,3 +100,37 @@ async def test_a_journal_of_two_ranks_is_replayed_on_one_and_on_four(
         finally:
             server.process.kill()
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_a_run_goes_on_with_the_ranks_that_are_there(
+    tiny_model_path: Path, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """A rank that can no longer start: the engine is one process then, and the run has the bits that it would have."""
+    batches = [causal_lm(rng, 4, VOCAB) for _ in range(4)]
+    (tmp_path / "losses.py").write_text(
+        "import os, pathlib, sys\n"
+        "if pathlib.Path(__file__).with_name('broken').exists() and '--rank' in sys.argv:\n    os._exit(1)\n"
+    )
+    flags = ("--ranks", "2", "--min-ranks", "1", "--device", "cpu", "--losses", str(tmp_path / "losses.py"))
+    server = Server(tiny_model_path, tmp_path / "state", *flags).start()
+
+    def break_the_other_rank() -> None:
+        (tmp_path / "broken").touch()
+        kill_the_other_rank(server)
+
+    try:
+        async with gradwire.connect(server.address) as service:
+            calm = await trained(service, batches, lambda: None)
+            assert await trained(service, batches, break_the_other_rank) == calm
+            assert not (await service.server_info()).engines[0].ranks
+            assert {run.lanes for run in await service.list_runs()} == {2}
+        assert server.end() == 0
+        server.start()  # which tries all ranks again, twice
+        async with gradwire.connect(server.address, connect_timeout=300) as service:
+            assert len(await service.list_runs()) == 2
+            assert not (await service.server_info()).engines[0].ranks
+        assert server.end() == 0
+    finally:
+        server.process.kill()

@@ -15,6 +15,7 @@ STEP = pb.OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, max_gr
 CAUSAL = pb.LossCall(loss_fn="causal_lm", outputs=["logprobs"])
 FAILING = """
 import gc
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -41,12 +42,30 @@ def spoils(batch, scores, config):
         next(iter(run.policy.masters().values())).data.flatten()[0] += 1e-3
     return LossOutput({"mine": Term(-scores.logprobs.sum(), batch.num_scored, "tokens")})
 
+def runs_out(module, given, made=None):
+    '''Run out of memory once on the last rank in the middle of a layer, as the file beside this one says.'''
+    armed = Path(__file__).with_name("armed")
+    if not type(module).__name__.endswith("MLP") or not armed.exists() or dist.get_rank() != dist.get_world_size() - 1:
+        return
+    if armed.read_text() == "forward" and made is None:
+        armed.unlink()
+        raise torch.OutOfMemoryError("injected")
+    if armed.read_text() == "backward" and made is not None and made.requires_grad:
+        armed.unlink()
+        made.register_hook(ran_out)
+
+def ran_out(gradient):
+    raise torch.OutOfMemoryError("injected")
+
+torch.nn.modules.module.register_module_forward_pre_hook(runs_out)
+torch.nn.modules.module.register_module_forward_hook(runs_out)
+
 failing("memory", torch.OutOfMemoryError("injected"), False)
 failing("memory_in_its_part", torch.OutOfMemoryError("injected"), True)
 failing("fault", ValueError("injected"), False)
 failing("fault_in_its_part", ValueError("injected"), True)
 """
-"""A file of losses that fail on one rank."""
+"""A file of losses that fail on one rank, and of layers that do."""
 
 
 @dataclass

@@ -12,6 +12,10 @@ from pathlib import Path
 
 from support.blocking import DETECTOR
 
+RANKS = os.environ.get("GRADWIRE_TEST_RANKS", "").split()
+"""Number of ranks of servers whose test says nothing of engines or ranks, and further flags: ``2 --shard on``."""
+_SAYS_ITSELF = ("--ranks", "--engines", "--engine", "--sampler")
+
 
 def free_port() -> int:
     """Reserve a port that no outgoing connection is given: a restarted server must find it free, and
@@ -32,6 +36,8 @@ class Server:
     def __init__(self, model: Path, state_dir: Path, *args: str, name: str = "tiny") -> None:
         self._command = [sys.executable, "-m", "gradwire_server.cli", "serve", "--address", "127.0.0.1:0"]
         self._command += ["--model", f"{name}={model}", "--state-dir", str(state_dir), *args]
+        if RANKS and not {*_SAYS_ITSELF} & {*args}:
+            self._command += ["--device", "cpu", "--ranks", *RANKS]
         self.address, self.state_dir = "", state_dir
 
     def start(self) -> Server:

@@ -129,6 +129,8 @@ class Agreement:
         failure: Failure | None = None
         try:
             found.append(work())
+            if (late := self._deferred()) is not None:
+                failure = Failure(late, is_out_of_memory(late))
         except Exception as error:
             if is_fatal(error):
                 raise
@@ -159,6 +161,10 @@ class Agreement:
 
     def _confirm_failure(self, failure: Failure | None) -> None:
         """Confirm that an attempt has ended alike in every process."""
+
+    def _deferred(self) -> Exception | None:
+        """An error of the work that has ended, after which it went on with the collectives that it owed the others."""
+        return None
 
     def greatest(self, own: int) -> int:
         """The greatest of all processes' numbers."""

@@ -31,6 +31,8 @@ PATIENCE = timedelta(days=7)
 """How long a collective may wait. Long, because a rank may compute for long; the watch ends a group that is stuck."""
 LAYER_PATIENCE = timedelta(minutes=10)
 """How long a rank waits for the others to make a layer whole. They compute the same, so none is late by much."""
+LATEST = timedelta(seconds=20)
+"""How long a rank that failed waits for the others in lock step; one that is later waits for its part of a layer."""
 _COMPARED = ("loss", "optim_step", "train_step", "sample")
 """Kinds of results that every rank computes."""
 _FAILED, _OUT_OF_MEMORY = 1, 2
@@ -60,6 +62,7 @@ class GroupAgreement(Agreement):
         self._device = divides
         self.models: dist.ProcessGroup | None = None
         self._apart = False  # within a piece of work, in which ranks do different things
+        self._error: Exception | None = None
         self.collective, self.inside = 0, False
         self.waited_s = 0.0
 
@@ -84,7 +87,7 @@ class GroupAgreement(Agreement):
 
     def check(self, request: engine_pb2.EngineRequest) -> None:
         """See :class:`.agreement.Agreement`: rank 0 looks, and the others learn it at the end of a piece of work."""
-        if self._apart:
+        if self._apart and not self.lock_step:
             self._check_first(request)
         else:
             with self.together("check"):
@@ -93,6 +96,17 @@ class GroupAgreement(Agreement):
     def _check_first(self, request: engine_pb2.EngineRequest) -> None:
         if self.rank == 0:
             super().check(request)
+
+    def defer(self, error: Exception) -> None:
+        """Take note of an error within a layer, to be raised at the end of the piece of work.
+
+        Until then this rank goes on with results that mean nothing, because the others need its parts of the layers.
+        """
+        self._error = self._error or error
+
+    def _deferred(self) -> Exception | None:
+        error, self._error = self._error, None
+        return error
 
     def free_memory(self, device: torch.device) -> int:
         """See :class:`.agreement.Agreement`: the least of all ranks."""
@@ -142,6 +156,7 @@ class GroupAgreement(Agreement):
             failure = error
         finally:
             self._apart = False
+        failure = self._deferred() or failure
         states = self._numbers(what, _state(failure), failure)
         if not any(states):
             return
@@ -197,7 +212,8 @@ class GroupAgreement(Agreement):
         """
         found = torch.empty(self.ranks, 2, dtype=torch.int64)
         mine = torch.tensor([zlib.crc32(what.encode()), own])
-        self._collective(lambda: dist.all_gather(list(found), mine))
+        patience = (LATEST,) if self.lock_step and error is not None else ()
+        self._collective(lambda: dist.all_gather(list(found), mine, async_op=True).wait(*patience))
         if (found[:, 0] != found[0, 0]).any():
             raise GroupBroken(f"the ranks are out of step; rank {self.rank} is in {what!r}, after {error!r}") from error
         return [int(each) for each in found[:, 1]]

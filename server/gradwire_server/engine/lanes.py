@@ -43,11 +43,24 @@ class Lanes:
 
     def __init__(self, count: int = 1, agreement: Agreement | None = None) -> None:
         agreement = agreement or Agreement()
+        self.count, self._agreement = count, agreement
         # In lock step every process computes all lanes.
-        self.count, self._agreement = count, Agreement() if agreement.lock_step else agreement
-        rank, ranks = self._agreement.rank, self._agreement.ranks
+        rank, ranks = (0, 1) if agreement.lock_step else (agreement.rank, agreement.ranks)
         first = rank * count // ranks
         self.own = range(first, first + max(1, count // ranks))
+
+    def split(self, *, streams: bool) -> tuple[Lanes, Lanes]:
+        """The lanes of the parts that a loss is evaluated on, and of the micro-batches of a part.
+
+        Processes share the errors of the one that they have different parts of; in lock step those of each part,
+        because all take part in the next one.
+
+        Args:
+            streams: Whether each micro-batch is a part; otherwise the whole batch is one.
+        """
+        if not streams:
+            return Lanes(), self
+        return (Lanes(self.count), Lanes(1, self._agreement)) if self._agreement.lock_step else (self, Lanes())
 
     def steps(self, number: int) -> list[int]:
         """Which of so many micro-batches this process computes, lane by lane."""

@@ -95,8 +95,15 @@ class Launcher(Protocol):
     def pauses_s(self) -> Sequence[float]:
         """Seconds before a process: the first one, that after one failure, after two and so on."""
 
-    async def launch(self) -> EngineLife:
+    @property
+    def num_ways(self) -> int:
+        """Number of ways in which a process may start, of which another one is tried after each that failed."""
+
+    async def launch(self, failed_starts: int) -> EngineLife:
         """Provide a process.
+
+        Args:
+            failed_starts: Number of processes that did not start since the newest one that did.
 
         Raises:
             Away: There is none for now.

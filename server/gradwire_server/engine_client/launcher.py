@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -18,6 +19,8 @@ from gradwire_server.engine_client.client import EngineAnswer
 from gradwire_server.engine_link.crash_marks import CrashMarks
 from gradwire_server.engine_link.frames import AsyncEngineLink
 from gradwire_server.engine_link.pulses import MAX_PULSE_BYTES
+
+log = logging.getLogger(__name__)
 
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", "MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
 """Of the engine, where nobody says otherwise.
@@ -48,10 +51,38 @@ class LocalLauncher:
     def __init__(self, settings: EngineSettings, number: int, engines: int) -> None:
         self.settings, self._number, self._engines = settings, number, engines
         self.models = settings.allow_models.keys() | settings.models.keys()
+        self._ways = ways(settings)
 
-    async def launch(self) -> LocalLife:
-        """Start a process."""
-        return await launch(self.settings, self._number, self._engines)
+    @property
+    def num_ways(self) -> int:
+        return len(self._ways)
+
+    async def launch(self, failed_starts: int) -> LocalLife:
+        """Start a process, of fewer ranks if it has to be and may be."""
+        ranks, first = self._ways[failed_starts % len(self._ways)]
+        if ranks == self.settings.num_ranks:
+            return await launch(self.settings, self._number, self._engines)
+        log.warning(
+            "engine %d has not started %d times, and is tried with %d of %d ranks; a restart of the server tries all",
+            self._number, failed_starts, ranks, self.settings.num_ranks,
+        )  # fmt: skip
+        fewer = self.settings.model_copy(update={"ranks": ranks, "min_ranks": 0})
+        return await launch(fewer, self._number, self._engines, gpus=range(first, first + ranks))
+
+
+def ways(settings: EngineSettings) -> list[tuple[int, int]]:
+    """Numbers of ranks to start with, and the first of the GPUs, one after another as long as the start fails.
+
+    All twice, then halves: a block of GPUs without the one that fails is among them.
+    """
+    ranks = settings.num_ranks
+    if not 0 < settings.min_ranks < ranks:
+        return [(ranks, 0)]
+    found = [(ranks, 0)] * 2
+    while (ranks := ranks // 2) >= settings.min_ranks:
+        blocks = range(1) if settings.device == "cpu" else range(settings.num_ranks // ranks)
+        found += [(ranks, block * ranks) for block in blocks]
+    return found
 
 
 class LocalLife:
@@ -105,7 +136,12 @@ class LocalLife:
 
 
 async def launch(
-    settings: EngineSettings, number: int, engines: int, staging: Path | None = None, lease_ns: int = 0
+    settings: EngineSettings,
+    number: int,
+    engines: int,
+    staging: Path | None = None,
+    lease_ns: int = 0,
+    gpus: Sequence[int] | None = None,
 ) -> LocalLife:
     """Start an engine's process; its first frame says hello, or what stopped its start.
 
@@ -114,6 +150,7 @@ async def launch(
         engines: Number of engines, which share the machine's memory and processors.
         staging: Folder through which it writes all that others are to find; by default beside the places themselves.
         lease_ns: End of its lease, as in :class:`.CrashMarks`; 0 for an engine that needs none.
+        gpus: Those of the visible GPUs that it uses; by default all.
 
     Raises:
         OSError: The process cannot be started.
@@ -132,7 +169,7 @@ async def launch(
                 pass_fds=[theirs.fileno(), marks.fd, pulses.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,
-                env=environment(),
+                env=environment(gpus),
                 start_new_session=True,
             )
     except BaseException:
@@ -143,12 +180,20 @@ async def launch(
     return LocalLife(process, AsyncEngineLink(ours), marks, listening)
 
 
-def environment() -> dict[str, str]:
-    """Variables of the engine's process: this process's own, and of :data:`ENVIRONMENT` what nobody has set."""
+def environment(gpus: Sequence[int] | None = None) -> dict[str, str]:
+    """Variables of the engine's process: this process's own, and of :data:`ENVIRONMENT` what nobody has set.
+
+    Args:
+        gpus: Those of the visible GPUs that it uses; by default all.
+    """
     ours = dict(ENVIRONMENT)
     if "OMP_WAIT_POLICY" in os.environ:
         del ours["GOMP_SPINCOUNT"]  # it would take precedence over the policy that somebody chose
-    return ours | os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    found = ours | os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    if gpus is not None:
+        visible = found.get("CUDA_VISIBLE_DEVICES", "").split(",") if found.get("CUDA_VISIBLE_DEVICES") else []
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] if visible else str(gpu) for gpu in gpus)
+    return found
 
 
 def command(settings: EngineSettings, number: int, engines: int, fd: int, marks_fd: int, pulses_fd: int) -> list[str]:

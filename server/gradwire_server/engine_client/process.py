@@ -122,6 +122,7 @@ class EngineProcess:
         self.is_stopping = self._worked = self._lived = self.fails_to_start = False
         self._supervisor: asyncio.Task[None] | None = None
         self.holder = Holder(alive=False)
+        self._failed_starts = 0
         self.vitals = Vitals(stale_s)
         self.hello = engine_pb2.EngineHello()
 
@@ -212,20 +213,22 @@ class EngineProcess:
             except Away:
                 pass
             except Exception as error:  # whatever it is: a server that has no engine says so, and tries for another
-                if not started.done():
+                last = isinstance(error, ServiceError) or self._failed_starts + 1 >= self.launcher.num_ways
+                if not started.done() and last:
                     started.set_exception(_start_error(error))
                     return
                 if not self.is_stopping:
                     expected = isinstance(error, (ServiceError, LinkClosed, OSError))
                     log.error("engine %d ended: %s", self.number, error, exc_info=None if expected else error)
             self.fails_to_start = not self._lived
+            self._failed_starts = 0 if self._lived else self._failed_starts + 1
             self._changed()
             healthy = self._worked or asyncio.get_running_loop().time() - began > HEALTHY_S
             failures = 1 if healthy else failures + 1
 
     async def _live(self, started: asyncio.Future[None]) -> None:
         """The life of one engine process; ends by raising why it ended."""
-        life = await self.launcher.launch()
+        life = await self.launcher.launch(self._failed_starts)
         began = asyncio.get_running_loop().time()
         connection = _Connection(life, self.vitals)
         tasks, refused = [asyncio.create_task(self._watch_ranks(life))], False

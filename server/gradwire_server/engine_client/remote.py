@@ -177,6 +177,8 @@ class RemoteLauncher:
 
     pauses_s = (0.0,)
 
+    num_ways = 1
+
     def __init__(self, machine: str, patience_s: float) -> None:
         self.machine, self._patience_s = machine, patience_s
         self.models: Collection[str] = ()
@@ -193,7 +195,7 @@ class RemoteLauncher:
         self._newest, self.models = life, models
         self._offered.put_nowait(life)
 
-    async def launch(self) -> RemoteLife:
+    async def launch(self, failed_starts: int) -> RemoteLife:
         try:
             return await asyncio.wait_for(self._offered.get(), self._patience_s)
         except TimeoutError:

@@ -8,7 +8,8 @@ combines many tensors, calls the functions of this module, which accept both kin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
 
+from gradwire_server.engine.failures import is_out_of_memory
 from gradwire_server.engine.generators import use_gpus
 
 
@@ -75,11 +77,14 @@ class Sharded(Placement):
     Args:
         device: This rank's.
         group: All ranks.
+        defer: Takes an error of a layer after which this rank goes on.
     """
 
-    def __init__(self, device: str | torch.device, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, device: str | torch.device, group: dist.ProcessGroup, defer: Callable[[Exception], None]
+    ) -> None:
         super().__init__(device)
-        self.parts = group.size()
+        self.parts, self._defer = group.size(), defer
         self._mesh = DeviceMesh.from_group(group, self.device.type)
 
     def loading_arguments(self) -> dict[str, Any]:
@@ -89,12 +94,34 @@ class Sharded(Placement):
     def place(self, module: nn.Module) -> None:
         """Move each layer to the device, and keep this rank's part of it there."""
         for layer in layers_of(module):
+            _go_on_without_memory(layer, self._defer)
             fully_shard(layer, mesh=self._mesh, reshard_after_forward=True)
         fully_shard(module, mesh=self._mesh, reshard_after_forward=True)
 
     def adds_in_place(self, weight: Tensor) -> bool:
         """Never: the gradient of a weight is divided, too."""
         return False
+
+
+def _go_on_without_memory(layer: nn.Module, defer: Callable[[Exception], None]) -> None:
+    """Let a layer's forward return its input where memory runs out, so that this rank comes to the next layer.
+
+    The other ranks, which may have had the memory, need this one's part of it. A backward that runs out of memory ends.
+    """
+    forward = layer.forward
+
+    @wraps(forward)
+    def going_on(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(hidden, *args, **kwargs)
+        except Exception as error:
+            if not is_out_of_memory(error) or torch._C._current_graph_task_id() >= 0:
+                raise
+            error.__traceback__ = None  # it keeps the computed tensors alive
+            defer(error)
+        return hidden
+
+    layer.forward = going_on
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:

@@ -87,8 +87,9 @@ class Engine:
         agreement, share = agreement or Agreement(), share or Share()
         device = device_of(settings, rank)
         usable = {**settings.allow_models, **settings.models}
-        group = agreement.models if isinstance(agreement, GroupAgreement) else None
-        placement = Placement(device) if group is None else Sharded(device, group)
+        placement = Placement(device)
+        if isinstance(agreement, GroupAgreement) and agreement.models is not None:
+            placement = Sharded(device, agreement.models, agreement.defer)
         pool = ModelPool(
             usable, placement, _DTYPES[settings.dtype], compiled=settings.compile, quantize=settings.quantize
         )

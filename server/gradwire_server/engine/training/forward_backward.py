@@ -99,7 +99,7 @@ def forward_backward(trainings: Sequence[Training]) -> list[LossEvaluation | Non
     first, alone, recomputed = trainings[0], len(trainings) == 1, False
     readings, losses = [each.reading for each in trainings], [each.loss for each in trainings]
     # Either the parts are spread over the processes, or the micro-batches of the one part there is.
-    outer, inner = (first.lanes, Lanes()) if first.loss.streams else (Lanes(), first.lanes)
+    outer, inner = first.lanes.split(streams=first.loss.streams)
     scored: dict[int, DifferentiableScores] = {}
     found: dict[int, Sequence[LossOnPart | None]] = {}
     with ExitStack() as stack:

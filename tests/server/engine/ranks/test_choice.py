@@ -10,6 +10,8 @@ from gradwire_server.engine.process.ranks_choice import choice
 from gradwire_server.engine.sizing.advice import advice
 from gradwire_server.engine.sizing.estimate import Device, Workload, estimate, on_ranks
 from gradwire_server.engine.sizing.parts import GIB
+from gradwire_server.engine_client.launcher import environment, ways
+from pydantic import ValidationError
 from transformers import LlamaConfig
 
 
@@ -56,3 +58,21 @@ def test_the_estimate_of_ranks(seven_b: Path) -> None:
     assert not whole.workload.divided and whole.parts == estimate(workload, Device("cuda", 80 * GIB)).parts
     full, shared = (on_ranks(Workload(str(seven_b), 0, 4096), Device("cuda", 80 * GIB), n) for n in (1, 8))
     assert not full.fits and shared.parts["moments"] * 8 == full.parts["moments"]
+
+
+def test_fewer_ranks_are_tried_where_all_do_not_start() -> None:
+    settings = EngineSettings(models={}, ranks=8, min_ranks=2)
+    assert ways(settings) == [(8, 0), (8, 0), (4, 0), (4, 4), (2, 0), (2, 2), (2, 4), (2, 6)]
+    assert ways(settings.model_copy(update={"device": "cpu"})) == [(8, 0), (8, 0), (4, 0), (2, 0)]
+    assert ways(settings.model_copy(update={"min_ranks": 0})) == [(8, 0)]
+    for ranks, fewest in (("auto", 1), (4, 8), (8, 3)):
+        with pytest.raises(ValidationError, match="--min-ranks"):
+            EngineSettings(models={}, ranks=ranks, min_ranks=fewest)
+
+
+def test_fewer_ranks_see_their_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert "CUDA_VISIBLE_DEVICES" not in environment()
+    assert environment(range(2, 4))["CUDA_VISIBLE_DEVICES"] == "2,3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert environment(range(2, 4))["CUDA_VISIBLE_DEVICES"] == "6,7"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -12,15 +13,19 @@ import numpy as np
 import pytest
 from gradwire_losses.registry import get_loss
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine.process.pulse import BROKEN
+from gradwire_server.engine_link.frames import LinkClosed
 from support.engine import Driver, EngineProcess, LocalEngine, token_rows
-from support.ranks import CAUSAL, ROWS, STEP, Engines
+from support.ranks import CAUSAL, FAILING, ROWS, STEP, Engines
 
 
 @pytest.fixture(scope="module")
 def divided(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     folder = tmp_path_factory.mktemp("divided")
     settings = {"microbatch_tokens": 16, "threads": 1}
-    group = EngineProcess({"tiny": tiny_model_path}, folder / "group", ranks=2, shard="on", **settings)
+    (folder / "losses.py").write_text(FAILING)
+    losses = {"ranks": 2, "shard": "on", "losses": [folder / "losses.py"]}
+    group = EngineProcess({"tiny": tiny_model_path}, folder / "group", **settings, **losses)
     yield Engines(LocalEngine({"tiny": tiny_model_path}, folder / "one", **settings), group, folder)
     group.kill()
 
@@ -83,6 +88,31 @@ def test_checkpoints_are_read_on_another_number_of_ranks(divided: Engines) -> No
     np.testing.assert_allclose(one, group, atol=1e-5)
 
 
+@pytest.mark.slow  # a group of its own
+def test_checkpoints_go_from_two_ranks_to_one_process_to_four_ranks(divided: Engines, tiny_model_path: Path) -> None:
+    """With weights, moments and an accumulation in progress; each writes the same files."""
+    divided.group.create("run-far", seed=3)
+    divided.group.train("run-far", ROWS)
+    divided.group.do("run-far", ROWS, forward_backward=CAUSAL)
+    divided.group.do("run-far", save_checkpoint=pb.SaveCheckpoint(name="now"))
+    four = EngineProcess({"tiny": tiny_model_path}, divided.folder / "four", threads=1, ranks=4, shard="on")
+    try:
+        homes: list[tuple[Driver, str]] = [(divided.group, "group"), (divided.one, "one"), (four, "four")]
+        for (_, before), (engine, name) in itertools.pairwise(homes):
+            shutil.copytree(divided.folder / before / "runs/run-far", divided.folder / name / "runs/run-far")
+            engine.create("run-far", seed=3, checkpoint="run-far/now")
+            engine.do("run-far", save_checkpoint=pb.SaveCheckpoint(name="now", overwrite=True))
+        assert len({divided.weights(name, "run-far") for _, name in homes}) == 1
+        norms = [engine.do("run-far", optim_step=STEP).proto.optim_step.grad_norm for engine, _ in homes]
+        np.testing.assert_allclose(norms, norms[0], rtol=1e-6)
+        for engine, _ in homes[1:]:
+            np.testing.assert_allclose(
+                engine.logprobs("run-far", ROWS), divided.group.logprobs("run-far", ROWS), atol=1e-5
+            )
+    finally:
+        four.kill()
+
+
 def test_a_quantized_reference_cannot_be_divided(divided: Engines, batches: Any) -> None:
     divided.group.create("run-refused", seed=3, lora=4)
     columns = batches.columns(get_loss("dpo"), rows=2, shortest=3, longest=6)
@@ -90,3 +120,48 @@ def test_a_quantized_reference_cannot_be_divided(divided: Engines, batches: Any)
     call = pb.LossCall(loss_fn="dpo", loss_kwargs_json=json.dumps(kwargs))
     found = divided.group.op("run-refused", columns, forward_backward=call)
     assert "--shard off" in found.proto.error.message
+
+
+@pytest.mark.parametrize("config", [{"lora": {"rank": 4}, "lanes": 2}, {}], ids=["lora", "full"])
+def test_memory_that_runs_out_in_a_layer_of_one_rank_halves_the_micro_batches_of_all(
+    divided: Engines, config: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    run_id = f"memory-{request.node.callspec.id}"
+    found = []
+    for engine in (divided.one, divided.group):
+        engine.create(run_id, seed=3, **config)
+        if engine is divided.group:
+            (divided.folder / "armed").write_text("forward")
+        loss = engine.do(run_id, ROWS, forward_backward=CAUSAL).proto.loss
+        assert loss.limits.microbatch_tokens == (8 if engine is divided.group else 16)
+        again = engine.do(run_id, ROWS, forward_backward=CAUSAL).proto.loss
+        norm = engine.do(run_id, optim_step=STEP).proto.optim_step.grad_norm
+        found.append([loss.loss, again.loss, norm, *engine.logprobs(run_id, ROWS)])
+    assert not (divided.folder / "armed").exists()
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
+
+
+def test_an_error_in_the_loss_of_one_rank_is_that_of_all(divided: Engines) -> None:
+    divided.group.create("run-errors", seed=3, lora={"rank": 4}, lanes=2)
+    for name in ("memory", "memory_in_its_part", "fault", "fault_in_its_part"):
+        found = divided.group.op("run-errors", ROWS, forward_backward=pb.LossCall(loss_fn=name)).proto
+        if "memory" in name:
+            assert found.loss.limits.microbatch_tokens == 8
+        else:
+            assert "ValueError" in found.error.message
+    assert divided.group.do("run-errors", optim_step=STEP).proto.optim_step.num_accumulated == 2
+
+
+@pytest.mark.slow  # a group of its own
+def test_a_backward_that_runs_out_of_memory_on_one_rank_ends_the_group(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Well before the others have waited for ten minutes."""
+    (tmp_path / "losses.py").write_text(FAILING)
+    engine = EngineProcess({"tiny": tiny_model_path}, tmp_path, ranks=2, shard="on", losses=[tmp_path / "losses.py"])
+    try:
+        engine.create("run-a", seed=1, lora=4)
+        (tmp_path / "armed").write_text("backward")
+        with pytest.raises(LinkClosed):
+            engine.do("run-a", ROWS, forward_backward=CAUSAL)
+        assert engine.process.wait(60) == BROKEN
+    finally:
+        engine.kill()

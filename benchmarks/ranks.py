@@ -1,0 +1,118 @@
+"""Training on one, two and more ranks: tokens a second, by turns on servers that run at the same time.
+
+    python -m benchmarks.ranks [--repeats 5] [--smoke]
+
+On a CPU each rank has one thread, and a machine needs as many idle cores as ranks for the figures to mean something.
+``--ranks 1`` is an engine of one process: no process is started beside it and no collective is called, so that nothing
+remains to be compared. The cost of a decision is that of an operation that computes nothing, on two ranks and on one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import gradwire
+
+from benchmarks.report import Figure, Size, run_alone
+from benchmarks.training import KINDS, train
+from benchmarks.turns import Turns
+from benchmarks.workload import Draw, standard_model
+
+TARGETS = {"lora": 1.8, "full": 1.8}
+OVERHEAD_MS = 0.3
+LORA_RANK, LANES, ROWS = 8, 2, 16
+OPERATIONS = 100
+ONE, MORE = "1 rank", "2 ranks"
+
+
+async def by_turns(model: Path, size: Size) -> list[Figure]:
+    """Figures of an engine of one process and one of two ranks."""
+    async with AsyncExitStack() as stack:
+        services = {
+            name: await stack.enter_async_context(
+                gradwire.connect(
+                    models=[f"m={model}"],
+                    server_args=["--device", "cpu", "--threads", "1", "--ranks", name.split()[0]],
+                    connect_timeout=300,
+                )
+            )
+            for name in (ONE, MORE)
+        }
+        figures = [await _training(services, tuning, size) for tuning in TARGETS]
+        return [*figures, await _overhead(services, size)]
+
+
+async def _training(services: dict[str, gradwire.ServiceClient], tuning: str, size: Size) -> Figure:
+    source, turns = Draw.of(8, smoke=size.smoke), Turns(MORE, ONE)
+    lora = LORA_RANK if tuning == "lora" else None
+    runs = {name: await service.create_run("m", lora=lora, seed=1, lanes=LANES) for name, service in services.items()}
+    losses: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(size.repeats + 1):
+        batches = [KINDS["sft"].batch(source.rows(4 if size.smoke else ROWS)) for _ in range(2)]
+        tokens = sum(len(row) for batch in batches for row in batch["input_ids"])
+        for name, run in runs.items():
+            with turns.turn(name, tokens):
+                losses[name] += await train(run, KINDS["sft"], batches)
+    turns.drop_first()
+    same = "the same bits" if losses[ONE] == losses[MORE] else "losses differ"
+    return Figure(
+        f"{tuning}: two ranks against one",
+        turns.ratio(),
+        "x",
+        TARGETS[tuning],
+        detail=f"{turns.said('tokens')}; {same}; load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores",
+        samples=turns.rates,
+    )
+
+
+async def _overhead(services: dict[str, gradwire.ServiceClient], size: Size) -> Figure:
+    """Milliseconds that handing on and agreeing on an operation takes, from a score of one token."""
+    runs = {name: await service.create_run("m", lora=1, lanes=1) for name, service in services.items()}
+    count = 5 if size.smoke else OPERATIONS
+    medians: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(size.repeats + 1):
+        for name, run in runs.items():
+            seconds = []
+            for _ in range(count):
+                began = time.perf_counter()
+                await run.optim_step(learning_rate=0.0)
+                seconds.append(time.perf_counter() - began)
+            if turn:
+                medians[name].append(statistics.median(seconds) * 1e3)
+    more, one = (statistics.median(medians[name]) for name in (MORE, ONE))
+    return Figure(
+        "an operation that computes nothing: two ranks over one",
+        max(more - one, 0.0),
+        "ms",
+        OVERHEAD_MS,
+        at_least=False,
+        detail=f"{more:.2f} and {one:.2f} ms; load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores",
+        samples=medians,
+    )
+
+
+def measure(size: Size) -> list[Figure]:
+    with tempfile.TemporaryDirectory() as folder:
+        return asyncio.run(by_turns(standard_model(Path(folder) / "model", smoke=size.smoke), size))
+
+
+def efficiency(rates: Sequence[tuple[int, dict[str, Any]]]) -> dict[int, float]:
+    """Tokens per second and rank, over those of the fewest ranks.
+
+    Args:
+        rates: Number of ranks and result of a case, the fewest first.
+    """
+    measured = [(ranks, found["tokens_per_second"]) for ranks, found in rates if "tokens_per_second" in found]
+    return {ranks: rate / ranks * measured[0][0] / measured[0][1] for ranks, rate in measured}
+
+
+if __name__ == "__main__":
+    run_alone(measure, __doc__)

@@ -49,7 +49,7 @@ async def clients_of(stack: AsyncExitStack, address: str) -> list[gradwire.Train
     runs = []
     for seed, (loss_fn, lora) in enumerate(CLIENTS):
         service = await stack.enter_async_context(gradwire.connect(address))
-        runs.append(await service.create_run("tiny", lora=lora, head=SEVEN[loss_fn][2], seed=seed))
+        runs.append(await service.create_run("tiny", lora=lora, head=SEVEN[loss_fn][2], seed=seed, lanes=1))
     return runs
 
 
@@ -90,7 +90,7 @@ async def test_a_group_takes_all_that_wait(tiny_model_path: Path, tmp_path: Path
     server = Server(tiny_model_path, tmp_path / "state", "--group-runs", "on").start()
     try:
         async with gradwire.connect(server.address) as service:
-            runs = [await service.create_run("tiny", lora=2, seed=seed) for seed in range(12)]
+            runs = [await service.create_run("tiny", lora=2, seed=seed, lanes=1) for seed in range(12)]
             largest = 0
             for _ in range(5):
                 steps = [run.train_step({"input_ids": [[5, 6, 7, 8]]}, "causal_lm") for run in runs]

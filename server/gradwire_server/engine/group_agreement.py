@@ -97,12 +97,18 @@ class GroupAgreement(Agreement):
         if self.rank == 0:
             super().check(request)
 
-    def defer(self, error: Exception) -> None:
-        """Take note of an error within a layer, to be raised at the end of the piece of work.
+    def defer(self, error: Exception) -> bool:
+        """Take note that memory ran out within a layer, to be raised at the end of the piece of work.
 
         Until then this rank goes on with results that mean nothing, because the others need its parts of the layers.
+
+        Returns:
+            False for any other error, which is not deferred.
         """
+        if not is_out_of_memory(error):
+            return False
         self._error = self._error or error
+        return True
 
     def _deferred(self) -> Exception | None:
         error, self._error = self._error, None

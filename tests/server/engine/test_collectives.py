@@ -59,7 +59,7 @@ def test_layers_are_gathered_and_only_trained_weights_are_reduced(
     group: dist.ProcessGroup, tmp_path: Path, lora: int
 ) -> None:
     load_builtin_losses()
-    placement = Sharded("cpu", group, lambda error: None)
+    placement = Sharded("cpu", group, lambda error: False)
     pool = ModelPool({"m": str(save_model(tmp_path / "m", tied=False))}, placement, torch.bfloat16)
     config = RunConfig(base_model="m", seed=3, lora=LoraSettings(rank=lora) if lora else None)
     run, loss = EngineRun(pool, "run", config), get_loss("causal_lm")

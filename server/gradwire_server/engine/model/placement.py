@@ -20,7 +20,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
 
-from gradwire_server.engine.failures import is_out_of_memory
 from gradwire_server.engine.generators import use_gpus
 
 
@@ -77,11 +76,11 @@ class Sharded(Placement):
     Args:
         device: This rank's.
         group: All ranks.
-        defer: Takes an error of a layer after which this rank goes on.
+        defer: Takes an error of a layer; whether this rank goes on after it.
     """
 
     def __init__(
-        self, device: str | torch.device, group: dist.ProcessGroup, defer: Callable[[Exception], None]
+        self, device: str | torch.device, group: dist.ProcessGroup, defer: Callable[[Exception], bool]
     ) -> None:
         super().__init__(device)
         self.parts, self._defer = group.size(), defer
@@ -94,7 +93,7 @@ class Sharded(Placement):
     def place(self, module: nn.Module) -> None:
         """Move each layer to the device, and keep this rank's part of it there."""
         for layer in layers_of(module):
-            _go_on_without_memory(layer, self._defer)
+            _go_on_after_errors(layer, self._defer)
             fully_shard(layer, mesh=self._mesh, reshard_after_forward=True)
         fully_shard(module, mesh=self._mesh, reshard_after_forward=True)
 
@@ -103,10 +102,10 @@ class Sharded(Placement):
         return False
 
 
-def _go_on_without_memory(layer: nn.Module, defer: Callable[[Exception], None]) -> None:
-    """Let a layer's forward return its input where memory runs out, so that this rank comes to the next layer.
+def _go_on_after_errors(layer: nn.Module, defer: Callable[[Exception], bool]) -> None:
+    """Let a layer's forward return its input after an error that is deferred, so that this rank comes to the next one.
 
-    The other ranks, which may have had the memory, need this one's part of it. A backward that runs out of memory ends.
+    The other ranks, where it may not have happened, need this one's part of it. An error in a backward is raised.
     """
     forward = layer.forward
 
@@ -115,10 +114,9 @@ def _go_on_without_memory(layer: nn.Module, defer: Callable[[Exception], None]) 
         try:
             return forward(hidden, *args, **kwargs)
         except Exception as error:
-            if not is_out_of_memory(error) or torch._C._current_graph_task_id() >= 0:
+            if torch._C._current_graph_task_id() >= 0 or not defer(error):
                 raise
             error.__traceback__ = None  # it keeps the computed tensors alive
-            defer(error)
         return hidden
 
     layer.forward = going_on

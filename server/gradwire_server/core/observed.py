@@ -8,7 +8,8 @@ import time
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import ANYONE, Caller
-from gradwire_server.errors import limit_exceeded
+from gradwire_server.durable_files import is_full
+from gradwire_server.errors import ServiceError, limit_exceeded
 from gradwire_server.journal.recorded_files import RecordedFiles
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.scheduling.run_queue import RunQueue
@@ -51,14 +52,21 @@ class Observed:
         """Record the rollouts of an iteration, in place of those that it has.
 
         Raises:
-            ServiceError: UNKNOWN_RUN, PERMISSION_DENIED, LIMIT_EXCEEDED.
+            ServiceError: UNKNOWN_RUN, PERMISSION_DENIED, LIMIT_EXCEEDED, STORAGE_FULL.
         """
         run = self._records.get(request.run_id, caller, write=True)
         recording = pb.Recording(
             kind="rollouts", number=request.iteration, step=run.step, time=time.time(), rows=request.rows
         )
         content = request.rollouts_json
-        if not await asyncio.to_thread(self._files.write, run.run_id, recording, [content]):
+        try:
+            written = await asyncio.to_thread(self._files.write, run.run_id, recording, [content])
+        except OSError as error:
+            if not is_full(error):
+                raise
+            message = "the server's disk is full: the rollouts were not recorded"
+            raise ServiceError(pb.ERROR_CODE_STORAGE_FULL, message) from error
+        if not written:
             raise limit_exceeded("rollouts", "max_recorded_bytes", self._most_bytes, "rollouts_json")
         return recording
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +34,7 @@ class RecordedFiles:
 
     def __init__(self, state_dir: Path, most_bytes: int) -> None:
         self._root, self._most_bytes = state_dir / FOLDER, most_bytes
+        self._lock = threading.Lock()  # two that write at once would count and delete each other's files
 
     def write(self, run_id: str, recording: pb.Recording, content: Sequence[Buffer]) -> bool:
         """Write a recording, in place of one of the same kind and number; False if it exceeds what a run may have."""
@@ -40,14 +42,18 @@ class RecordedFiles:
         if recording.size_bytes > self._most_bytes:
             return False
         folder = self._root / run_id
-        make_folder(folder, 0o700)
         file = folder / f"{recording.kind}-{recording.number:020d}"
         part = file.with_suffix(".part")
         head = recording.SerializeToString()
-        with part.open("wb") as written:
-            written.writelines([LENGTH.pack(len(head)), head, *content])
-        part.replace(file)
-        self._bound(folder)
+        with self._lock:
+            make_folder(folder, 0o700)
+            try:
+                with part.open("wb") as written:
+                    written.writelines([LENGTH.pack(len(head)), head, *content])
+                part.replace(file)
+            finally:
+                part.unlink(missing_ok=True)
+            self._bound(folder)
         return True
 
     def _bound(self, folder: Path) -> None:

@@ -67,12 +67,14 @@ class Preference:
     Attributes:
         prompt: The messages before the answers.
         chosen, rejected: The messages of the better and of the worse answer.
+        tools: JSON schemas of the tools that they may call, if the row has any.
         place: File and line that it came from.
     """
 
     prompt: tuple[Message, ...]
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
+    tools: tuple[Any, ...] = ()
     place: str = field(default="", compare=False)
 
 
@@ -199,7 +201,8 @@ def conversation(row: Row, mapping: Mapped) -> Conversation:
 def preference(row: Row, mapping: Mapped) -> Preference:
     """Read a preference pair: ``chosen`` and ``rejected``, with a ``prompt`` or with the messages they share.
 
-    ``preferred_output`` and ``non_preferred_output``, with the messages in ``input``, are the same in OpenAI's words.
+    ``preferred_output`` and ``non_preferred_output``, with the messages and the tools in ``input``, are the same in
+    OpenAI's words.
 
     Raises:
         Unfit: The row is none, or both answers are the same.
@@ -212,8 +215,9 @@ def preference(row: Row, mapping: Mapped) -> Preference:
         absent = [name for name, value in (("chosen", chosen), ("rejected", rejected)) if value is None]
         raise _missing(row, " and ".join(absent), *absent)
     prompt = _pick(row, mapping, "prompt", (*PROMPTS, *CONVERSATIONS))
+    tools = row.get("tools")
     if isinstance(prompt, Mapping) and "messages" in prompt:
-        prompt = prompt["messages"]
+        tools, prompt = prompt.get("tools") or tools, prompt["messages"]
     better, worse = _turn(chosen, "assistant", "chosen"), _turn(rejected, "assistant", "rejected")
     asked = [*_system(row, mapping), *(_turn(prompt, "user", "prompt") if prompt is not None else ())]
     shared = 0
@@ -226,7 +230,7 @@ def preference(row: Row, mapping: Mapped) -> Preference:
         raise _missing(row, "prompt", "prompt")
     if shared in (len(better), len(worse)):
         raise Unfit("one answer is the beginning of the other")
-    return Preference(tuple(asked), tuple(better[shared:]), tuple(worse[shared:]))
+    return Preference(tuple(asked), tuple(better[shared:]), tuple(worse[shared:]), tuple(_parsed(tools) or ()))
 
 
 def rating(row: Row, mapping: Mapped) -> Rating:

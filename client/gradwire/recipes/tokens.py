@@ -201,8 +201,8 @@ class Tokens:
 
     async def pairs(self, preferences: Sequence[Preference]) -> list[dict[str, Any]]:
         """Encode pairs into rows with the ids of both answers and the length of their common prompt."""
-        both = [Conversation((*each.prompt, *each.chosen)) for each in preferences]
-        both += [Conversation((*each.prompt, *each.rejected)) for each in preferences]
+        both = [Conversation((*each.prompt, *each.chosen), each.tools) for each in preferences]
+        both += [Conversation((*each.prompt, *each.rejected), each.tools) for each in preferences]
         try:
             rows = await self.rows(both, "last")
         except RowRefusedError as refused:

@@ -83,6 +83,16 @@ def test_preferences_in_many_layouts(row: Any) -> None:
     assert found.rejected[0]["content"] == "5"
 
 
+@pytest.mark.parametrize("place", ["row", "input"])
+def test_tools_of_preferences_are_kept(place: str) -> None:
+    said = {"preferred_output": [{"role": "assistant", "content": "a"}],
+            "non_preferred_output": [{"role": "assistant", "content": "b"}]}  # fmt: skip
+    tools, messages = [{"type": "function", "function": {"name": "add"}}], [{"role": "user", "content": "?"}]
+    of_input = {"messages": messages} | ({"tools": tools, "parallel_tool_calls": True} if place == "input" else {})
+    (found,) = preferences([{"input": of_input, **said} | ({"tools": tools} if place == "row" else {})])
+    assert found.tools == tuple(tools) and found.prompt == tuple(messages)
+
+
 def test_prompts_with_answers_and_a_mapping() -> None:
     assert prompts([{"question": "2+2?", "answer": "4"}])[0] == Prompt((USER,), "4")
     assert prompts([{"messages": TALK}])[0] == Prompt((USER,), None)

@@ -33,6 +33,8 @@ FIGURES = {
     "logprob": "log-probability",
     "mask": "what is scored",
 }
+VISIBLE = 0.02
+"""From which range of a figure on its colours tell tokens apart."""
 PAGE = 8
 MOST_TOKENS = 2048
 """Tokens of a sequence that are shown."""
@@ -82,9 +84,7 @@ async def _batch(workspace: Workspace, run_id: str, number: int, page: int) -> N
     batch = await workspace.client(run_id).recorded_batch(number)
     shown = batch.sequences[page * PAGE : (page + 1) * PAGE]
     texts = await _texts(workspace, workspace.runs[run_id].info.base_model, shown)
-    by = next(
-        name for name in FIGURES if name == "mask" or any(np.isfinite(_values(each, name)).any() for each in shown)
-    )
+    by = _telling(shown)
     with panel(), ui.element("div").classes("gw-head"):
         title(f"{batch.recording.operation} {number}", 2)
         plain(f"{batch.recording.loss_fn}, before step {batch.recording.step + 1}", "quiet")
@@ -107,6 +107,17 @@ async def _batch(workspace: Workspace, run_id: str, number: int, page: int) -> N
                 facts({name: _shape(values) for name, values in batch.fields.items()})
             with panel("In Python"):
                 sdk_line(f'batch = await service.get_training_client("{run_id}").recorded_batch({number})')
+
+
+def _telling(shown: Sequence[RecordedSequence]) -> str:
+    """The first figure that differs from token to token; what is scored where none does."""
+    for name in FIGURES:
+        if name != "mask":
+            values = np.concatenate([_values(each, name) for each in shown] or [np.zeros(0)])
+            values = values[np.isfinite(values)]
+            if len(values) and np.ptp(values) > VISIBLE:
+                return name
+    return "mask"
 
 
 def _pages(run_id: str, number: int, page: int, count: int) -> None:

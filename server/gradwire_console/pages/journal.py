@@ -18,13 +18,13 @@ COLUMNS = (
     Column("operation", "Operation"),
     Column("loss_fn", "Loss function"),
     Column("state", "State", "waiting: for a missing number; queued: for its turn at the engine", state=True),
+    Column("error", "Error"),
     Column("front", "Front", "The journal on disk, the way to the engine and back", num=True),
     Column("queue", "Queue", "Waiting for earlier operations, and for other runs", num=True),
     Column("engine", "Engine", "Computing", num=True),
     Column("size", "Payload", "Tensors of the operation", num=True),
     Column("tries", "Tries", "How often it was sent to an engine; engines that died of it", num=True),
     Column("age", "Accepted", num=True),
-    Column("error", "Error"),
 )
 
 

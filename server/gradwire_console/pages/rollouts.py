@@ -29,7 +29,7 @@ BINS = 12
 SHADES = ((-0.7, ""), (-2.3, "background: color-mix(in srgb, var(--s2) 18%, transparent)"),
           (-1e9, "background: color-mix(in srgb, var(--s2) 38%, transparent)"))  # fmt: skip
 """Background of a token by its log-probability, the least first that it reaches."""
-EXAMPLE = "GRPO(service, run, tasks, reward, recorder=RunRecorder(run, every=10))"
+EXAMPLE = "GRPOAlgorithm(service, run, tasks, reward, recorder=RunRecorder(run, every=10))"
 Rollout = Mapping[str, Any]
 
 

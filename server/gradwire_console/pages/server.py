@@ -55,7 +55,9 @@ async def _show(workspace: Workspace) -> None:
             with panel("Usage by key"):
                 usage = Table(USAGE, (), label="Usage by key", none="No run yet.")
             with panel("Usage by run"):
-                runs = Table(_run_columns(), (), label="Usage by run", search="Search runs", none="No run yet.")
+                runs = Table(
+                    _run_columns(), (), label="Usage by run", search="Search runs", unit="runs", none="No run yet."
+                )
             sdk_line("queues = await service.list_queues()")
         with ui.element("div"):
             with panel("This connection"):

@@ -24,7 +24,7 @@ from gradwire.rl.loggers import (
     WandbLogger,
     read_jsonl,
 )
-from gradwire.rl.recording import TrajectoryRecorder
+from gradwire.rl.recording import RunRecorder, TrajectoryRecorder
 from gradwire.rl.types import Action, EvaluateResult, StepData, Task, ToolCall, ToolResult, Trajectory
 from gradwire.rl.viewer import app, colour, page, view
 
@@ -62,6 +62,23 @@ async def test_rules_of_recording(tmp_path: Path, rule_inference: Callable[..., 
     ]
     assert "tokens" not in (await record(tmp_path / "c", rule_inference, tokens=False))[0]["steps"][0]
     assert await record(tmp_path / "d", rule_inference, every=0) == []
+
+
+async def test_rollouts_are_recorded_with_the_run(rule_inference: Callable[..., Any]) -> None:
+    kept: dict[int, list[Any]] = {}
+
+    class Run:
+        async def record_rollouts(self, iteration: int, rollouts: list[Any]) -> int:
+            kept[iteration] = rollouts
+            return len(rollouts)
+
+    recorder = RunRecorder(Run(), every=2, limit=2)  # type: ignore[arg-type]
+    codec = rule_inference(lambda t, n: "").codec
+    said = [await recorder.record(iteration, [trajectory(1.0)] * 3, codec) for iteration in range(4)]
+    assert said == [2, 0, 2, 0] and list(kept) == [0, 2]
+    first = kept[0][0]
+    assert (first["group"], first["reward"], first["reason"]) == (3, 1.0, "as it should be")
+    assert first["steps"][0]["tool_results"][0]["error"] == "missing b"
 
 
 class Balanced(HTMLParser):

@@ -255,6 +255,47 @@ async def test_a_whole_model(service: gradwire.ServiceClient, tiny_model_path: P
         await service.create_run("tiny", from_checkpoint=folder)
 
 
+async def test_code_that_uploaded_settings_name_is_never_run(
+    service: gradwire.ServiceClient, adapter: Path, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    """Python files and pickles are not sent; settings that name code are, and are refused or have no effect."""
+    sprung = tmp_path / "sprung"
+    code = f"import pathlib\npathlib.Path({str(sprung)!r}).touch()\nclass Evil: pass\n"
+    named = {"auto_map": dict.fromkeys(("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"), "evil.Evil")}
+    whole = shutil.copytree(tiny_model_path, tmp_path / "whole")
+    adapted = change(
+        adapter,
+        tmp_path / "adapted",
+        auto_mapping={"base_model_class": "Evil", "parent_library": "evil"},
+        **named,
+    )
+    for folder in (whole, adapted):
+        (folder / "evil.py").write_text(code)
+        torch.save({"x": _Trap(sprung)}, folder / "pytorch_model.bin")
+        for file in ("config.json", "tokenizer_config.json", "adapter_config.json"):
+            if (folder / file).exists():
+                (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | named))
+    for folder, options in ((whole, {"from_checkpoint": whole}), (adapted, {"from_adapter": adapted})):
+        try:
+            run = await service.create_run("tiny", **options)  # type: ignore[arg-type]
+        except (InvalidArgumentError, UnsupportedError) as refusal:
+            assert "auto_map" in str(refusal), (folder, refusal)
+        else:
+            await run.forward_backward(BATCH, "causal_lm")
+            await run.delete()
+    assert not sprung.exists()
+
+
+class _Trap:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._file,)
+
+
 async def trained(run: gradwire.TrainingClient, steps: int) -> list[float]:
     losses = []
     for _ in range(steps):

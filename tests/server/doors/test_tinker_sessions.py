@@ -6,7 +6,7 @@ import uuid
 
 import numpy as np
 from gradwire_proto.v1 import tinker_pb2 as pb
-from support.tinker import TinkerClient
+from support.tinker import TinkerClient, datum, forward_backward
 
 
 async def test_sessions_are_found_by_what_was_said_of_them(tinker: TinkerClient) -> None:
@@ -58,3 +58,21 @@ async def test_a_prompt_that_fills_the_context_is_scored(tinker: TinkerClient) -
         assert [len(sequence.tokens) // 4 for sequence in answer.sequences] == [256 - length]
         rows.append(np.frombuffer(answer.prompt_logprobs, np.float32))
     assert len(rows[0]) == 256 and np.allclose(rows[0][1:255], rows[1][1:], atol=1e-4)
+
+
+async def test_two_clients_on_one_session_cannot_mix_their_numbers(tinker: TinkerClient) -> None:
+    """What the second one repeats is answered as to the first; other content under a used number is refused."""
+    other = TinkerClient(tinker._http)
+    other.session_id = tinker.session_id
+    model = await tinker.model()
+    assert await other.model() == model
+    rows, others = [datum(1)], [datum(2)]
+    promise = await tinker.post("forward_backward", forward_backward(model, 1, rows))
+    assert await other.post("forward_backward", forward_backward(model, 1, rows)) == promise
+    refused = await other.post("forward_backward", forward_backward(model, 1, others), status=422)
+    assert "1" in refused["detail"]
+    ahead = await other.step(model, 3)
+    await other.post("forward_backward", forward_backward(model, 2, others))
+    steps = [await client.wait(await client.step(model, 3)) for client in (tinker, other)]
+    assert [step["metrics"]["step:max"] for step in steps] == [1, 1]
+    assert (await tinker.wait(ahead))["metrics"]["step:max"] == 1

@@ -1,11 +1,12 @@
 """``python -m gradwire_jobs.check PATH NAME``: which lines of a data set no recipe can use, as one JSON object.
 
-This reads what a stranger uploaded, so it is a process of its own with bounded memory.
+This reads what a stranger uploaded, so it is a process of its own with bounded memory, behind the others' processor.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import sys
@@ -18,6 +19,7 @@ from gradwire.data.layouts import Unfit
 from gradwire.data.sources import READERS
 
 MEMORY_BYTES = 4 << 30
+NICENESS = 10
 TOLD = 20
 MAX_REASON_CHARS = 300
 
@@ -25,6 +27,7 @@ MAX_REASON_CHARS = 300
 def main() -> None:
     """Check the file that the command line names."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    os.nice(NICENESS)
     json.dump(checked(Path(sys.argv[1]), Path(sys.argv[2]).suffix), sys.stdout)
 
 

@@ -20,8 +20,8 @@ from gradwire.recipes import command
 from gradwire_proto.v1 import jobs_pb2 as jobs
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.jobs_pb2_grpc import JobServiceStub
-from gradwire_server.access.keys import KeyFile, Quota
-from gradwire_server.core.jobs import workers
+from gradwire_server.access.keys import Caller, KeyFile, Quota
+from gradwire_server.core.jobs import files, workers
 from gradwire_server.core.jobs.specs import RECIPES
 from gradwire_server.journal.backup import backup, restore
 from gradwire_server.journal.repair import repair
@@ -316,3 +316,27 @@ async def test_jobs_run_no_code_that_their_settings_name(start: Start) -> None:
 
 def test_a_job_runs_every_recipe_of_the_command_line() -> None:
     assert set(RECIPES) == set(command.RECIPES), "the server may not import the client, and so has a list of its own"
+
+
+async def test_few_files_are_checked_at_a_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each check is a process that may take 4 GiB: one of each key, two in all."""
+    now: list[str] = []
+    most: list[list[str]] = []
+
+    async def check(_path: Path, file: jobs.File) -> None:
+        now.append(file.owner)
+        most.append(sorted(now))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        now.remove(file.owner)
+
+    async def content() -> AsyncIterator[bytes]:
+        yield ROW
+
+    monkeypatch.setattr(files, "_check_lines", check)
+    async with start() as door:
+        described = jobs.File(filename="a.jsonl", purpose="fine-tune")
+        keys = ["ada", "bob", "eve"] * 3
+        await asyncio.gather(*(door.server.core.files.create(Caller(key), described, content()) for key in keys))
+    assert len(most) == len(keys) and max(map(len, most)) == 2
+    assert all(len(set(each)) == len(each) for each in most)

@@ -26,6 +26,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller, Quota
 from gradwire_server.access.quotas import check_files
+from gradwire_server.access.turns import Turns
 from gradwire_server.config import CHUNK_BYTES, ServerConfig
 from gradwire_server.durable_files import is_full, make_folder, sync
 from gradwire_server.errors import ServiceError, check_length, limit_exceeded, unknown_file
@@ -38,6 +39,8 @@ T = TypeVar("T")
 DATA = "fine-tune"
 PURPOSES = (DATA, "fine-tune-results", "script")
 CHECK_S = 600.0
+"""Seconds that the check of a file's lines may take once its turn has come."""
+CHECKS_AT_ONCE = 2
 MAX_PAGE = 10_000
 MAX_FILENAME_CHARS = 255
 
@@ -89,6 +92,7 @@ class Files:
         self._by_key: dict[tuple[str, str], str] = {}
         self._arriving: Counter[str] = Counter()
         self._storing = asyncio.Lock()
+        self._checks = Turns(of_key=1, total=CHECKS_AT_ONCE)
 
     async def load(self) -> None:
         """Read the rows, and delete content that belongs to none."""
@@ -147,7 +151,8 @@ class Files:
         try:
             await self._receive(file, partial, chunks, arrival)
             if file.purpose == DATA:
-                await _check_lines(partial, file)
+                async with self._checks.turn(caller.name):
+                    await _check_lines(partial, file)
             async with self._storing:
                 if (known := self._made(caller, idempotency_key)) is not None:
                     return known

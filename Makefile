@@ -139,7 +139,7 @@ test-end-to-end: setup
 FLEET := tests/server/stores tests/end_to_end/test_store.py tests/faults/test_agents.py tests/server/doors/test_engines.py
 test-fleet: setup
 	GRADWIRE_SEED=$${GRADWIRE_SEED:-random} $(BIN)/python -m pytest $(FLEET) tests/end_to_end/test_engine_elsewhere.py \
-	  tests/end_to_end/test_engines.py -m "faults or slow or not slow" -s
+	  tests/end_to_end/test_engines.py tests/end_to_end/test_fleet.py -m "faults or slow or not slow" -s
 
 # The table of benchmarks/README.md, 15 minutes on an idle machine; `make bench ARGS=--write-docs` writes it there.
 bench: setup .venv-parity/.installed .venv-sb3/.installed .venv-tinker/.installed

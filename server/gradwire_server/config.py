@@ -117,11 +117,11 @@ Several = Annotated[tuple[T, ...], BeforeValidator(lambda given: _split(given) i
 """Several values, which a text separates with commas."""
 
 
-def _number_or_auto(given: object, most: int, what: str) -> object:
+def _number_or_auto(given: object, most: int, what: str, least: int = 1) -> object:
     text = str(given)
-    if text == "auto" or (text.isdigit() and 1 <= int(text) <= most):
+    if text == "auto" or (text.isdigit() and least <= int(text) <= most):
         return int(text) if text.isdigit() else text
-    raise ValueError(f"give a number of {what} from 1 to {most}, or auto, not {text[:20]!r}")
+    raise ValueError(f"give a number of {what} from {least} to {most}, or auto, not {text[:20]!r}")
 
 
 def setting(default: Any, description: str, *, subject: str, **bounds: Any) -> Any:
@@ -311,7 +311,10 @@ class ServerConfig(EngineSettings):
         subject=NETWORK,
     )
     engines: int | Literal["auto"] = setting(
-        1, "Engines on this machine, each with the models and runs of its own; auto: one a GPU.", subject=COMPUTE
+        1,
+        "Engines on this machine, each with the models and runs of its own; auto: one a GPU; 0: none, those of other"
+        " machines (gradwire engine) do all.",
+        subject=COMPUTE,
     )
     each_engine: tuple[EngineChoice, ...] = setting(
         (),
@@ -412,7 +415,7 @@ class ServerConfig(EngineSettings):
     @field_validator("engines", mode="before")
     @classmethod
     def _number_or_auto(cls, given: object) -> object:
-        return _number_or_auto(given, MAX_ENGINES, "engines")
+        return _number_or_auto(given, MAX_ENGINES, "engines", least=0)
 
     @field_validator("host_names")
     @classmethod

@@ -31,7 +31,7 @@ class FakeEngine:
     anything else is written down. ``seconds`` says how long an operation claims to have taken, by loss or kind.
     """
 
-    machine = ""
+    machine = folder = ""
     file_bytes = 3 << 20
     """Size of a checkpoint's largest file."""
 

@@ -110,7 +110,11 @@ class Door:
     """A running server, its engines of which ``engine`` is the first, and clients of it."""
 
     def __init__(self, server: Server, engines: list[FakeEngine], stack: AsyncExitStack) -> None:
-        self.server, self.engines, self.engine, self._stack = server, engines, engines[0], stack
+        self.server, self.engines, self._stack = server, engines, stack
+
+    @property
+    def engine(self) -> FakeEngine:
+        return self.engines[0]
 
     async def client(self) -> Client:
         return Client(await self._stack.enter_async_context(grpc.aio.insecure_channel(self.server.address)))
@@ -132,7 +136,7 @@ def start(tmp_path: Path) -> Start:
     ) -> AsyncIterator[Door]:
         config = ServerConfig(
             address="127.0.0.1:0", state_dir=tmp_path, models={"tiny": "/models/tiny"},
-            limits=Limits.model_validate(limits or {}), **{"grace": 2} | settings,
+            limits=Limits.model_validate(limits or {}), **{"grace": 2, "engines": min(engines, 1)} | settings,
         )  # fmt: skip
         running = [FakeEngine(tmp_path, number) for number in range(engines)]
         for engine in running:

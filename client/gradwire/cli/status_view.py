@@ -72,7 +72,11 @@ def draw(now: Snapshot, before: Snapshot | None = None, *, most: int = 0) -> Ren
     runs_s = sum(run.recovery_s for run in now.runs.values())
     engine_s = max((engine.start_s for engine in info.engines), default=0.0)
     parts.append(f"recovery {precise(engine_s + runs_s)} (engine {precise(engine_s)}, runs {precise(runs_s)})")
-    engines = [Text(line) for engine in info.engines for line in _engine(engine, alone=len(info.engines) == 1)]
+    engines = [
+        Text(line)
+        for engine in info.engines
+        for line in _engine(engine, alone=len(info.engines) == 1 and not engine.machine)
+    ]
     runs = [_Runs(now, before, most)] if now.runs else []
     return Group(head, Text(", ".join(parts)), *engines, *parked, _models(now.models), *runs)
 

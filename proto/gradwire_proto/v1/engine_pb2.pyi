@@ -333,18 +333,22 @@ class EngineShareWeights(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    THROUGH_STORE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     name: _builtins.str
     """of the file, which no other has"""
+    through_store: _builtins.bool
+    """for an engine that does not find the file: it is put in the store"""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         name: _builtins.str = ...,
+        through_store: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "run_id", b"run_id", "through_store", b"through_store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -359,9 +363,11 @@ class EngineSharedWeights(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     FILE_FIELD_NUMBER: _builtins.int
     CONFIG_FIELD_NUMBER: _builtins.int
+    IN_STORE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     file: _builtins.str
-    """its path; other weights are in another file"""
+    """its path, or its owner in the store; other weights are in another file"""
+    in_store: _builtins.bool
     @_builtins.property
     def config(self) -> _training_pb2.RunConfig:
         """the run's, without its head, which takes no part in sampling"""
@@ -372,10 +378,11 @@ class EngineSharedWeights(_message.Message):
         run_id: _builtins.str = ...,
         file: _builtins.str = ...,
         config: _training_pb2.RunConfig | None = ...,
+        in_store: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "file", b"file", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "file", b"file", "in_store", b"in_store", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1206,22 +1213,26 @@ class EngineOffer(_message.Message):
     MACHINE_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
     machine: _builtins.str
     """its name; no two agents have the same"""
     code: _builtins.str
     """version and digest of the code, which must be the server's"""
     settings: _builtins.str
     """JSON: what differs from the server's settings, as models and devices"""
+    folder: _builtins.str
+    """folder of its machine, for a server whose checkpoints are in a store"""
     def __init__(
         self,
         *,
         machine: _builtins.str = ...,
         code: _builtins.str = ...,
         settings: _builtins.str = ...,
+        folder: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "machine", b"machine", "settings", b"settings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "folder", b"folder", "machine", b"machine", "settings", b"settings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1241,7 +1252,9 @@ class EngineOrder(_message.Message):
     """of the process; no two processes have the same"""
     lease_s: _builtins.float
     staging: _builtins.str
-    """folder through which everything is written that others are to find"""
+    """Folder through which everything is written that others are to find, in the server's state folder. Empty where the
+    engine has a folder of its own, and the store refuses what it writes too late.
+    """
     def __init__(
         self,
         *,

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ BEATS = 5
 ANSWER_S = 30.0
 """Patience in seconds for the server's first answer."""
 FAREWELL_S = 10.0
+LEFT = ("spilled", "shared_weights")
+"""Folders of an engine's state folder that are of no use to the next one."""
 LONGEST_PAUSE_S = 5.0
 """Longest pause in seconds before a server is called again that did not answer."""
 
@@ -47,12 +50,14 @@ class Agent:
         front: The server.
         machine: The agent's name, which no other has.
         settings: What differs from the server's settings.
+        folder: The agent's own folder, for a server whose checkpoints are in a store.
     """
 
-    def __init__(self, front: Front, machine: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, front: Front, machine: str, settings: Mapping[str, Any], folder: Path) -> None:
         self._front = front
-        offer = engine_pb2.EngineOffer(machine=machine, code=code_version(), settings=json.dumps(dict(settings)))
-        self._offer = offer
+        self._offer = engine_pb2.EngineOffer(
+            machine=machine, code=code_version(), settings=json.dumps(dict(settings)), folder=str(folder.absolute())
+        )
 
     async def run(self) -> None:
         """Lend an engine, and the next one when it ends.
@@ -118,9 +123,14 @@ class Visit:
 
     async def _follow(self, order: engine_pb2.EngineOrder, offered_ns: int, lending: Lending) -> None:
         settings = EngineSettings.model_validate_json(order.settings)
-        staging = Path(order.staging)
-        if not await asyncio.to_thread(staging.is_dir):
-            message = f"the server's state folder {settings.state_dir} is not here: mount it at the same path"
+        staging = Path(order.staging) if order.staging else None
+        if staging is None:
+            await asyncio.to_thread(_make_clean, Path(self._offer.folder))
+        elif not await asyncio.to_thread(staging.is_dir):
+            message = (
+                f"the server's state folder {settings.state_dir} is not here: mount it at the same path, or start the"
+                " server with --store, which needs no common folder"
+            )
             raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, message)
         self._lease_ns = int(order.lease_s * 1e9)
         self._ends_ns = offered_ns + self._lease_ns
@@ -208,3 +218,10 @@ class Visit:
         lending.link.end()
         with contextlib.suppress(LinkClosed, ServiceError):
             await asyncio.wait(others, timeout=FAREWELL_S, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _make_clean(folder: Path) -> None:
+    """Make the agent's own folder, and delete what an engine has left in it that was killed."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for left in LEFT:
+        shutil.rmtree(folder / left, ignore_errors=True)

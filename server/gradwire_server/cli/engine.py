@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from gradwire_server.cli.parent import outlived
 from gradwire_server.cli.saying import fail, say
 from gradwire_server.config import parse_model
 from gradwire_server.observability import logs
@@ -46,14 +47,22 @@ def engine(
     sampling_cache: Annotated[str | None, typer.Option()] = None,
     reference_cache_gib: Annotated[float | None, typer.Option()] = None,
     activation_budget_gib: Annotated[float | None, typer.Option()] = None,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of this machine for what leaves memory and what was read from the server's --store;"
+            " ~/.cache/gradwire/NAME when absent."
+        ),
+    ] = None,
+    die_with_parent: Annotated[bool, typer.Option(help="Stop when the process that started this one ends.")] = False,
     log_level: Annotated[LogLevel, typer.Option()] = "warning",
     log_format: Annotated[LogFormat, typer.Option()] = "text",
 ) -> None:
     """Lend an engine of this machine to a server: it gets runs like the server's own engines.
 
-    Both machines need the same version of gradwire, and the server's state folder at the same path, as on a network
-    file system. The engine starts again by itself. When the server is out of reach it ends, and its runs go on
-    elsewhere.
+    Both machines need the same version of gradwire, and a place for checkpoints: the server's --store, or its state
+    folder at the same path, as on a network file system. The base models are this machine's own. The engine starts
+    again by itself. When the server is out of reach it ends, and its runs go on elsewhere.
     """
     own = {
         "models": {name: path if "=" in text else "" for text in model or [] for name, path in [parse_model(text)]},
@@ -72,18 +81,23 @@ def engine(
         fail(str(error))
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     given = {setting: value for setting, value in own.items() if value not in (None, {})}
-    if refusal := asyncio.run(_run(reached, name or socket.gethostname(), given)):
+    parent = os.getppid() if die_with_parent else None
+    if refusal := asyncio.run(_run(reached, name or socket.gethostname(), given, state_dir, parent)):
         fail(refusal)
 
 
-async def _run(front: Any, name: str, own: dict[str, Any]) -> str:
+async def _run(front: Any, name: str, own: dict[str, Any], folder: Path | None, parent: int | None) -> str:
     """Run the agent until a signal; returns why it ended by itself."""
     from gradwire_server.agent.agent import Agent
     from gradwire_server.errors import ServiceError
 
-    running = asyncio.ensure_future(Agent(front, name, own).run())
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradwire"
+    running = asyncio.ensure_future(Agent(front, name, own, folder or caches / name).run())
     for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(each, running.cancel)
+    watching = asyncio.ensure_future(outlived(parent)) if parent else None
+    if watching is not None:
+        watching.add_done_callback(lambda _: running.cancel())
     say(f"the engine {name} is for {front.address}")
     try:
         await running

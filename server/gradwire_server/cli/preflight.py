@@ -30,7 +30,7 @@ def check(config: ServerConfig) -> None:
     sentences = [
         *_packages(config),
         *_files(config),
-        *_models(config),
+        *(_models(config) if config.engines != 0 else ()),  # the engines elsewhere have models of their own
         *_port("--address", config.address),
         *_port("--http", config.http),
         *_mirror(config),

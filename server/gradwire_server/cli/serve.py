@@ -15,6 +15,7 @@ import typer
 from gradwire_proto.v1 import training_pb2 as pb
 from rich.table import Table
 
+from gradwire_server.cli.parent import outlived
 from gradwire_server.cli.preflight import check
 from gradwire_server.cli.saying import console, fail, say
 from gradwire_server.cli.settings import load, misspelled_variables, with_settings
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-PARENT_CHECK_S = 0.5
 SWITCH_S = 0.0005
 """Seconds for which a thread of the front may keep the interpreter while the event loop wants it. With Python's own
 5 ms, a small call waits several times as long beside threads that write the journal and files for others."""
@@ -185,22 +185,16 @@ async def _start(server: Server) -> str:
 
 
 async def _watch_parent(parent: int, stop: asyncio.Event) -> None:
-    """PR_SET_PDEATHSIG fires when the parent's *thread* ends, which an SDK's may do early; so the pid is watched."""
-    while os.getppid() == parent:  # noqa: ASYNC110  nobody sets an event when a process ends
-        await asyncio.sleep(PARENT_CHECK_S)
+    await outlived(parent)
     stop.set()
 
 
 def _announce(server: Server, ready_file: Path | None) -> None:
-    table = Table(title=f"gradwire on {server.core.engines.hello.device}", title_justify="left")
-    for column in ("model", "architecture", "parameters", "context", "dtype", "tokenizer"):
-        table.add_column(column)
-    for model in server.core.engines.hello.models:
-        table.add_row(
-            model.name, model.architecture, f"{model.num_parameters:,}", str(model.context_length), model.dtype,
-            "yes" if model.has_tokenizer else "no",
-        )  # fmt: skip
-    console.print(table)
+    if server.core.engines.is_known:
+        console.print(_models(server))
+    else:
+        front = f"{'https' if server.config.tls_cert else 'http'}://{server.address}"
+        console.print(f"gradwire: no engine yet, waiting for `gradwire engine --front {front}`", markup=False)
     config, core = server.config, server.core
     console.print(
         f"{len(core.engines.hello.losses)} losses, {core.storage.records.count} runs in {config.state_dir}",
@@ -221,3 +215,15 @@ def _announce(server: Server, ready_file: Path | None) -> None:
     print(f"gradwire: listening on {server.address}", flush=True)
     if ready_file is not None:
         replace_text(ready_file, server.address + "\n")
+
+
+def _models(server: Server) -> Table:
+    table = Table(title=f"gradwire on {server.core.engines.hello.device}", title_justify="left")
+    for column in ("model", "architecture", "parameters", "context", "dtype", "tokenizer"):
+        table.add_column(column)
+    for model in server.core.engines.hello.models:
+        table.add_row(
+            model.name, model.architecture, f"{model.num_parameters:,}", str(model.context_length), model.dtype,
+            "yes" if model.has_tokenizer else "no",
+        )  # fmt: skip
+    return table

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from importlib.metadata import version
@@ -49,6 +49,8 @@ from gradwire_server.observability.metrics import Metrics
 from gradwire_server.observability.tracing import Tracing
 from gradwire_server.scheduling.checks import check_rows
 from gradwire_server.scheduling.scheduler import Scheduler
+from gradwire_server.stores.store import PASSING
+from gradwire_server.tokenizer_files import find_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +103,8 @@ class Core(Startable):
         self.calls = Calls(config.limits)
         self.left: dict[str, int] = {}
         self._models = ModelNames(config.all_models, tuple(config.models))
-        self.texts = Texts(lambda: self.engines.hello.tokenizer_files, self._models, config)
+        self._tokenizer_files: Mapping[str, str] = {}
+        self.texts = Texts(lambda: self._tokenizer_files or self.engines.hello.tokenizer_files, self._models, config)
         self._own_engines = [] if engines else own_engines(config)
         self.engines = EnginePool(engines or self._own_engines)
         self.agents = Agents(config, self.engines)
@@ -123,9 +126,14 @@ class Core(Startable):
         config = self.config
         storage = self.storage
         loaded = await storage.open()
+        if config.store:
+            await storage.folders.in_thread(storage.folders.delete_all, PASSING)
         await self.agents.start()
         await asyncio.gather(*(engine.start() for engine in self._own_engines))
-        self.metrics.know(self.engines.hello.losses)
+        self._know_losses()
+        if not self.engines.is_known:
+            self.engines.watch(self._know_losses)
+            self._tokenizer_files = await asyncio.to_thread(_found_tokenizers, config.all_models)
         storage.journal.store.on_commit = self.metrics.committed
         self._start_tracing()
         recorded = RecordedFiles(config.state_dir, config.limits.max_recorded_bytes)
@@ -191,6 +199,9 @@ class Core(Startable):
             await asyncio.to_thread(tracing.close)
         await self.storage.close()
 
+    def _know_losses(self) -> None:
+        self.metrics.know(self.engines.hello.losses)
+
     def _jobs_changed(self) -> None:
         self.job_workers.look()
         self._webhook.look()
@@ -211,7 +222,12 @@ class Core(Startable):
         )
 
     def models(self) -> Sequence[pb.ModelInfo]:
-        """The models from which runs can be created."""
+        """The models from which runs can be created.
+
+        Raises:
+            ServiceError: ENGINE_UNAVAILABLE: no engine has come so far, so they are not known.
+        """
+        self.engines.check_known()
         return self.engines.hello.models
 
     def model_info(self, name: str) -> pb.ModelInfo:
@@ -227,7 +243,12 @@ class Core(Startable):
         return self._models.find(name, "base_model")
 
     def losses(self) -> Sequence[pb.LossInfo]:
-        """The available losses, with their fields, arguments and metrics."""
+        """The available losses, with their fields, arguments and metrics.
+
+        Raises:
+            ServiceError: ENGINE_UNAVAILABLE: no engine has come so far, so they are not known.
+        """
+        self.engines.check_known()
         return self.engines.hello.losses
 
     # ---- operations ----
@@ -440,3 +461,8 @@ def _check_admin(caller: Caller) -> None:
     if caller.role != "admin" and caller != ANYONE:
         message = "only an admin's key decides on which engine runs are: `gradwire keys create NAME --admin`"
         raise ServiceError(pb.ERROR_CODE_PERMISSION_DENIED, message)
+
+
+def _found_tokenizers(models: Mapping[str, str]) -> dict[str, str]:
+    """The tokenizer files that this machine has, by model, for a server whose engines are all elsewhere."""
+    return {name: str(file) for name, path in models.items() if (file := find_tokenizer(path))}

@@ -34,12 +34,14 @@ GRACE_S = 2.0
 class Agents:
     """Takes the engines that agents offer into the pool.
 
-    An engine keeps its number while its agent is away, and the next process of the same agent takes it over.
+    An engine keeps its number while its agent is away, and the next process of the same agent takes it over. A server
+    without engines of its own has one from the start, of no machine yet: the first agent's.
     """
 
     def __init__(self, config: ServerConfig, pool: EnginePool) -> None:
         self._config, self._pool = config, pool
-        self._engines: dict[str, EngineProcess] = {}
+        self._started: list[EngineProcess] = []
+        self._vacant: RemoteLauncher | None = None
         self._launchers: dict[str, RemoteLauncher] = {}
         self._lives: set[RemoteLife] = set()
         self._number = 0
@@ -49,18 +51,28 @@ class Agents:
         """Give up the engines that an earlier process of this server had, and let agents come."""
         folders = [self._config.state_dir / STAGING]
         await asyncio.to_thread(give_up, folders)
+        if not self._pool.engines:
+            self._vacant = RemoteLauncher("", self._config.engine_lease)
+            self._add(self._vacant)
         self._open = True
+
+    def _add(self, launcher: RemoteLauncher) -> EngineProcess:
+        engine = EngineProcess(launcher, len(self._pool.engines), self._config.heartbeat_timeout)
+        self._started.append(engine)
+        self._pool.add(engine)
+        engine.begin()
+        return engine
 
     async def stop(self) -> None:
         """Give up all engines. A second call does nothing."""
         self.let_go()
-        engines, self._engines = list(self._engines.values()), {}
+        engines, self._started = self._started, []
         await asyncio.gather(*(engine.stop(GRACE_S) for engine in engines))
 
     def let_go(self) -> None:
         """End the agents' calls, and take no more."""
         self._open = False
-        for engine in self._engines.values():
+        for engine in self._started:
             engine.is_stopping = True
         for life in self._lives:
             life.gone("the server stops")
@@ -86,28 +98,32 @@ class Agents:
                 " each agent needs a --name of its own"
             )
             raise ServiceError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, message)
-        if known is None and len(self._pool.engines) >= MAX_ENGINES:
+        launcher = known or self._vacant or RemoteLauncher("", self._config.engine_lease)
+        is_new = launcher is not known and launcher is not self._vacant
+        if is_new and len(self._pool.engines) >= MAX_ENGINES:
             raise ServiceError(pb.ERROR_CODE_LIMIT_EXCEEDED, f"a server has {MAX_ENGINES} engines at most")
-        launcher = known or self._launchers.setdefault(
-            offer.machine, RemoteLauncher(offer.machine, self._config.engine_lease)
-        )
+        if launcher is self._vacant:
+            self._vacant = None
+        launcher.machine, self._launchers[offer.machine] = offer.machine, launcher
         number, lease_s = self._next_number(), self._config.engine_lease
         state = self._config.state_dir
-        staging = state / STAGING / f"{number}-{secrets.token_hex(8)}"
-        staging.mkdir(parents=True)
-        folders = [staging, state / "shared_weights" / str(number), *_spilled(state, number, settings.num_ranks)]
+        folders: list[Path] = []
+        if settings.store:  # then it needs nothing of the state folder
+            launcher.folder = f"{offer.machine}:{offer.folder}"
+            settings = settings.model_copy(update={"state_dir": Path(offer.folder)})
+        else:
+            staging = state / STAGING / f"{number}-{secrets.token_hex(8)}"
+            staging.mkdir(parents=True)
+            folders = [staging, state / "shared_weights" / str(number), *_spilled(state, number, settings.num_ranks)]
         life = RemoteLife(lease_s, folders, self._check_hello)
         order = engine_pb2.EngineOrder(
-            settings=settings.model_dump_json(), number=number, lease_s=lease_s, staging=str(staging)
+            settings=settings.model_dump_json(), number=number, lease_s=lease_s, staging="".join(map(str, folders[:1]))
         )
         life.reply(engine_pb2.EngineChunk(order=order))
         self._lives.add(life)
         launcher.offer(life, settings.allow_models.keys() | settings.models.keys())
-        if known is None:
-            engine = EngineProcess(launcher, len(self._pool.engines), self._config.heartbeat_timeout)
-            self._engines[offer.machine] = engine
-            self._pool.add(engine)
-            engine.begin()
+        if is_new:
+            self._add(launcher)
         return life
 
     def detach(self, life: RemoteLife, how: str) -> None:

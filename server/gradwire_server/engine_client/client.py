@@ -92,6 +92,10 @@ class Launcher(Protocol):
         """Name of the machine that they are on; empty for this one."""
 
     @property
+    def folder(self) -> str:
+        """Their machine's own folder; empty if they have the server's state folder."""
+
+    @property
     def pauses_s(self) -> Sequence[float]:
         """Seconds before a process: the first one, that after one failure, after two and so on."""
 
@@ -142,6 +146,10 @@ class EngineClient(Interruptible, Protocol):
     @property
     def machine(self) -> str:
         """Name of the machine that it is on; empty for this one."""
+
+    @property
+    def folder(self) -> str:
+        """Its machine's own folder; empty if it has the server's state folder."""
 
     @property
     def holder(self) -> Holder:

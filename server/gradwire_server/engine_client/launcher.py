@@ -45,7 +45,7 @@ class LocalLauncher:
         engines: Number of engines, which share the machine's memory and processors.
     """
 
-    machine = ""
+    machine = folder = ""
     pauses_s = (0.0, 0.5, 2.0, 5.0, 15.0, 30.0)
 
     def __init__(self, settings: EngineSettings, number: int, engines: int) -> None:

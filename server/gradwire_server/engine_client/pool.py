@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.config import ServerConfig
 from gradwire_server.engine_client.client import EngineClient
 from gradwire_server.engine_client.process import EngineProcess
+from gradwire_server.errors import ServiceError
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 """Where NVIDIA's driver has an entry a GPU."""
@@ -57,9 +59,27 @@ class EnginePool:
         return any(engine.is_ready for engine in self.engines)
 
     @property
+    def is_known(self) -> bool:
+        """Whether an engine has said what it has, at any time."""
+        return any(engine.hello.device for engine in self.engines)
+
+    def check_known(self) -> None:
+        """Check that an engine has said what it has; later it is known, also while there is none.
+
+        Raises:
+            ServiceError: ENGINE_UNAVAILABLE.
+        """
+        if not self.is_known:
+            message = "this server has no engine of its own (--engines 0), and none of another machine has come so far"
+            raise ServiceError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, f"{message}: start `gradwire engine --front` there")
+
+    @property
     def hello(self) -> engine_pb2.EngineHello:
         """What the engines have between them: devices, models, losses and tokenizer files."""
-        first, *others = [engine.hello for engine in self.engines if not engine.machine or engine.hello.device]
+        known = [engine.hello for engine in self.engines if engine.hello.device]
+        if not known:
+            return engine_pb2.EngineHello()
+        first, *others = known
         if not others:
             return first
         whole = engine_pb2.EngineHello()
@@ -76,7 +96,12 @@ class EnginePool:
         return whole
 
     def ranks_for(self, model: str) -> int:
-        """The most ranks of an engine that serves a model; they say how many they have when they start."""
+        """The most ranks of an engine that serves a model; they say how many they have when they start.
+
+        Raises:
+            ServiceError: ENGINE_UNAVAILABLE: no engine has come so far.
+        """
+        self.check_known()
         return max((engine.hello.ranks for engine in self.engines if model in engine.models), default=1) or 1
 
 

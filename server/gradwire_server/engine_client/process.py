@@ -142,6 +142,10 @@ class EngineProcess:
         return self.launcher.machine
 
     @property
+    def folder(self) -> str:
+        return self.launcher.folder
+
+    @property
     def is_ready(self) -> bool:
         return self.holder.alive and self.vitals.fresh
 

@@ -28,7 +28,7 @@ class RemoteLife:
     Args:
         lease_s: It is given up after this many seconds without a chunk from the agent.
         folders: What it writes into; they are deleted when it is given up. Without the first one it can put nothing in
-            a place where others find it.
+            a place where others find it. None where the store refuses what it writes too late.
         check: Called with what the engine says first; raises ServiceError if it must not be used.
     """
 
@@ -182,6 +182,7 @@ class RemoteLauncher:
     def __init__(self, machine: str, patience_s: float) -> None:
         self.machine, self._patience_s = machine, patience_s
         self.models: Collection[str] = ()
+        self.folder = ""
         self._offered: asyncio.Queue[RemoteLife] = asyncio.Queue()
         self._newest: RemoteLife | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,18 +32,21 @@ class Checks:
 
     Args:
         limits: The server's limits.
-        models: The models that are loaded.
         checkpoints: Those that operations may name.
     """
 
-    def __init__(self, limits: Limits, models: Sequence[pb.ModelInfo], checkpoints: CheckpointRecords) -> None:
+    def __init__(self, limits: Limits, checkpoints: CheckpointRecords) -> None:
         self._limits, self._checkpoints = limits, checkpoints
-        self._context_lengths = {model.name: model.context_length for model in models if model.context_length}
+        self._context_lengths: dict[str, int] = {}
 
     def refusal(self, record: RunRecord, header: pb.OperationHeader) -> pb.Error | None:
         """Return the error of an operation that breaks a rule that can be checked without a model; None if valid."""
         context_length = self.context_length(record.config.base_model)
         return check(header, self._limits, context_length) or self._checkpoints.check_uses(record, header.operation)
+
+    def know(self, models: Iterable[pb.ModelInfo]) -> None:
+        """Take note of how much each of these models can hold."""
+        self._context_lengths |= {model.name: model.context_length for model in models if model.context_length}
 
     def context_length(self, model: str) -> int:
         """Tokens that a model can hold."""

@@ -35,6 +35,7 @@ from gradwire_server.scheduling.run_queue import RunQueue
 from gradwire_server.scheduling.samples_in_parts import end
 from gradwire_server.scheduling.spread_samples import SpreadSamples
 from gradwire_server.scheduling.states import OperationState
+from gradwire_server.stores.store import Store
 
 
 class Dispatcher:
@@ -46,6 +47,7 @@ class Dispatcher:
 
     Args:
         parked: Called whenever a run is parked or goes on.
+        store: The store of checkpoints.
     """
 
     def __init__(
@@ -56,11 +58,12 @@ class Dispatcher:
         results: Results,
         metrics: Metrics,
         parked: Callable[[], object],
+        store: Store,
     ) -> None:
         self._placement, self._executor, self._auto_checkpoint = placement, executor, auto_checkpoint
         self._results, self._metrics = results, metrics
         self.parking = Parking(self.wake, parked)
-        self.spread = SpreadSamples(placement, self)
+        self.spread = SpreadSamples(placement, self, store)
         self._carrying: set[asyncio.Task[None]] = set()
         self._draining = False
         placement.pool.watch(self._engine_changed)

@@ -84,7 +84,7 @@ class SamplesInParts:
         if asked.run is not None:
             first.sampled_run = asked.run.record.run_id
             if len(parts) > 1:
-                sharing = self._engine.request(self._files.request(first.sampled_run))
+                sharing = self._engine.request(self._files.request(first.sampled_run, self._through_store))
         answers = [self._ask(self._engine, first, parts[0])]
         if sharing is not None:
             sharing.add_done_callback(retrieved)
@@ -95,6 +95,12 @@ class SamplesInParts:
         if deadline:
             late = asyncio.get_running_loop().call_later(max(deadline - time.time(), 0.0), self._late)
             self.answer.add_done_callback(lambda _: late.cancel())
+
+    @property
+    def _through_store(self) -> bool:
+        """Whether one of the engines does not find the files of another."""
+        folders = {part.there.engine.folder for part in self._parts}
+        return len(folders) > 1
 
     @property
     def _engine(self) -> EngineClient:

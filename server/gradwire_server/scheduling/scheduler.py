@@ -104,9 +104,12 @@ class Scheduler:
             self.results,
             self._metrics,
             lambda: parked(self.num_parked),
+            storage.folders,
         )
         self._moves = Moves(self.placement, self.dispatcher, self._auto_checkpoint)
-        self.checks = Checks(config.limits, pool.hello.models, checkpoints)
+        self.checks = Checks(config.limits, checkpoints)
+        self._know_models()
+        pool.watch(self._know_models)
         self.admission = Admission(
             self._queues,
             journal,
@@ -119,6 +122,10 @@ class Scheduler:
         )
         self._caring: list[asyncio.Task[None]] = []
         self._dropping: set[asyncio.Task[None]] = set()
+
+    def _know_models(self) -> None:
+        """Take note of the models that engines have, as they come."""
+        self.checks.know(self.placement.pool.hello.models)
 
     async def start(self, records: Sequence[RunRecord]) -> None:
         """Load the runs of the state folder with their queued operations, and start to process them.

@@ -24,6 +24,7 @@ from gradwire_server.scheduling.placement import EngineQueue, Placement, Visit
 from gradwire_server.scheduling.run_queue import RunQueue
 from gradwire_server.scheduling.samples_in_parts import Asked, OnFrame, Part, SamplesInParts, Turns
 from gradwire_server.scheduling.shared_files import SharedFiles
+from gradwire_server.stores.store import Store
 
 LEAST_SAMPLES = 8
 """Samples of a part at least; with fewer, an engine hardly ends sooner than it would with all of them."""
@@ -35,14 +36,15 @@ class SpreadSamples:
     Args:
         placement: The engines.
         turns: Gives places in them.
+        store: The store of checkpoints.
 
     Attributes:
         files: The files of weights that they share.
     """
 
-    def __init__(self, placement: Placement, turns: Turns) -> None:
+    def __init__(self, placement: Placement, turns: Turns, store: Store) -> None:
         self._placement, self._turns = placement, turns
-        self.files = SharedFiles()
+        self.files = SharedFiles(store)
 
     def may_spread(self, queue: RunQueue, operation: QueuedOperation) -> bool:
         """Whether a run's operation asks for samples that several engines could generate."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from gradwire_server.checkpoint_files import StoredFile
 from gradwire_server.crash_points import crash_point
 from gradwire_server.durable_files import is_full, link_or_copy, make_folder, replace_text, sync, sync_tree
-from gradwire_server.stores.store import IDENTITY, Place, Store, StoreFull, Superseded
+from gradwire_server.stores.store import IDENTITY, PASSING, Place, Store, StoreFull, Superseded
 
 FENCE = ".fence"
 """File of an owner's folder with the number of its newest holder."""
@@ -137,7 +137,7 @@ class FolderStore(Store):
     def inspect(self, owners: set[str], say: Callable[[str], object], *, tidy: bool = False) -> int:
         superfluous = [
             folder
-            for kind in ("runs", "uploads")
+            for kind in ("runs", "uploads", PASSING)
             for folder in sorted((self._root / kind).glob("*"))
             if f"{kind}/{folder.name}" not in owners
         ]

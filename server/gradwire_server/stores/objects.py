@@ -28,7 +28,7 @@ from gradwire_server.durable_files import is_full, link_or_copy
 from gradwire_server.stores.bucket import Bucket, Conflict, Missing
 from gradwire_server.stores.cache import Cache
 from gradwire_server.stores.folders import superseded
-from gradwire_server.stores.store import IDENTITY, Place, Store, StoreError, StoreFull
+from gradwire_server.stores.store import IDENTITY, PASSING, Place, Store, StoreError, StoreFull
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +234,7 @@ class ObjectStore(Store):
 
     def inspect(self, owners: set[str], say: Callable[[str], object], *, tidy: bool = False) -> int:
         there: dict[str, int] = {}
-        for kind in ("runs", "uploads"):
+        for kind in ("runs", "uploads", PASSING):
             there |= self._bucket.listing(f"{kind}/")
         found = {"/".join(key.split("/")[:2]) for key in there}
         wrong: list[str] = []

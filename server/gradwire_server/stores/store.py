@@ -18,6 +18,9 @@ from gradwire_server.checkpoint_files import StoredFile
 T = TypeVar("T")
 
 CHECKPOINTS, EXPORTS = "checkpoints", "exports"
+PASSED = "weights.safetensors"
+PASSING = "passing"
+"""Owners of what is worth nothing once the server has stopped."""
 IDENTITY = "gradwire.json"
 """File of a store that says whose it is."""
 
@@ -58,6 +61,11 @@ def run_owner(run_id: str) -> str:
 def saved_place(run_id: str, kind: str, name: str) -> Place:
     """The place of a run's checkpoint or export; ``kind`` is :data:`CHECKPOINTS` or :data:`EXPORTS`."""
     return Place(run_owner(run_id), f"{kind}/{name}")
+
+
+def passing_place(owner: str) -> Place:
+    """The place of weights that one engine hands to others; ``owner`` is ``passing/NAME``."""
+    return Place(owner, "weights")
 
 
 def upload_files(upload_id: str) -> Place:

@@ -139,3 +139,34 @@ async def test_an_engine_that_computes_other_bits_is_refused(door: Door) -> None
         with pytest.raises(ServiceError, match="--threads 2"):
             while await call.read() is not None:
                 pass
+
+
+async def test_a_server_without_engines_says_so_until_the_first_agent_comes(start: Start) -> None:
+    async with start(engines=0) as door:
+        client = await door.client()
+        assert not (await client.stub.GetServerInfo(pb.GetServerInfoRequest())).engine_ready
+        for call, request in (
+            (client.stub.ListModels, pb.ListModelsRequest()),
+            (client.stub.CreateRun, pb.CreateRunRequest(config=pb.RunConfig(base_model="tiny"))),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match="gradwire engine --front"):
+                await call(request)
+        for machine in ("far", "farther"):
+            async with lending(door, offer(machine)) as call:
+                await ordered(call)
+                call.link.send(engine_pb2.EngineReply(hello=HELLO))
+                await until(lambda: door.server.core.engines.is_ready)
+                assert [model.name for model in (await client.stub.ListModels(pb.ListModelsRequest())).models]
+        assert [engine.machine for engine in door.server.core.engines.engines] == ["far", "farther"]
+        assert (await client.stub.ListModels(pb.ListModelsRequest())).models, "known while the agents are away"
+
+
+async def test_with_a_store_an_engine_works_in_a_folder_of_its_own(start: Start, tmp_path: Path) -> None:
+    """What it writes too late is then refused by the store, and the state folder need not be there."""
+    async with start(engines=0, store=(tmp_path / "shared").as_uri()) as door:
+        offered = offer()
+        offered.folder = "/far/cache"
+        async with lending(door, offered) as call:
+            order = await ordered(call)
+            assert EngineSettings.model_validate_json(order.settings).state_dir == Path("/far/cache")
+            assert not order.staging and not (door.server.config.state_dir / "engines").exists()

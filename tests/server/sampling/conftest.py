@@ -11,7 +11,8 @@ import pytest
 import torch
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.model.tokenizers import TextTokenizer, find_tokenizer
+from gradwire_server.engine.model.tokenizers import TextTokenizer
+from gradwire_server.tokenizer_files import find_tokenizer
 from support.tiny import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -19,7 +19,6 @@ from gradwire_server.engine.group_agreement import GroupAgreement
 from gradwire_server.engine.machine import Share
 from gradwire_server.engine.model.loading.pool import Dtype, ModelPool
 from gradwire_server.engine.model.placement import Placement, Sharded
-from gradwire_server.engine.model.tokenizers import find_tokenizer
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.decisions import GROUP_TOKENS, Decision
 from gradwire_server.engine.operations.lifecycle import Answer, answer_to, begins, failure, not_started, plain_answer
@@ -41,6 +40,7 @@ from gradwire_server.engine.state.snapshot import restore
 from gradwire_server.engine.state.uploads import check_upload, import_upload
 from gradwire_server.observability.tracing import Tracing
 from gradwire_server.stores.opening import open_store
+from gradwire_server.tokenizer_files import find_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Engine:
             self.context.decisions.group_tokens = GROUP_TOKENS[pool.device.type]
         self._models, self._ranks = list(settings.models), settings.num_ranks
         self._adapter_shapes = AdapterShapes(pool)
-        self._shared = SharedWeights(settings.state_dir / SHARED / str(share.number), agreement)
+        self._shared = SharedWeights(settings.state_dir / SHARED / str(share.number), self._store, agreement)
         self._handlers: Mapping[str, Callable[[Request], Answer]] = {
             "create_run": self._create_run,
             "drop_run": self._drop_run,
@@ -258,7 +258,7 @@ class Engine:
         share = request.message.share_weights
         run = self.context.held(share.run_id)
         self.context.residency.use(run)
-        return plain_answer(shared_weights=self._shared.share(run, share.name))
+        return plain_answer(shared_weights=self._shared.share(run, share.name, share.through_store))
 
     def _check_upload(self, request: Request) -> Answer:
         return plain_answer(

@@ -27,7 +27,7 @@ from gradwire_server.checkpoint_files import (
 from gradwire_server.crash_points import crash_point
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.placement import whole_tensors
-from gradwire_server.stores.store import CHECKPOINTS, EXPORTS, Place, Store, saved_place
+from gradwire_server.stores.store import CHECKPOINTS, EXPORTS, PASSED, Place, Store, passing_place, saved_place
 
 FORMAT = 1
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -109,6 +109,15 @@ class CheckpointStore:
         except DamagedCheckpoint as error:
             raise _corrupt(path, error) from error
         return manifest
+
+    def passed(self, owner: str) -> dict[str, Tensor]:
+        """The weights that another engine has put in the store, on the CPU.
+
+        Raises:
+            StoreError, FileNotFoundError: They cannot be read.
+        """
+        with self._store.reading(passing_place(owner)) as folder:
+            return load_file(folder / PASSED)
 
     def load(self, path: str, name: str, manifest: Manifest) -> dict[str, Tensor]:
         """Verify and load the tensors of one file on the CPU; empty if the checkpoint has no such file.

@@ -180,12 +180,12 @@ class References:
         New weights of a run go into the place of its former ones, if nobody samples from these any more.
 
         Raises:
-            OSError, SafetensorError: The file cannot be read.
+            OSError, SafetensorError, StoreError: The file cannot be read.
         """
         identity, config = f"shared {weights.file}", weights.config
         if identity in self._loaded:
             return self._use(identity)
-        tensors = load_file(weights.file)
+        tensors = self._store.passed(weights.file) if weights.in_store else load_file(weights.file)
         former = [name for name, entry in self._loaded.items() if entry.run_id == weights.run_id]
         idle = [name for name in former if not self._in_use(self._loaded[name].reference.policy)]
         if idle:

@@ -18,7 +18,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from gradwire_server.engine.model.layers.heads import Head
 from gradwire_server.engine.model.placement import whole_tensors
-from gradwire_server.engine.model.tokenizers import FILE, TextTokenizer
+from gradwire_server.engine.model.tokenizers import TextTokenizer
+from gradwire_server.tokenizer_files import FILE
 
 VALUE_FILE = "gradwire_head.safetensors"
 CLASSIFIERS = {"ctrl": "classifier"}

@@ -20,10 +20,11 @@ from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.model.tokenizers import find_tokenizer, load_tokenizer
+from gradwire_server.engine.model.tokenizers import load_tokenizer
 from gradwire_server.engine.model.vision.decoders import ImageRefused, decode
 from gradwire_server.image_decoding import too_large
 from gradwire_server.image_sizes import MAX_PIXELS
+from gradwire_server.tokenizer_files import find_tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -34,7 +35,7 @@ class RLSettings(Settings):
     data: str | list[Any] = setting(
         "train.jsonl", "a file or data set of problems, with answers if the reward compares with them"
     )
-    learning_rate: float = setting(1e-5, "after the warmup; it stays there")
+    learning_rate: float = setting(0.0, "after the warmup; it stays there; 0: by the model's size")
     weight_decay: float = setting(0.0, "of AdamW, decoupled, of all weights")
     batch_size: int = setting(8, "problems of an iteration")
     max_steps: int = setting(0, "iterations at most; 0: as the epochs have")
@@ -65,6 +66,17 @@ class RLSettings(Settings):
                 raise SettingsError(f"grading: {error}") from None
 
 
+def learning_rate(settings: RLSettings, num_parameters: int) -> float:
+    """The learning rate: 1e-4 for an adapter of a model of 0.6 billion parameters, more for a smaller one.
+
+    It falls with the square root of a model's width, which grows with the cube root of its size. All weights take a
+    tenth.
+    """
+    if settings.learning_rate:
+        return settings.learning_rate
+    return (1e-4 if settings.lora_rank else 1e-5) * math.pow(6e8 / max(num_parameters, 1), 1 / 6)
+
+
 async def train_with(
     settings: RLSettings,
     algorithm: Callable[..., Algorithm],
@@ -89,7 +101,7 @@ async def train_with(
         per_epoch = -(-len(tasks) // settings.batch_size)
         total = settings.max_steps or per_epoch * settings.epochs
         warn_of_warmup(settings, total)
-        config = _config(settings, group_size, per_epoch, evaluated=bool(problems), dry_run=dry_run)
+        config = _config(settings, model, group_size, per_epoch, evaluated=bool(problems), dry_run=dry_run)
         if known:
             run = service.get_training_client(known["run_id"])
         else:
@@ -118,10 +130,11 @@ async def train_with(
 
 
 def _config(
-    settings: RLSettings, group_size: int, per_epoch: int, *, evaluated: bool, dry_run: bool
+    settings: RLSettings, model: gradwire.ModelInfo, group_size: int, per_epoch: int, *, evaluated: bool, dry_run: bool
 ) -> AlgorithmConfig:
     return AlgorithmConfig(
-        batch_size=settings.batch_size, group_size=group_size, learning_rate=settings.learning_rate,
+        batch_size=settings.batch_size, group_size=group_size,
+        learning_rate=learning_rate(settings, model.num_parameters),
         warmup_iterations=settings.warmup, weight_decay=settings.weight_decay, loss_kwargs=settings.loss,
         max_grad_norm=settings.max_grad_norm, max_tokens=settings.answer_tokens, temperature=settings.temperature,
         context_tokens=settings.max_tokens, max_steps_per_rollout=settings.turns, seed=settings.seed,

@@ -32,7 +32,7 @@ WARMUP_STEPS = 10
 GROUP_SIZE = 8
 RECIPES = {"supervised": "sft", "dpo": "dpo", "reinforcement": "grpo"}
 RATES = {"supervised": 1e-4, "dpo": 5e-5, "reinforcement": 1e-5}
-"""The recipes' default learning rates."""
+"""Learning rates of adapters at a multiplier of 1."""
 SMALL, LARGE = 1_000_000_000, 15_000_000_000
 AUTO = "auto"
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
 
@@ -59,6 +59,9 @@ class Placement:
     def place(self, module: nn.Module) -> None:
         """Move a loaded module's parameters to their places; they are there already."""
 
+    def recover(self, module: nn.Module) -> None:
+        """Put a placed module in order after an error within its forward or backward; it is in order already."""
+
     def adds_in_place(self, weight: Tensor) -> bool:
         """Whether a backward may add a weight's gradient to ``weight.grad`` itself; otherwise autograd must do it.
 
@@ -96,6 +99,11 @@ class Sharded(Placement):
             _go_on_after_errors(layer, self._defer)
             fully_shard(layer, mesh=self._mesh, reshard_after_forward=True)
         fully_shard(module, mesh=self._mesh, reshard_after_forward=True)
+
+    def recover(self, module: nn.Module) -> None:
+        """Let go of layers that are whole; the next forward would go on with them, and another rank would not."""
+        if isinstance(module, FSDPModule):
+            module.reset_iter_state()
 
     def adds_in_place(self, weight: Tensor) -> bool:
         """Never: the gradient of a weight is divided, too."""

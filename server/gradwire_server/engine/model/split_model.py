@@ -213,8 +213,15 @@ class SplitModel:
         self._computing = True
         try:
             return cast(T, self.root(computation))
+        except Exception:
+            self.recover()
+            raise
         finally:
             self._computing = False
+
+    def recover(self) -> None:
+        """Put the weights in order after an error within a forward or backward."""
+        self.placement.recover(self.root)
 
     def states(self, sequences: Layout | Padded, images: ImageTokens | None = None) -> Tensor:
         """``[M, H]`` final hidden states of all computed tokens, from one forward of the trunk."""

@@ -124,8 +124,12 @@ class DifferentiableScores:
             lane: That of the first micro-batch.
         """
         with self.lanes.together("backward"):
-            for index in self.lanes.steps(len(self._steps)):
-                self._backward(collectors, gradients, index, lane + index % self.lanes.count)
+            try:
+                for index in self.lanes.steps(len(self._steps)):
+                    self._backward(collectors, gradients, index, lane + index % self.lanes.count)
+            except Exception:
+                self.readings[0].policy.split_model.recover()
+                raise
 
     def _backward(
         self,

@@ -122,16 +122,22 @@ def test_a_quantized_reference_cannot_be_divided(divided: Engines, batches: Any)
     assert "--shard off" in found.proto.error.message
 
 
-@pytest.mark.parametrize("config", [{"lora": {"rank": 4}, "lanes": 2}, {}], ids=["lora", "full"])
+LORA = {"lora": {"rank": 4}, "lanes": 2}
+
+
+@pytest.mark.parametrize(
+    ("where", "config"), [("forward", LORA), ("forward", {}), ("backward", LORA)], ids=["lora", "full", "backward"]
+)
 def test_memory_that_runs_out_in_a_layer_of_one_rank_halves_the_micro_batches_of_all(
-    divided: Engines, config: dict[str, Any], request: pytest.FixtureRequest
+    divided: Engines, where: str, config: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
+    """In a backward, if the others have all that they need of this rank by then."""
     run_id = f"memory-{request.node.callspec.id}"
     found = []
     for engine in (divided.one, divided.group):
         engine.create(run_id, seed=3, **config)
         if engine is divided.group:
-            (divided.folder / "armed").write_text("forward")
+            (divided.folder / "armed").write_text(where)
         loss = engine.do(run_id, ROWS, forward_backward=CAUSAL).proto.loss
         assert loss.limits.microbatch_tokens == (8 if engine is divided.group else 16)
         again = engine.do(run_id, ROWS, forward_backward=CAUSAL).proto.loss
@@ -154,11 +160,11 @@ def test_an_error_in_the_loss_of_one_rank_is_that_of_all(divided: Engines) -> No
 
 @pytest.mark.slow  # a group of its own
 def test_a_backward_that_runs_out_of_memory_on_one_rank_ends_the_group(tiny_model_path: Path, tmp_path: Path) -> None:
-    """Well before the others have waited for ten minutes."""
+    """The others wait for its part of a gradient, but not for the ten minutes that a layer may take."""
     (tmp_path / "losses.py").write_text(FAILING)
     engine = EngineProcess({"tiny": tiny_model_path}, tmp_path, ranks=2, shard="on", losses=[tmp_path / "losses.py"])
     try:
-        engine.create("run-a", seed=1, lora=4)
+        engine.create("run-a", seed=1)
         (tmp_path / "armed").write_text("backward")
         with pytest.raises(LinkClosed):
             engine.do("run-a", ROWS, forward_backward=CAUSAL)

@@ -56,34 +56,8 @@ RECIPES: dict[str, tuple[str, ...]] = {
         "renderer_name=role_colon", "dataset=hhh", "batch_size=8", "max_length=128", "max_steps=2",
         "behavior_if_log_dir_exists=delete",
     ),
-    "prompt_distillation.train": (
-        "renderer_name=role_colon", "file_path=chat.jsonl", "batch_size=16", "max_length=128", "eval_every=0",
-        "max_steps=3", "behavior_if_log_dir_exists=delete",
-    ),
-    "multiplayer_rl.text_arena.train": (
-        "renderer_name=role_colon", "batch_size=4", "num_train_datapoints=16", "num_test_datapoints=4",
-        "max_tokens=6", "max_steps=2", "eval_every=0", "behavior_if_log_dir_exists=delete",
-    ),
-    "rubric.train": (
-        "renderer_name=role_colon", f"grader_llm_name={MODEL}", "grader_renderer_name=role_colon",
-        "loss_fn=importance_sampling", "train_group_size=2", "groups_per_batch=2", "max_tokens=6", "max_steps=2",
-        "train_jsonl_path=example_rubric_train.jsonl", "test_jsonl_path=example_rubric_test.jsonl", "eval_every=0",
-        "behavior_if_log_dir_exists=delete",
-    ),
-    "sdft.train": (
-        "renderer_name=role_colon", "dataset=toolalpaca", "toolalpaca_data_path=toolalpaca", "groups_per_batch=4",
-        "topk=5", "lora_rank=8", "max_tokens=6", "max_context_length=512", "max_steps=2", "eval_every=0",
-        "behavior_if_log_dir_exists=delete",
-    ),
 }  # fmt: skip
 """The cookbook's recipes that need no network, and their arguments."""
-PREPARED = """
-import datasets
-from tinker_cookbook.recipes.rubric.generate_data import generate_dataset
-generate_dataset(8, 2, 1, ".")
-rows = [{"prompt": f"Say {i}", "golden_response": [f"{i} is it"]} for i in range(20)]
-datasets.Dataset.from_list(rows).save_to_disk("toolalpaca")
-"""
 ROLES, AGAIN = "renderer_name=role_colon", "behavior_if_log_dir_exists=delete"
 LEARNING: dict[str, tuple[tuple[str, ...], str, float]] = {
     "sl_loop": (("batch_size=16", "learning_rate=0.005", "save_every=0"), "train_mean_nll", -0.5),
@@ -118,7 +92,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cookbook")
     tiny_model(folder / MODEL, context_length=4096)
     _write_data(folder)
-    subprocess.run([str(PYTHON), "-c", PREPARED], cwd=folder, check=True, capture_output=True)
     return folder
 
 

@@ -80,7 +80,7 @@ class HttpDoor(Door):
         host, port = listener.getsockname()[:2]
         self.address = f"{f'[{host}]' if ':' in host else host}:{port}"
         await self._tinker.start()
-        protocols = await asyncio.to_thread(self._protocols)
+        protocols = await asyncio.to_thread(self.protocols)
         settings = uvicorn.Config(
             _root(self._core, protocols, self._stopping), http=BoundedHeads,
             log_config=None, log_level="warning", access_log=False, lifespan="off", ws="none", proxy_headers=False,
@@ -103,8 +103,8 @@ class HttpDoor(Door):
             listener.close()
             raise SystemExit(f"gradwire: HTTP cannot be served on {config.http}: {self._serving.exception()}")
 
-    def _protocols(self) -> tuple[Protocol, ...]:
-        """Build the routes, which takes FastAPI a few tenths of a second."""
+    def protocols(self) -> tuple[Protocol, ...]:
+        """Build every protocol's routes, which takes FastAPI a few tenths of a second."""
         return (
             tinker.protocol(self._tinker),
             anthropic.protocol(self._core),

@@ -1,7 +1,7 @@
 """Clients of OpenAI's fine-tuning API, each as its users write it: ``python clients.py NAME URL MODEL``.
 
 Each uploads the rows, trains all weights until ``3 and two?`` is answered with ``four``, and prints what it saw, as
-JSON. DSPy has no way to ask for all weights, and trains an adapter.
+JSON. DSPy and LiteLLM have no way to ask for all weights, and train an adapter.
 """
 
 from __future__ import annotations
@@ -58,14 +58,7 @@ def with_litellm(url: str, model: str) -> dict[str, object]:
 
     where = {"custom_llm_provider": "openai", "api_base": url, "api_key": "none"}
     file = litellm.create_file(file=("rows.jsonl", io.BytesIO(CONTENT)), purpose="fine-tune", **where)
-    job = litellm.create_fine_tuning_job(
-        model=model,
-        training_file=file.id,
-        seed=7,
-        hyperparameters=NUMBERS,
-        extra_body={"gradwire": {"lora_rank": 0}},
-        **where,
-    )
+    job = litellm.create_fine_tuning_job(model=model, training_file=file.id, seed=7, hyperparameters=NUMBERS, **where)
     while job.status not in ENDED:
         time.sleep(0.5)
         job = litellm.retrieve_fine_tuning_job(fine_tuning_job_id=job.id, **where)

@@ -51,13 +51,14 @@ def run(command: list[Any], **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("package", ["openai", "litellm", "dspy"])
 def test_python_clients_train(server: HttpServer, package: str) -> None:
     told = run([CLIENTS / "bin" / "python", HERE / "clients.py", package, f"{server.url}/v1", "marked"])
-    assert told["status"] == "succeeded" and (told["answer"] == "four" or package == "dspy"), told
+    assert told["status"] == "succeeded" and isinstance(told["answer"], str), told
     if package == "openai":
+        assert told["answer"] == "four"
         assert told["events"][0] == "The job has successfully completed" and told["steps"] == [32, 16]
     if package == "litellm":
         assert "is succeeded and cannot be cancelled" in told["refused"]
     if package == "dspy":
-        assert told["model"].startswith("ft:marked:") and told["model"] in told["models"] and told["answer"]
+        assert told["model"].startswith("ft:marked:") and told["model"] in told["models"]
 
 
 @pytest.mark.skipif(

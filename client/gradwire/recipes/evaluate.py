@@ -207,6 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if not given.config:
         parser.error("name a configuration: gradwire evaluate evaluate.yaml")
+    if not Path(given.config).is_file():
+        parser.error(f"there is no file {given.config}; `gradwire evaluate --example > {given.config}` writes one")
     with warnings_to_stderr("gradwire evaluate"):
         try:
             settings = load(Evaluation, given.config, given.set)

@@ -138,7 +138,7 @@ async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -
             raise invalid("reinforcement needs a grader", "method.reinforcement.grader")
         await grading.validate(grader, "method.reinforcement.grader")
         resolved.settings["grading"] = with_sources(core, caller, grader, "method.reinforcement.grader")
-    body = asked.model_dump_json()
+    body = json.dumps(asked.model_dump(), ensure_ascii=False)
     check_encodable(body, "body")
     seed = zlib.crc32(body.encode()) >> 1 if asked.seed is None else asked.seed
     extra = asked.gradwire or {}

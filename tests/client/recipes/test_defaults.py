@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from pathlib import Path
@@ -26,7 +27,7 @@ def test_the_learning_rate_follows_the_size_of_the_model() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 async def test_the_defaults_learn_to_copy(tmp_path: Path) -> None:
-    model, drawn = chat_model(tmp_path / "model", "marked"), random.Random(0)
+    model, drawn = await asyncio.to_thread(chat_model, tmp_path / "model", "marked"), random.Random(0)
 
     def row(right: float) -> dict[str, str]:
         digits = [drawn.randrange(10) for _ in range(2)]

@@ -137,9 +137,15 @@ test-end-to-end: setup
 # Checkpoints in a real S3 server that also fails, and engines on other machines whose process, agent and network fail, in
 # short and long form.
 FLEET := tests/server/stores tests/end_to_end/test_store.py tests/faults/test_agents.py tests/server/doors/test_engines.py
-test-fleet: setup
+test-fleet: setup .venv-fleet/.installed
 	GRADWIRE_SEED=$${GRADWIRE_SEED:-random} $(BIN)/python -m pytest $(FLEET) tests/end_to_end/test_engine_elsewhere.py \
-	  tests/end_to_end/test_engines.py tests/end_to_end/test_fleet.py -m "faults or slow or not slow" -s
+	  tests/end_to_end/test_engines.py tests/end_to_end/test_fleet.py tests/client/fleet -m "faults or slow or not slow" -s
+	.venv-fleet/bin/python -m pytest tests/end_to_end/test_ray_fleet.py -m slow -s
+
+.venv-fleet/.installed: pyproject.toml constraints.txt
+	test -x .venv-fleet/bin/python || $(PYTHON) -m venv .venv-fleet
+	.venv-fleet/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[server,fleet,store,dev]'
+	touch $@
 
 # The table of benchmarks/README.md, 15 minutes on an idle machine; `make bench ARGS=--write-docs` writes it there.
 bench: setup .venv-parity/.installed .venv-sb3/.installed .venv-tinker/.installed

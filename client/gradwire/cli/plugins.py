@@ -18,6 +18,7 @@ GROUP = "gradwire.commands"
 HELP = {
     "serve": "Hold models and serve training runs.",
     "engine": "Lend an engine of this machine to a server.",
+    "fleet": "Start engines for a server on the machines of a Ray cluster.",
     "evaluate": "Grade the answers of a model and of its checkpoints.",
     "estimate": "Compute what a training takes in memory.",
     "keys": "Create, list and revoke the API keys of a server.",

@@ -1,0 +1,49 @@
+"""One agent: the process `gradwire engine`, and the end of whoever started it when it ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+REFUSED = 2
+"""Exit code of an agent that the server refuses for good, or whose options are wrong: starting it again is no use."""
+KEPT_LINES = 20
+
+
+class RunningAgent:
+    """An agent's process; the process of this object ends with it, so that Ray starts both again.
+
+    Args:
+        arguments: Of the program `gradwire`.
+        key: The API key, of the role "engine"; none for a server without keys.
+    """
+
+    def __init__(self, arguments: Sequence[str], key: str) -> None:
+        environment = os.environ | ({"GRADWIRE_API_KEY": key} if key else {})
+        self._said: deque[str] = deque(maxlen=KEPT_LINES)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "gradwire_server.cli", *arguments],
+            stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _follow(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._said.append(line.rstrip())
+            print(line, end="", file=sys.stderr, flush=True)
+        if self._process.wait() != REFUSED:
+            os._exit(1)
+
+    def state(self) -> str:
+        """ "running", or why it is not."""
+        code = self._process.poll()
+        return "running" if code is None else f"refused: {self._said[-1] if self._said else f'exit code {code}'}"
+
+    def pid(self) -> int:
+        """The agent's process."""
+        return self._process.pid

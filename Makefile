@@ -12,7 +12,7 @@ setup: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,http,store,guided,quantize,images,feedback,console,otel,gpu,math,graders,openai,examples,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,http,store,guided,gguf,quantize,images,feedback,console,otel,gpu,math,graders,openai,examples,dev]'
 	touch $@
 
 demo: setup

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,12 +29,25 @@ def export(
     what: What,
     to: Annotated[Path, typer.Argument(help="The folder to write; created if missing.")],
     merged: Merged = False,
+    gguf: Annotated[str, typer.Option(metavar="q8_0|f16", help="Write a GGUF file for llama.cpp instead.")] = "",
     address: Address = "",
 ) -> None:
-    """Write what was trained to a folder: the adapter for peft, or a whole model for transformers."""
+    """Write what was trained to a folder: the adapter for peft, a whole model for transformers, or a GGUF file."""
 
     async def work() -> None:
+        from gradwire.gguf_file import check_form, write_gguf
+
+        if gguf:
+            check_form(gguf)
         async with _run_at(what, address) as (run, source):
+            if gguf:
+                to.mkdir(parents=True, exist_ok=True)
+                file = to / f"model-{gguf}.gguf"
+                with tempfile.TemporaryDirectory(dir=to) as whole:
+                    await run.export(Path(whole) / "merged", "merged")
+                    await asyncio.to_thread(write_gguf, Path(whole) / "merged", file, gguf)
+                print(f"{source} is in {file}")
+                return
             path = await run.export(to, "merged" if merged else "auto")
             print(f"{source} is in {path}")
 

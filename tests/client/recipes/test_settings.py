@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,14 @@ def test_what_was_trained_is_exported_and_talked_to(
         out = tmp_path / file
         done = runner.invoke(app, ["export", f"{folder}@step-1", str(out), *flags])
         assert done.exit_code == 0 and (out / file).is_file(), done.output
+    done = runner.invoke(app, ["export", str(folder), str(tmp_path / "gguf"), "--gguf", "q4_k_m"])
+    assert done.exit_code == 2 and "let llama.cpp's llama-quantize make q4_k_m of it" in done.output, done.output
+    done = runner.invoke(app, ["export", str(folder), str(tmp_path / "gguf"), "--gguf", "q8_0"])
+    if find_spec("gguf"):
+        file = tmp_path / "gguf" / "model-q8_0.gguf"
+        assert done.exit_code == 0 and [*file.parent.iterdir()] == [file] and str(file) in done.output, done.output
+    else:
+        assert done.exit_code == 2 and "gradwire[gguf]" in done.output, done.output
     asked = ["chat", checkpoint, "--address", server.address, "--base", "--max-tokens", "4", "--temperature", "0"]
     done = runner.invoke(app, asked, input="2 and 2?\n/new\nand 3?\n\n")
     assert done.exit_code == 0 and done.output.count("trained> ") == 2, done.output

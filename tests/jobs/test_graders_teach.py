@@ -28,7 +28,7 @@ CHECK = {"type": "string_check", "name": "has", "input": ANSWER, "reference": "{
 SCORE = {"type": "score_model", "name": "score", "model": "judge", "input": ASKED, "range": [0, 1]}
 LABEL = {
     "type": "label_model", "name": "kind", "model": "judge", "input": ASKED, "labels": ["good", "bad", "even", "odd"],
-    "passing_labels": ["good", "odd"],
+    "passing_labels": ["bad", "even"],
 }  # fmt: skip
 GRADERS: dict[str, dict[str, Any]] = {
     "string_check": CHECK,

@@ -76,8 +76,9 @@ async def test_twenty_jobs_of_four_keys_are_fair_and_within_their_quotas(tmp_pat
         began: list[str] = []
         key = await asyncio.to_thread(KeyFile(state).create, "root", "admin")
         async with gradwire.connect(server.address, api_key=key) as service:
-            while not all((known := {job.job_id: job for job in await service.jobs.list()})[each].has_ended
-                          for each in made):  # fmt: skip
+            known: dict[str, gradwire.Job] = {}
+            while not known or not all(known[each].has_ended for each in made):
+                known = {job.job_id: job for job in await service.jobs.list()}
                 now = Counter(made[each] for each in made if known[each].state == "running")
                 assert sum(now.values()) <= WORKERS
                 running_most |= now

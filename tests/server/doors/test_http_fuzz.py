@@ -20,7 +20,6 @@ from gradwire_proto.v1 import tinker_pb2 as pb
 from gradwire_server.access.keys import KeyFile
 from support import hostile
 from support.openapi import survived
-from support.routes import documents
 from support.server import free_port
 from support.tinker import HttpServer, TinkerClient, forward_backward
 from support.tiny import tiny_model
@@ -38,9 +37,6 @@ Drawn = tuple[str, bytes, dict[str, str]]
 TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}{{ message.role }}: {{
 message.content }}
 {% endfor %}assistant: """
-FORMS = {"files": ("file", "purpose", "expires_after[anchor]", "a"), "uploads/upload_x/parts": ("data", "a")}
-"""Routes that take a form, and the names of its parts."""
-GRADER = {"type": "string_check", "name": "a", "operation": "eq", "input": "{{item.a}}", "reference": "a"}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
@@ -103,11 +99,6 @@ def _tinker(session: str) -> Callable[[random.Random], Drawn]:
         "retrieve_future": {"request_id": f"{model}:0:create"},
         "weights_info": {"tinker_path": f"tinker://{model}/weights/a"},
         f"sessions/{session[:8]}/finish": {"reason": {"type": "success"}},
-        "client/dynamic_config": {"sdk_version": "0.38.0"},
-        "cancel_future": {"request_id": f"{sampler}:3:sample"},
-        "sessions/search": {"limit": 5, "owner": {"type": "own"}, "statuses": [{"type": "active"}]},
-        "save_weights_external": {"model_id": model, "seq_id": 12, "path": "a", "ttl_seconds": 60},
-        f"training_runs/{model}/checkpoints/weights/a/publish": {},
     }  # fmt: skip
     routes = [*bodies, *["forward_backward"] * 4]
 
@@ -160,56 +151,57 @@ def _openai(rng: random.Random) -> Drawn:
             "tools": [ADD], "max_tokens": 2, "logprobs": True, "top_logprobs": 1, "response_format": {"type": "text"},
             "stream": True, "chat_template_kwargs": {"a": 1}, "temperature": 0.5,
         },
-        "responses": {
-            "model": "tiny", "input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}],
-            "instructions": "b", "tools": [{"type": "function", "name": "add", "parameters": {}}], "stream": True,
-            "text": {"format": {"type": "text"}}, "previous_response_id": "resp-x", "max_output_tokens": 2,
-        },
-        "messages": {
-            "model": "tiny", "system": [{"type": "text", "text": "a"}], "stop_sequences": ["x"], "max_tokens": 2,
-            "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "tool_result"}]}],
-            "tools": [{"name": "add", "input_schema": {}}], "tool_choice": {"type": "auto"}, "stream": True,
-        },
-        "messages/count_tokens": {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "system": "b"},
-        "tokenize": {"model": "tiny", "prompt": "a", "messages": [], "return_token_strs": True},
-        "detokenize": {"model": "tiny", "tokens": [1, 2, 3]},
-        "uploads": {"filename": "a.jsonl", "purpose": "fine-tune", "bytes": 10, "mime_type": "text/jsonl"},
-        "uploads/upload_x/complete": {"part_ids": ["part_x"], "md5": "a"},
-        "uploads/upload_x/cancel": {},
-        "fine_tuning/jobs": {
-            "model": "tiny", "training_file": "file-x", "suffix": "a", "seed": 1, "metadata": {"a": "b"},
-            "method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": "auto"}}},
-            "integrations": [{"type": "wandb"}], "gradwire": {"lora_rank": 2},
-        },
-        **{f"fine_tuning/jobs/ftjob-x/{verb}": {} for verb in ("cancel", "pause", "resume")},
-        "fine_tuning/checkpoints/a/permissions": {"project_ids": ["a"]},
-        "fine_tuning/alpha/graders/validate": {"grader": GRADER},
-        "fine_tuning/alpha/graders/run": {"grader": GRADER, "model_sample": "a", "item": {"a": "b"}},
     }  # fmt: skip
-    route = rng.choice((*bodies, *FORMS))
-    path = "/" + route if route.endswith("tokenize") else "/v1/" + route
-    if route in FORMS:
-        parts = [_part(rng, name) for name in rng.choices(FORMS[route], k=3)]
-        return path, *hostile.encoded(rng, b"".join(parts) + b"--x--\r\n", "multipart/form-data; boundary=x")
+    route = rng.choice(tuple(bodies))
     body = hostile.mutated(rng, bodies[route])
-    if isinstance(body, dict) and route in ("completions", "chat/completions", "responses"):
-        body.setdefault("max_output_tokens" if route == "responses" else "max_tokens", 2)
-    return path, *hostile.encoded(rng, hostile.as_json(rng, body), "application/json")
+    if isinstance(body, dict):
+        body.setdefault("max_tokens", 2)
+    return "/v1/" + route, *hostile.encoded(rng, hostile.as_json(rng, body), "application/json")
 
 
-def _part(rng: random.Random, name: str) -> bytes:
-    """A part of a form; now and then cut off."""
-    filename = rng.choice(("", '; filename="a.jsonl"', '; filename="../a"', "; filename*=UTF-8''%ff", "; filename"))
-    content = rng.choice((b"fine-tune", b'{"messages": []}\n', rng.randbytes(40), b"\r\n--x\r\n", b"created_at"))
-    part = f'--x\r\nContent-Disposition: form-data; name="{name}"{filename}\r\n\r\n'.encode() + content + b"\r\n"
-    return part if rng.random() < 0.9 else part[: rng.randrange(len(part))]
+def _fine_tuning(file_id: str) -> Callable[[random.Random], Drawn]:
+    """Requests of OpenAI's fine-tuning, near to valid ones on this file."""
+    check = {"type": "string_check", "name": "a", "input": "{{ sample.output_text }}", "reference": "{{ item.a }}",
+             "operation": "eq"}  # fmt: skip
+    multi = {"type": "multi", "graders": {"a": check}, "calculate_output": "a * 2"}
+    job = {
+        "model": "tiny", "training_file": file_id, "validation_file": file_id, "suffix": "a", "seed": 1,
+        "metadata": {"a": "b"}, "integrations": [{"type": "wandb", "wandb": {"project": "a", "tags": ["b"]}}],
+        "gradwire": {"lora_rank": 2, "max_steps": 1},
+    }  # fmt: skip
+
+    def method(kind: str, **more: Any) -> dict[str, Any]:
+        numbers = {"n_epochs": 1, "batch_size": "auto", "learning_rate_multiplier": 1.5, **more}
+        return {"type": kind, kind: {"hyperparameters": numbers} | ({"grader": multi} if kind[0] == "r" else {})}
+
+    uploaded = {"filename": "a.jsonl", "purpose": "fine-tune", "bytes": 9, "mime_type": "text/jsonl",
+                "expires_after": {"anchor": "created_at", "seconds": 3600}}  # fmt: skip
+    bodies: list[tuple[str, Any]] = [
+        ("fine_tuning/jobs", {**job, "hyperparameters": {"n_epochs": 1}}),
+        ("fine_tuning/jobs", {**job, "integrations": None, "method": method("supervised")}),
+        ("fine_tuning/jobs", {**job, "integrations": [], "method": method("dpo", beta=0.1)}),
+        ("fine_tuning/jobs", {**job, "integrations": [], "method": method("reinforcement", eval_samples=3)}),
+        ("fine_tuning/alpha/graders/validate", {"grader": multi}),
+        ("fine_tuning/alpha/graders/run", {"grader": check, "model_sample": "a", "item": {"a": "a"}}),
+        ("fine_tuning/checkpoints/ft:a:b::c/permissions", {"project_ids": ["other"]}),
+        ("uploads", uploaded),
+        ("uploads/upload_a/complete", {"part_ids": ["part_a"], "md5": "0"}),
+    ]
+
+    def draw(rng: random.Random) -> Drawn:
+        route, body = rng.choice(bodies)
+        return "/v1/" + route, *hostile.encoded(
+            rng, hostile.as_json(rng, hostile.mutated(rng, body)), "application/json"
+        )
+
+    return draw
 
 
 # ---- the tests ----
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.faults)])
-@pytest.mark.parametrize("door", ["tinker", "openai"])
+@pytest.mark.parametrize("door", ["tinker", "openai", pytest.param("fine_tuning", marks=pytest.mark.slow)])
 async def test_hostile_bodies_are_refused_and_cost_nothing(keys: Keys, door: str, count: int) -> None:
     rng = random.Random(7)
     async with keys.client(keys.hostile_key) as http, _neighbour(keys, count >= 10_000) as latencies:
@@ -222,6 +214,11 @@ async def test_hostile_bodies_are_refused_and_cost_nothing(keys: Keys, door: str
                 {"session_id": client.session_id, "sampling_session_seq_id": 0, "base_model": "tiny"},
             )
             draw = _tinker(client.session_id)
+        if door == "fine_tuning":  # of too few rows, so that no job begins
+            row = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
+            form = {"file": ("a.jsonl", row)}
+            file = (await http.post("/v1/files", files=form, data={"purpose": "fine-tune"})).json()
+            draw = _fine_tuning(file["id"])
         first = count // 3
         statuses = await _send(http, [draw(rng) for _ in range(first)])
         before = keys.front_bytes()
@@ -313,15 +310,11 @@ def test_what_is_no_request_is_refused_and_the_next_one_served(keys: Keys, prefi
 
 
 @pytest.mark.parametrize("examples", [4, pytest.param(150, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("door", ["tinker", "anthropic", "tokenizers", "openai"])
+@pytest.mark.parametrize(("prefix", "operations"), [("/api/v1", 29), ("/v1", 18)])
 def test_generated_requests_are_answered_as_the_document_says(
-    keys: Keys, tmp_path: Path, door: str, examples: int
+    keys: Keys, prefix: str, operations: int, examples: int
 ) -> None:
-    of_doors = documents(tmp_path)
-    assert door in of_doors and len(of_doors) == 4  # each has its turn
     headers = {"X-API-Key": keys.hostile_key}
-    base = keys.server.url + of_doors[door]["servers"][0]["url"].rstrip("/")
-    schema = schemathesis.openapi.from_dict(dict(of_doors[door]))
-    schema.config.update(base_url=base)
+    schema = schemathesis.openapi.from_url(f"{keys.server.url}{prefix}/openapi.json", headers=headers)
     tried = [survived(found.ok(), examples, headers=headers, timeout=300) for found in schema.get_all_operations()]
-    assert len(tried) == sum(map(len, of_doors[door]["paths"].values())) and min(tried) >= 1
+    assert len(tried) >= operations and min(tried) >= 1

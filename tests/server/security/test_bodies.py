@@ -260,6 +260,11 @@ async def test_a_poll_and_an_upload_end_with_their_key(served: Served) -> None:
     async with served.http("polling") as http:
         tinker = await TinkerClient(http).begin()
         model = await tinker.model()
+        asked = {"base_model": "tiny", "lora_config": {"rank": 2}}
+        signed = (await tinker.post("external_weights_upload_start", asked))["urls"]["adapter_config.json"]
+        trace = (await tinker.send("GET", f"sessions/{tinker.session_id}/trace_export"))["url"]
+        async with httpx.AsyncClient() as keyless:
+            assert (await keyless.put(signed, content=b"{}")).status_code == 200
         polled = asyncio.create_task(http.post("/api/v1/retrieve_future", json={"request_id": f"{model}:7:step"}))
 
         async def slowly() -> AsyncIterator[bytes]:
@@ -273,6 +278,9 @@ async def test_a_poll_and_an_upload_end_with_their_key(served: Served) -> None:
         answer = await http.post("/api/v1/session_heartbeat", content=slowly(), headers=headers)
         assert answer.status_code == 401 and "valid API key" in answer.text
         assert (await polled).status_code == 401
+        async with httpx.AsyncClient() as keyless:
+            for answer in (await keyless.put(signed, content=b"{}"), await keyless.get(trace)):
+                assert answer.status_code == 401 and "the key that asked for this URL" in answer.text
 
 
 def test_what_is_no_request_costs_nothing(served: Served) -> None:

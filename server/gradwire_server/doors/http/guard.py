@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from functools import partial
 
+from gradwire_proto.v1 import training_pb2 as pb
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -35,6 +36,8 @@ from gradwire_server.errors import ServiceError
 
 DISCARD_BYTES, DISCARD_S = 1 << 30, 20.0
 """What is read, at most, of a body that is refused."""
+SIGNED_FOR = "gradwire.signed_for"
+"""The name, in a request's scope, of the key's owner for whom its URL was signed; set by the route that read it."""
 _ROUTE = "gradwire.route"
 """Key of a scope that a direct route answers: the route's path."""
 
@@ -76,7 +79,8 @@ class GuardedProtocol:
         direct = self._protocol.direct.get(posted)
         try:
             if path.startswith(self._protocol.open_paths):
-                await self._protocol.app(scope, receive, starting)
+                answered = _Answer(partial(self._check_signed, scope), self._protocol.error_body, scope, starting)
+                await self._protocol.app(scope, answered.checked(receive), answered.send)
                 return
             scope["gradwire.caller"] = caller = self._core.keys.caller(headers.secret)
             if scope["method"] not in ("GET", "HEAD"):
@@ -121,6 +125,13 @@ class GuardedProtocol:
             reason = internal_error(error, scope["path"])
             if not started:
                 await error_response(reason, self._protocol.error_body)(scope, receive, send)
+
+    def _check_signed(self, scope: Scope) -> None:
+        """Check that the key for which a URL was signed, if one was, is not revoked."""
+        owner = scope.get(SIGNED_FOR)
+        if owner is not None and not self._core.keys.may_call(owner):
+            message = "the key that asked for this URL is not valid any more"
+            raise ServiceError(pb.ERROR_CODE_UNAUTHENTICATED, message)
 
     async def _oversized(self, path: str, oversized: OversizedBodyError, scope: Scope, headers: _Headers) -> Response:
         reason, route = oversized.reason.error, self._protocol.oversized.get(path)

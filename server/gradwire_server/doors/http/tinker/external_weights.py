@@ -21,7 +21,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse
 from gradwire_http.models import BoundedModel
 from gradwire_proto.v1 import training_pb2 as pb
-from itsdangerous import BadSignature, URLSafeTimedSerializer
 from pydantic import Field
 from starlette.background import BackgroundTask
 
@@ -33,6 +32,7 @@ from gradwire_server.doors.http.tinker.models import Models
 from gradwire_server.doors.http.tinker.names import TinkerPath
 from gradwire_server.doors.http.tinker.operation_route import operation_route
 from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
+from gradwire_server.doors.http.tinker.signed_urls import VALID_S, SignedUrls
 from gradwire_server.doors.http.tinker.store import MAX_TTL_S, SavedRecord, TinkerStore
 from gradwire_server.doors.http.tinker.training_requests import MAX_NUMBER
 from gradwire_server.durable_files import link_or_copy
@@ -40,7 +40,6 @@ from gradwire_server.errors import ServiceError, unknown_checkpoint
 
 SIGNED = "/external_weights/"
 """Beginning of the signed paths, relative to the protocol's prefix."""
-VALID_S = 3600
 MAX_RECIPIENTS = 10
 AGE = ".age"
 
@@ -59,9 +58,6 @@ def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights) 
     """The routes over the door's state."""
     router = APIRouter(route_class=operation_route(models))
     encrypting: dict[str, asyncio.Lock] = {}
-
-    def signer() -> URLSafeTimedSerializer:
-        return URLSafeTimedSerializer(store.secrets[""].secret, salt="external_weights")
 
     @router.post("/save_weights_external")
     async def save_weights_external(
@@ -100,6 +96,8 @@ def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights) 
             record.expires_at = record.created_at + request.ttl_seconds
         return record
 
+    signed = SignedUrls(store, SIGNED)
+
     @router.get("/training_runs/{model_id}/checkpoints/external_weights/{name}/external_weights_urls")
     async def external_weights_urls(caller: CallerOf, request: Request, model_id: str, name: str) -> dict[str, Any]:
         """Signed URLs of the files of exported weights."""
@@ -113,21 +111,16 @@ def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights) 
                     await core.runs.change_export(caller, saved.export(caller, path), encrypt)
                 files = await _listed(caller, path)
         await note(store, caller, "checkpoint_read", str(path))
-        token, expires = signer().dumps(str(path)), time.time() + VALID_S
-        base = str(request.base_url).rstrip("/") + SIGNED + token
+        base, expires = signed.make(request, caller.name, str(path)), time.time() + VALID_S
         return {
             "urls": {file: f"{base}/{quote(file)}" for file in files},
             "expires": datetime.fromtimestamp(expires, UTC).isoformat(),
         }
 
     @router.get(SIGNED + "{token}/{file}")
-    async def file(token: str, file: str) -> FileResponse:
+    async def file(request: Request, token: str, file: str) -> FileResponse:
         """A file, by a signed URL."""
-        try:
-            path = TinkerPath.read(signer().loads(token, max_age=VALID_S))
-        except BadSignature:
-            message = "this URL is not valid, or not any more: ask for new ones"
-            raise ServiceError(pb.ERROR_CODE_PERMISSION_DENIED, message) from None
+        path = TinkerPath.read(signed.read(request, token))
         record = store.saved.get(str(path))
         if record is None:
             raise unknown_checkpoint(str(path))

@@ -13,43 +13,33 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 from gradwire_proto.v1 import training_pb2 as pb
-from itsdangerous import BadSignature, URLSafeTimedSerializer
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.protocol import CallerOf
 from gradwire_server.doors.http.tinker.sessions import session_of
+from gradwire_server.doors.http.tinker.signed_urls import SignedUrls
 from gradwire_server.doors.http.tinker.store import TinkerStore
 from gradwire_server.errors import ServiceError
 
 SIGNED = "/session_traces/"
 """Beginning of the signed paths, relative to the protocol's prefix."""
-VALID_S = 3600
 
 
 def routes(core: Core, store: TinkerStore) -> APIRouter:
     """The routes."""
-    router = APIRouter()
-
-    def signer() -> URLSafeTimedSerializer:
-        return URLSafeTimedSerializer(store.secrets[""].secret, salt="session_traces")
+    router, signed = APIRouter(), SignedUrls(store, SIGNED)
 
     @router.get("/sessions/{session_id}/trace_export")
     async def trace_export(caller: CallerOf, request: Request, session_id: str) -> dict[str, str]:
         """A signed URL of the trace, which is valid for an hour."""
         session_of(store, caller.name, session_id)
-        token = signer().dumps([caller.name, session_id])
-        return {"status": "ready", "url": str(request.base_url).rstrip("/") + SIGNED + token}
+        return {"status": "ready", "url": signed.make(request, caller.name, session_id)}
 
     @router.get(SIGNED + "{token}")
-    async def trace(token: str) -> StreamingResponse:
+    async def trace(request: Request, token: str) -> StreamingResponse:
         """The trace, by a signed URL."""
-        try:
-            owner, session_id = signer().loads(token, max_age=VALID_S)
-        except BadSignature:
-            message = "this URL is not valid, or not any more: ask for a new one"
-            raise ServiceError(pb.ERROR_CODE_PERMISSION_DENIED, message) from None
-        session_of(store, owner, session_id)
+        session_id = signed.read(request, token)
         return StreamingResponse(_written(session_id), media_type="application/json")
 
     async def _written(session_id: str) -> AsyncGenerator[str]:

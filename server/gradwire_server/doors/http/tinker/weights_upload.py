@@ -23,7 +23,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from gradwire_http.models import BoundedModel
 from gradwire_proto.v1 import training_pb2 as pb
-from itsdangerous import BadSignature, URLSafeTimedSerializer
 
 from gradwire_server.access.calls import CallKind
 from gradwire_server.access.keys import Caller
@@ -33,6 +32,7 @@ from gradwire_server.doors.http.protocol import CallerOf
 from gradwire_server.doors.http.tinker.audit import note
 from gradwire_server.doors.http.tinker.models import Models, writer_of
 from gradwire_server.doors.http.tinker.names import TinkerPath, model_id_of
+from gradwire_server.doors.http.tinker.signed_urls import VALID_S, SignedUrls
 from gradwire_server.doors.http.tinker.store import ModelRecord, Name, SessionRecord, TinkerStore
 from gradwire_server.doors.http.tinker.training_requests import LoraConfig
 from gradwire_server.durable_files import is_full
@@ -40,7 +40,6 @@ from gradwire_server.errors import ServiceError, limit_exceeded, unknown_upload
 
 SIGNED = "/external_weights_upload/"
 """Beginning of the signed paths, relative to the protocol's prefix."""
-VALID_S = 3600
 MOST_UPLOADS = 8
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
@@ -151,18 +150,15 @@ class WeightUploads:
 
 def routes(core: Core, store: TinkerStore, models: Models) -> APIRouter:
     """The routes over the door's state."""
-    router = APIRouter()
+    router, signed = APIRouter(), SignedUrls(store, SIGNED)
     uploads = WeightUploads(core.config.state_dir / "tinker_uploads", core.config.limits)
-
-    def signer() -> URLSafeTimedSerializer:
-        return URLSafeTimedSerializer(store.secrets[""].secret, salt="external_weights_upload")
 
     @router.post("/external_weights_upload_start")
     async def start(caller: CallerOf, http: Request, request: StartRequest) -> dict[str, Any]:
         """Begin an upload, with a signed URL for each file."""
         core.model_name(request.base_model)
         upload_id = await uploads.begin(caller.name, request)
-        base = str(http.base_url).rstrip("/") + SIGNED + signer().dumps(upload_id)
+        base = signed.make(http, caller.name, upload_id)
         expires = datetime.fromtimestamp(time.time() + VALID_S, UTC).isoformat()
         return {
             "upload_id": upload_id,
@@ -173,12 +169,7 @@ def routes(core: Core, store: TinkerStore, models: Models) -> APIRouter:
     @router.put(SIGNED + "{token}/{name}")
     async def put_file(http: Request, token: str, name: str) -> dict[str, Any]:
         """Take a file, by its signed URL."""
-        try:
-            upload_id = signer().loads(token, max_age=VALID_S)
-        except BadSignature:
-            message = "this URL is not valid, or not any more: begin the upload again"
-            raise ServiceError(pb.ERROR_CODE_PERMISSION_DENIED, message) from None
-        upload, length = uploads.get(upload_id), http.headers.get("content-length", "")
+        upload, length = uploads.get(signed.read(http, token)), http.headers.get("content-length", "")
         if name not in (CONFIG, WEIGHTS):
             raise _invalid(f"{name[:100]!r} is no file of an upload: {CONFIG} and {WEIGHTS} are", "name")
         if not length.isdigit() or len(length) > 15 or http.headers.get("content-encoding", "identity") != "identity":

@@ -31,8 +31,9 @@ AIMED_STEPS, MOST_EPOCHS = 100, 10
 WARMUP_STEPS = 10
 GROUP_SIZE = 8
 RECIPES = {"supervised": "sft", "dpo": "dpo", "reinforcement": "grpo"}
-RATES = {"supervised": 1e-4, "dpo": 5e-5, "reinforcement": 1e-5}
-"""Learning rates of adapters at a multiplier of 1."""
+RATES = {"supervised": 1e-4, "dpo": 5e-5, "reinforcement": 1e-4}
+"""The recipes' default learning rates of adapters; that of reinforcement is for :data:`RATED_PARAMETERS`."""
+RATED_PARAMETERS = 600_000_000
 SMALL, LARGE = 1_000_000_000, 15_000_000_000
 AUTO = "auto"
 
@@ -149,8 +150,10 @@ def resolve(
 
 
 def default_rate(method: str, model: pb.ModelInfo) -> float:
-    """The learning rate at a multiplier of 1."""
+    """The learning rate at a multiplier of 1; of reinforcement it is the recipe's for a model of this size."""
     size = model.num_parameters
+    if method == "reinforcement":
+        return RATES[method] * math.pow(RATED_PARAMETERS / max(size, 1), 1 / 6)
     return RATES[method] * (2.0 if size < SMALL else 0.5 if size >= LARGE else 1.0)
 
 

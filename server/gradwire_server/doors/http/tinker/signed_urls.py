@@ -1,0 +1,47 @@
+"""URLs that work without a key, for an hour, or until the key that asked for them is revoked."""
+
+from __future__ import annotations
+
+from fastapi import Request
+from gradwire_proto.v1 import training_pb2 as pb
+from itsdangerous import BadSignature, URLSafeTimedSerializer
+
+from gradwire_server.doors.http.guard import SIGNED_FOR
+from gradwire_server.doors.http.tinker.store import TinkerStore
+from gradwire_server.errors import ServiceError
+
+VALID_S = 3600
+
+
+class SignedUrls:
+    """The URLs of one kind.
+
+    Args:
+        store: Has the secret that they are signed with.
+        beginning: Their path, relative to the protocol's prefix, up to the token.
+    """
+
+    def __init__(self, store: TinkerStore, beginning: str) -> None:
+        self._store, self._beginning = store, beginning
+
+    @property
+    def _signer(self) -> URLSafeTimedSerializer:
+        return URLSafeTimedSerializer(self._store.secrets[""].secret, salt=self._beginning)
+
+    def make(self, request: Request, owner: str, name: str) -> str:
+        """A URL for a key, of what it is for."""
+        return str(request.base_url).rstrip("/") + self._beginning + self._signer.dumps([owner, name])
+
+    def read(self, request: Request, token: str) -> str:
+        """What the URL of a request is for. The request ends once the key is revoked.
+
+        Raises:
+            ServiceError: PERMISSION_DENIED.
+        """
+        try:
+            owner, name = self._signer.loads(token, max_age=VALID_S)
+        except BadSignature:
+            message = "this URL is not valid, or not any more: ask for a new one"
+            raise ServiceError(pb.ERROR_CODE_PERMISSION_DENIED, message) from None
+        request.scope[SIGNED_FOR] = owner
+        return str(name)

@@ -93,7 +93,10 @@ def test_rows_that_people_have_are_read_or_refused_with_the_reason(tmp_path: Pat
     (tmp_path / "sheet.xlsx").write_bytes(b"PK")
     picture = {"type": "image_url", "image_url": "x"}
     cases: list[tuple[Any, str]] = [
-        ([{"messages": [{**asked, "content": [*parts, picture]}]}], "message 0 of messages has a part that is no text"),
+        (
+            [{"messages": [{**asked, "content": [*parts, picture]}]}],
+            "has an image 'x'; nothing is fetched",
+        ),
         ([{"question": "a", "answer": None}], "answer is null, and the completion would be in it"),
         (tmp_path / "sheet.xlsx", r"\.xlsx files are not read; save the sheet as \.csv"),
     ]

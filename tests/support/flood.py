@@ -185,6 +185,10 @@ class Caller:
         async with aclosing(self._service.watch(with_points=True)) as updates:
             await anext(updates)
 
+    async def _recorded(self) -> None:
+        await self._kept.record_rollouts(self._number, [{"said": "hello there " * 100}] * 8)
+        await self._kept.recorded_rollouts(self._number)
+
     def calls(self) -> dict[str, Callable[[], Awaitable[Any]]]:
         """A call for each RPC, by the RPC's name; a call makes other RPCs too where it needs them."""
         service, model = self._service, self._model
@@ -200,6 +204,11 @@ class Caller:
             "GetRun": lambda: self._kept.info(),
             "ListRuns": lambda: service.list_runs(),
             "WatchRuns": self._watch,
+            "ListOperations": lambda: self._kept.activity(),
+            "ListQueues": lambda: service.list_queues(),
+            "ListRecordings": lambda: self._kept.list_recordings(),
+            "ReadRecording": self._recorded,
+            "RecordRollouts": self._recorded,
             "DeleteRun": self._create,
             "ForkRun": self._fork,
             "ShareRun": lambda: self._kept.share(self._reader),

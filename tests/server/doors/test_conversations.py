@@ -72,7 +72,7 @@ def test_a_response_is_what_its_stream_makes(client: openai.OpenAI) -> None:
         "response.output_item.done",
         "response.incomplete",
     ]
-    assert set(kinds[4:-4]) == {"response.output_text.delta"} and len(kinds) > 10
+    assert set(kinds[4:-4]) == {"response.output_text.delta"}  # of one token or of several, as the front comes to it
 
 
 def test_a_response_goes_on_from_one_that_is_kept(client: openai.OpenAI) -> None:

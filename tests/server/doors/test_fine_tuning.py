@@ -22,11 +22,12 @@ import pytest
 from gradwire.recipes import evaluate
 from gradwire.recipes.dpo import DPO
 from gradwire.recipes.grpo import GRPO
+from gradwire.recipes.rl import learning_rate
 from gradwire.recipes.sft import SFT
 from gradwire_proto.v1 import jobs_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import KeyFile, Quota
-from gradwire_server.doors.http.openai.fine_tuning.hyperparameters import RATES, resolve
+from gradwire_server.doors.http.openai.fine_tuning.hyperparameters import RATES, default_rate, resolve
 from openai.types.fine_tuning import FineTuningJob
 from support.chats import chat_model
 from support.server import free_port
@@ -660,9 +661,10 @@ def test_the_code_of_the_page_runs(
 
 
 def test_auto_follows_the_written_rules() -> None:
-    assert {
-        "supervised": SFT().learning_rate, "dpo": DPO().learning_rate, "reinforcement": GRPO().learning_rate
-    } == RATES  # fmt: skip
+    assert (SFT().learning_rate, DPO().learning_rate) == (RATES["supervised"], RATES["dpo"])
+    for size in (30_000, 600_000_000, 70_000_000_000):
+        rate = default_rate("reinforcement", pb.ModelInfo(num_parameters=size))
+        assert math.isclose(rate, learning_rate(GRPO(), size))
     for rows, tokens, parameters, batch, epochs, rate in [
         (10_000, 200, 3_000_000_000, 32, 1, 1e-4),  # 8192 / 200 = 41 rows, at most 32
         (10_000, 2_000, 600_000_000, 4, 1, 2e-4),

@@ -38,8 +38,11 @@ WORD = "four"
 NUMBERS = {"n_epochs": 2, "batch_size": 8, "learning_rate_multiplier": 100}
 QUOTA = 300_000
 """Bytes of dora's files."""
-LEARNED = {"n_epochs": 2, "batch_size": 2, "learning_rate_multiplier": 300}
-"""All weights learn the word in 32 steps; adapters in 8 steps leave it to rounding which token is the likeliest."""
+LEARNED = {"n_epochs": 2, "batch_size": 2, "learning_rate_multiplier": 100}
+"""All weights learn the word in 32 steps: each token of it is over 6 nats likelier than any other, whatever the seed.
+
+At a multiplier of 200 or 300 the loss jumps, and rounding decides whether it has come down again by the last step.
+"""
 
 
 def lines(rows: list[dict[str, Any]]) -> bytes:

@@ -1,19 +1,22 @@
 """``python -m gradwire_jobs.grade``: validate the grader on stdin, and run it on a sample if there is one.
 
-Graders are what a stranger wrote, so this is a process of its own. In and out go lines of JSON: the request; questions
-to models, each with its answer on the line that follows; and what was found.
+Graders are what a stranger wrote, so this is a process of its own, of bounded memory. In and out go lines of JSON: the
+request; questions to models, each with its answer on the line that follows; and what was found.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import sys
 import time
 from dataclasses import asdict
 from typing import Any
 
 from gradwire.rl.rewards.graders import GraderError, Multi, Question, Sample, SampleError, grader_of
+
+MEMORY_BYTES = 4 << 30
 
 
 class ParentJudge:
@@ -33,6 +36,7 @@ class ParentJudge:
 
 def main() -> None:
     """Answer the request on stdin."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     _tell(asyncio.run(answered(json.loads(sys.stdin.readline()))))
 
 

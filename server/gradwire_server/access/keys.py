@@ -111,11 +111,15 @@ class Caller:
     """The name and role behind a call.
 
     An admin reads and writes every run; a viewer reads every run and changes nothing; an engine may only lend itself.
+
+    Attributes:
+        lent: Whether it is a process that this server started, which works in the name of the key's owner.
     """
 
     name: str
     role: Role = "user"
     sha256: str = ""
+    lent: bool = dataclasses.field(default=False, compare=False)
 
     @property
     def sees_all(self) -> bool:
@@ -280,7 +284,7 @@ class Keys:
         owner = self._of(lent[0]) if lent else None
         if owner is None:
             raise _unauthenticated()
-        return owner
+        return dataclasses.replace(owner, lent=True)
 
     @contextmanager
     def lent(self, name: str) -> Iterator[str]:

@@ -162,7 +162,7 @@ class Core(Startable):
         self.observed = Observed(self.scheduler, storage.records, recorded, config.limits.max_recorded_bytes)
         self.recordings = Recordings(config.state_dir, storage)
         await asyncio.to_thread(self.recordings.clean)
-        self.files = Files(config, storage.files, self.keys.quota, lambda file_id: self.jobs.needs(file_id))
+        self.files = Files(config, storage.files, self.keys.quota, lambda file_id: self.jobs.states.needing(file_id))
         self.file_parts = FileParts(self.files, config.state_dir / "file_parts", config.limits)
         await asyncio.to_thread(self.file_parts.clean)
         await self.files.load()

@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 
 M = TypeVar("M", jobs.Job, jobs.File)
 
+NEWEST = 1 << 62
+"""Above the numbers of all events."""
+
 
 @dataclass(frozen=True)
 class StoredJob:
@@ -75,7 +78,7 @@ class JobRecords:
         """Read events beyond the number ``after``; 0 begins at the end that comes first."""
         order, beyond = ("ASC", ">") if oldest_first else ("DESC", "<")
         query = f"SELECT number, event FROM job_events WHERE job_id = ? AND number {beyond} ? ORDER BY number {order}"
-        start = after if after or oldest_first else 1 << 62
+        start = min(after, NEWEST) if after or oldest_first else NEWEST
         rows = await self._database.read(
             lambda connection: connection.execute(f"{query} LIMIT ?", (job_id, start, limit)).fetchall()
         )

@@ -13,58 +13,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
 import pytest
 from gradwire.recipes import command
 from gradwire_proto.v1 import jobs_pb2 as jobs
-from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_proto.v1.jobs_pb2_grpc import JobServiceStub
 from gradwire_server.access.keys import Caller, KeyFile, Quota
 from gradwire_server.core.jobs import files, workers
 from gradwire_server.core.jobs.specs import RECIPES
 from gradwire_server.journal.backup import backup, restore
 from gradwire_server.journal.repair import repair
-from support.front import Door, Start, start
-from support.keyed import Keyed, error_of
+from support.front import Start, start
+from support.job_stubs import NO_WORKERS, ROW, create, name_of, refused, stub_of, upload
 
 __all__ = ["start"]
-
-ROW = b'{"prompt": "1 and 1?", "completion": "2"}\n'
-NO_WORKERS: dict[str, Any] = {"job_workers": 0}
-
-
-async def stub_of(door: Door, secret: str = "") -> Any:
-    return Keyed(JobServiceStub((await door.client()).channel), secret)
-
-
-async def upload(stub: Any, content: bytes = ROW * 3, key: str = "", **file: Any) -> jobs.File:
-    described = jobs.File(**{"filename": "data.jsonl", "purpose": "fine-tune"} | file)
-
-    async def frames() -> AsyncIterator[jobs.UploadFileFrame]:
-        yield jobs.UploadFileFrame(file=described, idempotency_key=key)
-        yield jobs.UploadFileFrame(chunk=content)
-
-    made: jobs.File = await stub.UploadFile(frames())
-    return made
-
-
-async def create(stub: Any, key: str = "", recipe: str = "sft", **settings: Any) -> jobs.Job:
-    if "data" not in settings:
-        settings["data"] = (await upload(stub)).file_id
-    spec = jobs.JobSpec(recipe=recipe, settings=json.dumps({"model": "tiny"} | settings))
-    made: jobs.Job = await stub.CreateJob(jobs.CreateJobRequest(spec=spec, idempotency_key=key))
-    return made
-
-
-async def refused(call: Any) -> pb.Error:
-    with pytest.raises(grpc.RpcError) as caught:
-        await call
-    return error_of(caught.value)
-
-
-def name_of(error: pb.Error) -> str:
-    return pb.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower()
 
 
 async def test_a_job_belongs_to_its_key(start: Start, tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ MAX_PART_BYTES = 64 << 20
 MAX_PARTS = 1024
 MAX_OF_KEY = 16
 """Uploads that a key may have under way."""
+MAX_ENDED_OF_KEY = 64
+"""Uploads of a key that have ended and can be asked for; older ones are forgotten."""
 PENDING, COMPLETED, CANCELLED, EXPIRED = "pending", "completed", "cancelled", "expired"
 
 
@@ -38,6 +40,7 @@ class Upload:
         arrival: Its bytes, all of which count from its beginning on.
         parts: Id of a part -> its bytes, those that have arrived of one that is under way.
         file: The file, once it is complete.
+        expiry: Ends the counting of its bytes, if nothing else does.
     """
 
     upload_id: str
@@ -46,6 +49,7 @@ class Upload:
     size_bytes: int
     created_at: float
     arrival: Arrival
+    expiry: asyncio.TimerHandle
     status: str = PENDING
     parts: dict[str, int] = field(default_factory=dict)
     file: jobs.File | None = None
@@ -106,16 +110,17 @@ class FileParts:
         if sum(each.owner == caller.name and each.status == PENDING for each in self._known.values()) >= MAX_OF_KEY:
             raise _too_much(f"this key has {MAX_OF_KEY} uploads under way: complete or cancel one")
         arrival = self._files.arrival(caller)
-        upload = Upload(new_id("upload_"), caller.name, described, size_bytes, time.time(), arrival)
+        expiry = asyncio.get_running_loop().call_later(LIFE_S, arrival.end)
+        upload = Upload(new_id("upload_"), caller.name, described, size_bytes, time.time(), arrival, expiry)
         try:
             arrival.reach(size_bytes)
             await asyncio.to_thread(make_folder, self._folder, 0o700)
             await asyncio.to_thread(make_folder, self._folder / upload.upload_id, 0o700)
         except BaseException:
+            expiry.cancel()
             arrival.end()
             raise
         self._known[upload.upload_id] = upload
-        asyncio.get_running_loop().call_later(LIFE_S, arrival.end)
         return upload
 
     def get(self, caller: Caller, upload_id: str) -> Upload:
@@ -214,12 +219,16 @@ class FileParts:
     async def _expire(self) -> None:
         for upload in [each for each in self._known.values() if each.expires_at < time.time()]:
             await self._drop(upload, EXPIRED)
-            del self._known[upload.upload_id]
+            self._known.pop(upload.upload_id, None)
 
     async def _drop(self, upload: Upload, status: str) -> None:
         upload.status = status
+        upload.expiry.cancel()
         upload.arrival.end()
         upload.parts.clear()
+        ended = [each for each in self._known.values() if each.owner == upload.owner and each.status != PENDING]
+        for each in ended[:-MAX_ENDED_OF_KEY]:
+            del self._known[each.upload_id]
         await asyncio.to_thread(shutil.rmtree, self._folder / upload.upload_id, ignore_errors=True)
 
 

@@ -43,6 +43,7 @@ CHECK_S = 600.0
 CHECKS_AT_ONCE = 2
 MAX_PAGE = 10_000
 MAX_FILENAME_CHARS = 255
+LATEST_S = 253_402_300_800.0
 
 
 class Arrival:
@@ -230,8 +231,12 @@ class Files:
         if not name or len(name) > MAX_FILENAME_CHARS:
             message = f"a file has a name of 1 to {MAX_FILENAME_CHARS} characters"
             raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="file")
-        if described.expires_at and not described.expires_at > time.time():
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "expires_at is in the past", field="expires_after")
+        if not name.isprintable():
+            message = "a file's name has no control characters"
+            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="file")
+        if described.expires_at and not time.time() < described.expires_at < LATEST_S:
+            message = "expires_at is in the past, or beyond the year 9999"
+            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="expires_after")
         check_length(key, "max_name_chars", self._limits.max_name_chars, "idempotency_key")
 
     # ---- internals ----

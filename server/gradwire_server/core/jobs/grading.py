@@ -14,38 +14,39 @@ from typing import Any
 
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.access.turns import Turns
 from gradwire_server.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 4
+AT_ONCE, OF_KEY = 4, 2
 PATIENCE_S = 60.0
 MAX_LINE = 1 << 24
 Ask = Callable[[dict[str, Any]], Awaitable[str]]
 """Puts a question of a grader, the fields of ``gradwire.rl.rewards.graders.Question``, to a model."""
-_places = asyncio.Semaphore(AT_ONCE)
+_turns = Turns(OF_KEY, AT_ONCE)
 
 
-async def validate(grader: Any, field: str) -> None:
-    """Check that a grader can be built.
+async def validate(owner: str, grader: Any, field: str) -> None:
+    """Check that a grader of a key's can be built.
 
     Raises:
         ServiceError: INVALID_ARGUMENT with the reason.
     """
-    await _answer({"grader": grader}, field, None)
+    await _answer(owner, {"grader": grader}, field, None)
 
 
-async def run(grader: Any, sample: str, item: dict[str, Any], field: str, ask: Ask) -> dict[str, Any]:
+async def run(owner: str, grader: Any, sample: str, item: dict[str, Any], field: str, ask: Ask) -> dict[str, Any]:
     """Grade a sample: its ``reward``, the ``scores`` of several graders, and what went wrong, if anything did.
 
     Raises:
         ServiceError: INVALID_ARGUMENT for what is no grader.
     """
-    return await _answer({"grader": grader, "sample": sample, "item": item}, field, ask)
+    return await _answer(owner, {"grader": grader, "sample": sample, "item": item}, field, ask)
 
 
-async def _answer(asked: dict[str, Any], field: str, ask: Ask | None) -> dict[str, Any]:
-    async with _places:
+async def _answer(owner: str, asked: dict[str, Any], field: str, ask: Ask | None) -> dict[str, Any]:
+    async with _turns.turn(owner):
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "gradwire_jobs.grade", limit=MAX_LINE,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,

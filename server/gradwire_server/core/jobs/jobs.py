@@ -14,7 +14,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Caller
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.jobs.files import new_id, page_of
-from gradwire_server.core.jobs.specs import JobSpecs, files_of
+from gradwire_server.core.jobs.specs import JobSpecs
 from gradwire_server.core.jobs.states import (
     CANCELLED,
     ENDED,
@@ -194,13 +194,6 @@ class Jobs:
         self.states.get(caller, job_id)
         return await asyncio.to_thread(_read_log, self.log_file(job_id), offset)
 
-    def needs(self, file_id: str) -> str:
-        """The id of a job that has not ended and names a file; "" if there is none."""
-        for job in self.states:
-            if job.state not in ENDED and file_id in files_of(job.spec):
-                return job.job_id
-        return ""
-
     def folder(self, job_id: str) -> Path:
         """The folder of a job's recipe: its position, metrics, report and log."""
         return self._config.state_dir / "jobs" / job_id
@@ -232,5 +225,6 @@ def _read_log(path: Path, offset: int) -> tuple[bytes, int]:
     if not path.exists():
         return b"", 0
     with path.open("rb") as file:
-        file.seek(offset)
-        return file.read(MAX_LOG_BYTES), path.stat().st_size
+        size = path.stat().st_size
+        file.seek(min(offset, size))
+        return file.read(MAX_LOG_BYTES), size

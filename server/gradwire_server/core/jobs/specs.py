@@ -127,10 +127,10 @@ def settings_of(spec: jobs.JobSpec) -> dict[str, Any]:
     return settings
 
 
-def files_of(spec: jobs.JobSpec) -> list[Any]:
+def files_of(spec: jobs.JobSpec) -> list[str]:
     """Ids of the files that a job names."""
     settings = settings_of(spec)
-    return [settings[name] for name in FILE_SETTINGS if settings.get(name)]
+    return [str(settings[name]) for name in FILE_SETTINGS if settings.get(name)]
 
 
 def _invalid(message: str, field: str) -> ServiceError:

@@ -13,6 +13,7 @@ from gradwire_proto.v1 import jobs_pb2 as jobs
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
+from gradwire_server.core.jobs.specs import files_of
 from gradwire_server.errors import ServiceError, unknown_job
 from gradwire_server.journal.job_records import JobRecords, StoredJob
 
@@ -46,6 +47,7 @@ class JobStates:
         self._records, self.on_change = records, on_change
         self._known: dict[str, StoredJob] = {}
         self._by_key: dict[tuple[str, str], str] = {}
+        self._files: dict[str, Sequence[str]] = {}
         self.changing = asyncio.Lock()
 
     def __len__(self) -> int:
@@ -79,6 +81,13 @@ class JobStates:
         stored = self._known.get(job_id)
         return None if stored is None else stored.job
 
+    def needing(self, file_id: str) -> str:
+        """The id of a job that has not ended and names a file; "" if there is none."""
+        for job_id, files in self._files.items():
+            if file_id in files and self._known[job_id].job.state not in ENDED:
+                return job_id
+        return ""
+
     def of_key(self, owner: str, idempotency_key: str) -> StoredJob | None:
         """The job that an idempotency key has made."""
         return self._known.get(self._by_key.get((owner, idempotency_key), ""))
@@ -98,7 +107,7 @@ class JobStates:
     async def delete(self, job_id: str) -> None:
         """Forget a job; ``changing`` is held."""
         await self._records.delete(job_id)
-        del self._known[job_id]
+        del self._known[job_id], self._files[job_id]
         self._by_key = {key: made for key, made in self._by_key.items() if made != job_id}
 
     async def update(self, job: jobs.Job, events: Sequence[jobs.JobEvent] = ()) -> None:
@@ -146,6 +155,7 @@ class JobStates:
 
     def _add(self, stored: StoredJob) -> None:
         self._known[stored.job.job_id] = stored
+        self._files[stored.job.job_id] = files_of(stored.job.spec)
         if stored.idempotency_key:
             self._by_key[stored.job.owner, stored.idempotency_key] = stored.job.job_id
 

@@ -10,6 +10,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Collection
+from typing import Any
 
 from gradwire_proto.v1 import jobs_pb2 as jobs
 from gradwire_proto.v1 import training_pb2 as pb
@@ -29,6 +30,8 @@ from gradwire_server.core.jobs.states import (
 )
 from gradwire_server.errors import ServiceError
 
+MOST = 2**53
+"""Above all numbers of a report."""
 MAX_CRASHES = 5
 """Crashes of a job's worker in a row without a step between them after which the job fails."""
 
@@ -104,22 +107,29 @@ class JobTurns:
         """Take over what a worker reports; on disk when this returns.
 
         Raises:
-            ServiceError: UNKNOWN_JOB; STALE_EPOCH if the job is not running, or another worker runs it.
+            ServiceError: UNKNOWN_JOB; STALE_EPOCH if the job is not running, or another worker runs it;
+                PERMISSION_DENIED to others than workers; INVALID_ARGUMENT.
         """
         async with self.states.changing:
             job = copied(self.states.get(caller, request.job_id))
+            if self._keys.required and not caller.lent:
+                message = "only the worker that the server has started for a job reports on it"
+                raise ServiceError(pb.ERROR_CODE_PERMISSION_DENIED, message, field="job_id")
             if job.state != RUNNING or job.attempt != request.attempt:
                 message = f"the job {job.job_id} is {job.state} in attempt {job.attempt}; this is {request.attempt}"
                 raise ServiceError(pb.ERROR_CODE_STALE_EPOCH, message)
             if request.state and request.state not in (SUCCEEDED, FAILED):
-                raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "a worker ends a job as succeeded or failed")
+                raise _invalid("a worker ends a job as succeeded or failed", "state")
             now, events = time.time(), list(request.events)
             for event in events:
                 event.created_at = event.created_at or now
+                tokens = _checked(event).get("train/tokens", 0)
                 if event.step > job.step:
                     job.step = event.step
                     self._crashes.pop(job.job_id, None)
-                    job.trained_tokens += int(json.loads(event.data or "{}").get("train/tokens", 0))
+                    job.trained_tokens += int(tokens)
+            for each in request.checkpoints:
+                _object(each.metrics, "checkpoints.metrics")
             for name in ("run_id", "total_steps", "resolved"):
                 if getattr(request, name):
                     setattr(job, name, getattr(request, name))
@@ -142,3 +152,31 @@ class JobTurns:
     def _most_running(self, owner: str) -> int:
         given = self._keys.quota(owner).running_jobs
         return self._config.limits.key_running_jobs if given is None else given
+
+
+def _checked(event: jobs.JobEvent) -> dict[str, Any]:
+    """The data of an event that can be kept and read.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+    data = _object(event.data, "events.data")
+    tokens = data.get("train/tokens", 0)
+    numbers = (tokens, event.step, event.created_at)
+    if not all(isinstance(each, int | float) and 0 <= each < MOST for each in numbers):
+        raise _invalid("an event has a time, a step or a number of tokens that there cannot be", "events")
+    return data
+
+
+def _object(text: str, field: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise _invalid(f"{field} is no JSON object: {text[:50]!r}", field)
+    return found
+
+
+def _invalid(message: str, field: str) -> ServiceError:
+    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)

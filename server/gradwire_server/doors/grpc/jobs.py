@@ -25,6 +25,9 @@ class JobService(JobServiceServicer):
     # ---- jobs ----
 
     async def CreateJob(self, request: jobs.CreateJobRequest, context: Any) -> jobs.Job:
+        if request.spec.note:
+            message = "note is what a door of the server keeps with a job: leave it out"
+            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="note")
         return await self._core.jobs.create(CALLER.get(), request.spec, request.idempotency_key)
 
     async def GetJob(self, request: jobs.GetJobRequest, context: Any) -> jobs.Job:

@@ -13,6 +13,8 @@ from typing import Any
 from gradwire.rl.types import EvaluateResult, Trajectory
 
 MAX_ABSOLUTE = 1e6
+MAX_FILLED_CHARS = 1 << 22
+"""Characters of a template with its places filled in."""
 _TEMPLATE = re.compile(r"\{\{\s*(.*?)\s*\}\}", re.DOTALL)
 _PLACE = re.compile(r"(item|sample)((?:\.\w+)+)")
 
@@ -44,9 +46,19 @@ class Sample:
         """A template with its places filled in.
 
         Raises:
-            SampleError: The sample or the item has not what a place names.
+            SampleError: The sample or the item has not what a place names, or the text is too long.
         """
-        return _TEMPLATE.sub(lambda found: self._value(found[1]), template)
+        size = 0
+
+        def value(found: re.Match[str]) -> str:
+            nonlocal size
+            text = self._value(found[1])
+            size += len(text)
+            if size > MAX_FILLED_CHARS:
+                raise SampleError("other_error", f"a template's places have more than {MAX_FILLED_CHARS} characters")
+            return text
+
+        return _TEMPLATE.sub(value, template)
 
     @property
     def namespace(self) -> dict[str, Any]:

@@ -90,16 +90,16 @@ def routes(core: Core) -> APIRouter:
 
     @router.post("/alpha/graders/validate")
     async def validate_grader(asked: ValidateGrader, caller: CallerOf) -> dict[str, Any]:
-        await grading.validate(asked.grader, "grader")
+        await grading.validate(caller.name, asked.grader, "grader")
         with_sources(core, caller, asked.grader, "grader")
         return {"grader": asked.grader}
 
     @router.post("/alpha/graders/run")
     async def run_grader(asked: RunGrader, http: Request, caller: CallerOf) -> dict[str, Any]:
-        await grading.validate(asked.grader, "grader")
+        await grading.validate(caller.name, asked.grader, "grader")
         grader = with_sources(core, caller, asked.grader, "grader")
         judge = Asked(core, caller, http)
-        found = await grading.run(grader, asked.model_sample, asked.item or {}, "grader", judge)
+        found = await grading.run(caller.name, grader, asked.model_sample, asked.item or {}, "grader", judge)
         return graded_body(asked.grader, found, judge.tokens)
 
     router.include_router(permissions.routes(core))
@@ -136,7 +136,7 @@ async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -
     if method == "reinforcement":
         if grader is None:
             raise invalid("reinforcement needs a grader", "method.reinforcement.grader")
-        await grading.validate(grader, "method.reinforcement.grader")
+        await grading.validate(caller.name, grader, "method.reinforcement.grader")
         resolved.settings["grading"] = with_sources(core, caller, grader, "method.reinforcement.grader")
     body = json.dumps(asked.model_dump(), ensure_ascii=False)
     check_encodable(body, "body")

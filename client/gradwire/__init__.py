@@ -23,6 +23,7 @@ from gradwire.descriptions import (
     RunsHeld,
     ServerInfo,
     TokenizerInfo,
+    Usage,
 )
 from gradwire.errors import (
     AbandonedError,
@@ -188,6 +189,7 @@ __all__ = [
     "UnknownRunError",
     "UnsupportedError",
     "Upload",
+    "Usage",
     "WouldDeadlockError",
     "WriterError",
     "connect",

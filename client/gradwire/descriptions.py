@@ -78,7 +78,7 @@ class RunInfo:
         num_labels: Number of classes of a classification head; 0 for any other head.
         dropout: Dropout rate of the model during training.
         kind: ``"rl"`` or ``""``; selects the default learning rate.
-        num_tokens: Tokens that went through the model since the server started.
+        num_tokens: Tokens that went through the model, also of samples from its checkpoints.
         parked: Why the run cannot go on for now; empty if it can. Its accepted operations wait. After a start of the
             server a run without waiting operations is restored with its next one, and this is empty until then.
         recovery_s: Seconds that bringing the run back after a crash of the engine or the server would take now:
@@ -88,7 +88,7 @@ class RunInfo:
         changes: What changed under the run and was accepted (``accept_changes``, ``--accept-changes``), oldest first.
         engine: Number of the engine that the run is on.
         lanes: Number of ranks that can share its work.
-        engine_s: Seconds that the engine has computed for it since the server started.
+        engine_s: Seconds that engines have computed for it; of what is computed together, its share.
         record_batches: Share of its batches that the server records.
     """
 
@@ -242,6 +242,7 @@ class ServerInfo:
         engines: State of each engine, by number.
         key_name: Name of your key; empty on a server without keys.
         role: Its role: ``"admin"``, ``"user"`` or ``"viewer"``; empty on a server without keys.
+        price_per_hour: Of one engine, as the server was told; 0 if it was not.
     """
 
     version: str
@@ -253,10 +254,49 @@ class ServerInfo:
     engines: tuple[EngineInfo, ...] = ()
     key_name: str = ""
     role: str = ""
+    price_per_hour: float = 0.0
 
     @staticmethod
     def from_message(info: pb.ServerInfo) -> ServerInfo:
         return described(ServerInfo, info, engines=tuple(map(EngineInfo.from_message, info.engines)))
+
+    def cost(self, engine_s: float) -> float:
+        """What seconds of an engine cost, in the money of ``price_per_hour``."""
+        return engine_s / 3600 * self.price_per_hour
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What was used in an hour or a day, by a key, a run, or of a model; each where it was asked for.
+
+    Attributes:
+        start: Unix time at which the hour or the day (of UTC) begins.
+        owner: Name of the key.
+        run_id: The run; empty for what was sampled from base models.
+        label: The run's name.
+        base_model: The model.
+        training_tokens: Tokens that went through the model for training and scoring.
+        prompt_tokens, sampled_tokens: Tokens of prompts that were sampled from, and of their samples.
+        engine_s: Seconds that an engine computed. Of what is computed together, each has its share.
+        operations: Number of operations and of requests that sampled.
+        checkpoints: Number of checkpoints and exports that were written.
+    """
+
+    start: float
+    owner: str
+    run_id: str
+    label: str
+    base_model: str
+    training_tokens: int
+    prompt_tokens: int
+    sampled_tokens: int
+    engine_s: float
+    operations: int
+    checkpoints: int
+
+    @staticmethod
+    def from_message(entry: pb.UsageEntry) -> Usage:
+        return described(Usage, entry)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, Literal, overload
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire.descriptions import LossInfo, ModelInfo, RunInfo, ServerInfo, TokenizerInfo
+from gradwire.descriptions import LossInfo, ModelInfo, RunInfo, ServerInfo, TokenizerInfo, Usage
 from gradwire.embedded import EmbeddedServer
 from gradwire.errors import InvalidArgumentError, ServiceClosedError, UnsupportedError, did_you_mean, type_of
 from gradwire.history import History, RunUpdates
@@ -100,6 +100,24 @@ class ServiceClient(Connected):
         """
         answer = await self._transport.unary(lambda stub: stub.ListQueues, pb.ListQueuesRequest())
         return [QueuedRun.from_message(each) for each in answer.runs]
+
+    async def usage(
+        self,
+        by: Sequence[Literal["hour", "day", "owner", "run", "model"]] = (),
+        start: float = 0.0,
+        end: float | None = None,
+    ) -> list[Usage]:
+        """What your key has used; with an administrator's or a viewer's key, what all keys have.
+
+        The server keeps it for 400 days, also of deleted runs. ``server_info()`` has the price of an hour.
+
+        Args:
+            by: What to divide it by; nothing: one sum.
+            start, end: Unix times: what was used in the hours that begin between them. ``end`` is now by default.
+        """
+        request = pb.GetUsageRequest(start=start, end=end or 0.0, by=by)
+        answer = await self._transport.unary(lambda stub: stub.GetUsage, request)
+        return [Usage.from_message(each) for each in answer.entries]
 
     async def list_runs(self) -> list[RunInfo]:
         """List the runs that your key owns or may read."""

@@ -187,6 +187,7 @@ class ServiceClient(Connected):
     list_models = _blocking(service.ServiceClient.list_models)
     list_losses = _blocking(service.ServiceClient.list_losses)
     list_queues = _blocking(service.ServiceClient.list_queues)
+    usage = _blocking(service.ServiceClient.usage)
     list_runs = _blocking(service.ServiceClient.list_runs)
     delete_run = _blocking(service.ServiceClient.delete_run)
     move_run = _blocking(service.ServiceClient.move_run)

@@ -21,6 +21,7 @@ TRAINING_S = 5.0
 PATIENCE_S = 5.0
 AGAIN_S = 1.0
 SHARED_S = 0.8
+USAGE_S, USAGE_SHARED_S = 30 * 86_400.0, 10.0
 """Seconds for which pages share an answer of the server."""
 ACTIVITY = 256
 CHECK_S = 1.0
@@ -119,15 +120,26 @@ class Workspace:
         found: list[gradwire.QueuedRun] = await self._shared("queues", self.service.list_queues)
         return found
 
+    async def usage(self) -> list[gradwire.Usage]:
+        """What each key has used in the last 30 days, as it was some seconds ago: asking has the server store it."""
+
+        def ask() -> Coroutine[Any, Any, object]:
+            return self.service.usage(["owner"], time.time() - USAGE_S)
+
+        found: list[gradwire.Usage] = await self._shared("usage", ask, USAGE_SHARED_S)
+        return found
+
     async def activity(self, run_id: str) -> gradwire.RunActivity:
         """The newest operations of a run, likewise."""
         found: gradwire.RunActivity = await self._shared(run_id, lambda: self.client(run_id).activity(ACTIVITY))
         return found
 
-    async def _shared(self, name: str, ask: Callable[[], Coroutine[Any, Any, object]]) -> Any:
+    async def _shared(
+        self, name: str, ask: Callable[[], Coroutine[Any, Any, object]], shared_s: float = SHARED_S
+    ) -> Any:
         now = time.monotonic()
         at, task = self._asked.get(name, (0.0, None))
-        if task is None or now - at > SHARED_S:
+        if task is None or now - at > shared_s:
             task = asyncio.create_task(ask())
             self._asked[name] = now, task
         return await asyncio.shield(task)

@@ -372,6 +372,9 @@ class ServerConfig(EngineSettings):
         "", "URL that is told of each job's end, signed with the secret in STATE/webhook.secret.", subject=NETWORK
     )
     keep_results_hours: float = setting(168.0, "Hours that a result waits to be fetched.", subject=DURABILITY, gt=0)
+    price_per_hour: float = setting(
+        0.0, "What an hour of one engine costs, for `gradwire usage`.", subject=OBSERVABILITY, ge=0, allow_inf_nan=False
+    )
     mirror: Path | None = setting(
         None, "Folder, best on another disk, for a second copy of the journal.", subject=DURABILITY
     )

@@ -109,6 +109,7 @@ def test_the_journal_the_timeline_and_the_server_are_shown(
     expect(page.get_by_role("heading", name="Engine 0")).to_be_visible()
     expect(page.get_by_role("region", name="Usage by run")).to_contain_text(f"inside {EVIL}")
     expect(page.get_by_text("Nothing waits")).to_be_visible()
+    expect(page.get_by_role("region", name="Usage by key")).to_contain_text("everyone")
 
 
 def test_a_report_opens_offline(shown: tuple[Console, sync.TrainingClient], page: Page) -> None:

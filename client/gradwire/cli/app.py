@@ -17,6 +17,7 @@ from gradwire.cli.render import render
 from gradwire.cli.status import status
 from gradwire.cli.sweep import sweep
 from gradwire.cli.top import top
+from gradwire.cli.usage import usage
 
 app = typer.Typer(
     cls=Commands,
@@ -42,6 +43,7 @@ def _options(
 
 app.command()(status)
 app.command()(top)
+app.command()(usage)
 app.add_typer(runs.app, name="runs")
 app.add_typer(jobs.app, name="jobs")
 app.command()(sweep)

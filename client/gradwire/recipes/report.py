@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gradwire
 from gradwire.html import table
 from gradwire.recipes.folder import next_steps
 from gradwire.rl.loggers import read_jsonl
@@ -25,8 +26,19 @@ UNITS = {
 }  # fmt: skip
 
 
-def write_report(folder: Path, title: str, settings: Mapping[str, Any]) -> Path:
-    """Write ``report.html`` from ``metrics.jsonl``; return its path."""
+async def used_by(service: gradwire.ServiceClient, run: gradwire.TrainingClient) -> str:
+    """Return what a run has used so far, and what that cost where the server has a price."""
+    info, server = await run.info(), await service.server_info()
+    price = f", {server.cost(info.engine_s):,.2f} at {server.price_per_hour:g} an hour" if server.price_per_hour else ""
+    return f"{info.num_tokens:,} tokens, {info.engine_s:,.0f} s of an engine{price}"
+
+
+def write_report(folder: Path, title: str, settings: Mapping[str, Any], used: str = "") -> Path:
+    """Write ``report.html`` from ``metrics.jsonl``; return its path.
+
+    Args:
+        used: What the training used.
+    """
     curves: dict[str, list[tuple[int, float]]] = {}
     for line in read_jsonl(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else ():
         for name, value in line.items():
@@ -38,6 +50,7 @@ def write_report(folder: Path, title: str, settings: Mapping[str, Any]) -> Path:
         f"<h1>{html.escape(title)} of {html.escape(str(settings['model']))}</h1>",
         table(("metric", "first", "last", "unit"), rows),
         *(plot(name, points) for name, points in sorted(curves.items()) if len(points) > 1),
+        f"<p>Used: {used}.</p>" if used else "",
         "<h2>Go on</h2><pre>" + html.escape("\n".join(steps)) + "</pre>" if steps else "",
         "<h2>Settings</h2>",
         table(("setting", "value"), list(settings.items())),

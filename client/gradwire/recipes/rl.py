@@ -16,7 +16,7 @@ from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.folder import RL_STATE, open_folder, save_state
 from gradwire.recipes.observing import OBSERVER, Observer
 from gradwire.recipes.own_code import REWARDS, check_reward, environment_of, reward_of
-from gradwire.recipes.report import write_report
+from gradwire.recipes.report import used_by, write_report
 from gradwire.recipes.rows import rows_of
 from gradwire.recipes.runs import new_run, open_service
 from gradwire.recipes.settings import Settings, SettingsError, setting
@@ -125,7 +125,9 @@ async def train_with(
                 await training.save_checkpoint()
             await training.train(total - done)
             await training.save_checkpoint()
-    await asyncio.to_thread(write_report, folder, type(settings).__name__, asdict(settings))
+        used = await used_by(service, run)
+        print(f"used: {used}", flush=True)
+    await asyncio.to_thread(write_report, folder, type(settings).__name__, asdict(settings), used)
     return None
 
 

@@ -19,7 +19,7 @@ from gradwire.recipes.best import Best
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.folder import STATE, open_folder, save_state
 from gradwire.recipes.observing import OBSERVER, Observer, TrainingStopped
-from gradwire.recipes.report import write_report
+from gradwire.recipes.report import used_by, write_report
 from gradwire.recipes.runs import new_run, open_service
 from gradwire.recipes.settings import RowSettings, Settings
 from gradwire.rl.loggers import JsonlLogger, MetricLogger, MlflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
@@ -221,11 +221,11 @@ class Training:
         trained = (await self.run.info()).num_trainable_parameters
         return Estimate.of(settings.optimizer, batches.num_rows, round(tokens), steps, self.model, trained, seconds)
 
-    def close(self) -> None:
-        """Close the loggers and write ``report.html``."""
+    def close(self, used: str = "") -> None:
+        """Close the loggers and write ``report.html``, with what the training used."""
         for logger in self._loggers:
             logger.close()
-        write_report(self.folder, type(self.settings).__name__, asdict(self.settings))
+        write_report(self.folder, type(self.settings).__name__, asdict(self.settings), used)
 
 
 def total_steps(settings: RowSettings, batches: Batches[Any]) -> int:
@@ -260,12 +260,15 @@ async def open_training(
         else:
             (folder / "metrics.jsonl").unlink(missing_ok=True)
             run = await new_run(settings, service, model, head, num_labels=num_labels)
-        training = Training(settings, service, run, model, state, head)
+        training, used = Training(settings, service, run, model, state, head), ""
         try:
             yield training
+            if training.step and not dry_run:
+                used = await used_by(service, run)
+                print(f"used: {used}", flush=True)
         finally:
             if training.step:
-                await asyncio.to_thread(training.close)
+                await asyncio.to_thread(training.close, used)
             if dry_run or not (folder / STATE).exists():  # nothing refers to the run
                 with suppress(gradwire.GradwireError, TimeoutError):
                     await asyncio.wait_for(service.delete_run(run.run_id), DELETE_PATIENCE_S)

@@ -395,6 +395,7 @@ class ServerInfo(_message.Message):
     ENGINES_FIELD_NUMBER: _builtins.int
     KEY_NAME_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    PRICE_PER_HOUR_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     protocol: _builtins.int
     """increased when older clients cannot use this server"""
@@ -408,6 +409,8 @@ class ServerInfo(_message.Message):
     """the caller's own; empty on a server without keys"""
     role: _builtins.str
     """its role: "admin", "user" or "viewer"; empty on a server without keys"""
+    price_per_hour: _builtins.float
+    """of an engine, as the operator says; 0 if he does not"""
     @_builtins.property
     def limits(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """by name: max_payload_bytes, max_rows, max_row_tokens, ..."""
@@ -429,10 +432,11 @@ class ServerInfo(_message.Message):
         engines: _abc.Iterable[Global___EngineStatus] | None = ...,
         key_name: _builtins.str = ...,
         role: _builtins.str = ...,
+        price_per_hour: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "durability", b"durability", "engine_ready", b"engine_ready", "engines", b"engines", "key_name", b"key_name", "limits", b"limits", "protocol", b"protocol", "role", b"role", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "durability", b"durability", "engine_ready", b"engine_ready", "engines", b"engines", "key_name", b"key_name", "limits", b"limits", "price_per_hour", b"price_per_hour", "protocol", b"protocol", "role", b"role", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1448,7 +1452,7 @@ class Run(_message.Message):
     forked_from: _builtins.str
     """path of the checkpoint it started from"""
     num_tokens: _builtins.int
-    """tokens that went through the model since the server started"""
+    """tokens that went through the model"""
     owner: _builtins.str
     """name of the key that created it; empty on a server without keys"""
     recovery_s: _builtins.float
@@ -1458,7 +1462,7 @@ class Run(_message.Message):
     engine: _builtins.int
     """number of the engine that it is placed on"""
     engine_s: _builtins.float
-    """seconds that the engine has computed for it since the server started"""
+    """seconds that engines have computed for it"""
     @_builtins.property
     def config(self) -> Global___RunConfig: ...
     @_builtins.property
@@ -2425,6 +2429,112 @@ class QueuedRun(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___QueuedRun: _TypeAlias = QueuedRun  # noqa: Y015
+
+@_typing.final
+class GetUsageRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    start: _builtins.float
+    """Unix time: the hours that begin from then on"""
+    end: _builtins.float
+    """and before then; 0 for now"""
+    @_builtins.property
+    def by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"hour" or "day", "owner", "run", "model"; none for one sum"""
+
+    def __init__(
+        self,
+        *,
+        start: _builtins.float = ...,
+        end: _builtins.float = ...,
+        by: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "end", b"end", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetUsageRequest: _TypeAlias = GetUsageRequest  # noqa: Y015
+
+@_typing.final
+class GetUsageResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___UsageEntry]: ...
+    def __init__(
+        self,
+        *,
+        entries: _abc.Iterable[Global___UsageEntry] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetUsageResponse: _TypeAlias = GetUsageResponse  # noqa: Y015
+
+@_typing.final
+class UsageEntry(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
+    BASE_MODEL_FIELD_NUMBER: _builtins.int
+    TRAINING_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
+    ENGINE_S_FIELD_NUMBER: _builtins.int
+    OPERATIONS_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    start: _builtins.float
+    """Unix time of the hour or the day; 0 if not by these"""
+    owner: _builtins.str
+    """name of the key"""
+    run_id: _builtins.str
+    """empty for what was sampled from base models"""
+    label: _builtins.str
+    """the run's name"""
+    base_model: _builtins.str
+    training_tokens: _builtins.int
+    prompt_tokens: _builtins.int
+    sampled_tokens: _builtins.int
+    engine_s: _builtins.float
+    """seconds of an engine"""
+    operations: _builtins.int
+    """with requests that sampled"""
+    checkpoints: _builtins.int
+    """checkpoints and exports that were written"""
+    def __init__(
+        self,
+        *,
+        start: _builtins.float = ...,
+        owner: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+        label: _builtins.str = ...,
+        base_model: _builtins.str = ...,
+        training_tokens: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        sampled_tokens: _builtins.int = ...,
+        engine_s: _builtins.float = ...,
+        operations: _builtins.int = ...,
+        checkpoints: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "checkpoints", b"checkpoints", "engine_s", b"engine_s", "label", b"label", "operations", b"operations", "owner", b"owner", "prompt_tokens", b"prompt_tokens", "run_id", b"run_id", "sampled_tokens", b"sampled_tokens", "start", b"start", "training_tokens", b"training_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UsageEntry: _TypeAlias = UsageEntry  # noqa: Y015
 
 @_typing.final
 class ListRecordingsRequest(_message.Message):
@@ -3491,21 +3601,27 @@ class Timings(_message.Message):
 
     QUEUE_S_FIELD_NUMBER: _builtins.int
     ENGINE_S_FIELD_NUMBER: _builtins.int
+    USED_S_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     """from acceptance to start"""
     engine_s: _builtins.float
     """compute time; if grouped with other runs, the share by tokens"""
+    used_s: _builtins.float
+    """of samples, which are computed together: their share of it, by samples"""
     def __init__(
         self,
         *,
         queue_s: _builtins.float = ...,
         engine_s: _builtins.float = ...,
+        used_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_used_s", b"_used_s", "used_s", b"used_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_s", b"engine_s", "queue_s", b"queue_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_used_s", b"_used_s", "engine_s", b"engine_s", "queue_s", b"queue_s", "used_s", b"used_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__used_s: _TypeAlias = _typing.Literal["used_s"]  # noqa: Y015
+    _WhichOneofArgType__used_s: _TypeAlias = _typing.Literal["_used_s", b"_used_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__used_s) -> _WhichOneofReturnType__used_s | None: ...
 
 Global___Timings: _TypeAlias = Timings  # noqa: Y015
 

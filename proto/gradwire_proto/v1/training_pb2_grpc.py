@@ -144,6 +144,11 @@ class TrainingServiceStub(object):
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.ListQueuesRequest.SerializeToString,
                 response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ListQueuesResponse.FromString,
                 _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/gradwire.v1.TrainingService/GetUsage',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
         self.ListRecordings = channel.unary_unary(
                 '/gradwire.v1.TrainingService/ListRecordings',
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.ListRecordingsRequest.SerializeToString,
@@ -385,6 +390,13 @@ class TrainingServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetUsage(self, request, context):
+        """What the caller's key has used; for an admin's and a viewer's key, what all keys have.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListRecordings(self, request, context):
         """What was recorded of a run for people to look at: batches (RunConfig.record_batches) and rollouts (RecordRollouts). The
         oldest go when a run's recordings exceed the server's limit max_recorded_bytes.
@@ -621,6 +633,11 @@ def add_TrainingServiceServicer_to_server(servicer, server):
                     servicer.ListQueues,
                     request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ListQueuesRequest.FromString,
                     response_serializer=gradwire__proto_dot_v1_dot_training__pb2.ListQueuesResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.GetUsageRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.GetUsageResponse.SerializeToString,
             ),
             'ListRecordings': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRecordings,
@@ -1302,6 +1319,33 @@ class TrainingService(object):
             '/gradwire.v1.TrainingService/ListQueues',
             gradwire__proto_dot_v1_dot_training__pb2.ListQueuesRequest.SerializeToString,
             gradwire__proto_dot_v1_dot_training__pb2.ListQueuesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/GetUsage',
+            gradwire__proto_dot_v1_dot_training__pb2.GetUsageRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

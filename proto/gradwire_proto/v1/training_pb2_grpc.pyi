@@ -98,6 +98,8 @@ class TrainingServiceStub:
     """The operations without a result of all runs, by run. Of a run that the caller may not read, it says neither the id nor
     the name nor the owner.
     """
+    GetUsage: _grpc.UnaryUnaryMultiCallable[_training_pb2.GetUsageRequest, _training_pb2.GetUsageResponse]
+    """What the caller's key has used; for an admin's and a viewer's key, what all keys have."""
     ListRecordings: _grpc.UnaryUnaryMultiCallable[_training_pb2.ListRecordingsRequest, _training_pb2.ListRecordingsResponse]
     """What was recorded of a run for people to look at: batches (RunConfig.record_batches) and rollouts (RecordRollouts). The
     oldest go when a run's recordings exceed the server's limit max_recorded_bytes.
@@ -193,6 +195,8 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     """The operations without a result of all runs, by run. Of a run that the caller may not read, it says neither the id nor
     the name nor the owner.
     """
+    GetUsage: _aio.UnaryUnaryMultiCallable[_training_pb2.GetUsageRequest, _training_pb2.GetUsageResponse]  # type: ignore[assignment]
+    """What the caller's key has used; for an admin's and a viewer's key, what all keys have."""
     ListRecordings: _aio.UnaryUnaryMultiCallable[_training_pb2.ListRecordingsRequest, _training_pb2.ListRecordingsResponse]  # type: ignore[assignment]
     """What was recorded of a run for people to look at: batches (RunConfig.record_batches) and rollouts (RecordRollouts). The
     oldest go when a run's recordings exceed the server's limit max_recorded_bytes.
@@ -417,6 +421,14 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         """The operations without a result of all runs, by run. Of a run that the caller may not read, it says neither the id nor
         the name nor the owner.
         """
+
+    @_abc_1.abstractmethod
+    def GetUsage(
+        self,
+        request: _training_pb2.GetUsageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_training_pb2.GetUsageResponse, _abc.Awaitable[_training_pb2.GetUsageResponse]]:
+        """What the caller's key has used; for an admin's and a viewer's key, what all keys have."""
 
     @_abc_1.abstractmethod
     def ListRecordings(

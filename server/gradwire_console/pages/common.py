@@ -185,6 +185,11 @@ def ago(at: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def cost_of(info: gradwire.ServerInfo, engine_s: float) -> str:
+    """What seconds of an engine cost; "" where the server has no price."""
+    return f"{info.cost(engine_s):,.2f}" if info.price_per_hour else ""
+
+
 def short(number: float) -> str:
     """A number in three digits and a letter: ``"1.24M"``."""
     for letter, unit in (("G", 1e9), ("M", 1e6), ("k", 1e3)):

@@ -235,6 +235,7 @@ def _now(live: LiveRun) -> dict[str, object]:
         "Step": f"{info.step:,}",
         "Tokens/s": short(live.tokens_per_s) if live.tokens_per_s else "0",
         "Tokens": short(info.num_tokens),
+        "Computed": f"{info.engine_s:,.1f} s",
         "Queue": f"{info.accepted_seq - info.applied_seq} without a result",
         "Recovery": f"{info.recovery_s:.1f} s, if the engine died now",
         "Newest checkpoint": info.latest_checkpoint.rpartition("/")[2],

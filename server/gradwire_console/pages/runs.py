@@ -16,7 +16,7 @@ COLUMNS = (
     Column("state", "State", "training: it has worked in the last seconds; parked: it cannot be restored", state=True),
     Column("step", "Step", "Optimizer steps taken", num=True),
     Column("pace", "Tokens/s", "Tokens that went through the model in the last 20 seconds, per second", num=True),
-    Column("tokens", "Tokens", "Tokens that went through the model since the server started", num=True),
+    Column("tokens", "Tokens", "Tokens that went through the model", num=True),
     Column("queue", "Queue", "Operations that are accepted and have no result", num=True),
     Column("recovery", "Recovery", "What a recovery would take now: load the newest checkpoint, repeat what follows it",
            num=True),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +11,8 @@ from gradwire import EngineInfo, QueuedRun
 from gradwire_shell.components import Column, Table, error, facts, panel, plain, sdk_line, state, title
 from nicegui import ui
 
-from gradwire_console.pages.common import opened, short
-from gradwire_console.workspace import Workspace, Workspaces
+from gradwire_console.pages.common import cost_of, opened, short
+from gradwire_console.workspace import LiveRun, Workspace, Workspaces
 
 LOOK_S = 1.0
 QUEUES = (
@@ -31,9 +30,10 @@ USAGE = (
     Column("key", "Key"),
     Column("runs", "Runs", num=True),
     Column("training", "Training", num=True),
-    Column("tokens", "Tokens", "Tokens that went through a model since the server started", num=True),
-    Column("seconds", "Engine", "Seconds of computing since the server started", num=True),
-    Column("share", "Share", "Of the engine's seconds", num=True),
+    Column("tokens", "Tokens", "Tokens that went through a model, in training and in sampling", num=True),
+    Column("seconds", "Engine", "Seconds of engines; of what is computed together, each has its share", num=True),
+    Column("share", "Share", "Of the engines' seconds", num=True),
+    Column("cost", "Cost", "By the price of an hour of an engine: gradwire serve --price-per-hour", num=True),
     Column("recovery", "Recovery", "What bringing its runs back would take now", num=True),
 )
 PARTS = ("base", "references", "runs", "cache", "activations")
@@ -52,13 +52,13 @@ async def _show(workspace: Workspace) -> None:
         with ui.element("div"):
             with panel("Who waits for whom"):
                 queues = Table(QUEUES, (), label="Queues", none="Nothing waits: every operation has its result.")
-            with panel("Usage by key"):
+            with panel("Usage by key, last 30 days"):
                 usage = Table(USAGE, (), label="Usage by key", none="No run yet.")
             with panel("Usage by run"):
                 runs = Table(
                     _run_columns(), (), label="Usage by run", search="Search runs", unit="runs", none="No run yet."
                 )
-            sdk_line("queues = await service.list_queues()")
+            sdk_line("queues, used = await service.list_queues(), await service.usage(['owner'])")
         with ui.element("div"):
             with panel("This connection"):
                 about = ui.element("div")
@@ -68,14 +68,14 @@ async def _show(workspace: Workspace) -> None:
     async def look() -> None:
         failed.clear()
         try:
-            info, waiting = await workspace.server_info(), await workspace.queues()
+            info, waiting, used = await workspace.server_info(), await workspace.queues(), await workspace.usage()
         except gradwire.GradwireError as failure:
             with failed:
                 error(str(failure))
             return
         queues.show(queue_rows(waiting))
-        usage.show(usage_rows(workspace))
-        runs.show(_run_rows(workspace))
+        usage.show(usage_rows(workspace, info, used))
+        runs.show(_run_rows(workspace, info))
         about.clear()
         with about:
             facts(_about(info))
@@ -150,23 +150,27 @@ def queue_rows(waiting: Sequence[QueuedRun]) -> list[dict[str, Any]]:
     return rows
 
 
-def usage_rows(workspace: Workspace) -> list[dict[str, Any]]:
-    """Tokens and seconds of each key, the largest first."""
-    by_key = defaultdict(list)
+def usage_rows(workspace: Workspace, info: gradwire.ServerInfo, used: Sequence[gradwire.Usage]) -> list[dict[str, Any]]:
+    """Tokens and seconds of each key in the last 30 days, the largest first, and its runs."""
+    by_key = {each.owner: list[LiveRun]() for each in used}
     for run in workspace.runs.values():
-        by_key[run.info.owner].append(run)
-    total = sum(run.info.engine_s for run in workspace.runs.values()) or 1.0
+        by_key.setdefault(run.info.owner, []).append(run)
+    counted = {each.owner: each for each in used}
+    total = sum(each.engine_s for each in used) or 1.0
     rows = []
-    for owner, runs in sorted(by_key.items(), key=lambda each: -sum(run.info.engine_s for run in each[1])):
-        seconds = sum(run.info.engine_s for run in runs)
+    for owner, runs in by_key.items():
+        each = counted.get(owner)
+        tokens = each.training_tokens + each.prompt_tokens + each.sampled_tokens if each else 0
+        engine_s = each.engine_s if each else 0.0
         rows.append(
             {
                 "key": owner or "everyone",
                 "runs": len(runs),
                 "training": sum(run.state == "training" for run in runs) or "",
-                "tokens": short(sum(run.info.num_tokens for run in runs)),
-                "seconds": f"{seconds:.1f} s",
-                "share": f"{seconds / total:.0%}",
+                "tokens": short(tokens),
+                "seconds": f"{engine_s:.1f} s",
+                "share": f"{engine_s / total:.0%}",
+                "cost": cost_of(info, engine_s),
                 "recovery": f"{sum(run.info.recovery_s for run in runs):.1f} s",
             }
         )
@@ -177,7 +181,7 @@ def _run_columns() -> tuple[Column, ...]:
     return (Column("name", "Run", link=True), Column("owner", "Key"), *USAGE[3:])
 
 
-def _run_rows(workspace: Workspace) -> list[dict[str, Any]]:
+def _run_rows(workspace: Workspace, info: gradwire.ServerInfo) -> list[dict[str, Any]]:
     total = sum(run.info.engine_s for run in workspace.runs.values()) or 1.0
     used = sorted(workspace.runs.values(), key=lambda run: -run.info.engine_s)
     return [
@@ -189,6 +193,7 @@ def _run_rows(workspace: Workspace) -> list[dict[str, Any]]:
             "tokens": short(run.info.num_tokens),
             "seconds": f"{run.info.engine_s:.1f} s",
             "share": f"{run.info.engine_s / total:.0%}",
+            "cost": cost_of(info, run.info.engine_s),
             "recovery": f"{run.info.recovery_s:.1f} s",
         }
         for run in used

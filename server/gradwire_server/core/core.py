@@ -159,7 +159,7 @@ class Core(Startable):
             config,
             self.engines.ranks_for,
         )
-        self.observed = Observed(self.scheduler, storage.records, recorded, config.limits.max_recorded_bytes)
+        self.observed = Observed(self.scheduler, storage, recorded, config.limits.max_recorded_bytes)
         self.recordings = Recordings(config.state_dir, storage)
         await asyncio.to_thread(self.recordings.clean)
         self.files = Files(config, storage.files, self.keys.quota, lambda file_id: self.jobs.states.needing(file_id))
@@ -172,7 +172,9 @@ class Core(Startable):
         self.job_workers = JobWorkers(self.jobs, self.job_turns, self.keys, config.job_workers)
         self._webhook = Webhook(self.jobs, config.webhook, config.state_dir / "webhook.secret")
         await states.load()
-        self._sampling = Sampling(config, storage.records, storage.checkpoints, self._models, self.scheduler)
+        self._sampling = Sampling(
+            config, storage.records, storage.checkpoints, self._models, self.scheduler, storage.usage
+        )
         await self.scheduler.start(loaded)
         self._running = True
         await self._webhook.start()
@@ -219,6 +221,7 @@ class Core(Startable):
             durability=self.config.durability,
             limits=self.config.limits.model_dump() | {"max_chunk_bytes": CHUNK_BYTES},
             engines=self.scheduler.engines(),
+            price_per_hour=self.config.price_per_hour,
         )
 
     def models(self) -> Sequence[pb.ModelInfo]:
@@ -427,13 +430,16 @@ class Core(Startable):
 
     # ---- sampling outside a run ----
 
-    async def sample(self, caller: Caller, request: pb.SampleRequest) -> StoredResult:
+    async def sample(self, caller: Caller, request: pb.SampleRequest, label: str = "") -> StoredResult:
         """Sample from a model, a checkpoint or a run's current weights that the caller may read.
+
+        Args:
+            label: Under which it is counted in the key's usage; the run's name if empty.
 
         Raises:
             ServiceError: The request is invalid; ENGINE_UNAVAILABLE if the engine died while it sampled.
         """
-        return await self._sampling.sample(caller, request)
+        return await self._sampling.sample(caller, request, label)
 
     def stream_sample(self, caller: Caller, request: pb.SampleRequest) -> AsyncGenerator[pb.SampleFrame]:
         """Sample token by token; see :meth:`.sampling.Sampling.stream`."""

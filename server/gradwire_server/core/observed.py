@@ -11,7 +11,7 @@ from gradwire_server.access.keys import ANYONE, Caller
 from gradwire_server.durable_files import is_full
 from gradwire_server.errors import ServiceError, limit_exceeded
 from gradwire_server.journal.recorded_files import RecordedFiles
-from gradwire_server.journal.run_records import RunRecords
+from gradwire_server.journal.storage import Storage
 from gradwire_server.scheduling.run_queue import RunQueue
 from gradwire_server.scheduling.scheduler import Scheduler
 
@@ -26,8 +26,9 @@ class Observed:
         most_bytes: What the recordings of a run may take.
     """
 
-    def __init__(self, scheduler: Scheduler, records: RunRecords, files: RecordedFiles, most_bytes: int) -> None:
-        self._scheduler, self._records, self._files, self._most_bytes = scheduler, records, files, most_bytes
+    def __init__(self, scheduler: Scheduler, storage: Storage, files: RecordedFiles, most_bytes: int) -> None:
+        self._scheduler, self._records, self._files, self._most_bytes = scheduler, storage.records, files, most_bytes
+        self._usage = storage.usage
 
     async def recordings(self, caller: Caller, run_id: str) -> list[pb.Recording]:
         """What was recorded of a run, the oldest first.
@@ -87,6 +88,15 @@ class Observed:
     def queues(self, caller: Caller) -> list[pb.QueuedRun]:
         """The runs that have operations without a result; nameless where the caller may not read them."""
         return [self._queued(queue, caller) for queue in self._scheduler.busy()]
+
+    async def usage(self, caller: Caller, request: pb.GetUsageRequest) -> list[pb.UsageEntry]:
+        """What the caller's key has used; for a key that sees all, what all keys have.
+
+        Raises:
+            ServiceError: INVALID_ARGUMENT, LIMIT_EXCEEDED.
+        """
+        owner = None if caller.sees_all else caller.name
+        return await self._usage.between(request.start, request.end or time.time(), request.by, owner)
 
     def _queued(self, queue: RunQueue, caller: Caller) -> pb.QueuedRun:
         pending = list(queue.pending.values())

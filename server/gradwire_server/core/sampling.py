@@ -17,6 +17,7 @@ from gradwire_server.journal.checkpoint_records import CheckpointRecords
 from gradwire_server.journal.entries import StoredResult
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.run_row import RunRecord
+from gradwire_server.journal.usage import Usage
 from gradwire_server.scheduling.checks import check_sample_request, check_sampled_bytes
 from gradwire_server.scheduling.scheduler import Scheduler
 
@@ -30,6 +31,7 @@ class Sampling:
         checkpoints: Their checkpoints.
         names: The names of the models.
         scheduler: Takes requests to the engine.
+        usage: Counts what is sampled.
     """
 
     def __init__(
@@ -39,17 +41,21 @@ class Sampling:
         checkpoints: CheckpointRecords,
         names: ModelNames,
         scheduler: Scheduler,
+        usage: Usage,
     ) -> None:
         self._config, self._runs, self._checkpoints, self._names = config, runs, checkpoints, names
-        self._scheduler = scheduler
+        self._scheduler, self._usage = scheduler, usage
 
-    async def sample(self, caller: Caller, request: pb.SampleRequest) -> StoredResult:
+    async def sample(self, caller: Caller, request: pb.SampleRequest, label: str = "") -> StoredResult:
         """Sample. A caller who is cancelled ends the generation.
+
+        Args:
+            label: Under which it is counted; that of the run if empty.
 
         Raises:
             ServiceError: The request is invalid; ENGINE_UNAVAILABLE if the engine died while it sampled.
         """
-        return await self._answer(caller, *self._checked(caller, request), None)
+        return await self._answer(caller, *self._checked(caller, request), label=label)
 
     async def stream(self, caller: Caller, request: pb.SampleRequest) -> AsyncGenerator[pb.SampleFrame]:
         """Yield new tokens as they are generated, and last the result without its tensors.
@@ -60,12 +66,12 @@ class Sampling:
         Raises:
             ServiceError: As for :meth:`sample`; UNSUPPORTED for prompt_logprobs.
         """
-        asked, base, run = self._checked(caller, request)
+        asked, source, current = self._checked(caller, request)
         if asked.call.prompt_logprobs:
             message = "a stream has no prompt_logprobs: sample without a stream"
             raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, message, field="prompt_logprobs")
         tokens = _NewTokens()
-        answer = asyncio.create_task(self._answer(caller, asked, base, run, tokens.add))
+        answer = asyncio.create_task(self._answer(caller, asked, source, current, tokens.add))
         answer.add_done_callback(lambda _: tokens.changed.set())
         try:
             while not answer.done():
@@ -83,47 +89,51 @@ class Sampling:
             answer.cancel()
             await asyncio.gather(answer, return_exceptions=True)
 
-    def _checked(self, caller: Caller, request: pb.SampleRequest) -> tuple[pb.SampleRequest, str, RunRecord | None]:
-        """The request with its model resolved, its base model, and the run if it is from a run's current weights."""
+    def _checked(self, caller: Caller, request: pb.SampleRequest) -> tuple[pb.SampleRequest, RunRecord | None, bool]:
+        """The request with its model resolved, the run whose weights are sampled from, and whether its current ones."""
         refusal = check_sample_request(request, self._config.limits)
         if refusal is not None:
             raise ServiceError.of(refusal)
-        asked, run = pb.SampleRequest(), None
+        asked = pb.SampleRequest()
         asked.CopyFrom(request)
-        model = asked.model
-        if model in self._config.all_models:
-            base = asked.model = self._names.find(model, "model")
-        elif "/" in model:
-            base = self._checkpoints.get(model, caller)[0].config.base_model
-        elif model.startswith("run-"):
-            run = self._runs.get(model, caller)
-            base = run.config.base_model
+        model, source = asked.model, None
+        current = model not in self._config.all_models and model.startswith("run-") and "/" not in model
+        if current:
+            source = self._runs.get(model, caller)
+        elif model not in self._config.all_models and "/" in model:
+            source = self._checkpoints.get(model, caller)[0]
         else:
-            base = asked.model = self._names.find(model, "model")
-        context_length = self._scheduler.checks.context_length(base)
+            asked.model = self._names.find(model, "model")
+        context_length = self._scheduler.checks.context_length(_base(asked, source))
         if not asked.call.HasField("max_tokens"):
             asked.call.max_tokens = min(self._config.limits.max_sample_tokens, context_length)
         refusal = check_sampled_bytes(asked.call, len(asked.prompt_ids), self._config.limits, context_length)
         if refusal is not None:
             raise ServiceError.of(refusal)
-        return asked, base, run
+        return asked, source, current
 
     async def _answer(
         self,
         caller: Caller,
         asked: pb.SampleRequest,
-        base: str,
-        run: RunRecord | None,
-        on_frame: Callable[[pb.SampleFrame], None] | None,
+        source: RunRecord | None,
+        current: bool,
+        on_frame: Callable[[pb.SampleFrame], None] | None = None,
+        label: str = "",
     ) -> StoredResult:
-        queue = self._scheduler.queue(run) if run is not None else None
-        usage = self._scheduler.usage(caller.name)
+        queue = self._scheduler.queue(source) if source is not None and current else None
+        usage, base = self._scheduler.usage(caller.name), _base(asked, source)
         try:
             reply, payload = await self._scheduler.dispatcher.sample(asked, usage, base, queue, on_frame)
         except EngineDied as error:
             message = "the engine ended while it sampled; it is being started again, try again"
             raise ServiceError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, message) from error
+        self._usage.count(caller.name, source, reply.result, label=label, base_model=base)
         return StoredResult(reply.result, payload)
+
+
+def _base(asked: pb.SampleRequest, source: RunRecord | None) -> str:
+    return asked.model if source is None else source.config.base_model
 
 
 @dataclass(eq=False)

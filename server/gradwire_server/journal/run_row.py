@@ -46,8 +46,8 @@ class RunRecord:
         rewound_to_seq: Last number that the newest rewind kept.
         rewound_epoch: Epoch before the newest rewind.
         num_trainable_parameters: Number of parameters that its optimizer updates.
-        num_tokens: Tokens processed since the server started; not stored.
-        engine_s: Seconds of the engine since the server started; not stored.
+        num_tokens: Tokens that went through the model; :mod:`.usage` stores them.
+        engine_s: Seconds of the engine, likewise.
         checkpoints: Its checkpoints by name.
         readers: Names of other keys that may read it.
         changes: What changed under it and was accepted, oldest first.

@@ -213,7 +213,25 @@ _SEVENTH = (
 )
 """Version 7: jobs with their events, and files."""
 
-MIGRATIONS = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH, _SEVENTH)
+_EIGHTH = (
+    """CREATE TABLE usage (
+    hour INTEGER NOT NULL,
+    owner TEXT NOT NULL,
+    run_id TEXT NOT NULL,
+    label TEXT NOT NULL,
+    base_model TEXT NOT NULL,
+    training_tokens INTEGER NOT NULL,
+    prompt_tokens INTEGER NOT NULL,
+    sampled_tokens INTEGER NOT NULL,
+    operations INTEGER NOT NULL,
+    checkpoints INTEGER NOT NULL,
+    engine_s REAL NOT NULL,
+    PRIMARY KEY (hour, owner, run_id, label, base_model)
+) WITHOUT ROWID""",
+)
+"""Version 8: what keys have used."""
+
+MIGRATIONS = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH, _SEVENTH, _EIGHTH)
 VERSION = len(MIGRATIONS)
 
 

@@ -17,6 +17,7 @@ from gradwire_server.journal.mirror import reconcile
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.state_folder import StateFolderError
+from gradwire_server.journal.usage import Usage
 from gradwire_server.stores.claim import claimed
 from gradwire_server.stores.store import Store, StoreError
 
@@ -30,6 +31,7 @@ class Storage:
         folders: The store of their checkpoints and exports, and of uploads.
         checkpoints: The rows of their checkpoints.
         jobs, files: The rows of jobs and of files.
+        usage: What keys have used.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -64,6 +66,7 @@ class Storage:
             self.records = RunRecords(self.journal.store, config.state_dir, config.limits.max_runs, self.folders)
             self.checkpoints = CheckpointRecords(self.records, self.journal.store, self.folders)
             self.jobs, self.files = JobRecords(self.journal.store), FileRecords(self.journal.store)
+            self.usage = Usage(self.journal.store)
             return await self.records.load()
         except (StateFolderError, StoreError) as error:
             raise SystemExit(f"gradwire: {error}") from error
@@ -77,6 +80,7 @@ class Storage:
         """Finish the writes, close the files and unlock the folders. A second call does nothing."""
         journal, self._opened = self._opened, None
         if journal is not None:
+            self.usage.save()
             await journal.close()
         while self._locks:
             os.close(self._locks.pop())

@@ -16,8 +16,6 @@ from gradwire_server.scheduling.operation import QueuedOperation
 def follow(record: RunRecord, operation: QueuedOperation, result: pb.OperationResult) -> RunMarks:
     """Apply a result to a run's record; return the values for its row. Called by the run's queue only."""
     loss = loss_result(result)
-    record.num_tokens += loss.num_tokens + result.sample.num_prompt_tokens + result.sample.num_sampled_tokens
-    record.engine_s += result.timings.engine_s
     abort_rule.follow(record, operation, result)
     if result.status == pb.STATUS_SUCCEEDED:
         if kind_of(operation.header.operation).steps:

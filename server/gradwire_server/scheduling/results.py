@@ -18,6 +18,7 @@ from gradwire_server.journal.history import history_point
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Buffer
+from gradwire_server.journal.usage import Usage
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling import progress
@@ -75,7 +76,9 @@ class Results:
         memory: PayloadMemory,
         metrics: Metrics,
         feed: RunFeed,
+        usage: Usage,
     ) -> None:
+        self._usage = usage
         self._journal, self._auto_checkpoint, self._memory, self._metrics = journal, auto_checkpoint, memory, metrics
         self._feed = feed
         self._storing: set[asyncio.Future[None]] = set()
@@ -167,6 +170,7 @@ class Results:
     def _observe(self, record: RunRecord, operation: QueuedOperation, result: pb.OperationResult) -> None:
         operation.trace.phase("result")
         self._metrics.finished(record.run_id, operation.header.operation, result)
+        self._usage.count(record.owner, record, result)
         if log.isEnabledFor(logging.INFO):
             about = {"run_id": record.run_id, "seq": operation.seq, "kind": operation.kind}
             times = {"queue_s": result.timings.queue_s, "engine_s": result.timings.engine_s}

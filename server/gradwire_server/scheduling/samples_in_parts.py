@@ -234,6 +234,7 @@ class SamplesInParts:
         for part, each in zip(self._parts, results, strict=True):
             sample.stop_reasons.extend(each.sample.stop_reasons)
             sample.texts.extend(each.sample.texts)
+            result.timings.used_s += each.timings.used_s
             sample.num_prompt_tokens += each.sample.num_prompt_tokens
             sample.num_sampled_tokens += each.sample.num_sampled_tokens
             sample.parts.add(engine=part.there.engine.number, num_prompts=part.end - part.start)

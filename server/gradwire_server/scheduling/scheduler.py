@@ -76,7 +76,7 @@ class Scheduler:
         recorded: RecordedFiles,
         parked: Callable[[int], object],
     ) -> None:
-        self._metrics = metrics
+        self._metrics, self._usage = metrics, storage.usage
         journal, checkpoints = storage.journal, storage.checkpoints
         self._journal, self._runs, self._checkpoints = journal, storage.records, checkpoints
         self._limits, self._quota_of = config.limits, quota_of
@@ -96,7 +96,7 @@ class Scheduler:
             int(config.checkpoint_every_mib * (1 << 20)),
             config.max_recovery_seconds,
         )
-        self.results = Results(journal, self._auto_checkpoint, self._memory, self._metrics, self.feed)
+        self.results = Results(journal, self._auto_checkpoint, self._memory, self._metrics, self.feed, self._usage)
         self.dispatcher = Dispatcher(
             self.placement,
             self._executor,
@@ -133,7 +133,9 @@ class Scheduler:
         A run is restored in the engine when its next operation comes.
         """
         await self._auto_checkpoint.start(records)
+        used = await self._usage.of_runs()
         for record in records:
+            record.num_tokens, record.engine_s = used.get(record.run_id, (0, 0.0))
             queue = self._queues[record.run_id] = self._new_queue(record)
             self.placement.place(queue)
             if not self._journal.keep_payloads:

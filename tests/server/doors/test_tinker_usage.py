@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.doors.http.tinker.store import SamplerRecord, TinkerStore
-from gradwire_server.doors.http.tinker.usage import HOUR_S, UsageCounts
 from support.tinker import HttpServer, TinkerClient, datum, forward_backward, outputs
 
 pytestmark = pytest.mark.timeout(600)
@@ -78,24 +74,6 @@ async def test_what_was_done_is_told(tinker: TinkerClient, tinker_server: HttpSe
     slices = [each for each in trace if each["ph"] == "X"]
     assert [each["name"] for each in slices][:2] == ["forward_backward", "optim_step"]
     assert slices[0]["args"]["tokens"] == 16 and all(each["dur"] >= 0 < each["ts"] for each in slices)
-
-
-async def test_counts_add_up_over_a_restart(tmp_path: Path) -> None:
-    sampler = SamplerRecord(owner="ann", sampler_id="s:sample:0", session_id="s", base_model="tiny")
-    result = pb.OperationResult(sample=pb.SampleResult(num_prompt_tokens=3, num_sampled_tokens=5))
-    for again in range(1, 3):
-        store = TinkerStore(tmp_path)
-        await store.open()
-        counts = UsageCounts(store)
-        counts.sampled(sampler, result)
-        await counts.save()
-        counts.sampled(sampler, result)
-        await counts.save()
-        found = counts.between(0, 1e12)
-        assert sum(each.sampled_tokens for each in found) == 10 * again and {each.hour % HOUR_S for each in found} == {
-            0
-        }
-        await store.close()
 
 
 async def test_an_adapter_is_uploaded(tinker: TinkerClient) -> None:

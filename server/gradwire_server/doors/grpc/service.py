@@ -122,6 +122,9 @@ class TrainingService(TrainingServiceServicer):
     async def ListQueues(self, request: pb.ListQueuesRequest, context: Any) -> pb.ListQueuesResponse:
         return pb.ListQueuesResponse(runs=self._core.observed.queues(CALLER.get()))
 
+    async def GetUsage(self, request: pb.GetUsageRequest, context: Any) -> pb.GetUsageResponse:
+        return pb.GetUsageResponse(entries=await self._core.observed.usage(CALLER.get(), request))
+
     async def ListRecordings(self, request: pb.ListRecordingsRequest, context: Any) -> pb.ListRecordingsResponse:
         return pb.ListRecordingsResponse(recordings=await self._core.observed.recordings(CALLER.get(), request.run_id))
 

@@ -34,11 +34,13 @@ class Started:
     Attributes:
         job: The job.
         num_prompt_tokens: Number of tokens in its prompts.
+        num_samples: Number of its samples.
         prompt_scores: The scores of its prompts if the call wants them, else None.
     """
 
     job: Job
     num_prompt_tokens: int
+    num_samples: int
     prompt_scores: PromptScores | None = None
 
     def outcome(self) -> Outcome:
@@ -190,9 +192,9 @@ def _begin(
         alone=alone or call.deterministic,
         mixed=context.groups_runs,
     )
-    num_prompt_tokens = sum(map(len, prompts))
+    sizes = sum(map(len, prompts)), len(prompts) * params.n
     if not call.prompt_logprobs:
-        return Started(job, num_prompt_tokens)
+        return Started(job, *sizes)
     try:
         scores = score_prompts(
             policy,
@@ -207,7 +209,7 @@ def _begin(
     except BaseException:
         context.sampler.cancel(job)
         raise
-    return Started(job, num_prompt_tokens, scores)
+    return Started(job, *sizes, scores)
 
 
 def _prompt_columns(scores: PromptScores) -> dict[str, Column]:

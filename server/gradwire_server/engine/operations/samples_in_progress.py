@@ -35,13 +35,18 @@ from gradwire_server.engine.state.engine_run import EngineRun
 
 @dataclass(eq=False)
 class _Sampling:
-    """A sampling request. ``execution`` is None outside a run, and if the request could not begin."""
+    """A sampling request. ``execution`` is None outside a run, and if the request could not begin.
+
+    Attributes:
+        used_s: Seconds of computing, of those that it shared its share.
+    """
 
     message: engine_pb2.EngineRequest
     began: float = field(default_factory=time.perf_counter)
     execution: Execution | None = None
     started: Started | None = None
     answer: Answer | None = None
+    used_s: float = 0.0
 
     @property
     def ended(self) -> bool:
@@ -85,6 +90,7 @@ class SamplesInProgress:
             self._begin(sampling, request)
         except Exception as error:  # the boundary: the caller receives any error
             sampling.answer = self._failed(sampling, error)
+        sampling.used_s = time.perf_counter() - sampling.began
 
     def step(self, decision: Decision) -> None:
         """Advance some of the samples by a token; end those that the decision ends."""
@@ -94,7 +100,12 @@ class SamplesInProgress:
                 self._context.sampler.cancel(sampling.started.job)
                 sampling.started, sampling.answer = None, self._failed(sampling, error)
         if self._context.sampler.turn():
+            together = [(each, each.started.num_samples) for each in self._all() if each.started and not each.ended]
+            began = time.perf_counter()
             self._context.sampler.step()
+            of_one_s = (time.perf_counter() - began) / max(1, sum(num_samples for _, num_samples in together))
+            for sampling, num_samples in together:
+                sampling.used_s += of_one_s * num_samples
 
     def messages(self) -> list[engine_pb2.EngineRequest]:
         """The requests of the samples in progress that have not ended."""
@@ -140,6 +151,8 @@ class SamplesInProgress:
             except Exception as error:  # the boundary, as in begin()
                 answer = self._failed(sampling, error)
         answer.reply.id = sampling.message.id
+        if answer.reply.HasField("result"):
+            answer.reply.result.timings.used_s = sampling.used_s
         self._context.agreement.confirm(answer.reply)
         return answer
 

@@ -33,7 +33,6 @@ from gradwire_server.doors.http.tinker.oversized import oversized_batch
 from gradwire_server.doors.http.tinker.samplers import Samplers
 from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.store import TinkerStore
-from gradwire_server.doors.http.tinker.usage import UsageCounts
 
 EACH_STEP = ("/retrieve_future", "/forward_backward", "/optim_step", "/asample")
 """Routes that a program calls at every step."""
@@ -60,8 +59,7 @@ class Tinker:
         self.saved = SavedWeights(core, self.store)
         self.models = Models(core, self.store, self.saved)
         self.samplers = Samplers(core, self.store)
-        self.usage = UsageCounts(self.store)
-        self.collection = TinkerCollection(core, self.store, self.saved, self.models, self.samplers, self.usage)
+        self.collection = TinkerCollection(core, self.store, self.saved, self.models, self.samplers)
 
     async def start(self) -> None:
         """Read what the state folder holds of the door."""
@@ -75,7 +73,6 @@ class Tinker:
         await self.collection.stop()
         await self.samplers.stop()
         await self.models.stop()
-        await self.usage.save()
         await self.store.close()
 
 
@@ -87,14 +84,14 @@ def protocol(tinker: Tinker) -> Protocol:
 
     app = application("gradwire for Tinker's SDK", TinkerErrorAnswer, in_its_names)
     routers = [
-        futures.routes(tinker.store, tinker.models, tinker.samplers, tinker.usage, tinker.stopping),
+        futures.routes(tinker.store, tinker.models, tinker.samplers, tinker.stopping),
         training.routes(tinker.core, tinker.store, tinker.models, tinker.saved, tinker.samplers, tinker.batches),
-        sampling.routes(tinker.core, tinker.store, tinker.saved, tinker.samplers, tinker.usage),
+        sampling.routes(tinker.core, tinker.store, tinker.saved, tinker.samplers),
         checkpoints.routes(tinker.core, tinker.store, tinker.models, tinker.saved),
         external_weights.routes(tinker.core, tinker.store, tinker.models, tinker.saved),
         weights_upload.routes(tinker.core, tinker.store, tinker.models),
         traces.routes(tinker.core, tinker.store),
-        usage.routes(tinker.core, tinker.store, tinker.usage),
+        usage.routes(tinker.core, tinker.store),
         audit.routes(tinker.core, tinker.store),
         session_search.routes(tinker.core, tinker.store),
         sessions.routes(tinker.core, tinker.store, tinker.stopping),

@@ -17,7 +17,6 @@ from gradwire_server.doors.http.tinker.names import TinkerPath
 from gradwire_server.doors.http.tinker.samplers import Samplers
 from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.store import ModelRecord, SamplerRecord, SavedRecord, TinkerStore
-from gradwire_server.doors.http.tinker.usage import UsageCounts
 from gradwire_server.errors import ServiceError
 
 log = logging.getLogger(__name__)
@@ -52,10 +51,8 @@ class TinkerCollection:
         saved: SavedWeights,
         models: Models,
         samplers: Samplers,
-        usage: UsageCounts,
     ) -> None:
         self._core, self._store, self._saved, self._models, self._samplers = core, store, saved, models, samplers
-        self._usage = usage
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -82,7 +79,6 @@ class TinkerCollection:
         await self._models.release_delivered(now - RESULTS_KEPT_S, RESULTS_KEPT)
         await self._models.forget(*[model for model in self._store.models.values() if self._is_gone(model, now)])
         await self._end_sessions(now)
-        await self._usage.save()
         await self._store.give_back_space()
 
     def _is_gone(self, model: ModelRecord, now: float) -> bool:

@@ -19,7 +19,6 @@ from gradwire_server.doors.http.tinker.names import TinkerPath, read_request_id,
 from gradwire_server.doors.http.tinker.results import failed, loss_output, step_output
 from gradwire_server.doors.http.tinker.samplers import SampleGoneError, Samplers
 from gradwire_server.doors.http.tinker.store import ModelRecord, TinkerStore
-from gradwire_server.doors.http.tinker.usage import UsageCounts
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.entries import StoredResult
 
@@ -90,9 +89,7 @@ class _NotYet(Exception):
         self.state, self.reason = state, reason
 
 
-def routes(
-    store: TinkerStore, models: Models, samplers: Samplers, usage: UsageCounts, stopping: asyncio.Event
-) -> APIRouter:
+def routes(store: TinkerStore, models: Models, samplers: Samplers, stopping: asyncio.Event) -> APIRouter:
     """The routes over the door's state."""
     router, holds = APIRouter(), _Holds(stopping)
 
@@ -135,8 +132,7 @@ def routes(
 
     async def _training(caller: Caller, model: ModelRecord, seq: int, kind: str) -> Response:
         stored = await _held(models.result(caller, model, seq))
-        if models.delivered(model.model_id, seq):
-            usage.trained(model, stored.header)
+        models.delivered(model.model_id, seq)
         if stored.header.status != pb.STATUS_SUCCEEDED:
             await models.failure_delivered(model.model_id, seq)
             await models.saved.forget(model.model_id, seq)

@@ -249,14 +249,9 @@ class Models:
                 return found
         raise AssertionError("results never end")
 
-    def delivered(self, model_id: str, seq: int) -> bool:
-        """Note that a result was sent to the client, which may ask for it again if the answer was lost.
-
-        Returns whether it is the first time.
-        """
-        sent, before = self._delivered.setdefault(model_id, {}), len(self._delivered[model_id])
-        sent.setdefault(seq, time.time())
-        return len(sent) > before
+    def delivered(self, model_id: str, seq: int) -> None:
+        """Note that a result was sent to the client, which may ask for it again if the answer was lost."""
+        self._delivered.setdefault(model_id, {}).setdefault(seq, time.time())
 
     async def release_delivered(self, before: float, kept: int) -> None:
         """Delete the results that were sent before this time, of each model up to the first that was not.

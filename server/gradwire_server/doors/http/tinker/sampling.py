@@ -22,7 +22,7 @@ from gradwire_server.doors.http.tinker.samplers import Samplers
 from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.sessions import session_of
 from gradwire_server.doors.http.tinker.store import Name, SamplerRecord, TinkerStore
-from gradwire_server.doors.http.tinker.usage import UsageCounts
+from gradwire_server.doors.http.tinker.usage import sampling_label
 from gradwire_server.errors import ServiceError, limit_exceeded
 
 MAX_NUMBER = 2**31
@@ -103,7 +103,7 @@ class AsampleRequest(WantedScores):
     record_stability_info: bool | None = None
 
 
-def routes(core: Core, store: TinkerStore, saved: SavedWeights, samplers: Samplers, usage: UsageCounts) -> APIRouter:
+def routes(core: Core, store: TinkerStore, saved: SavedWeights, samplers: Samplers) -> APIRouter:
     """The routes over the door's state."""
     router = APIRouter()
 
@@ -174,8 +174,7 @@ def routes(core: Core, store: TinkerStore, saved: SavedWeights, samplers: Sample
                 answer = tinker_pb2.SampleResponse()
                 if request.wants_scores:
                     await add_prompt_scores(answer, core, caller, asked, prompt, request)
-                stored = await core.sample(caller, asked)
-                usage.sampled(sampler, stored.header)
+                stored = await core.sample(caller, asked, sampling_label(sampler.session_id))
                 add_samples(answer, stored)
                 return answer.SerializeToString(deterministic=True)
 

@@ -170,39 +170,6 @@ class WidthsRecord(OwnedRecord):
     widths: list[int]
 
 
-class UsageRecord(OwnedRecord):
-    """What a session used in one hour: one of its models, or all of its samplers of a base model.
-
-    Attributes:
-        hour: Its beginning, a Unix time.
-        model_id: The model; empty for samplers.
-        checkpoints: Checkpoints and exports that were written.
-        seconds: Time of the engine.
-    """
-
-    session_id: str
-    base_model: str
-    hour: int
-    model_id: str = ""
-    training_tokens: int = 0
-    prompt_tokens: int = 0
-    sampled_tokens: int = 0
-    checkpoints: int = 0
-    seconds: float = 0.0
-
-    @property
-    def key(self) -> str:
-        """Hour, session, base model and model."""
-        return f"{self.hour}/{self.session_id}/{self.base_model}/{self.model_id}"
-
-    def plus(self, other: UsageRecord | None) -> UsageRecord:
-        """The sum of two records of one key."""
-        if other is None:
-            return self
-        counted = ("training_tokens", "prompt_tokens", "sampled_tokens", "checkpoints", "seconds")
-        return self.model_copy(update={name: getattr(self, name) + getattr(other, name) for name in counted})
-
-
 class AuditRecord(OwnedRecord):
     """Something that was done with a checkpoint. ``number`` counts them."""
 
@@ -245,7 +212,6 @@ class TinkerStore:
         self.samplers = Table("sampler", SamplerRecord, lambda record: record.sampler_id)
         self.saved = Table("saved", SavedRecord, lambda record: record.key)
         self.widths = Table("widths", WidthsRecord, lambda record: record.request_id)
-        self.usage = Table("usage", UsageRecord, lambda record: record.key)
         self.audit = Table("audit", AuditRecord, lambda record: f"{record.number:015d}")
         self.secrets = Table("secret", SecretRecord, lambda record: record.owner)
         self.models_by_run: dict[str, ModelRecord] = {}
@@ -375,7 +341,6 @@ class TinkerStore:
             self.samplers,
             self.saved,
             self.widths,
-            self.usage,
             self.audit,
             self.secrets,
         )

@@ -1,11 +1,10 @@
-"""What keys have used: tokens and seconds by hour, session and model; checkpoints and their bytes.
+"""What keys have used through this door: tokens and seconds by hour, session and model; checkpoints and their bytes.
 
-There are no prices here. A result counts when it is first delivered, in the hour in which it is.
+There are no prices here.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -19,58 +18,21 @@ from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.protocol import CallerOf
 from gradwire_server.doors.http.tinker.names import TinkerPath
-from gradwire_server.doors.http.tinker.store import ModelRecord, SamplerRecord, TinkerStore, UsageRecord
+from gradwire_server.doors.http.tinker.store import TinkerStore
 from gradwire_server.errors import ServiceError
+from gradwire_server.journal.usage import HOUR_S
 
-HOUR_S = 3600
 MOST_HOURS = 14 * 24
-KEPT_S = 90 * 86_400.0
+SAMPLING = ":sample"
+BY = ("hour", "owner", "run", "model")
 
 
-class UsageCounts:
-    """Counts in memory; :meth:`save` makes them durable. A killed server loses those since the last time."""
-
-    def __init__(self, store: TinkerStore) -> None:
-        self._store = store
-        self._new: dict[str, UsageRecord] = {}
-
-    def trained(self, model: ModelRecord, result: pb.OperationResult) -> None:
-        """Count an operation of a model."""
-        self._add(
-            model, model.model_id, training_tokens=result.loss.num_tokens, seconds=result.timings.engine_s,
-            checkpoints=int(result.HasField("checkpoint") or result.HasField("export")),
-        )  # fmt: skip
-
-    def sampled(self, sampler: SamplerRecord, result: pb.OperationResult) -> None:
-        """Count a request of a sampler."""
-        self._add(
-            sampler, "", prompt_tokens=result.sample.num_prompt_tokens,
-            sampled_tokens=result.sample.num_sampled_tokens, seconds=result.timings.engine_s,
-        )  # fmt: skip
-
-    def _add(self, of: ModelRecord | SamplerRecord, model_id: str, **counted: float) -> None:
-        hour = int(time.time()) // HOUR_S * HOUR_S
-        where = {"owner": of.owner, "session_id": of.session_id, "base_model": of.base_model, "model_id": model_id}
-        added = UsageRecord.model_validate({**where, "hour": hour, **counted})
-        self._new[added.key] = added.plus(self._new.get(added.key))
-
-    async def save(self) -> None:
-        """Add what is new to the store, and delete what is old there."""
-        new, self._new = self._new, {}
-        for key, record in new.items():
-            await self._store.put(self._store.usage, record.plus(self._store.usage.get(key)))
-        oldest = time.time() - KEPT_S
-        await self._store.delete(
-            self._store.usage, *[key for key, each in self._store.usage.items() if each.hour < oldest]
-        )
-
-    def between(self, start: float, end: float) -> list[UsageRecord]:
-        """What was counted in some hours."""
-        new = {key: each.plus(self._store.usage.get(key)) for key, each in self._new.items()}
-        return [record for record in (dict(self._store.usage) | new).values() if start <= record.hour < end]
+def sampling_label(session_id: str) -> str:
+    """Under what the sampling of a session is counted; what its models do is under their ids."""
+    return f"{session_id}{SAMPLING}"
 
 
-def routes(core: Core, store: TinkerStore, counts: UsageCounts) -> APIRouter:
+def routes(core: Core, store: TinkerStore) -> APIRouter:
     """The routes. An admin key sees what all keys have used, and any other key its own."""
     router = APIRouter()
 
@@ -78,10 +40,11 @@ def routes(core: Core, store: TinkerStore, counts: UsageCounts) -> APIRouter:
     async def usage(caller: CallerOf, starting_on: AwareDatetime, ending_before: AwareDatetime) -> dict[str, Any]:
         """Usage by hour."""
         start, end = _window(starting_on, ending_before)
-        events: list[tuple[int, int, dict[str, Any]]] = []
-        for record in counts.between(start, end):
-            if _sees(caller, record.owner):
-                events += [(record.hour, -tokens, _event(record, info)) for tokens, info in _infos(record)]
+        owner = None if caller.role == "admin" else caller.name
+        events: list[tuple[float, int, dict[str, Any]]] = []
+        for entry in await core.storage.usage.between(start, end, BY, owner):
+            if session_id := _session_of(entry.label):
+                events += [(entry.start, -tokens, _event(entry, session_id, info)) for tokens, info in _infos(entry)]
         data = [event for _, _, event in sorted(events, key=lambda each: each[:2])]
         known = [store.sessions.get(session_id) for session_id in {event["session_id"] for event in data}]
         metadata = {
@@ -116,28 +79,36 @@ def routes(core: Core, store: TinkerStore, counts: UsageCounts) -> APIRouter:
         session = store.sessions.get(session_id)
         return session.project_id if session is not None else ""
 
-    def _event(record: UsageRecord, info: dict[str, Any]) -> dict[str, Any]:
+    def _event(entry: pb.UsageEntry, session_id: str, info: dict[str, Any]) -> dict[str, Any]:
         return {
-            "bucket_start": _time(record.hour), "bucket_end": _time(record.hour + HOUR_S),
-            "base_model": record.base_model, "user_id": record.owner or "anyone", "user_name": record.owner or "anyone",
-            "session_id": record.session_id, "project_id": _project(record.session_id) or None, "event_info": info,
+            "bucket_start": _time(entry.start), "bucket_end": _time(entry.start + HOUR_S),
+            "base_model": entry.base_model, "user_id": entry.owner or "anyone", "user_name": entry.owner or "anyone",
+            "session_id": session_id, "project_id": _project(session_id) or None, "event_info": info,
         }  # fmt: skip
 
     return router
 
 
-def _infos(record: UsageRecord) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The kinds of usage in a record, with their tokens. ``engine_seconds`` and ``training_run_id`` are beside those
+def _session_of(label: str) -> str:
+    """The session of a label; empty if what it stands for was not done through this door."""
+    if label.endswith(SAMPLING):
+        return label.removesuffix(SAMPLING)
+    session_id, kind, _ = label.rpartition(":train:")
+    return session_id if kind else ""
+
+
+def _infos(entry: pb.UsageEntry) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The kinds of usage in an entry, with their tokens. ``engine_seconds`` and ``training_run_id`` are beside those
     that the SDK knows."""
-    if not record.model_id:
-        yield record.prompt_tokens, {"type": "sampling_prefill", "cached": False, "token_count": record.prompt_tokens}
-        sampled = {"type": "sampling_sample", "token_count": record.sampled_tokens, "engine_seconds": record.seconds}
-        yield record.sampled_tokens, sampled
+    seconds = {"engine_seconds": entry.engine_s}
+    if entry.label.endswith(SAMPLING):
+        yield entry.prompt_tokens, {"type": "sampling_prefill", "cached": False, "token_count": entry.prompt_tokens}
+        yield entry.sampled_tokens, {"type": "sampling_sample", "token_count": entry.sampled_tokens} | seconds
         return
-    trained = {"type": "training", "token_count": record.training_tokens, "engine_seconds": record.seconds}
-    yield record.training_tokens, trained | {"training_run_id": record.model_id}
-    if record.checkpoints:
-        yield 0, {"type": "checkpoint", "count": record.checkpoints, "training_run_id": record.model_id}
+    of = {"training_run_id": entry.label}
+    yield entry.training_tokens, {"type": "training", "token_count": entry.training_tokens} | seconds | of
+    if entry.checkpoints:
+        yield 0, {"type": "checkpoint", "count": entry.checkpoints} | of
 
 
 def _window(starting_on: datetime, ending_before: datetime) -> tuple[float, float]:

@@ -1,0 +1,136 @@
+"""What keys have used: tokens, seconds of the engines and checkpoints, by hour, run and model.
+
+An operation counts when its result is known, for the owner of its run; sampling outside a run's queue for the key that
+asked. What a recovery repeats does not count again. The counts of the last seconds are in memory only, so a kill loses
+them; they are in a backup, and not in what ``gradwire repair`` builds again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.errors import ServiceError
+from gradwire_server.journal.database import Database
+from gradwire_server.journal.run_row import RunRecord
+from gradwire_server.operation_kinds import loss_result
+
+HOUR_S = 3600
+KEPT_S = 400 * 86_400
+SAVED_AFTER_S = 10.0
+MAX_ENTRIES = 10_000
+"""Entries that are answered at once."""
+COUNTS = ("training_tokens", "prompt_tokens", "sampled_tokens", "operations", "checkpoints", "engine_s")
+GROUPS = {
+    "hour": {"start": "hour"},
+    "day": {"start": "hour - hour % 86400"},
+    "owner": {"owner": "owner"},
+    "run": {"run_id": "run_id", "label": "label"},
+    "model": {"base_model": "base_model"},
+}
+"""What usage can be divided by, with the fields of an entry that say it."""
+
+Key = tuple[int, str, str, str, str]
+
+
+class Usage:
+    """The counts of a server."""
+
+    def __init__(self, store: Database) -> None:
+        self._store = store
+        self._new: dict[Key, Counter[str]] = {}
+        self._saving: asyncio.TimerHandle | None = None
+
+    def count(
+        self, owner: str, run: RunRecord | None, result: pb.OperationResult, *, label: str = "", base_model: str = ""
+    ) -> None:
+        """Count an operation or a request, also in the record of its run.
+
+        Args:
+            owner: Name of the key; empty on a server without keys.
+            run: The run, or the one whose checkpoint is sampled from.
+            label: Under which it is counted; the run's name if empty.
+            base_model: The model, if there is no run.
+        """
+        run_id, sampled, timings = "", result.sample, result.timings
+        tokens = loss_result(result).num_tokens, sampled.num_prompt_tokens, sampled.num_sampled_tokens
+        engine_s = timings.used_s if timings.HasField("used_s") else timings.engine_s
+        if run is not None:
+            run_id, label, base_model = run.run_id, label or run.config.name, run.config.base_model
+            run.num_tokens += sum(tokens)
+            run.engine_s += engine_s
+        key = (int(time.time()) // HOUR_S * HOUR_S, owner, run_id, label, base_model)
+        counts = (*tokens, 1, int(result.HasField("checkpoint") or result.HasField("export")), engine_s)
+        self._new.setdefault(key, Counter()).update(dict(zip(COUNTS, counts, strict=True)))
+        if self._saving is None:
+            self._saving = asyncio.get_running_loop().call_later(SAVED_AFTER_S, self.save)
+
+    def save(self) -> asyncio.Future[None]:
+        """Write what is new; the future resolves once it is durable. What could not be written is tried again."""
+        if self._saving is not None:
+            self._saving.cancel()
+            self._saving = None
+        new, self._new = self._new, {}
+
+        def work(connection: sqlite3.Connection) -> None:
+            added = ", ".join(f"{name} = {name} + excluded.{name}" for name in COUNTS)
+            connection.executemany(
+                f"INSERT INTO usage (hour, owner, run_id, label, base_model, {', '.join(COUNTS)})"
+                f" VALUES ({', '.join('?' * (5 + len(COUNTS)))}) ON CONFLICT DO UPDATE SET {added}",
+                [(*key, *(counts[name] for name in COUNTS)) for key, counts in new.items()],
+            )
+            connection.execute("DELETE FROM usage WHERE hour < ?", (time.time() - KEPT_S,))
+
+        saved = self._store.write(work)
+
+        def put_back(done: asyncio.Future[None]) -> None:
+            if not done.cancelled() and done.exception() is not None:
+                for key, counts in new.items():
+                    self._new.setdefault(key, Counter()).update(counts)
+
+        saved.add_done_callback(put_back)
+        return saved
+
+    async def of_runs(self) -> dict[str, tuple[int, float]]:
+        """Tokens and seconds of each run, by run id."""
+        tokens = "training_tokens + prompt_tokens + sampled_tokens"
+        query = f"SELECT run_id, sum({tokens}), sum(engine_s) FROM usage WHERE run_id != '' GROUP BY run_id"
+        rows = await self._store.read(lambda connection: connection.execute(query).fetchall())
+        return {run_id: (tokens, engine_s) for run_id, tokens, engine_s in rows}
+
+    async def between(
+        self, start: float, end: float, by: Sequence[str] = (), owner: str | None = None
+    ) -> list[pb.UsageEntry]:
+        """What was used in the hours that begin in ``[start, end)``, the earliest and then the busiest first.
+
+        Args:
+            by: Keys of :data:`GROUPS`; none for one sum.
+            owner: Only what this key used; None for all keys.
+
+        Raises:
+            ServiceError: INVALID_ARGUMENT, LIMIT_EXCEEDED.
+        """
+        if unknown := set(by) - set(GROUPS):
+            message = f"usage is divided by {', '.join(GROUPS)}, and not by {sorted(unknown)[0]!r}"
+            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="by")
+        if self._new:
+            await self.save()
+        columns = {name: column for group in by for name, column in GROUPS[group].items()}
+        sums = [f"coalesce(sum({name}), 0)" for name in COUNTS]
+        query = f"SELECT {', '.join([*columns.values(), *sums])} FROM usage WHERE hour >= ? AND hour < ?"
+        query += " AND coalesce(owner = ?, TRUE)"
+        if columns:
+            query += f" GROUP BY {', '.join(str(number + 1) for number in range(len(columns)))}"
+        query += f" LIMIT {MAX_ENTRIES + 1}"
+        rows = await self._store.read(lambda connection: connection.execute(query, (start, end, owner)).fetchall())
+        if len(rows) > MAX_ENTRIES:
+            message = f"the answer has over {MAX_ENTRIES:,} entries; ask for fewer hours, or divide by less"
+            raise ServiceError(pb.ERROR_CODE_LIMIT_EXCEEDED, message, field="by")
+        names = (*columns, *COUNTS)
+        entries = [pb.UsageEntry(**dict(zip(names, row, strict=True))) for row in rows]
+        return sorted((each for each in entries if each.operations), key=lambda each: (each.start, -each.engine_s))

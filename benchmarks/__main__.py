@@ -35,7 +35,7 @@ ROWS = (
     "second_epoch", "lora_runs", "growth", "sampling", "groups", "grpo_loop", "rl_rollouts", "router",
     "shortcuts", "tinker_door",
 )  # fmt: skip
-LONG_ROWS = ("real_shapes", "memory_cases", "long_rows", "grouped_runs", "many_runs")
+LONG_ROWS = ("real_shapes", "memory_cases", "long_rows", "grouped_runs", "many_runs", "crowd")
 """Rows that take many minutes each."""
 LIMIT_S = 1800.0
 

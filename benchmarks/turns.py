@@ -50,6 +50,10 @@ class Turns:
         for rates in (*self.rates.values(), *self.cpu_rates.values()):
             del rates[0]
 
+    def cpu_ratio(self) -> float:
+        """The same as :meth:`ratio`, per CPU second."""
+        return self._ratio(self.cpu_rates)
+
     def ratio(self) -> float:
         """The median over turns of our rate divided by theirs in the same turn."""
         return self._ratio(self.rates)
@@ -57,7 +61,7 @@ class Turns:
     def said(self, unit: str) -> str:
         """Format both sides' median rates, and the ratio per CPU second."""
         sides = ", ".join(f"{side} {statistics.median(rates):,.0f}" for side, rates in self.rates.items())
-        return f"{sides} {unit}/s; {self._ratio(self.cpu_rates):.2f} x a CPU second"
+        return f"{sides} {unit}/s; {self.cpu_ratio():.2f} x a CPU second"
 
     def _ratio(self, rates: dict[str, list[float]]) -> float:
         pairs = zip(rates[self._ours], rates[self._theirs], strict=True)

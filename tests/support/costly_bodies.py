@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from gradwire_proto.v1 import tinker_pb2
-from gradwire_proto.v1 import training_pb2 as pb
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, ServiceDescriptor
+from gradwire_proto.v1 import engine_pb2, jobs_pb2, tinker_pb2, training_pb2
 
 JSON_BYTES, VALUES, CONTAINERS = 8 << 20, 135_000, 15_900
 PROTOBUF_BYTES = (64 << 20) - 4096
 MESSAGE_BYTES = (8 << 20) - 4096
+LINE_BYTES = 60_000
+"""Of a request's first line: a head has 64 KiB."""
+BATCHES = "POST /api/v1/forward_backward"
+_JSON, _FORM = {"Content-Type": "application/json"}, {"Content-Type": "multipart/form-data; boundary=b"}
 ENTRIES: dict[str, str] = {
     "zeros": "0", "texts": '"a"', "ids": "17", "lists": "[]", "objects": "{}", "nulls": "null", "pairs": '{"a":0}',
     "rows": "[5]", "messages": '{"role":"user","content":"a"}', "chunks": '{"type":"encoded_text","tokens":[5]}',
@@ -33,14 +36,55 @@ class Costly:
 
     Attributes:
         name: What it is, for messages.
-        route: Path of HTTP, or the RPC's name.
+        route: ``METHOD /path`` as the document has it, or the RPC's name with its service.
         content: Makes the body as it is sent; of an RPC, the message.
+        target: Path and query of HTTP.
     """
 
     name: str
     route: str
     content: Callable[[], bytes]
     headers: Mapping[str, str]
+    target: str = ""
+
+
+def routes_of(prefix: str, document: Mapping[str, Any]) -> list[str]:
+    """The routes of an OpenAPI document."""
+    return [f"{method.upper()} {prefix}{path}" for path, methods in document["paths"].items() for method in methods]
+
+
+def http_bodies(prefix: str, document: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[Costly]:
+    """Requests for every route of an OpenAPI document, whatever it takes.
+
+    Args:
+        known: As for :func:`json_bodies`.
+    """
+    yield from json_bodies(prefix, document, known)
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            route = f"{method.upper()} {prefix}{path}"
+            wide, target = path, prefix + path.replace("{", "").replace("}", "")
+            names = [each["name"] for each in operation.get("parameters", ()) if each["in"] == "query"] or ["u"]
+            for each in operation.get("parameters", ()):
+                wide = wide.replace(f"{{{each['name']}}}", "%2F%00a" * (LINE_BYTES // 7 // max(1, path.count("{"))))
+            query = "&".join(f"{names[number % len(names)]}={number}" for number in range(LINE_BYTES // 12))
+            yield Costly(f"{route}: long names", route, bytes, {}, prefix + wide)
+            yield Costly(f"{route}: many parameters", route, bytes, {}, f"{target}?{query}"[:LINE_BYTES])
+            yield Costly(f"{route}: a body that is none", route, partial(bytes, JSON_BYTES), _JSON, target)
+            if "multipart/form-data" in operation.get("requestBody", {}).get("content", {}):
+                for name, content in _forms():
+                    yield Costly(f"{route}: {name}", route, content, _FORM, target)
+
+
+def _forms() -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """Bodies of ``multipart/form-data``."""
+    head = b'--b\r\nContent-Disposition: form-data; name="'
+    rows = head + b'purpose"\r\n\r\nfine-tune\r\n' + head + b'file"; filename="a.jsonl"\r\n\r\n'
+    yield "many fields", lambda: (head + b'a"\r\n\r\n\r\n') * 100_000
+    yield "a long name", lambda: head + b"a" * JSON_BYTES + b'"\r\n\r\n\r\n--b--'
+    yield "a long field", lambda: head + b'purpose"\r\n\r\n' + bytes(JSON_BYTES) + b"\r\n--b--"
+    yield "many boundaries", lambda: rows + b"\r\n--a" * (JSON_BYTES // 5) + b"\r\n--b--"
+    yield "deep rows", lambda: rows + (b"[" * 900 + b"]" * 900 + b"\n") * 500 + b"\r\n--b--"
 
 
 def json_bodies(prefix: str, document: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[Costly]:
@@ -53,7 +97,7 @@ def json_bodies(prefix: str, document: Mapping[str, Any], known: Mapping[str, An
         schema = methods.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json", {})
         if "schema" not in schema:
             continue
-        route = prefix + path.replace("{", "").replace("}", "")
+        route = f"POST {prefix}{path}"
         fields = _resolved(schema["schema"], document).get("properties", {})
         valid = {name: known[name] for name in fields if name in known}
         for name in fields:
@@ -93,7 +137,8 @@ def _as_json(name: str, route: str, valid: Mapping[str, Any], field: str, fill: 
         parts.append(f"{json.dumps(field)}:{fill()}" if field else fill())
         return gzip.compress(f"{{{','.join(parts)}}}".encode(), 1)
 
-    return Costly(name, route, content, {"Content-Type": "application/json", "Content-Encoding": "gzip"})
+    target = route.partition(" ")[2].replace("{", "").replace("}", "")
+    return Costly(name, route, content, _JSON | {"Content-Encoding": "gzip"}, target)
 
 
 def _resolved(schema: Mapping[str, Any], document: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -112,14 +157,23 @@ def batch_bodies(model_id: str) -> Iterator[Costly]:
     headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "gzip"}
     for name, fill in _filled(request.DESCRIPTOR, PROTOBUF_BYTES):
         content = lambda fill=fill: gzip.compress(start + fill(), 1)  # noqa: E731
-        yield Costly(f"batch {name}", "/api/v1/forward_backward", content, headers)
+        yield Costly(f"batch {name}", BATCHES, content, headers, BATCHES.partition(" ")[2])
 
 
 def messages() -> Iterator[Costly]:
-    """Messages for every RPC, each a repeated field of empty entries, at every depth of the request."""
-    for method in pb.DESCRIPTOR.services_by_name["TrainingService"].methods:
-        for name, content in _filled(method.input_type, MESSAGE_BYTES):
-            yield Costly(f"{method.name} {name}", method.name, content, {})
+    """Messages for every RPC, each a repeated field of empty entries, at every depth of the request, or no message."""
+    for service in services():
+        for method in service.methods:
+            route = f"/{service.full_name}/{method.name}"
+            unknown = partial(bytes, MESSAGE_BYTES)  # a field of number 0
+            for name, content in [*_filled(method.input_type, MESSAGE_BYTES), ("none", unknown)]:
+                yield Costly(f"{method.name} {name}", route, content, {})
+
+
+def services() -> list[ServiceDescriptor]:
+    """The services of the gRPC door."""
+    files = (training_pb2.DESCRIPTOR, jobs_pb2.DESCRIPTOR, engine_pb2.DESCRIPTOR)
+    return [service for file in files for service in file.services_by_name.values()]
 
 
 def _filled(descriptor: Descriptor, size: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
@@ -155,9 +209,8 @@ def _varint(value: int) -> bytes:
     return bytes(found)
 
 
-def drawn(rng: random.Random, bodies: list[Costly], count: int) -> list[Costly]:
-    """Some of them, of every route one at least."""
+def drawn(rng: random.Random, bodies: list[Costly]) -> list[Costly]:
+    """All of them in any order, but one of every route first."""
     rng.shuffle(bodies)
     first = {body.route: body for body in bodies}
-    rest = [body for body in bodies if first[body.route] is not body]
-    return [*first.values(), *rest[: max(0, count - len(first))]]
+    return [*first.values(), *(body for body in bodies if first[body.route] is not body)]

@@ -46,8 +46,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def shown(server: Server) -> Iterator[tuple[Console, sync.TrainingClient]]:
-    console = Console(server.address)
-    with gradwire.sync.connect(server.address) as service:
+    with Console(server.address) as console, gradwire.sync.connect(server.address) as service:
         run = service.create_run("tiny", lora={"rank": 2}, name=f"inside {EVIL}", record_batches=1.0)
         run.forward_backward(GROUP, "grpo").result(60)
         run.optim_step().result(60)
@@ -55,7 +54,6 @@ def shown(server: Server) -> Iterator[tuple[Console, sync.TrainingClient]]:
             run.forward_backward({"input_ids": [[5, 6, 700_000]]}, "causal_lm").result(60)
         run.record_rollouts(4, [rollout(0, 0, 1.0), rollout(0, 1, 0.0), rollout(1, 0, 0.5), rollout(1, 1, 0.5)])
         yield console, run
-    assert console.end() == 0
 
 
 @pytest.fixture

@@ -43,9 +43,8 @@ def service(server: Server) -> Iterator[sync.ServiceClient]:
 
 @pytest.fixture(scope="module")
 def console(server: Server) -> Iterator[Console]:
-    console = Console(server.address)
-    yield console
-    assert console.end() == 0
+    with Console(server.address) as console:
+        yield console
 
 
 @pytest.fixture
@@ -136,8 +135,7 @@ def test_a_read_only_console_changes_nothing(server: Server, service: sync.Servi
     train(run, 1)
     run.save_checkpoint("kept").result(60)
     before = {each.run_id for each in service.list_runs()}, [each.name for each in run.list_checkpoints()]
-    console = Console(server.address, "--read-only")
-    try:
+    with Console(server.address, "--read-only") as console:
         page.goto(f"{console.url}/run/{run.run_id}")
         dialog = page.get_by_role("dialog")
         for name, confirm in (("Fork kept", "Fork"), ("Save checkpoint", "Save"), ("Delete", "Delete")):
@@ -151,8 +149,6 @@ def test_a_read_only_console_changes_nothing(server: Server, service: sync.Servi
         stranger = {"Host": "evil.example", "Origin": "http://evil.example"}
         assert page.request.get(console.url, headers=stranger).status == 421
         assert page.request.get(console.url).headers["content-security-policy"].startswith("default-src 'self'")
-    finally:
-        assert console.end() == 0
 
 
 @pytest.mark.slow
@@ -161,56 +157,53 @@ def test_keys_of_the_server_are_asked_for(tiny_model_path: Path, tmp_path: Path,
 
     tmp_path.joinpath("state").mkdir()
     keys = {name: KeyFile(tmp_path / "state").create(name, "user") for name in ("ada", "bob")}
-    server = Server(tiny_model_path, tmp_path / "state").start()
-    console = Console(server.address)
-    try:
-        with gradwire.sync.connect(server.address, api_key=keys["ada"]) as service:
-            run = service.create_run("tiny", lora={"rank": 2}, name="of-ada")
-            assert page.request.get(f"{console.url}/api/runs").status == 401
-            page.goto(f"{console.url}/run/{run.run_id}")
-            page.wait_for_url("**/login?next=*")
-            for key, sees in (("gw_wrong", "does not know this key"), (keys["bob"], "There is no such run")):
-                page.get_by_label("Key of the server").fill(key)
-                page.get_by_role("button", name="Sign in").click()
-                expect(page.get_by_text(sees)).to_be_visible()
-            assert page.request.get(f"{console.url}/api/runs").json() == []
-            page.context.clear_cookies()
-            page.goto(console.url)
-            page.get_by_label("Key of the server").fill(keys["ada"])
-            page.keyboard.press("Enter")
-            expect(row(page, run)).to_contain_text("of-ada")
-            page.wait_for_timeout(1500)  # longer than a console trusts a key without asking
-            KeyFile(tmp_path / "state").revoke("ada")
-            page.reload()
-            page.wait_for_url("**/login?next=*")
-            page.get_by_label("Key of the server").fill(keys["bob"])
-            page.keyboard.press("Enter")
-            expect(page.get_by_text("No run yet.")).to_be_visible()
-            server.end()
-            expect(page.locator(".gw-state.away")).to_be_visible()
-    finally:
-        console.end()
+    with (
+        Server(tiny_model_path, tmp_path / "state") as server,
+        Console(server.address) as console,
+        gradwire.sync.connect(server.address, api_key=keys["ada"]) as service,
+    ):
+        run = service.create_run("tiny", lora={"rank": 2}, name="of-ada")
+        assert page.request.get(f"{console.url}/api/runs").status == 401
+        page.goto(f"{console.url}/run/{run.run_id}")
+        page.wait_for_url("**/login?next=*")
+        for key, sees in (("gw_wrong", "does not know this key"), (keys["bob"], "There is no such run")):
+            page.get_by_label("Key of the server").fill(key)
+            page.get_by_role("button", name="Sign in").click()
+            expect(page.get_by_text(sees)).to_be_visible()
+        assert page.request.get(f"{console.url}/api/runs").json() == []
+        page.context.clear_cookies()
+        page.goto(console.url)
+        page.get_by_label("Key of the server").fill(keys["ada"])
+        page.keyboard.press("Enter")
+        expect(row(page, run)).to_contain_text("of-ada")
+        page.wait_for_timeout(1500)  # longer than a console trusts a key without asking
+        KeyFile(tmp_path / "state").revoke("ada")
+        page.reload()
+        page.wait_for_url("**/login?next=*")
+        page.get_by_label("Key of the server").fill(keys["bob"])
+        page.keyboard.press("Enter")
+        expect(page.get_by_text("No run yet.")).to_be_visible()
+        server.end()
+        expect(page.locator(".gw-state.away")).to_be_visible()
 
 
 @pytest.mark.slow
 def test_a_restarted_server_is_found_again(tiny_model_path: Path, tmp_path: Path, page: Page) -> None:
-    server = Server(tiny_model_path, tmp_path / "state", "--address", f"127.0.0.1:{_port()}").start()
-    console = Console(server.address)
-    try:
-        with gradwire.sync.connect(server.address) as service:
-            run = service.create_run("tiny", lora={"rank": 2}, name="survivor")
-            train(run, 1)
-            page.goto(f"{console.url}/run/{run.run_id}")
-            expect(page.locator(".gw-state.connected")).to_be_visible()
-            server.end()
-            expect(page.locator(".gw-state.away")).to_be_visible()
-            server.start()
-            expect(page.locator(".gw-state.connected")).to_be_visible()
-            train(run, 3)
-            expect(page.get_by_role("region", name="Operations").locator("tbody tr")).to_have_count(8)
-    finally:
-        console.end()
+    with (
+        Server(tiny_model_path, tmp_path / "state", "--address", f"127.0.0.1:{_port()}") as server,
+        Console(server.address) as console,
+        gradwire.sync.connect(server.address) as service,
+    ):
+        run = service.create_run("tiny", lora={"rank": 2}, name="survivor")
+        train(run, 1)
+        page.goto(f"{console.url}/run/{run.run_id}")
+        expect(page.locator(".gw-state.connected")).to_be_visible()
         server.end()
+        expect(page.locator(".gw-state.away")).to_be_visible()
+        server.start()
+        expect(page.locator(".gw-state.connected")).to_be_visible()
+        train(run, 3)
+        expect(page.get_by_role("region", name="Operations").locator("tbody tr")).to_have_count(8)
 
 
 @pytest.mark.slow
@@ -257,9 +250,10 @@ def _port() -> int:
 def test_a_job_is_started_from_its_form(tiny_model_path: Path, tmp_path: Path, page: Page) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"say {n}", "completion": f" {n}"}) + "\n" for n in range(12)))
-    server = Server(tiny_model_path, tmp_path / "state", "--job-workers", "1").start()
-    console = Console(server.address)
-    try:
+    with (
+        Server(tiny_model_path, tmp_path / "state", "--job-workers", "1") as server,
+        Console(server.address) as console,
+    ):
         page.goto(f"{console.url}/jobs")
         page.get_by_role("button", name="New training").click()
         page.locator("input[type=file]").set_input_files(data)
@@ -285,6 +279,3 @@ def test_a_job_is_started_from_its_form(tiny_model_path: Path, tmp_path: Path, p
         page.get_by_role("dialog").get_by_role("button", name="Delete", exact=True).click()
         page.wait_for_url("**/jobs")
         expect(page.get_by_text("No job yet.")).to_be_visible()
-    finally:
-        console.end()
-        server.end()

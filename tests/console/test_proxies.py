@@ -86,7 +86,7 @@ def test_it_is_used_through_a_proxy_and_a_tunnel(
     server: Server, run: sync.TrainingClient, browser: Browser, prefix: str
 ) -> None:
     console = Console(server.address, *(["--root-path", prefix] if prefix else []))
-    with forwarded(console.url, prefix) as url, page_of(browser) as page:
+    with console, forwarded(console.url, prefix) as url, page_of(browser) as page:
         page.goto(f"{url}/")
         page.get_by_role("link", name="from afar").click()
         page.wait_for_url(f"{url}/run/{run.run_id}")
@@ -104,4 +104,3 @@ def test_it_is_used_through_a_proxy_and_a_tunnel(
         run.forward_backward(ROWS, "causal_lm").result(60)
         run.optim_step().result(60)
         expect(page.locator(".gw-facts").first).to_contain_text(str(step + 1))
-    assert console.end() == 0

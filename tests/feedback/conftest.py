@@ -15,9 +15,8 @@ from support.server import Server
 def service(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FeedbackService]:
     """On SQLite, without keys."""
     folder = tmp_path_factory.mktemp("service")
-    service = FeedbackService(folder, "tiny", "--service", server.address).start()
-    yield service
-    assert service.end() == 0
+    with FeedbackService(folder, "tiny", "--service", server.address) as service:
+        yield service
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,11 @@ def test_migrations_make_the_tables_and_take_them_away(database_url: str) -> Non
 
 def test_fifty_raters_at_once_lose_nothing(server: Server, database_url: str, tmp_path: Path) -> None:
     """Each posts feedback, a batch with a key sent twice, and rates reserved items until none is left."""
-    service = FeedbackService(tmp_path, "tiny", "--service", server.address, database=database_url).start()
     database = Database(database_url)
-    try:
+    with (
+        closing(database),
+        FeedbackService(tmp_path, "tiny", "--service", server.address, database=database_url) as service,
+    ):
         with database.write() as session:
             for n in range(3 * RATERS):
                 rating.add_item(session, "bot", f"prompt {n}", [rating.NewAnswer(f"item-{n}", f"answer {n}")], 1)
@@ -54,9 +57,6 @@ def test_fifty_raters_at_once_lose_nothing(server: Server, database_url: str, tm
         assert sorted(on_items) == sorted(f"item-{n}" for n in range(3 * RATERS)), "each item was rated once"
         assert sum(rated) == 3 * RATERS
         assert len(stored) - len(on_items) == RATERS * (2 + 3), "a repeated batch counts once"
-    finally:
-        database.close()
-        service.end()
 
 
 def work(service: FeedbackService, database: Database, rater: int) -> int:
@@ -243,16 +243,15 @@ def test_neither_names_nor_clocks_order_versions_and_scores(database_url: str) -
 
 
 def test_a_second_service_says_who_holds_the_database(server: Server, database_url: str, tmp_path: Path) -> None:
-    first = FeedbackService(tmp_path, "tiny", "--service", server.address, database=database_url).start()
-    second = FeedbackService(tmp_path, "tiny", "--service", server.address, database=database_url)
-    try:
+    first, second = (
+        FeedbackService(tmp_path, "tiny", "--service", server.address, database=database_url) for _ in range(2)
+    )
+    with first:
         refused = second.refused()
         assert f"is in use by the service at {first.url} (process {first.process.pid} on " in refused
         first.end(signal.SIGKILL)
-        second.start()  # at once: nothing has to expire
-        assert first.refused().count(second.url) == 1
-    finally:
-        second.end()
+        with second:  # at once: nothing has to expire
+            assert first.refused().count(second.url) == 1
 
 
 def test_an_owner_that_loses_its_connection_takes_the_lock_again_or_says_it_lost_it(postgres_url: str) -> None:

@@ -21,8 +21,7 @@ MAY = {
 
 
 def test_roles_and_revocation(server: Server, tmp_path: Path) -> None:
-    service = FeedbackService(tmp_path, "tiny", "--service", server.address).start()
-    try:
+    with FeedbackService(tmp_path, "tiny", "--service", server.address) as service:
         with service.client() as open_door:
             assert open_door.get("/bot").status_code == 200, "without a key everybody on loopback may"
         keys = {role: run_keys(service, "create", f"{role}.key", "--role", role) for role in MAY}
@@ -42,8 +41,6 @@ def test_roles_and_revocation(server: Server, tmp_path: Path) -> None:
         assert "revoked" in listed and not any(key in listed for key in keys.values())
         stored = "\n".join(sqlite3.connect(tmp_path / "feedback.db").iterdump())
         assert not any(key in stored for key in keys.values())
-    finally:
-        service.end()
 
 
 @pytest.mark.parametrize(

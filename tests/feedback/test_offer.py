@@ -21,34 +21,30 @@ def test_answers_of_the_playground_are_handed_over_and_rated(
     with gradwire.sync.connect(server.address) as connected:
         run = connected.create_run("tiny", lora={"rank": 2}, name="handed over")
         checkpoint = saved(run)
-    console = Console(server.address, "--feedback", service.url)
-    try:
-        with launched() as browser, page_of(browser) as page:
-            page.goto(f"{console.url}/playground?models=tiny,{checkpoint}&prompt=Say <b>1</b> %26 2")
-            page.get_by_role("button", name="Generate").click()
-            with page.expect_popup() as opened:
-                page.get_by_role("link", name="Rate these answers").click()
-            offer = opened.value
-            expect(offer.get_by_text("Say <b>1</b> & 2")).to_be_visible(timeout=PATIENCE_MS)
-            expect(offer.get_by_role("heading", name="Answer 2")).to_be_visible()
-            offer.get_by_label("Agent").fill("no such name")
-            offer.get_by_role("button", name="Ask people").click()
-            expect(offer.get_by_text("Name the agent")).to_be_visible(timeout=PATIENCE_MS)
-            offer.get_by_label("Agent").fill("handed")
-            offer.get_by_role("button", name="Ask people").click()
-            offer.wait_for_url("**/rate/handed")
-            offer.get_by_label("Your name").fill("Ann")
-            offer.get_by_role("button", name="Continue").click()
-            offer.get_by_role("button", name="1 A is better").click()
-            offer.get_by_role("button", name="Next (Enter)").click()
-            expect(offer.get_by_text("Nothing to rate now")).to_be_visible(timeout=PATIENCE_MS)
-            page.goto(f"{service.url}/offer#%zz")
-            expect(page.get_by_text("Nothing was handed over.")).to_be_visible(timeout=PATIENCE_MS)
-            page.goto("about:blank")
-            page.goto(f'{service.url}/offer#{{"prompt": "", "response": "Yes."}}')
-            expect(page.get_by_text("What was handed over cannot be rated: prompt")).to_be_visible(timeout=PATIENCE_MS)
-    finally:
-        assert console.end() == 0
+    with Console(server.address, "--feedback", service.url) as console, launched() as browser, page_of(browser) as page:
+        page.goto(f"{console.url}/playground?models=tiny,{checkpoint}&prompt=Say <b>1</b> %26 2")
+        page.get_by_role("button", name="Generate").click()
+        with page.expect_popup() as opened:
+            page.get_by_role("link", name="Rate these answers").click()
+        offer = opened.value
+        expect(offer.get_by_text("Say <b>1</b> & 2")).to_be_visible(timeout=PATIENCE_MS)
+        expect(offer.get_by_role("heading", name="Answer 2")).to_be_visible()
+        offer.get_by_label("Agent").fill("no such name")
+        offer.get_by_role("button", name="Ask people").click()
+        expect(offer.get_by_text("Name the agent")).to_be_visible(timeout=PATIENCE_MS)
+        offer.get_by_label("Agent").fill("handed")
+        offer.get_by_role("button", name="Ask people").click()
+        offer.wait_for_url("**/rate/handed")
+        offer.get_by_label("Your name").fill("Ann")
+        offer.get_by_role("button", name="Continue").click()
+        offer.get_by_role("button", name="1 A is better").click()
+        offer.get_by_role("button", name="Next (Enter)").click()
+        expect(offer.get_by_text("Nothing to rate now")).to_be_visible(timeout=PATIENCE_MS)
+        page.goto(f"{service.url}/offer#%zz")
+        expect(page.get_by_text("Nothing was handed over.")).to_be_visible(timeout=PATIENCE_MS)
+        page.goto("about:blank")
+        page.goto(f'{service.url}/offer#{{"prompt": "", "response": "Yes."}}')
+        expect(page.get_by_text("What was handed over cannot be rated: prompt")).to_be_visible(timeout=PATIENCE_MS)
     (pair,) = api.get("/handed/pairs").json()
     assert pair["prompt"] == "Say <b>1</b> & 2" and pair["rater"] == "Ann"
 

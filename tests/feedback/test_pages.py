@@ -366,8 +366,7 @@ def test_training_deploying_and_rolling_back(service: FeedbackService, api: http
 
 
 def test_keys_are_asked_for(server: Server, tmp_path: Path, page: Page) -> None:
-    service = FeedbackService(tmp_path, "tiny", "--service", server.address).start()
-    try:
+    with FeedbackService(tmp_path, "tiny", "--service", server.address) as service:
         rater = run_keys(service, "create", "ann", "--role", "rate")
         page.goto(f"{service.url}/rate/bot")
         page.wait_for_url("**/login?next=*")
@@ -396,5 +395,3 @@ def test_keys_are_asked_for(server: Server, tmp_path: Path, page: Page) -> None:
         run_keys(service, "revoke", "ann")
         page.goto(f"{service.url}/rate/bot")
         page.wait_for_url("**/login?next=*")
-    finally:
-        service.end()

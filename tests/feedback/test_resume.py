@@ -26,42 +26,37 @@ PATIENCE_S = 300
 @pytest.mark.slow
 def test_a_job_survives_the_death_of_the_service_and_its_server(tiny_model_path: Path, tmp_path: Path) -> None:
     """The embedded server ends with the service that started it."""
-    service, job = at_work(tiny_model_path, tmp_path, 16)
-    killed = training_server_of(service.process.pid)
-    service.end(signal.SIGKILL)
-    service.start()
-    try:
+    with FeedbackService(tmp_path, f"tiny={tiny_model_path}") as service:
+        job = at_work(service, 16)
+        killed = training_server_of(service.process.pid)
+        service.end(signal.SIGKILL)
+        service.start()
         assert training_server_of(service.process.pid) != killed
         completed(service, job, tmp_path, 16)
-    finally:
-        assert service.end() == 0
 
 
 @pytest.mark.slow
 def test_a_job_survives_the_deaths_of_server_and_service(tiny_model_path: Path, tmp_path: Path) -> None:
-    service, job = at_work(tiny_model_path, tmp_path, STEPS)
-    killed = training_server_of(service.process.pid)
-    os.kill(killed, signal.SIGKILL)
-    after = wait_for_step(service, job, step_of(service, job) + 3)
-    assert training_server_of(service.process.pid) != killed
-    assert after < STEPS, "the service dies in the middle of the job as well"
-    service.end(signal.SIGKILL)
-    service.start()
-    try:
+    with FeedbackService(tmp_path, f"tiny={tiny_model_path}") as service:
+        job = at_work(service, STEPS)
+        killed = training_server_of(service.process.pid)
+        os.kill(killed, signal.SIGKILL)
+        after = wait_for_step(service, job, step_of(service, job) + 3)
+        assert training_server_of(service.process.pid) != killed
+        assert after < STEPS, "the service dies in the middle of the job as well"
+        service.end(signal.SIGKILL)
+        service.start()
         completed(service, job, tmp_path, STEPS)
-    finally:
-        assert service.end() == 0
 
 
-def at_work(model: Path, folder: Path, steps: int) -> tuple[FeedbackService, str]:
-    """A service and its job, which has taken the first three of so many steps."""
-    service = FeedbackService(folder, f"tiny={model}").start()
+def at_work(service: FeedbackService, steps: int) -> str:
+    """A job of a service, which has taken the first three of so many steps."""
     with service.client() as api:
         assert api.post("/feedback/bot", json=scores(12)).status_code == 201
         begun = api.post("/train_policy/bot", json=QUICK | {"maxSteps": steps}, headers={"Prefer": "respond-async"})
         job = str(begun.json()["id"])
     assert 3 <= wait_for_step(service, job, 3) < steps, "the job was over before anything was killed"
-    return service, job
+    return job
 
 
 def completed(service: FeedbackService, job: str, folder: Path, steps: int) -> None:
@@ -83,22 +78,21 @@ def completed(service: FeedbackService, job: str, folder: Path, steps: int) -> N
 @pytest.mark.slow
 def test_a_training_on_preferences_ends_the_same_after_kills(tiny_model_path: Path, tmp_path: Path) -> None:
     """The engine that trains dies, and then the service with its server; the other training is left alone."""
-    service = FeedbackService(tmp_path, f"tiny={tiny_model_path}").start()
     orders = [{"prompt": f"Say {n % 4}", "responses": [f"Better {n}", f"Worse {n}"]} for n in range(12)]
     preferences = {"method": "dpo", "maxSteps": DPO_STEPS, "batchSize": 2, "learningRate": 1e-3, "maxNewTokens": 4}
-    with service.client() as api:
-        for agent in ("calm", "killed"):
-            assert api.post(f"/rankings/{agent}", json=orders).status_code == 201
-        begun = api.post("/train_policy/killed", json=preferences, headers={"Prefer": "respond-async"})
-        job = str(begun.json()["id"])
-    assert 3 <= wait_for_step(service, job, 3) < DPO_STEPS
-    server = training_server_of(service.process.pid)
-    os.kill(int(Path(f"/proc/{server}/task/{server}/children").read_text().split()[0]), signal.SIGKILL)
-    assert wait_for_step(service, job, step_of(service, job) + 3) < DPO_STEPS
-    assert training_server_of(service.process.pid) == server, "only its engine died"
-    service.end(signal.SIGKILL)
-    service.start()
-    try:
+    with FeedbackService(tmp_path, f"tiny={tiny_model_path}") as service:
+        with service.client() as api:
+            for agent in ("calm", "killed"):
+                assert api.post(f"/rankings/{agent}", json=orders).status_code == 201
+            begun = api.post("/train_policy/killed", json=preferences, headers={"Prefer": "respond-async"})
+            job = str(begun.json()["id"])
+        assert 3 <= wait_for_step(service, job, 3) < DPO_STEPS
+        server = training_server_of(service.process.pid)
+        os.kill(int(Path(f"/proc/{server}/task/{server}/children").read_text().split()[0]), signal.SIGKILL)
+        assert wait_for_step(service, job, step_of(service, job) + 3) < DPO_STEPS
+        assert training_server_of(service.process.pid) == server, "only its engine died"
+        service.end(signal.SIGKILL)
+        service.start()
         wait_for_step(service, job, DPO_STEPS)
         with service.client() as api:
             while (ended := api.get(f"/jobs/{job}").json())["status"] == "running":
@@ -106,8 +100,6 @@ def test_a_training_on_preferences_ends_the_same_after_kills(tiny_model_path: Pa
             assert ended["status"] == "succeeded", ended
             assert [each["version"] for each in api.get("/killed").json()] == ["v12"]
             assert api.post("/train_policy/calm", json=preferences).status_code == 200
-    finally:
-        assert service.end() == 0
     killed, calm = (tmp_path / "models" / agent / "v12" for agent in ("killed", "calm"))
     found, expected = PreferenceResult.load(killed), PreferenceResult.load(calm)
     assert len(found.curves["loss"]) == DPO_STEPS and found.curves["loss"][-1] < found.curves["loss"][0]
@@ -121,9 +113,10 @@ def test_a_training_on_preferences_ends_the_same_after_kills(tiny_model_path: Pa
 @pytest.mark.slow
 def test_a_job_survives_the_death_of_a_server_that_runs_elsewhere(tiny_model_path: Path, tmp_path: Path) -> None:
     """The server of ``--service``, which whoever runs it starts again at the same address."""
-    server = Server(tiny_model_path, tmp_path / "server", "--address", f"127.0.0.1:{free_port()}").start()
-    service = FeedbackService(tmp_path, "tiny", "--service", server.address).start()
-    try:
+    with (
+        Server(tiny_model_path, tmp_path / "server", "--address", f"127.0.0.1:{free_port()}") as server,
+        FeedbackService(tmp_path, "tiny", "--service", server.address) as service,
+    ):
         with service.client() as api:
             assert api.post("/feedback/bot", json=scores(12)).status_code == 201
             begun = api.post("/train_policy/bot", json=QUICK | {"maxSteps": STEPS}, headers={"Prefer": "respond-async"})
@@ -142,9 +135,6 @@ def test_a_job_survives_the_death_of_a_server_that_runs_elsewhere(tiny_model_pat
             assert answer.status_code == 200 and answer.json()["version"] == "v12", answer.text
         result = TrainingResult.load(tmp_path / "models" / "bot" / "v12")
         assert result.training_steps == len(result.reward_history) == STEPS
-    finally:
-        assert service.end() == 0
-        server.end()
 
 
 @pytest.mark.slow
@@ -172,23 +162,20 @@ async def test_a_server_or_an_engine_that_is_away_is_told(tiny_model_path: Path,
 
 @pytest.mark.slow
 def test_a_service_that_stops_in_a_job_goes_on_with_it(tiny_model_path: Path, tmp_path: Path) -> None:
-    service = FeedbackService(tmp_path, f"tiny={tiny_model_path}").start()
-    with service.client() as api:
-        api.post("/feedback/bot", json=scores(12))
-        begun = api.post("/train_policy/bot", json=QUICK | {"maxSteps": 12}, headers={"Prefer": "respond-async"})
-        job = begun.json()["id"]
-    wait_for_step(service, job, 2)
-    assert service.end() == 0
-    service.start()
-    try:
+    with FeedbackService(tmp_path, f"tiny={tiny_model_path}") as service:
+        with service.client() as api:
+            api.post("/feedback/bot", json=scores(12))
+            begun = api.post("/train_policy/bot", json=QUICK | {"maxSteps": 12}, headers={"Prefer": "respond-async"})
+            job = begun.json()["id"]
+        wait_for_step(service, job, 2)
+        assert service.end() == 0
+        service.start()
         wait_for_step(service, job, 12)
         with service.client() as api:
             while (ended := api.get(f"/jobs/{job}").json())["status"] == "running":
                 time.sleep(0.2)
             assert ended["status"] == "succeeded", ended
             assert len(api.get("/bot").json()) == 1
-    finally:
-        assert service.end() == 0
 
 
 def step_of(service: FeedbackService, job: str) -> int:

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from playwright.sync_api import Browser, Page, Route
 
+from support.child import Child
 from support.chromium import PATIENCE_MS
 
 
-class Console:
+class Console(Child):
     """`gradwire console` as a child process."""
 
     def __init__(self, server: str, *args: str, key: str = "") -> None:
         command = [sys.executable, "-m", "gradwire_console.cli", server, "--address", "127.0.0.1:0", *args]
-        env = {name: value for name, value in os.environ.items() if name != "GRADWIRE_API_KEY"}
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=env | ({"GRADWIRE_API_KEY": key} if key else {})
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert "listening on" in line, f"the console ended with {self.process.wait()}: {line}"
-        self.url = line.split()[-1]
+        super().__init__(command, "gradwire console: listening on ", {"GRADWIRE_API_KEY": key})
 
-    def end(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(timeout=60)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return code
+    def __enter__(self) -> Console:
+        self.url = self.launch()
+        return self
 
 
 @contextmanager

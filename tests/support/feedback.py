@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from support.child import Child
 from support.server import free_port
 
 ANNOUNCEMENT = "gradwire feedback: listening on "
@@ -22,40 +23,29 @@ QUICK = {"maxSteps": 2, "maxNewTokens": 4, "batchSize": 2, "miniBatchSize": 2, "
 """Settings of a training that takes seconds."""
 
 
-class FeedbackService:
+class FeedbackService(Child):
     """`gradwire feedback serve` as a child process; can be stopped, killed and started again on the same data."""
 
     def __init__(self, folder: Path, base_model: str, *args: str, database: str = "") -> None:
         self.folder = folder
         self.database = database or f"sqlite:///{folder / 'feedback.db'}"
-        self._command = [sys.executable, "-m", "gradwire_feedback.cli", "serve", "--base-model", base_model]
-        self._command += ["--address", f"127.0.0.1:{free_port()}", "--database", self.database]
-        self._command += ["--models-dir", str(folder / "models"), *args]
+        command = [sys.executable, "-m", "gradwire_feedback.cli", "serve", "--base-model", base_model]
+        command += ["--address", f"127.0.0.1:{free_port()}", "--database", self.database]
+        command += ["--models-dir", str(folder / "models"), *args]
+        super().__init__(command, ANNOUNCEMENT)
         self.url = ""
 
     def start(self) -> FeedbackService:
-        self.process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith(ANNOUNCEMENT):
-                self.url = line.split()[-1]
-                return self
-        raise RuntimeError(f"the service ended with {self.process.wait()} before it listened")
+        self.url = self.launch()
+        return self
+
+    __enter__ = start
 
     def refused(self) -> str:
         """Start it where it must not start; gives what it says."""
         ended = subprocess.run(self._command, capture_output=True, text=True, timeout=120, check=False)
         assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
         return ended.stderr
-
-    def end(self, how: signal.Signals = signal.SIGTERM) -> int:
-        self.process.send_signal(how)
-        code = self.process.wait(timeout=120)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return code
 
     def client(self, **settings: Any) -> httpx.Client:
         return httpx.Client(base_url=f"{self.url}/api/policies", timeout=300, **settings)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
+from typing import Self
 
-from support.blocking import DETECTOR
+from support.child import Child
 
 RANKS = os.environ.get("GRADWIRE_TEST_RANKS", "").split()
 """Number of ranks of servers whose test says nothing of engines or ranks, and further flags: ``2 --shard on``."""
@@ -30,27 +29,22 @@ def free_port() -> int:
             return int(probe.getsockname()[1])
 
 
-class Server:
+class Server(Child):
     """`gradwire serve` as a child process; can be stopped, killed and started again on the same state folder."""
 
     def __init__(self, model: Path, state_dir: Path, *args: str, name: str = "tiny") -> None:
-        self._command = [sys.executable, "-m", "gradwire_server.cli", "serve", "--address", "127.0.0.1:0"]
-        self._command += ["--model", f"{name}={model}", "--state-dir", str(state_dir), *args]
+        command = [sys.executable, "-m", "gradwire_server.cli", "serve", "--address", "127.0.0.1:0"]
+        command += ["--model", f"{name}={model}", "--state-dir", str(state_dir), *args]
         if RANKS and not {*_SAYS_ITSELF} & {*args}:
-            self._command += ["--device", "cpu", "--ranks", *RANKS]
+            command += ["--device", "cpu", "--ranks", *RANKS]
+        super().__init__(command, "gradwire: listening on ")
         self.address, self.state_dir = "", state_dir
 
-    def start(self) -> Server:
-        with DETECTOR.excused():
-            self.process = subprocess.Popen(
-                self._command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-            )
-            assert self.process.stdout is not None
-            for line in self.process.stdout:
-                if line.startswith("gradwire: listening on "):
-                    self.address = line.split()[-1]
-                    return self
-            raise RuntimeError(f"the server ended with {self.process.wait()} before it listened")
+    def start(self) -> Self:
+        self.address = self.launch()
+        return self
+
+    __enter__ = start
 
     @property
     def engine_pid(self) -> int:
@@ -64,11 +58,3 @@ class Server:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         words = {int(child): Path(f"/proc/{child}/cmdline").read_text().split("\0") for child in children}
         return {int(line[line.index("--number") + 1]): child for child, line in words.items() if "--number" in line}
-
-    def end(self, how: signal.Signals = signal.SIGTERM) -> int:
-        self.process.send_signal(how)
-        with DETECTOR.excused():
-            code = self.process.wait(timeout=120)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return code

@@ -1,0 +1,52 @@
+"""A program as a user starts it: a child process that says when it is ready."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+
+from support.blocking import DETECTOR
+
+
+class Child:
+    """A child process; can be stopped, killed and started again.
+
+    In a ``with`` statement it is started, and ended however the test ends.
+
+    Args:
+        command: What is run.
+        announcement: How the line begins that ends with the child's address.
+        env: Its environment, beside this process's.
+    """
+
+    def __init__(self, command: Sequence[str], announcement: str, env: dict[str, str] | None = None) -> None:
+        self._command, self._announcement = list(command), announcement
+        self._env = {"OMP_NUM_THREADS": "1"} | (env or {})
+
+    def launch(self) -> str:
+        """Start it; gives its address."""
+        with DETECTOR.excused():
+            self.process = subprocess.Popen(
+                self._command, stdout=subprocess.PIPE, text=True, env=os.environ | self._env
+            )
+            assert self.process.stdout is not None
+            for line in self.process.stdout:
+                if line.startswith(self._announcement):
+                    return line.split()[-1]
+            raise RuntimeError(f"{self._command[2]} ended with {self.process.wait()} before it listened")
+
+    def end(self, how: signal.Signals = signal.SIGTERM) -> int:
+        self.process.send_signal(how)
+        with DETECTOR.excused():
+            code = self.process.wait(timeout=120)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        assert self.process.stdout is not None
+        if not self.process.stdout.closed:  # else the test itself ended it
+            code = self.end()
+            assert failure is not None or code == 0, f"it ended with {code}"

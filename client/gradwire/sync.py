@@ -114,6 +114,7 @@ class TrainingClient(Operations):
     recorded_rollouts = _blocking(training.TrainingClient.recorded_rollouts)
     record_rollouts = _blocking(training.TrainingClient.record_rollouts)
     list_checkpoints = _blocking(training.TrainingClient.list_checkpoints)
+    cancel_operation = _blocking(training.TrainingClient.cancel_operation)
     discard_pending = _blocking(training.TrainingClient.discard_pending)
     accept_changes = _blocking(training.TrainingClient.accept_changes)
     share = _blocking(training.TrainingClient.share)

@@ -196,6 +196,24 @@ class TrainingClient(Operations):
                     ) from error
                 raise
 
+    async def cancel_operation(self, seq: int) -> bool:
+        """Cancel an operation of this run by its number, whoever submitted it; its writer goes on.
+
+        Its future raises ``OperationCancelledError``, and those of operations that counted on it
+        ``AbortedPredecessorError``. An operation that is being executed is stopped, if its kind can be.
+
+        Args:
+            seq: The operation's number, as in :meth:`activity`.
+
+        Returns:
+            False if it has ended, or cannot be stopped.
+
+        Raises:
+            UnknownOperationError: No such operation was submitted.
+        """
+        request = pb.CancelRequest(run_id=self.run_id, seq=seq)
+        return (await self._transport.unary(lambda stub: stub.Cancel, request)).cancelled
+
     async def discard_pending(self) -> int:
         """Cancel the accepted operations of a parked run that have no result, and let the run go on without them.
 

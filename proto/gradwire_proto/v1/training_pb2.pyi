@@ -4233,6 +4233,7 @@ class CancelRequest(_message.Message):
     run_id: _builtins.str
     seq: _builtins.int
     epoch: _builtins.int
+    """of the writer; 0: of somebody else who may write, such as the console"""
     if_expired: _builtins.bool
     """only if its timeout_s is over, and then it fails with DEADLINE_EXCEEDED"""
     def __init__(

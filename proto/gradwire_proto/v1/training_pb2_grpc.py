@@ -451,7 +451,7 @@ class TrainingServiceServicer(object):
 
     def Cancel(self, request, context):
         """Cancels an operation. One that is being executed is stopped between two micro-batches or tokens, as if it had not
-        been submitted; one that cannot be stopped (a step, a save) continues.
+        been submitted; one that cannot be stopped (a step, a save) continues. Without an epoch the run's writer stays.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -123,7 +123,7 @@ class TrainingServiceStub:
     AckResults: _grpc.UnaryUnaryMultiCallable[_training_pb2.AckResultsRequest, _training_pb2.AckResultsResponse]
     Cancel: _grpc.UnaryUnaryMultiCallable[_training_pb2.CancelRequest, _training_pb2.CancelResponse]
     """Cancels an operation. One that is being executed is stopped between two micro-batches or tokens, as if it had not
-    been submitted; one that cannot be stopped (a step, a save) continues.
+    been submitted; one that cannot be stopped (a step, a save) continues. Without an epoch the run's writer stays.
     """
     DiscardPending: _grpc.UnaryUnaryMultiCallable[_training_pb2.DiscardPendingRequest, _training_pb2.DiscardPendingResponse]
     """Cancels every operation of a parked run that has no result, and lets the run go on without them."""
@@ -220,7 +220,7 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     AckResults: _aio.UnaryUnaryMultiCallable[_training_pb2.AckResultsRequest, _training_pb2.AckResultsResponse]  # type: ignore[assignment]
     Cancel: _aio.UnaryUnaryMultiCallable[_training_pb2.CancelRequest, _training_pb2.CancelResponse]  # type: ignore[assignment]
     """Cancels an operation. One that is being executed is stopped between two micro-batches or tokens, as if it had not
-    been submitted; one that cannot be stopped (a step, a save) continues.
+    been submitted; one that cannot be stopped (a step, a save) continues. Without an epoch the run's writer stays.
     """
     DiscardPending: _aio.UnaryUnaryMultiCallable[_training_pb2.DiscardPendingRequest, _training_pb2.DiscardPendingResponse]  # type: ignore[assignment]
     """Cancels every operation of a parked run that has no result, and lets the run go on without them."""
@@ -500,7 +500,7 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_training_pb2.CancelResponse, _abc.Awaitable[_training_pb2.CancelResponse]]:
         """Cancels an operation. One that is being executed is stopped between two micro-batches or tokens, as if it had not
-        been submitted; one that cannot be stopped (a step, a save) continues.
+        been submitted; one that cannot be stopped (a step, a save) continues. Without an epoch the run's writer stays.
         """
 
     @_abc_1.abstractmethod

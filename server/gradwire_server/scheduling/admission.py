@@ -241,10 +241,14 @@ class Admission:
 
         The cancellation of a journaled operation is durable when this returns.
 
+        Args:
+            epoch: Of the run's writer, who must still be it; 0: whoever cancels is not its writer.
+
         Raises:
             ServiceError: UNKNOWN_OPERATION for a number that was not submitted, STALE_EPOCH.
         """
-        queue.check_epoch(epoch)
+        if epoch:
+            queue.check_epoch(epoch)
         operation = queue.find(seq)
         if operation is None and (seq < 1 or seq >= queue.next_seq):
             raise ServiceError(pb.ERROR_CODE_UNKNOWN_OPERATION, f"operation {seq} was not submitted", field="seq")

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gradwire_console.pages import (
     batches,
+    checkpoints,
     compare,
     jobs,
     journal,
@@ -83,7 +84,20 @@ def create_application(workspaces: Workspaces, host: str) -> ASGIApp:
 
     app = FastAPI(title="gradwire console", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     _add_json(pages, workspaces)  # the inner application has the browsers' sessions
-    for page in (login, runs, run, batches, rollouts, journal, compare, timeline, server, jobs, playground):
+    for page in (
+        login,
+        runs,
+        run,
+        checkpoints,
+        batches,
+        rollouts,
+        journal,
+        compare,
+        timeline,
+        server,
+        jobs,
+        playground,
+    ):
         page.register(workspaces)
     ui.run_with(
         app,
@@ -128,9 +142,9 @@ def _add_json(app: FastAPI, workspaces: Workspaces) -> None:
         return {name: record.curve(name, axis, smooth) for name in record.metrics}
 
     @app.get("/api/runs/{run_id}/checkpoints")
-    async def checkpoints(request: Request, run_id: str) -> list[dict[str, Any]]:
+    async def list_checkpoints(request: Request, run_id: str) -> list[dict[str, Any]]:
         workspace = await workspace_of(request)
-        return [dataclasses.asdict(each) for each in await workspace.client(run_id).list_checkpoints()]
+        return [dataclasses.asdict(each) for each in await workspace.checkpoints(run_id)]
 
     @app.get("/api/runs/{run_id}/activity")
     async def activity(request: Request, run_id: str) -> dict[str, Any]:

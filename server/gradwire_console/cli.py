@@ -17,6 +17,7 @@ import uvicorn
 from gradwire_shell.serving import HttpServer, listen, url_of
 from rich.console import Console
 
+from gradwire_console import alerts
 from gradwire_console.feedback import checked
 
 app = typer.Typer(help="See and steer a server's trainings in a browser.", add_completion=False)
@@ -40,6 +41,13 @@ def serve(
     feedback: Annotated[
         str, typer.Option(help="Address of a feedback service, to which the playground hands answers to rate.")
     ] = "",
+    webhook: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Where alerts on runs are posted as JSON, such as a chat's; of the key in GRADWIRE_API_KEY.",
+        ),
+    ] = "",
     root_path: Annotated[str, typer.Option(help="Path under which a proxy shows the console, such as /console.")] = "",
     parent_pid: Annotated[int | None, typer.Option(help="Stop when this is no longer the parent process.")] = None,
 ) -> None:
@@ -54,13 +62,16 @@ def serve(
     host = host.strip("[]") or "0.0.0.0"
     try:
         feedback = feedback and checked(feedback)
+        webhook = webhook and alerts.checked(webhook)
     except ValueError as wrong:
         _fail(str(wrong))
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with tempfile.TemporaryDirectory(prefix="gradwire-console-") as folder:
         os.environ["NICEGUI_STORAGE_PATH"] = folder  # read at the import
         try:
-            asyncio.run(_serve(server, host, int(port), ca_cert, read_only, sign_in, feedback, root_path, parent_pid))
+            asyncio.run(
+                _serve(server, host, int(port), ca_cert, read_only, sign_in, feedback, webhook, root_path, parent_pid)
+            )
         except (gradwire.GradwireError, OSError) as error:
             _fail(str(error))
 
@@ -73,6 +84,7 @@ async def _serve(
     read_only: bool,
     sign_in: bool,
     feedback: str,
+    webhook: str,
     root_path: str,
     parent_pid: int | None,
 ) -> None:
@@ -95,10 +107,11 @@ async def _serve(
             pass  # so every browser signs in
         else:
             _fail(f"{host} is reachable from other machines, but the server asks for no key: listen on 127.0.0.1")
+    workspaces = Workspaces(server, key, read_only, feedback)
     listener = listen(host, port)
     http = HttpServer(
         uvicorn.Config(
-            create_application(Workspaces(server, key, read_only, feedback), host),
+            create_application(workspaces, host),
             log_level="warning",
             lifespan="on",
             timeout_graceful_shutdown=GRACE_S,
@@ -107,11 +120,14 @@ async def _serve(
     )
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, setattr, http, "should_exit", True)
+    tasks = [asyncio.create_task(_stop_with(parent_pid, http))] if parent_pid else []
+    if webhook:
+        followed = await workspaces.of_key(os.environ.get("GRADWIRE_API_KEY", ""))
+        tasks.append(asyncio.create_task(alerts.Alerts(followed, webhook, url_of(listener) + root_path).run()))
     print(f"gradwire console: listening on {url_of(listener)}", flush=True)
-    watcher = asyncio.create_task(_stop_with(parent_pid, http)) if parent_pid else None
     await http.serve(sockets=[listener])
-    if watcher is not None:
-        watcher.cancel()
+    for task in tasks:
+        task.cancel()
 
 
 async def _stop_with(parent_pid: int, http: uvicorn.Server) -> None:

@@ -42,6 +42,18 @@ def smoothed(y: Numbers, window: int) -> Numbers:
     return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
 
 
+def values_of(history: History) -> list[tuple[str, Numbers]]:
+    """Each metric with its value of every operation, NaN where it has none."""
+    training = history.operation != "forward"
+    own = [
+        ("loss", np.where(training, history.loss, np.nan)),
+        ("grad_norm", history.grad_norm),
+        ("learning_rate", history.learning_rate),
+        ("loss (forward only)", np.where(training, np.nan, history.loss)),
+    ]
+    return own + list(history.metrics.items())
+
+
 @dataclass
 class _Metric:
     at: array[int] = field(default_factory=lambda: array("I"))
@@ -108,23 +120,12 @@ class Record:
                     time=float(history.time[n]),
                 )
             )
-        for name, values in self._columns(history):
+        for name, values in values_of(history):
             finite = np.flatnonzero(np.isfinite(values[fresh]))
             if len(finite):
                 metric = self._metrics.setdefault(name, _Metric())
                 metric.at.extend((begin + finite).tolist())
                 metric.values.extend(values[fresh][finite])
-
-    @staticmethod
-    def _columns(history: History) -> list[tuple[str, Numbers]]:
-        training = history.operation != "forward"
-        own = [
-            ("loss", np.where(training, history.loss, np.nan)),
-            ("grad_norm", history.grad_norm),
-            ("learning_rate", history.learning_rate),
-            ("loss (forward only)", np.where(training, np.nan, history.loss)),
-        ]
-        return own + list(history.metrics.items())
 
     def __len__(self) -> int:
         return len(self._axes["step"])

@@ -86,8 +86,10 @@ class Workspace:
         self._checked_at = 0.0
         self._records = Records()
         self._clients: dict[str, TrainingClient] = {}
+        self._checkpoints: dict[str, tuple[str, list[gradwire.Checkpoint]]] = {}  # with the newest one's path
         self._loading: dict[str, asyncio.Lock] = {}
         self._meanwhile: dict[str, list[History]] = {}  # what came while a run's record is fetched
+        self._followers: list[Callable[[str, History], object]] = []
         self._listed = asyncio.Event()
         self._changed = asyncio.Event()
         self._watching = asyncio.create_task(self._watch())
@@ -149,6 +151,10 @@ class Workspace:
         await asyncio.gather(self._watching, return_exceptions=True)
         await self.service.close()
 
+    def on_history(self, take: Callable[[str, History], object]) -> None:
+        """Call a function with the id of a run and its operations, whenever some have ended."""
+        self._followers.append(take)
+
     async def listed(self) -> None:
         """Wait until the runs have been listed, or the server turns out to be away."""
         await self._listed.wait()
@@ -164,6 +170,22 @@ class Workspace:
         if run_id not in self._clients:
             self._clients[run_id] = self.service.get_training_client(run_id)
         return self._clients[run_id]
+
+    async def checkpoints(self, run_id: str) -> list[gradwire.Checkpoint]:
+        """The checkpoints of a run, oldest first; asked for again once there is a newer one or one was deleted."""
+        newest = self.runs[run_id].info.latest_checkpoint if run_id in self.runs else ""
+        at, found = self._checkpoints.get(run_id, (None, []))
+        if at != newest:
+            found = await self._shared(f"checkpoints {run_id}", self.client(run_id).list_checkpoints)
+            self._checkpoints[run_id] = newest, found
+        return found
+
+    async def delete_checkpoint(self, checkpoint: gradwire.Checkpoint) -> None:
+        run_id = checkpoint.path.partition("/")[0]
+        await self.client(run_id).delete_checkpoint(checkpoint)
+        self._asked.pop(f"checkpoints {run_id}", None)
+        self._checkpoints.pop(run_id, None)
+        self.revision += 1
 
     async def record(self, run_id: str) -> Record:
         """What a run measured: fetched at the first call, and followed from then on.
@@ -234,6 +256,8 @@ class Workspace:
                 self.runs[run_id].paces.append((at, tokens))
         for run_id in dict.fromkeys(history.run_id.tolist()):
             own = only(history, run_id)
+            for take in self._followers:
+                take(run_id, own)
             if run_id in self._meanwhile:
                 self._meanwhile[run_id].append(own)
             elif (record := self._records.get(run_id)) is not None:
@@ -269,7 +293,7 @@ class Workspaces:
     async def sign_in(self, browser: str, key: str) -> str:
         """Give a browser the workspace of a key; return why the server refuses it, or ""."""
         try:
-            await self._workspace(key)
+            await self.of_key(key)
         except gradwire.UnauthenticatedError:
             return "The server does not know this key."
         except gradwire.GradwireError as error:
@@ -290,12 +314,18 @@ class Workspaces:
         if key is None:
             return None
         try:
-            return await self._workspace(key)
+            return await self.of_key(key)
         except gradwire.UnauthenticatedError:  # revoked since
             self._keys.pop(browser, None)
             return None
 
-    async def _workspace(self, key: str) -> Workspace:
+    async def of_key(self, key: str) -> Workspace:
+        """The workspace of a key.
+
+        Raises:
+            UnauthenticatedError: The server does not know the key.
+            GradwireError: The server is away, and has not been reached so far.
+        """
         async with self._opening:
             if key not in self._by_key:
                 self._by_key[key] = Workspace(await self.server.connect(key))

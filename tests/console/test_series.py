@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gradwire import History
+from gradwire_console.alerts import Recent
 from gradwire_console.series import CURVE_POINTS, Record, Records, min_max, smoothed
 
 
@@ -61,3 +62,12 @@ def test_records_stay_within_their_bytes() -> None:
     for name in "abc":
         records.put(name, Record(history(100)))
     assert records.get("a") is None and records.get("b") is not None and records.get("c") is not None
+
+
+def test_alerts_judge_by_the_values_that_a_record_ends_with() -> None:
+    recent, record = Recent(), Record(history(480))
+    for start in range(0, 480, 60):
+        recent.append(history(60, start))
+    assert recent.non_finite == record.non_finite == 240
+    for metric in ("loss", "accuracy", "learning_rate", "none"):
+        np.testing.assert_array_equal(recent.newest(metric, 100), record.newest(metric, 100))

@@ -24,9 +24,10 @@ SECTIONS = (
     ("Jobs", "/jobs"),
     ("Playground", "/playground"),
 )
-RUN_VIEWS = (("Curves", ""), ("Batches", "/batches"), ("Rollouts", "/rollouts"), ("Journal", "/journal"))
+RUN_VIEWS = (("Curves", ""), ("Checkpoints", "/checkpoints"), ("Batches", "/batches"), ("Rollouts", "/rollouts"),
+             ("Journal", "/journal"))  # fmt: skip
 REFRESH_S = 0.4
-FAILURES = (gradwire.GradwireError, SettingsError, ValueError, OSError)
+FAILURES = (gradwire.GradwireError, SettingsError, ValueError, OSError, ImportError)
 
 
 async def opened(
@@ -150,17 +151,26 @@ async def act(workspaces: Workspaces, work: Callable[[], Awaitable[object]], don
 
 
 def ask(
-    heading: str, sentence: str, code: str, confirm: str, do: Callable[[], Awaitable[object]], typed: str = ""
+    heading: str,
+    sentence: str,
+    code: str,
+    confirm: str,
+    do: Callable[[], Awaitable[object]],
+    typed: str = "",
+    body: Callable[[], object] | None = None,
 ) -> None:
     """Open a dialog that explains an action, shows the code that does the same, and carries it out.
 
     Args:
         typed: What has to be typed before it can be carried out; "" for nothing.
+        body: Shows what is to be chosen.
     """
     with named(ui.dialog(), heading) as dialog, ui.card().classes("gw-panel").style("width: 34rem; max-width: 92vw"):
         title(heading, 2)
         ui.label(sentence)
         sdk_line(code)
+        if body is not None:
+            body()
         field = ui.input(f"Type {typed}").props("outlined dense").classes("full-width") if typed else None
 
         async def carry_out() -> None:

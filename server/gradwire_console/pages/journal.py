@@ -7,10 +7,10 @@ from typing import Any
 import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire import OperationInfo
-from gradwire_shell.components import Column, Table, empty, error, facts, panel, plain, sdk_line, title
+from gradwire_shell.components import Column, Table, button, empty, error, facts, panel, plain, sdk_line, title
 from nicegui import ui
 
-from gradwire_console.pages.common import ago, on_change, opened, run_head, short
+from gradwire_console.pages.common import act, ago, ask, on_change, opened, run_head, short
 from gradwire_console.workspace import LiveRun, Workspace, Workspaces
 
 COLUMNS = (
@@ -33,7 +33,7 @@ def register(workspaces: Workspaces) -> None:
     async def journal(run_id: str) -> RedirectResponse | None:
         async def content(workspace: Workspace) -> None:
             if run_id in workspace.runs:
-                await _show(workspace, run_id)
+                await _show(workspaces, workspace, run_id)
             else:
                 title("There is no such run")
                 empty("It was deleted, or this key may not read it.", "await service.list_runs()")
@@ -41,14 +41,18 @@ def register(workspaces: Workspaces) -> None:
         return await opened(workspaces, f"/run/{run_id}/journal", "/", content)
 
 
-async def _show(workspace: Workspace, run_id: str) -> None:
+async def _show(workspaces: Workspaces, workspace: Workspace, run_id: str) -> None:
+    chosen: list[str] = []
     run_head(workspace, run_id, "/journal")
     failed = ui.element("div")
     with ui.element("div").classes("gw-split"):
         with ui.element("div"):
+            with ui.element("div").classes("gw-actions"):
+                button("Cancel selected", lambda: _cancel(workspaces, workspace, run_id, sorted(map(int, chosen))))
             table = Table(
                 COLUMNS, (), label="Operations", search="Search operations: kind, state, error", unit="operations",
                 none="None since the server started.",
+                on_chosen=lambda keys: chosen.__setitem__(slice(None), keys),
             )  # fmt: skip
         with ui.element("div"):
             with panel("A recovery now"):
@@ -73,6 +77,28 @@ async def _show(workspace: Workspace, run_id: str) -> None:
 
     await refresh()
     on_change(workspace, refresh)
+
+
+def _cancel(workspaces: Workspaces, workspace: Workspace, run_id: str, numbers: list[int]) -> None:
+    if not numbers:
+        ui.notify("Select operations without a result: the boxes, or x on a row.")
+        return
+    run, kept = workspace.client(run_id), list[int]()
+
+    async def work() -> None:
+        kept.extend([seq for seq in numbers if not await run.cancel_operation(seq)])
+
+    async def do() -> None:
+        if await act(workspaces, work, ""):
+            done = f"{len(numbers) - len(kept)} of {len(numbers)} cancelled."
+            ui.notify(done + (" The others have ended, or cannot be stopped." if kept else ""))
+
+    ask(
+        f"Cancel {len(numbers)} operation{'s' * (len(numbers) > 1)}",
+        "The script that submitted them is told so, and goes on as the run's writer. What was queued behind them and"
+        " counted on them fails, up to the next optimizer step.",
+        f"for seq in {numbers}: await run.cancel_operation(seq)", "Cancel them", do,
+    )  # fmt: skip
 
 
 def _cost(activity: gradwire.RunActivity, live: LiveRun | None) -> dict[str, object]:

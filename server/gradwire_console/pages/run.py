@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gradwire
@@ -23,6 +25,8 @@ from gradwire_shell.components import (
 from nicegui import ui
 
 from gradwire_console.advice import Advice, advise
+from gradwire_console.pages import checkpoint_actions as actions
+from gradwire_console.pages.checkpoints import measured
 from gradwire_console.pages.common import act, ago, ask, on_change, opened, run_views, short
 from gradwire_console.pages.curves import Curves
 from gradwire_console.pages.runs import trains
@@ -40,7 +44,8 @@ OPERATIONS = (
     Column("ended", "Ended", num=True),
 )
 
-MEASURED = ("loss", "loss (forward only)", "reward_mean", "preference_accuracy")
+NEWEST = 5
+"""Checkpoints that are shown here; their own page has all."""
 
 
 def register(workspaces: Workspaces) -> None:
@@ -60,8 +65,6 @@ class _Run:
     def __init__(self, workspaces: Workspaces, workspace: Workspace, run_id: str) -> None:
         self._workspaces, self._workspace, self._run_id = workspaces, workspace, run_id
         self._checkpoints: list[gradwire.Checkpoint] = []
-        self._saved = ""
-        self._record: Record | None = None
 
     @property
     def _live(self) -> LiveRun | None:
@@ -113,11 +116,11 @@ class _Run:
         with self._now:
             facts(_now(live))
         try:
-            record = self._record = await self._workspace.record(self._run_id)
-            if live.info.latest_checkpoint != self._saved or not self._checkpoints:
-                self._saved = live.info.latest_checkpoint
-                self._checkpoints = await self._workspace.client(self._run_id).list_checkpoints()
-                self._show_checkpoints()
+            record = await self._workspace.record(self._run_id)
+            found = await self._workspace.checkpoints(self._run_id)
+            if found is not self._checkpoints:
+                self._checkpoints = found
+                self._show_checkpoints(record)
         except gradwire.GradwireError as failure:
             with self._away:
                 error(str(failure))
@@ -137,12 +140,12 @@ class _Run:
                         plain(f"{each.what} ", "gw-flag")
                         plain(each.remedy)
 
-    def _show_checkpoints(self) -> None:
+    def _show_checkpoints(self, record: Record) -> None:
         self._saves.clear()
         with self._saves:
             if not self._checkpoints:
                 empty("None yet.", 'await run.save_checkpoint("NAME")')
-            for each in reversed(self._checkpoints):
+            for each in self._checkpoints[: -NEWEST - 1 : -1]:
                 with ui.element("div").classes("gw-item"):
                     with ui.element("div").classes("grow"):
                         plain(each.name, "mono", tag="div")
@@ -152,61 +155,25 @@ class _Run:
                             f"{ago(each.created_at)} old",
                         ]
                         plain(", ".join([*about, each.note] if each.note else about), "quiet", tag="div")
-                        if measured := self._measured(each.step):
-                            plain(measured, "quiet", tag="div")
-                    self._button("Fork", self._fork, each)
-                    self._button("Try", self._try, each)
+                        if found := measured(record, each.step):
+                            plain(", ".join(f"{name} {value}" for name, value in found.items()), "quiet", tag="div")
+                    self._button("Fork", partial(actions.fork, self._workspaces, self._workspace, each), each)
+                    self._button("Try", partial(actions.try_out, [each]), each)
+            if len(self._checkpoints) > NEWEST:
+                ui.link(f"All {len(self._checkpoints)}", f"/run/{self._run_id}/checkpoints").classes("gw-link")
 
-    def _measured(self, step: int) -> str:
-        """What was measured last before a checkpoint."""
-        if self._record is None:
-            return ""
-        values = {name: self._record.at_step(name, step) for name in MEASURED}
-        return ", ".join(f"{name} {value:.4g}" for name, value in values.items() if value is not None)
-
-    def _button(self, text: str, do: Any, checkpoint: gradwire.Checkpoint) -> None:
-        named(button(text, lambda: do(checkpoint)).props("dense"), f"{text} {checkpoint.name}")
-
-    def _try(self, checkpoint: gradwire.Checkpoint) -> None:
-        ui.navigate.to(f"/playground?models={checkpoint.path}")
-
-    def _fork(self, checkpoint: gradwire.Checkpoint) -> None:
-        async def do() -> None:
-            made: list[str] = []
-
-            async def work() -> None:
-                run = await self._workspace.service.fork_run(checkpoint.path, name=f"fork of {checkpoint.name}")
-                made.append(run.run_id)
-
-            if await act(self._workspaces, work, "The new run is there."):
-                await self._workspace.shows(made[0])
-                ui.navigate.to(f"/run/{made[0]}")
-
-        ask(
-            f"Fork {checkpoint.name}", f"A new run begins with these weights, at step {checkpoint.step} of this one.",
-            f'run = await service.fork_run("{checkpoint.path}")', "Fork", do,
-        )  # fmt: skip
+    def _button(self, text: str, do: Callable[[], object], checkpoint: gradwire.Checkpoint) -> None:
+        named(button(text, do).props("dense"), f"{text} {checkpoint.name}")
 
     def _save(self) -> None:
-        live = self._live
-        name = f"step-{live.info.step if live else 0}"
-
-        async def do() -> None:
-            async def work() -> None:
-                await self._workspace.client(self._run_id).save_checkpoint(name)
-
-            await act(self._workspaces, work, "The checkpoint is saved.")
-
-        ask(
-            f"Save {name}", "This takes the run over from its writer: a script that trains it is told so, and stops."
-            if live is not None and live.state == "training" else "The run's weights and optimizer state are saved.",
-            f'await run.save_checkpoint("{name}")', "Save", do,
-        )  # fmt: skip
+        if (live := self._live) is not None:
+            actions.save(self._workspaces, self._workspace, live)
 
     def _export(self) -> None:
-        code = f'await service.get_training_client("{self._run_id}").export("FOLDER")'
-        says = "An export is written on the machine where this line runs, for transformers or peft."
-        ask("Export", says, code, "Done", _nothing)
+        if self._checkpoints:
+            actions.export(self._workspaces, self._workspace, self._checkpoints[-1])
+        else:
+            ui.notify("Save a checkpoint first: an export is made of one.")
 
     def _delete(self) -> None:
         live = self._live
@@ -222,10 +189,6 @@ class _Run:
             "Delete the run", "Its checkpoints, its journal and its record go with it. This cannot be undone.",
             f'await service.delete_run("{self._run_id}")', "Delete", do, typed=name,
         )  # fmt: skip
-
-
-async def _nothing() -> None:
-    return None
 
 
 def _now(live: LiveRun) -> dict[str, object]:

@@ -72,6 +72,14 @@ def serve(
             rich_help_panel="Process",
         ),
     ] = False,
+    feedback: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="With --console: the feedback service to which its playground hands answers.",
+            rich_help_panel="Process",
+        ),
+    ] = "",
 ) -> None:
     """Holds models and serves training runs.
 
@@ -90,6 +98,8 @@ def serve(
         check(settings)
     except SettingsError as error:
         fail(*error.sentences)
+    if feedback and not console_page:
+        fail("--feedback is the console's: give --console too")
     if console_page and settings.tls_cert is not None:
         fail("with --tls-cert, start the console itself: gradwire console --ca-cert FILE")
     os.umask(0o077)  # weights, batches and keys of a state folder are for the server's own user
@@ -102,7 +112,7 @@ def serve(
     if trained is not None:
         say(f"OpenAI's clients name what was trained {trained.checkpoint}")
     with asyncio.Runner(loop_factory=_loop_factory(settings)) as runner:
-        raise typer.Exit(runner.run(_serve(settings, ready_file, parent, own_key, console_page)))
+        raise typer.Exit(runner.run(_serve(settings, ready_file, parent, own_key, console_page, feedback)))
 
 
 def _loop_factory(config: ServerConfig) -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -115,7 +125,12 @@ def _loop_factory(config: ServerConfig) -> Callable[[], asyncio.AbstractEventLoo
 
 
 async def _serve(
-    config: ServerConfig, ready_file: Path | None, parent: int | None, own_key: str, console_page: bool
+    config: ServerConfig,
+    ready_file: Path | None,
+    parent: int | None,
+    own_key: str,
+    console_page: bool,
+    feedback: str,
 ) -> int:
     from gradwire_server.errors import ServiceError
     from gradwire_server.server import Server, start_failure
@@ -137,7 +152,7 @@ async def _serve(
                 return 2
             _announce(server, ready_file)
             if console_page:
-                page = await _start_console(server.address)
+                page = await _start_console(server.address, feedback)
             gc.freeze()  # what is loaded stays, so that no collection need walk it
             gc.set_threshold(COLLECTED_AT)
             await stopped
@@ -161,9 +176,10 @@ async def _serve(
     return 0
 
 
-async def _start_console(address: str) -> asyncio.subprocess.Process:
+async def _start_console(address: str, feedback: str) -> asyncio.subprocess.Process:
     """Start the console in a process of its own, which ends with this one."""
     command = [sys.executable, "-m", "gradwire_console.cli", address, "--parent-pid", str(os.getpid())]
+    command += ["--feedback", feedback] if feedback else []
     return await asyncio.create_subprocess_exec(*command)
 
 

@@ -170,7 +170,8 @@ def test_help_lists_each_flag_under_a_subject_and_says_what_goes_before_what(tmp
     found = {panel.partition(" ─")[0]: set(re.findall(r"(?m)^│ +(--[a-z-]+)", panel)) for panel in panels[1:]}
     assert found["Models and losses"] == {"--model", "--allow-model", "--losses"}
     assert found["Options"] == {"--help", "--config"}
-    assert found["Process"] == {"--console", "--ready-file", "--die-with-parent", "--key-on-stdin", "--parent-pid"}
+    process = {"--console", "--feedback", "--ready-file", "--die-with-parent", "--key-on-stdin", "--parent-pid"}
+    assert found["Process"] == process
     flags = set().union(*found.values())
     singular = {"models": "model", "allow_models": "allow-model", "limits": "limit", "host_names": "host-name"}
     singular["each_engine"] = "engine"

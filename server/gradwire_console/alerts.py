@@ -1,0 +1,136 @@
+"""What a console tells without being looked at: a run that needs somebody, as a request to a webhook."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+from gradwire import History
+
+from gradwire_console.advice import SPAN, Advice, advise
+from gradwire_console.series import Numbers, values_of
+from gradwire_console.workspace import Workspace
+
+log = logging.getLogger(__name__)
+QUIET_S = 600.0
+"""Seconds in which a remark on a run is told once, however often it comes and goes."""
+TRIES_AFTER_S = (0.0, 2.0, 10.0)
+MOST_WAITING = 100
+LOOK_S = 1.0
+
+
+def checked(url: str) -> str:
+    """The address of a webhook.
+
+    Raises:
+        ValueError: It is none.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"--webhook {url!r} is not an address, as https://chat.example/hooks/abc")
+    return url
+
+
+class Recent:
+    """The newest values of a run's metrics, as :func:`.advise` wants them."""
+
+    def __init__(self) -> None:
+        self.non_finite = 0
+        self._values: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=SPAN))
+
+    def append(self, history: History) -> None:
+        for name, values in values_of(history):
+            self._values[name].extend(values[np.isfinite(values)].tolist())
+        trained = (history.loss_fn != "") & (history.operation != "forward")
+        self.non_finite += int((trained & ~np.isfinite(history.loss)).sum())
+
+    def newest(self, metric: str, count: int) -> Numbers:
+        return np.array(self._values[metric])[-count:] if metric in self._values else np.zeros(0)
+
+
+class Alerts:
+    """Posts remarks on the runs of a key to an address, each when it is new. Runs are followed from the start on.
+
+    Args:
+        workspace: The runs.
+        webhook: Where to; gets JSON with ``text`` (what Slack and Mattermost show), ``run_id``, ``run``, ``alert``,
+            ``what``, ``remedy`` and ``url``.
+        console: Address of the console, for links.
+    """
+
+    def __init__(self, workspace: Workspace, webhook: str, console: str) -> None:
+        self._workspace, self._webhook, self._console = workspace, webhook, console
+        self._recent: defaultdict[str, Recent] = defaultdict(Recent)
+        self._active: set[tuple[str, str]] = set()
+        self._told: dict[tuple[str, str], float] = {}
+        self._waiting: asyncio.Queue[dict[str, str]] = asyncio.Queue(MOST_WAITING)
+        workspace.on_history(lambda run_id, history: self._recent[run_id].append(history))
+
+    async def run(self) -> None:
+        """Follow the runs until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._look())
+            tasks.create_task(self._send())
+
+    async def _look(self) -> None:
+        await self._workspace.listed()
+        self._active = set(dict(self._remarks()))  # what is so already is no news
+        revision = self._workspace.revision
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._workspace.revision != revision and not self._workspace.away:
+                revision = self._workspace.revision
+                self._compare(dict(self._remarks()))
+
+    def _remarks(self) -> Iterator[tuple[tuple[str, str], Advice]]:
+        for run_id, live in self._workspace.runs.items():
+            if live.info.parked:
+                remedy = "Its journal is kept; run.discard_pending() and run.accept_changes() say what may be done."
+                yield (run_id, "parked"), Advice("parked", f"The run is parked: {live.info.parked}", remedy)
+            if run_id in self._recent:
+                for each in advise(self._recent[run_id]):
+                    yield (run_id, each.name), each
+
+    def _compare(self, found: dict[tuple[str, str], Advice]) -> None:
+        now = time.monotonic()
+        for key, advice in found.items():
+            if key not in self._active and now - self._told.get(key, -QUIET_S) >= QUIET_S:
+                self._told[key] = now
+                self._post(key[0], advice)
+        self._active = set(found)
+        for run_id in [each for each in self._recent if each not in self._workspace.runs]:
+            del self._recent[run_id]
+        self._told = {key: at for key, at in self._told.items() if now - at < QUIET_S}
+
+    def _post(self, run_id: str, advice: Advice) -> None:
+        name = self._workspace.runs[run_id].info.name or run_id
+        url = f"{self._console}/run/{run_id}"
+        text = f"{name}: {advice.what} {advice.remedy} {url}"
+        about = {"run_id": run_id, "run": name, "alert": advice.name, "what": advice.what, "remedy": advice.remedy}
+        try:
+            self._waiting.put_nowait({"text": text, "url": url} | about)
+        except asyncio.QueueFull:
+            log.warning("%d alerts wait for the webhook; this one is lost: %s", MOST_WAITING, text)
+
+    async def _send(self) -> None:
+        async with httpx.AsyncClient(timeout=10.0) as client:
+            while True:
+                alert = await self._waiting.get()
+                refusal = ""
+                for pause in TRIES_AFTER_S:
+                    await asyncio.sleep(pause)
+                    try:
+                        answer = await client.post(self._webhook, json=alert)
+                        refusal = "" if answer.is_success else f"it answers {answer.status_code}"
+                    except httpx.HTTPError as error:
+                        refusal = str(error) or type(error).__name__
+                    if not refusal:
+                        break
+                if refusal:
+                    log.warning("the webhook did not take an alert: %s; %s", refusal, alert["text"])

@@ -1,0 +1,180 @@
+"""`/run/{run_id}/checkpoints`: a run's checkpoints, with what was measured with each, and their lineage."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import gradwire
+from fastapi.responses import RedirectResponse
+from gradwire_shell.components import Column, Table, button, empty, error, panel, plain, sdk_line, title
+from nicegui import ui
+
+from gradwire_console.pages import checkpoint_actions as actions
+from gradwire_console.pages.common import ago, on_change, opened, run_head
+from gradwire_console.series import Record
+from gradwire_console.workspace import Workspace, Workspaces
+
+MEASURED = {
+    "loss": "Loss",
+    "loss (forward only)": "Held-out loss",
+    "reward_mean": "Reward",
+    "preference_accuracy": "Accuracy",
+}
+"""Metrics that are shown beside a checkpoint: the last value with its weights, or before them."""
+COLUMNS = (
+    Column("name", "Checkpoint", "Opens it in the playground", link=True),
+    Column("step", "Step", "Optimizer steps before it", num=True),
+    *(
+        Column(name, label, f"The last {name} with its weights, or before", num=True)
+        for name, label in MEASURED.items()
+    ),
+    Column("forks", "Forks", "Runs that began with its weights"),
+    Column("size", "Size", "With the state of the optimizer", num=True),
+    Column("age", "Age", num=True),
+    Column("note", "Note"),
+)
+MOST_TRIED = 5
+MOST_ANCESTORS = 16
+
+
+def register(workspaces: Workspaces) -> None:
+    @ui.page("/run/{run_id}/checkpoints", title="Checkpoints · gradwire")
+    async def checkpoints(run_id: str) -> RedirectResponse | None:
+        async def content(workspace: Workspace) -> None:
+            if run_id in workspace.runs:
+                await _Checkpoints(workspaces, workspace, run_id).show()
+            else:
+                title("There is no such run")
+                empty("It was deleted, or this key may not read it.", "await service.list_runs()")
+
+        return await opened(workspaces, f"/run/{run_id}/checkpoints", "/", content)
+
+
+def measured(record: Record, step: int) -> dict[str, str]:
+    """What was measured last with the weights of a step, or before, by metric."""
+    values = {name: record.at_step(name, step) for name in MEASURED}
+    return {name: f"{value:.4g}" for name, value in values.items() if value is not None}
+
+
+class _Checkpoints:
+    def __init__(self, workspaces: Workspaces, workspace: Workspace, run_id: str) -> None:
+        self._workspaces, self._workspace, self._run_id = workspaces, workspace, run_id
+        self._found: dict[str, gradwire.Checkpoint] = {}
+        self._chosen: list[str] = []
+
+    async def show(self) -> None:
+        run_head(self._workspace, self._run_id, "/checkpoints")
+        self._failed = ui.element("div")
+        with ui.element("div").classes("gw-split"):
+            with ui.element("div"):
+                with ui.element("div").classes("gw-actions"):
+                    button("Try selected", self._try)
+                    self._button("Fork", actions.fork)
+                    self._button("Export", actions.export)
+                    self._button("Delete", actions.delete, kind="danger")
+                    button("Save checkpoint", self._save)
+                self._table = Table(
+                    COLUMNS, (), label="Checkpoints", search="Search checkpoints: name, note, fork", unit="checkpoints",
+                    none="None yet.", on_chosen=lambda keys: self._chosen.__setitem__(slice(None), keys),
+                )  # fmt: skip
+            with ui.element("div"):
+                with panel("Where it comes from"):
+                    self._ancestors = ui.element("div").classes("gw-items")
+                with panel("In Python"):
+                    sdk_line(f'await service.get_training_client("{self._run_id}").list_checkpoints()')
+        await self._refresh()
+        on_change(self._workspace, self._refresh)
+
+    def _button(
+        self, text: str, do: Callable[[Workspaces, Workspace, gradwire.Checkpoint], None], kind: str = "plain"
+    ) -> None:
+        def ask() -> None:
+            chosen = self._selected()
+            if len(chosen) == 1:
+                do(self._workspaces, self._workspace, chosen[0])
+            else:
+                ui.notify("Select one checkpoint: its box, or x on its row.")
+
+        button(text, ask, kind=kind)
+
+    def _selected(self) -> list[gradwire.Checkpoint]:
+        return [self._found[name] for name in self._chosen if name in self._found]
+
+    def _try(self) -> None:
+        if chosen := self._selected()[:MOST_TRIED]:
+            actions.try_out(chosen)
+        else:
+            ui.notify("Select one checkpoint or more: the boxes, or x on a row.")
+
+    def _save(self) -> None:
+        if (live := self._workspace.runs.get(self._run_id)) is not None:
+            actions.save(self._workspaces, self._workspace, live)
+
+    async def _refresh(self) -> None:
+        self._failed.clear()
+        try:
+            found = await self._workspace.checkpoints(self._run_id)
+            record = await self._workspace.record(self._run_id)
+        except gradwire.GradwireError as failure:
+            with self._failed:
+                error(str(failure))
+            return
+        self._found = {each.name: each for each in found}
+        forks = forks_of(self._workspace)
+        self._table.show([_row(each, record, forks[each.path]) for each in reversed(found)])
+        self._ancestors.clear()
+        with self._ancestors:
+            _show_ancestors(self._workspace, self._run_id)
+
+
+def forks_of(workspace: Workspace) -> defaultdict[str, list[str]]:
+    """Path of a checkpoint -> names of the runs that were forked from it."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for run in workspace.newest_first():
+        if run.info.forked_from:
+            found[run.info.forked_from].append(run.info.name or run.info.run_id)
+    return found
+
+
+def ancestors(workspace: Workspace, run_id: str) -> list[str]:
+    """Paths of the checkpoints that a run goes back to, the nearest first."""
+    found: list[str] = []
+    while run_id in workspace.runs and len(found) < MOST_ANCESTORS:
+        path = workspace.runs[run_id].info.forked_from
+        if not path:
+            break
+        found.append(path)
+        run_id = path.partition("/")[0]
+    return found
+
+
+def _show_ancestors(workspace: Workspace, run_id: str) -> None:
+    for path in ancestors(workspace, run_id):
+        parent, _, name = path.partition("/")
+        live = workspace.runs.get(parent)
+        with ui.element("div").classes("gw-item"):
+            if live is None:
+                plain(f"{name} of {parent}, a run that was deleted or is another key's")
+            else:
+                ui.link(f"{name} of {live.info.name or parent}", f"/run/{parent}/checkpoints").classes("gw-link")
+    oldest = ([run_id, *(each.partition("/")[0] for each in ancestors(workspace, run_id))])[-1]
+    if oldest in workspace.runs:
+        info = workspace.runs[oldest].info
+        plain(f"the upload {info.from_upload}" if info.from_upload else f"the base model {info.base_model}")
+
+
+def _row(each: gradwire.Checkpoint, record: Record, forks: list[str]) -> dict[str, Any]:
+    return {
+        "key": each.name,
+        "href": f"../../playground?models={each.path}",
+        "name": each.name,
+        "name_hint": each.path,
+        "step": f"{each.step:,}",
+        "size": f"{each.size_bytes / 1e6:.1f} MB",
+        "age": ago(each.created_at),
+        "note": each.note,
+        "forks": ", ".join(forks),
+        **measured(record, each.step),
+    }

@@ -1,0 +1,223 @@
+"""What can be done from the console's pages, and what a viewer's key cannot."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import gradwire
+import httpx
+import pytest
+from gradwire import sync
+from gradwire_server.access.keys import KeyFile
+from playwright.sync_api import Browser, Page, expect
+from support.chromium import PATIENCE_MS, launched
+from support.console import Console, page_of
+from support.server import Server
+
+pytestmark = pytest.mark.browser
+
+expect.set_options(timeout=PATIENCE_MS)
+ROWS = {"input_ids": [[5, 6, 7, 8, 9, 10]] * 2}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with launched() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def service(server: Server) -> Iterator[sync.ServiceClient]:
+    with gradwire.sync.connect(server.address) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def console(server: Server) -> Iterator[Console]:
+    with Console(server.address) as console:
+        yield console
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    with page_of(browser) as page:
+        yield page
+
+
+def trained(service: sync.ServiceClient, name: str, *checkpoints: str) -> sync.TrainingClient:
+    """A run that takes a step before each of these checkpoints."""
+    run = service.create_run("tiny", lora={"rank": 2}, name=name, record_batches=1.0)
+    for checkpoint in checkpoints:
+        run.forward_backward(ROWS, "causal_lm")
+        run.optim_step(learning_rate=1e-2).result(60)
+        run.save_checkpoint(checkpoint, note=f"note of {checkpoint}").result(60)
+    return run
+
+
+def select(page: Page, key: str) -> None:
+    page.get_by_role("checkbox", name=f"select {key}", exact=True).check()
+
+
+def confirm(page: Page, name: str, typed: str = "") -> None:
+    dialog = page.get_by_role("dialog")
+    if typed:
+        dialog.get_by_role("textbox").fill(typed)
+    dialog.get_by_role("button", name=name, exact=True).click()
+
+
+def test_checkpoints_have_their_lineage_and_are_exported_and_deleted(
+    console: Console, service: sync.ServiceClient, page: Page, tmp_path: Path
+) -> None:
+    run = trained(service, "of checkpoints", "one", "two", "three")
+    child = service.fork_run(f"{run.run_id}/two", name="the child")
+    page.goto(f"{console.url}/run/{run.run_id}/checkpoints")
+    rows = page.get_by_role("region", name="Checkpoints").locator("tbody tr")
+    expect(rows).to_have_count(3)
+    expect(rows.nth(1)).to_contain_text("the child")
+    expect(rows.nth(1)).to_contain_text("note of two")
+    losses = [each for each in run.history()["loss"] if each == each]
+    expect(rows.nth(1).locator("td").nth(3)).to_have_text(f"{losses[2]:.4g}")  # of the batch after two steps
+    page.get_by_role("button", name="Export").click()
+    expect(page.get_by_text("Select one checkpoint")).to_be_visible()
+    select(page, "two")
+    page.get_by_role("button", name="Export").click()
+    with page.expect_download() as download:
+        confirm(page, "Export")
+    with tarfile.open(download.value.path()) as archive:
+        assert "./adapter_model.safetensors" in archive.getnames()
+        archive.extractall(tmp_path, filter="data")
+    whole = child.export(tmp_path / "child").result(60)
+    assert (whole / "adapter_model.safetensors").read_bytes() == (tmp_path / "adapter_model.safetensors").read_bytes()
+    page.get_by_role("button", name="Export").click()
+    page.get_by_role("dialog").get_by_role("combobox").click()
+    page.get_by_role("option", name="a whole model for transformers").click()
+    with page.expect_download() as download:
+        confirm(page, "Export")
+    with tarfile.open(download.value.path()) as archive:
+        assert {"./config.json", "./model.safetensors"} <= set(archive.getnames())
+    select(page, "three")
+    page.get_by_role("button", name="Try selected").click()
+    page.wait_for_url(lambda url: "/playground?" in url)
+    expect(page.get_by_text(f"{run.run_id}/two")).to_be_visible()
+    page.goto(f"{console.url}/run/{child.run_id}/checkpoints")
+    expect(page.get_by_text("the base model tiny")).to_be_visible()
+    page.get_by_role("link", name="two of of checkpoints").click()
+    select(page, "one")
+    page.get_by_role("button", name="Delete").click()
+    confirm(page, "Delete", "two")
+    expect(page.get_by_text("Type one to confirm.")).to_be_visible()
+    confirm(page, "Delete", "one")
+    expect(rows).to_have_count(2)
+    assert [each.name for each in run.list_checkpoints()] == ["two", "three"]
+    assert {each.name for each in service.list_runs()} >= {"of checkpoints", "the child"}
+    assert not [each for each in service.list_runs() if each.name == "export"]
+
+
+def test_an_operation_is_cancelled_and_its_script_goes_on(
+    console: Console, service: sync.ServiceClient, page: Page
+) -> None:
+    run = trained(service, "with a slow sample", "kept")
+    slow = run.sample([[5, 6]] * 64, n=8, max_tokens=240, ignore_eos=True)
+    step = run.forward_backward(ROWS, "causal_lm")
+    page.goto(f"{console.url}/run/{run.run_id}/journal")
+    page.get_by_role("button", name="Cancel selected").click()
+    expect(page.get_by_text("Select operations without a result")).to_be_visible()
+    select(page, "4")
+    select(page, "3")
+    page.get_by_role("button", name="Cancel selected").click()
+    expect(page.get_by_role("dialog")).to_contain_text("for seq in [3, 4]: await run.cancel_operation(seq)")
+    confirm(page, "Cancel them")
+    expect(page.get_by_text("1 of 2 cancelled. The others have ended")).to_be_visible()
+    with pytest.raises(gradwire.OperationCancelledError):
+        slow.result(60)
+    assert step.result(60).loss is not None
+    run.optim_step(learning_rate=1e-2).result(60)
+    rows = page.get_by_role("region", name="Operations").locator("tbody tr")
+    expect(rows.filter(has_text="sample")).to_contain_text("cancelled")
+    with pytest.raises(gradwire.UnknownOperationError):
+        run.cancel_operation(1000)
+
+
+@pytest.mark.slow
+def test_a_viewers_key_changes_nothing(tiny_model_path: Path, tmp_path: Path, page: Page) -> None:
+    """By every button that asks for something, and by requests made by hand."""
+    state = tmp_path / "state"
+    state.mkdir()
+    ada, viewer = KeyFile(state).create("ada", "user"), KeyFile(state).create("vic", "viewer")
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n' * 12)
+    refused = page.get_by_text("it reads everything and changes nothing")
+    with (
+        Server(tiny_model_path, state, "--job-workers", "1") as server,
+        Console(server.address, "--sign-in") as console,
+        gradwire.sync.connect(server.address, api_key=ada) as service,
+    ):
+        run = trained(service, "of ada", "kept")
+        stored = service.files.upload(data)
+        settings = {"model": "tiny", "data": stored.file_id, "epochs": 10_000, "batch_size": 1, "max_tokens": 64}
+        jobs = {name: service.jobs.submit("sft", settings, name=name).job_id for name in ("going", "ended")}
+        service.jobs.cancel(jobs["ended"])
+        service.jobs.wait(jobs["ended"], 60)
+
+        def seen() -> object:
+            runs = sorted((each.run_id, each.accepted_seq) for each in service.list_runs() if each.name == "of ada")
+            there = [(each.job_id, each.state == "cancelled") for each in service.jobs.list()]
+            return runs, sorted(each.name for each in run.list_checkpoints()), there, len(service.files.list())
+
+        before = seen()
+        page.goto(f"{console.url}/login")
+        page.get_by_label("Key of the server").fill(viewer)
+        page.get_by_role("button", name="Sign in").click()
+        expect(page.get_by_role("link", name="of ada")).to_be_visible()
+        here = f"{console.url}/run/{run.run_id}"
+        for path, chosen, button, confirmed, typed in (
+            (here, "", "Fork kept", "Fork", ""),
+            (here, "", "Save checkpoint", "Save", ""),
+            (here, "", "Export", "Export", ""),
+            (here, "", "Delete", "Delete", "of ada"),
+            (f"{here}/checkpoints", "", "Save checkpoint", "Save", ""),
+            (f"{here}/checkpoints", "kept", "Fork", "Fork", ""),
+            (f"{here}/checkpoints", "kept", "Export", "Export", ""),
+            (f"{here}/checkpoints", "kept", "Delete", "Delete", "kept"),
+            (f"{here}/journal", "1", "Cancel selected", "Cancel them", ""),
+            (f"{console.url}/jobs/{jobs['going']}", "", "Pause", "Pause it", ""),
+            (f"{console.url}/jobs/{jobs['going']}", "", "Cancel", "Cancel it", ""),
+            (f"{console.url}/jobs/{jobs['ended']}", "", "Delete", "Delete", "ended"),
+        ):
+            page.goto(path)
+            if chosen:
+                select(page, chosen)
+            page.get_by_role("button", name=button, exact=True).click()
+            confirm(page, confirmed, typed)
+            expect(refused, f"{button} at {path}").to_be_visible()
+        page.goto(f"{console.url}/jobs")
+        page.get_by_role("button", name="New training").click()
+        page.locator("input[type=file]").set_input_files(data)
+        expect(refused).to_be_visible()
+        assert seen() == before
+
+        cookies = {each["name"]: each["value"] for each in page.context.cookies()}
+        with httpx.Client(base_url=console.url, cookies=cookies) as hand:
+            assert len(hand.get("/api/runs").json()) == len(service.list_runs())
+            paths = [
+                "/",
+                "/api/runs",
+                f"/api/runs/{run.run_id}/checkpoints",
+                f"/run/{run.run_id}",
+                "/api/jobs",
+                "/login",
+            ]
+            for method in ("POST", "PUT", "PATCH", "DELETE"):
+                for path in paths:
+                    assert hand.request(method, path, json={"name": "x"}).status_code in (404, 405), (method, path)
+            foreign = {"Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site"}
+            assert hand.post("/api/runs", headers=foreign).status_code == 403
+            assert hand.get("/api/runs", headers=foreign).status_code == 403
+        with httpx.Client(base_url=console.url) as stranger:
+            for path in ("/api/runs", f"/api/runs/{run.run_id}/metrics", "/api/queues", "/api/jobs", "/api/trace"):
+                assert stranger.get(path).status_code == 401
+            forged = {name: value[::-1] for name, value in cookies.items()}
+            assert stranger.get("/api/runs", cookies=forged).status_code == 401
+        assert seen() == before

@@ -85,6 +85,7 @@ def test_checkpoints_have_their_lineage_and_are_exported_and_deleted(
     page.get_by_role("button", name="Export").click()
     with page.expect_download() as download:
         confirm(page, "Export")
+    expect(page.get_by_role("dialog")).to_have_count(0)
     with tarfile.open(download.value.path()) as archive:
         assert "./adapter_model.safetensors" in archive.getnames()
         archive.extractall(tmp_path, filter="data")
@@ -147,7 +148,7 @@ def test_a_viewers_key_changes_nothing(tiny_model_path: Path, tmp_path: Path, pa
     state.mkdir()
     ada, viewer = KeyFile(state).create("ada", "user"), KeyFile(state).create("vic", "viewer")
     data = tmp_path / "rows.jsonl"
-    data.write_text('{"prompt": "a", "completion": "b"}\n' * 12)
+    data.write_text("".join(f'{{"prompt": "say {n}", "completion": "b"}}\n' for n in range(12)))
     refused = page.get_by_text("it reads everything and changes nothing")
     with (
         Server(tiny_model_path, state, "--job-workers", "1") as server,
@@ -218,6 +219,7 @@ def test_a_viewers_key_changes_nothing(tiny_model_path: Path, tmp_path: Path, pa
         with httpx.Client(base_url=console.url) as stranger:
             for path in ("/api/runs", f"/api/runs/{run.run_id}/metrics", "/api/queues", "/api/jobs", "/api/trace"):
                 assert stranger.get(path).status_code == 401
-            forged = {name: value[::-1] for name, value in cookies.items()}
-            assert stranger.get("/api/runs", cookies=forged).status_code == 401
+        forged = {name: value[::-1] for name, value in cookies.items()}
+        with httpx.Client(base_url=console.url, cookies=forged) as forger:
+            assert forger.get("/api/runs").status_code == 401
         assert seen() == before

@@ -165,7 +165,11 @@ def ask(
         typed: What has to be typed before it can be carried out; "" for nothing.
         body: Shows what is to be chosen.
     """
-    with named(ui.dialog(), heading) as dialog, ui.card().classes("gw-panel").style("width: 34rem; max-width: 92vw"):
+    page = ui.context.client.content  # what holds the button may be drawn anew meanwhile
+    with page:
+        dialog = named(ui.dialog(), heading)
+    dialog.on("hide", dialog.delete)
+    with dialog, ui.card().classes("gw-panel").style("width: 34rem; max-width: 92vw"):
         title(heading, 2)
         ui.label(sentence)
         sdk_line(code)
@@ -178,7 +182,8 @@ def ask(
                 ui.notify(f"Type {typed} to confirm.", type="warning")
                 return
             dialog.close()
-            await do()
+            with page:
+                await do()
 
         with ui.element("div").classes("gw-actions"):
             button(confirm, carry_out, kind="danger" if typed else "primary")

@@ -270,6 +270,7 @@ class _Job:
     def __init__(self, workspaces: Workspaces, workspace: Workspace, job: gradwire.Job) -> None:
         self._workspaces, self._workspace, self._job = workspaces, workspace, job
         self._log, self._offset, self._last_event = "", 0, 0
+        self._offered: tuple[str, str] | None = None
 
     async def show(self) -> None:
         with ui.element("div").classes("gw-head"):
@@ -297,11 +298,26 @@ class _Job:
     def _draw(self) -> None:
         job = self._job
         self._bar.value = job.step / max(job.total_steps, 1)
-        for place in (self._state, self._buttons, self._facts):
+        for place in (self._state, self._facts):
             place.clear()
         with self._state:
             state(job.state, job.error)
+        if self._offered != (job.state, job.run_id):
+            self._offered = job.state, job.run_id
+            self._offer(job)
+        with self._facts:
+            facts(
+                {
+                    "Recipe": job.recipe, "Steps": f"{job.step:,} of {job.total_steps:,}" if job.total_steps else "",
+                    "Tokens": f"{job.trained_tokens:,}", "Workers so far": job.attempt, "Run": job.run_id,
+                    "Checkpoints": len(job.checkpoints) or "", "Owner": job.owner, "Error": job.error,
+                }
+            )  # fmt: skip
+
+    def _offer(self, job: gradwire.Job) -> None:
+        """Show the buttons of a job's state."""
         jobs = self._workspace.service.jobs
+        self._buttons.clear()
         with self._buttons:
             if job.state in ("queued", "running"):
                 self._action("Pause", jobs.pause, "pause")
@@ -313,14 +329,6 @@ class _Job:
                 button("Delete", self._delete, kind="danger")
             if job.run_id:
                 button("Curves", lambda: ui.navigate.to(f"/run/{job.run_id}"))
-        with self._facts:
-            facts(
-                {
-                    "Recipe": job.recipe, "Steps": f"{job.step:,} of {job.total_steps:,}" if job.total_steps else "",
-                    "Tokens": f"{job.trained_tokens:,}", "Workers so far": job.attempt, "Run": job.run_id,
-                    "Checkpoints": len(job.checkpoints) or "", "Owner": job.owner, "Error": job.error,
-                }
-            )  # fmt: skip
 
     def _action(self, text: str, call: Callable[[str], Awaitable[object]], method: str) -> None:
         async def do() -> None:

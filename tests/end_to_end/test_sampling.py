@@ -122,7 +122,8 @@ async def test_a_runs_name_is_its_weights_of_the_moment(service: gradwire.Servic
         await run.forward_backward({"input_ids": rows}, "causal_lm")
         await run.optim_step(learning_rate=1e-2)
         mine, outside = await run.compute_logprobs(rows), await now.compute_logprobs(rows)
-        assert all(np.array_equal(a, b) for a, b in zip(mine, outside, strict=True))
+        for own, other in zip(mine, outside, strict=True):
+            np.testing.assert_allclose(own, other, atol=1e-6)  # other rows beside them on several ranks
         seen.append(outside)
     assert not np.allclose(seen[0][0], seen[1][0])
     saved = await run.save_checkpoint("two")

@@ -67,10 +67,10 @@ class GroupAgreement(Agreement):
         self.waited_s = 0.0
 
     def join(self, store: Path) -> None:
-        """Wait for the other ranks.
+        """Wait until all ranks have joined.
 
         Args:
-            store: A file that all ranks know, in a folder that exists.
+            store: A file that all ranks know, in a folder that exists until this returns.
         """
         dist.init_process_group(
             "gloo",
@@ -82,8 +82,8 @@ class GroupAgreement(Agreement):
         if self._device is not None:
             backend = "nccl" if self._device.type == "cuda" else "gloo"
             self.models = dist.new_group(timeout=LAYER_PATIENCE, backend=backend)
-            # The first collective, because the store is gone after this call.
             dist.all_reduce(torch.zeros(1, device=self._device), group=self.models)
+        dist.all_reduce(torch.zeros(1))  # until all have joined: the store, which they join through, is gone after this
 
     def check(self, request: engine_pb2.EngineRequest) -> None:
         """See :class:`.agreement.Agreement`: rank 0 looks, and the others learn it at the end of a piece of work."""

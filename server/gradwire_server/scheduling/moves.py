@@ -66,10 +66,12 @@ class Moves:
             self._dispatcher.leave(visit)
 
     def _let_go(self, queue: RunQueue, here: EngineQueue) -> None:
-        """Remove a run from its engine. Whatever that is asked next, also to hold the run again, comes after this."""
-        if queue.is_held:
-            drop = engine_pb2.EngineRequest(drop_run=engine_pb2.EngineDropRun(run_id=queue.record.run_id))
-            here.engine.request(drop).add_done_callback(retrieved)
+        """Remove a run from its engine, also one whose state is out of date, as after a disk that was full.
+
+        Whatever the engine is asked next, also to hold the run again, comes after this.
+        """
+        drop = engine_pb2.EngineRequest(drop_run=engine_pb2.EngineDropRun(run_id=queue.record.run_id))
+        here.engine.request(drop).add_done_callback(retrieved)
         queue.let_go()
 
     def target(self, queue: RunQueue, number: int | None) -> EngineQueue:

@@ -10,7 +10,7 @@ import gc
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,11 @@ import pytest
 from gradwire import errors
 from gradwire.wire import link, queue
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.agent.agent import Visit
 from gradwire_server.core.core import Core
+from gradwire_server.engine_client import agents, remote
+from gradwire_server.engine_client.remote import RemoteLife
+from gradwire_server.engine_link import lease
 from gradwire_server.journal import journal, segments
 from gradwire_server.scheduling import admission, replay
 from gradwire_server.scheduling.run_queue import RunQueue
@@ -41,21 +45,21 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def simulated(seed: int, writers: int | None = None, engines: int = 1) -> World:
+def simulated(seed: int, writers: int | None = None, engines: int = 1, machines: int = 0) -> World:
     """A simulation that has run."""
     folder = Path(tempfile.mkdtemp(prefix="gradwire-", dir=MEMORY if MEMORY.is_dir() else None))
     try:
-        world = World(seed, folder, writers=writers, engines=engines)
+        world = World(seed, folder, writers=writers, engines=engines, machines=machines)
         world.run()
         return world
     finally:
         shutil.rmtree(folder)
 
 
-def all_right(seeds: range, engines: int = 1) -> None:
+def all_right(seeds: range, engines: int = 1, machines: int = 0) -> None:
     operations = servers = commits = moves = 0
     for seed in seeds:
-        world = simulated(seed, engines=engines)
+        world = simulated(seed, engines=engines, machines=machines)
         assert not world.defects, "\n".join([f"seed {seed}: {world.defects}", *world.trace])
         operations, servers = operations + world.accepted, servers + world.servers
         commits, moves = commits + world.disk.commits, moves + world.moves
@@ -63,7 +67,7 @@ def all_right(seeds: range, engines: int = 1) -> None:
         f"{len(seeds)} seeds: {operations} operations, {servers} servers, {commits} commits, {moves} moves, nothing"
         " lost or twice"
     )
-    assert engines == 1 or moves > len(seeds)
+    assert engines + machines == 1 or moves > len(seeds)
 
 
 def test_whatever_breaks_clients_see_a_sequential_server() -> None:
@@ -74,11 +78,15 @@ def test_a_run_that_moves_between_engines_that_end_sees_a_sequential_server() ->
     all_right(range(70, 120), engines=3)
 
 
+def test_engines_on_machines_that_fail_and_are_cut_off_change_nothing_that_clients_see() -> None:
+    all_right(range(30), machines=2)
+
+
 @pytest.mark.faults
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("engines", [1, 3])
-def test_ten_thousand_seeds_see_a_sequential_server(engines: int) -> None:
-    all_right(range(1000, 11_000), engines)
+@pytest.mark.parametrize(("engines", "machines"), [(1, 0), (3, 0), (1, 2)])
+def test_ten_thousand_seeds_see_a_sequential_server(engines: int, machines: int) -> None:
+    all_right(range(1000, 11_000), engines, machines)
 
 
 def test_a_seed_repeats_itself() -> None:
@@ -193,6 +201,22 @@ async def at_once_out(run: RunQueue) -> None:
     pass
 
 
+def from_now(real: Callable[[Visit, int], None]) -> Callable[[Visit, int], None]:
+    def extend(visit: Visit, number: int) -> None:
+        visit._sent[number] = lease.now_ns()
+        real(visit, number)
+
+    return extend
+
+
+def first_one(real: Any) -> Callable[[RemoteLife, Sequence[int]], Sequence[int]]:
+    return lambda life, unanswered: life._suspects or unanswered[:1]
+
+
+async def taken_back(life: RemoteLife, request_id: int) -> bool:
+    return True
+
+
 DEFECTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "an operation is acknowledged before it is on disk": lambda: replaced(journal.Journal, "append", at_once),
     "a result is delivered before it is on disk": lambda: replaced(journal.Journal, "put_result", at_once),
@@ -209,10 +233,22 @@ DEFECTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         RunQueue, "out_of_engine", lambda real: at_once_out
     ),
     "a run that an engine lets go counts as held": lambda: replaced(RunQueue, "let_go", lambda real: lambda run: None),
+    "an agent's engine that is given up still writes": lambda: replaced(remote, "give_up", lambda real: str),
+    "a server leaves the agents' engines of the one before it": lambda: replaced(
+        agents, "give_up", lambda real: str
+    ),
+    "an agent's lease begins when the server's answer comes": lambda: replaced(Visit, "_extend", from_now),
+    "a lost agent's first operation is blamed": lambda: replaced(RemoteLife, "suspects", first_one),
+    "an agent's withdrawal is not awaited": lambda: replaced(RemoteLife, "withdraw", lambda real: taken_back),
 }  # fmt: skip
 
 
-LATE = ("two writers get one epoch", "an engine lets a run go before it has done its operations")
+LATE = (
+    "two writers get one epoch",
+    "an engine lets a run go before it has done its operations",
+    "an agent's engine that is given up still writes",
+    "a server leaves the agents' engines of the one before it",
+)
 """Found after many seeds only."""
 
 
@@ -223,7 +259,8 @@ def test_a_defect_that_is_put_back_is_found(defect: str) -> None:
     with DEFECTS[defect]():
         for seed in range(1000):
             writers = 2 if "writer" in defect or "whoever" in defect else None
-            world = simulated(seed, writers=writers, engines=3 if "engine" in defect else 1)
+            engines, machines = (1, 2) if "agent" in defect else (3, 0) if "engine" in defect else (1, 0)
+            world = simulated(seed, writers=writers, engines=engines, machines=machines)
             if world.defects:
                 print(f"seed {seed}: {world.defects[0][:200]}")
                 return

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -233,18 +234,24 @@ class FakeEngine:
                 result.error.code, result.error.message = pb.ERROR_CODE_STORAGE_FULL, "no space left on device"
                 return reply, b""
             name = operation.save_checkpoint.name or f"step-{run.step}"
-            folder = self._folder(f"{asked.run_id}/{name}")
-            if operation.save_checkpoint.overwrite:
-                shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            (folder / "history").write_text(" ".join([str(seq), *run.history]))
-            (folder / "deep").mkdir()
-            (folder / "deep" / "big").write_bytes(bytes(self.file_bytes))
+            with self._replacing(asked.run_id, name, operation.save_checkpoint.overwrite) as folder:
+                (folder / "history").write_text(" ".join([str(seq), *run.history]))
+                (folder / "deep").mkdir()
+                (folder / "deep" / "big").write_bytes(bytes(self.file_bytes))
             result.checkpoint.path, result.checkpoint.name = f"{asked.run_id}/{name}", name
             result.checkpoint.step, result.checkpoint.seq = run.step, seq
         else:
             result.empty.SetInParent()
         return reply, b""
+
+    @contextlib.contextmanager
+    def _replacing(self, run_id: str, name: str, overwrite: bool) -> Iterator[Path]:
+        """A new folder for a checkpoint."""
+        folder = self._folder(f"{run_id}/{name}")
+        if overwrite:
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        yield folder
 
     def _folder(self, path: str) -> Path:
         run_id, _, name = path.partition("/")

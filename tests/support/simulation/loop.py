@@ -22,10 +22,15 @@ class Stuck(Exception):
 
 
 class Process:
-    """A part of the program that dies as a whole: after :meth:`kill`, not one of its callbacks runs."""
+    """A part of the program that dies as a whole: after :meth:`kill`, not one of its callbacks runs.
 
-    def __init__(self, loop: SimulatedLoop, name: str) -> None:
-        self.name, self.alive = name, True
+    Args:
+        machine: Where it runs, if that matters.
+    """
+
+    def __init__(self, loop: SimulatedLoop, name: str, machine: Any = None) -> None:
+        self.name, self.alive, self.machine = name, True, machine
+        self._stopped: list[_Guarded] | None = None
         self._loop = loop
         self._context = contextvars.Context()
         self._context.run(_process.set, self)
@@ -38,6 +43,27 @@ class Process:
     def kill(self) -> None:
         """End the process without warning: no ``finally`` runs, no file is closed."""
         self.alive = False
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped is not None
+
+    def stop(self) -> None:
+        """Run none of its callbacks for a while, as after SIGSTOP."""
+        if self._stopped is None:
+            self._stopped = []
+
+    def go_on(self) -> None:
+        """Run what was due meanwhile, and go on."""
+        stopped, self._stopped = self._stopped or [], None
+        for each in stopped:
+            self._loop.call_soon(each, context=each.context)
+
+    def takes(self, callback: _Guarded) -> bool:
+        """Whether a callback is to run now; one that is not is kept for later, if there is a later."""
+        if self.alive and self._stopped is not None:
+            self._stopped.append(callback)
+        return self.alive and self._stopped is None
 
 
 _process: contextvars.ContextVar[Process] = contextvars.ContextVar("simulated_process")
@@ -84,13 +110,23 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
     def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> asyncio.Handle:
         context = context if context is not None else contextvars.copy_context()
-        return super().call_soon(_unless_dead(context, callback), *args, context=context)
+        process = context.get(_process)
+        if process is None:
+            return super().call_soon(callback, *args, context=context)
+        guarded = _Guarded(process, context, callback, args)
+        guarded.handle = super().call_soon(guarded, context=context)
+        return guarded.handle
 
     def call_at(
         self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         context = context if context is not None else contextvars.copy_context()
-        return super().call_at(when, _unless_dead(context, callback), *args, context=context)
+        process = context.get(_process)
+        if process is None:
+            return super().call_at(when, callback, *args, context=context)
+        guarded = _Guarded(process, context, callback, args)
+        guarded.handle = handle = super().call_at(when, guarded, context=context)
+        return handle
 
     def call_soon_threadsafe(
         self, callback: Any, *args: Any, context: contextvars.Context | None = None
@@ -115,6 +151,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         """Close the loop and end every task, those of dead processes too."""
         for process in self.processes:
             process.alive = True
+            process.go_on()
         self._rounds = 0
         with contextlib.suppress(Stuck):
             self.run_until_complete(self._end_tasks())
@@ -122,16 +159,18 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         self.close()
 
     async def _end_tasks(self) -> None:
-        tasks = [task for task in self.tasks if task is not asyncio.current_task()]
+        ending = asyncio.current_task()
         for _ in range(3):
-            for task in tasks:
-                task.cancel()
+            for task in list(self.tasks):
+                if task is not ending:
+                    task.cancel()
             await asyncio.sleep(0.1)
-        for task in tasks:
-            if not task.done():  # its next step belonged to a dead process and was dropped
+        for task in list(self.tasks):
+            if task is not ending and not task.done():  # its next step belonged to a dead process and was dropped
                 work: Any = task.get_coro()
-                with contextlib.suppress(Exception):
-                    work.close()
+                with contextlib.suppress(Exception, asyncio.CancelledError):
+                    for _ in range(20):  # its ``finally`` may wait, for which ``close`` does not
+                        work.throw(asyncio.CancelledError)
 
     def _jump(self, timeout: float | None) -> None:
         self._rounds += 1
@@ -150,14 +189,22 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         self.complaints.append(f"{context['message']}: {context.get('exception')!r}")
 
 
-def _unless_dead(context: contextvars.Context, callback: Callable[..., object]) -> Callable[..., object]:
-    process = context.get(_process)
-    if process is None:
-        return callback
-    owner = process
+def current_process() -> Process:
+    """The process whose callback runs."""
+    return _process.get()
 
-    def guarded(*args: object) -> None:
-        if owner.alive:
-            callback(*args)
 
-    return guarded
+class _Guarded:
+    """A callback of a process, which does not run once that is dead, and later while it is stopped."""
+
+    __slots__ = ("_args", "_callback", "_process", "context", "handle")
+
+    def __init__(
+        self, process: Process, context: contextvars.Context, callback: Callable[..., object], args: Any
+    ) -> None:
+        self._process, self.context, self._callback, self._args = process, context, callback, args
+        self.handle: asyncio.Handle | None = None
+
+    def __call__(self) -> None:
+        if self._process.takes(self) and not (self.handle is not None and self.handle.cancelled()):
+            self._callback(*self._args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gradwire import errors
@@ -120,18 +121,22 @@ class Call:
         loop, network = self._network.world.loop, self._network
         self._times[to] = when = max(self._times[to] + 1e-6, loop.time() + network.latency())
 
-        def deliver() -> None:
-            if self._over:
-                return
-            if network.breaks():
-                self.broken("the connection broke")
-                return
-            queue = self._to_server if to == "server" else self._to_client
-            queue.put_nowait(item)
-            if to == "client" and (item is None or isinstance(item, Exception)):
-                self._end()
+        network.at(when, partial(self._deliver, to, item))
 
-        network.at(when, deliver)
+    def _deliver(self, to: str, item: Any) -> None:
+        if self._over:
+            return
+        if self._network.breaks():
+            self.broken("the connection broke")
+            return
+        queue = self._to_server if to == "server" else self._to_client
+        queue.put_nowait(item)
+        if to == "client" and (item is None or isinstance(item, Exception)):
+            self._end()
+
+    def server_died(self) -> None:
+        """Tell the client after a while."""
+        self._network.after(self._network.latency(), partial(self.broken, "the server died"))
 
     # ---- the server's side
 
@@ -149,12 +154,16 @@ class Call:
             async for answer in handler(server.service, self._requests()):
                 self._send("client", copied(answer))
         except ServiceError as error:
-            self._send("client", errors.from_wire(error.error))
+            self._send("client", self._failure(error))
         except Exception as error:  # the real door answers INTERNAL; here it is a defect that was found
             self._network.world.defects.append(f"the server raised {error!r}")
             self._send("client", errors.InternalServerError(repr(error)))
         else:
             self._send("client", None)
+
+    def _failure(self, error: ServiceError) -> Exception:
+        """What the client raises for an error of the server."""
+        return errors.from_wire(error.error)
 
 
 class _Names:

@@ -23,54 +23,27 @@ from gradwire.wire.entries import Request
 from gradwire.wire.link import RunLink
 from gradwire.wire.queue import OperationQueue
 from gradwire_proto.codec import Column
-from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.agent import agent
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import Core
 from gradwire_server.doors.grpc.service import TrainingService
-from gradwire_server.engine_client.client import EngineDied
+from gradwire_server.engine_client.remote import RemoteLife
+from gradwire_server.engine_link import lease
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal import database, journal
 from gradwire_server.journal.run_row import RunRecord
 
-from support.fake_engine import FakeEngine
+from support.simulation.agents import LEASE_S, Machine, SimulatedLending, checked_end, launched
 from support.simulation.checker import Outcome, RunLog, check, ident
 from support.simulation.disk import THREADS, Disk, SimulatedDatabase
+from support.simulation.engine import SimulatedEngine
 from support.simulation.loop import Process, SimulatedLoop
 from support.simulation.network import Call, Network, SimulatedTransport
 
 HOURS = 3600.0
 WINDOW = 8
 """Operations that a client is ahead of what it has seen."""
-
-
-class SimulatedEngine(FakeEngine):
-    """Engine that takes time, dies now and then, and records what it executed."""
-
-    file_bytes = 10
-
-    def __init__(self, world: World, number: int) -> None:
-        super().__init__(world.disk.state_dir, number)
-        self._world = world
-        self.death_probability = 0.0
-
-    async def work(self, request: engine_pb2.EngineRequest) -> None:
-        rng = self._world.rng
-        await asyncio.sleep(rng.expovariate(1 / 0.005))
-        if rng.random() < self.death_probability:
-            self.die()
-            raise EngineDied(suspect=False)
-
-    def _operation(self, asked: engine_pb2.EngineOperation, payload: bytes, reply: engine_pb2.EngineReply) -> Any:
-        operation, before = asked.operation, len(self.seen)
-        kind = operation.WhichOneof("kind")
-        if kind == "forward_backward" and not payload.endswith(ident(operation).encode()):
-            self._world.defects.append(f"{ident(operation)} came with the payload {payload[:40]!r}")
-        try:
-            return super()._operation(asked, payload, reply)[0], b""
-        finally:
-            if len(self.seen) > before and kind != "zero_grad" and operation.save_checkpoint.note != "automatic":
-                self._world.logs[asked.run_id].executed[asked.seq] = ident(operation)
 
 
 class SimulatedServer:
@@ -82,7 +55,7 @@ class SimulatedServer:
         self.calls: set[Call] = set()
         config = ServerConfig(
             address="127.0.0.1:0", state_dir=world.disk.state_dir, models={"tiny": "/models/tiny"},
-            checkpoint_every_steps=3, grace=1,
+            checkpoint_every_steps=3, grace=1, engine_lease=LEASE_S,
         )  # fmt: skip
         self.core = Core(config, self.engines)
         self.service = TrainingService(self.core)
@@ -116,6 +89,7 @@ class World:
         operations: Number of operations of each client.
         writers: Clients that write to the one run and take it from each other.
         engines: Number of engines; those of several end for a while, and the run moves between them.
+        machines: Number of other machines with an engine each, to which the run also moves.
 
     Attributes:
         defects: What was found, in sentences.
@@ -126,7 +100,13 @@ class World:
     """
 
     def __init__(
-        self, seed: int, folder: Path, operations: int = 25, writers: int | None = None, engines: int = 1
+        self,
+        seed: int,
+        folder: Path,
+        operations: int = 25,
+        writers: int | None = None,
+        engines: int = 1,
+        machines: int = 0,
     ) -> None:
         self.rng, self.engines = random.Random(seed), engines
         self.loop = SimulatedLoop(self.rng)
@@ -141,6 +121,8 @@ class World:
         self._writers = writers or self.rng.choice((1, 1, 1, 2))
         self.servers = self.accepted = self.moves = self._numbers = 0
         self._quiet = False
+        self._num_machines = machines
+        self.machines: list[Machine] = []
         self._clients: dict[int, Process] = {}
         self._programs: dict[int, asyncio.Future[None]] = {}
 
@@ -170,6 +152,11 @@ class World:
             mock.patch.object(os, "fsync", self.disk.fsync),
             mock.patch.object(database, "threading", THREADS),
             mock.patch.object(journal, "Database", SimulatedDatabase),
+            mock.patch.object(lease, "now_ns", lambda: int(self.loop.unix_time() * 1e9)),
+            mock.patch.object(agent, "Lending", SimulatedLending),
+            mock.patch.object(agent, "launch", launched),
+            mock.patch.object(RemoteLife, "end", checked_end(self)),
+            mock.patch.object(agent.LocalLauncher, "pauses_s", (0.0, 0.05, 0.2, 0.5)),
         ):
             try:
                 yield
@@ -192,6 +179,7 @@ class World:
 
     async def _main(self) -> None:
         await self._start_server()
+        self.machines = [Machine(self, f"machine {number}") for number in range(self._num_machines)]
         transport = SimulatedTransport(self.network, HOURS)
         request = pb.CreateRunRequest(config=pb.RunConfig(base_model="tiny"), idempotency_key="the run")
         run = await transport.unary(lambda stub: stub.CreateRun, request)
@@ -199,7 +187,7 @@ class World:
         for number in range(self._writers):
             self._start_client(number, run.run_id)
         chaos = self.loop.create_task(self._chaos(run.run_id))
-        moving = self.loop.create_task(self._move(run.run_id)) if self.engines > 1 else None
+        moving = self.loop.create_task(self._move(run.run_id)) if self.engines + self._num_machines > 1 else None
         try:
             async with asyncio.timeout(2 * HOURS):
                 while self._programs:
@@ -226,9 +214,12 @@ class World:
 
     async def _chaos(self, run_id: str) -> None:
         """Break things for a while, then let everything recover."""
-        for _ in range(self.rng.randrange(6)):
+        choices = ["server", "server", "commit", "client", "engine", "network", "disk", *4 * ["machine"]]
+        if not self.machines:
+            choices = choices[:-4]
+        for _ in range(self.rng.randrange(6 + 3 * len(self.machines))):
             await asyncio.sleep(self.rng.expovariate(1 / 0.3))
-            what = self.rng.choice(("server", "server", "commit", "client", "engine", "network", "disk"))
+            what = self.rng.choice(choices)
             self.note(f"break: {what}")
             if what == "server":
                 self._crash()
@@ -244,6 +235,8 @@ class World:
             elif what == "network" and self.server is not None:
                 for call in self._open_calls(self.server):
                     call.broken("the network is gone")
+            elif what == "machine":
+                self.rng.choice(self.machines).fails(self.rng)
             elif what == "disk":
                 self.disk.full = True
                 await asyncio.sleep(self.rng.uniform(0, 3))
@@ -262,11 +255,11 @@ class World:
             record = server.core.storage.records.find(run_id) if server is not None else None
             if server is None or record is None:
                 continue
-            engine = self.rng.choice(server.engines)
+            engine = self.rng.choice(server.core.engines.engines)
             if engine.is_ready and self.rng.random() < 0.8:
                 self.note(f"the run moves to engine {engine.number}")
                 server.process.spawn(self._moved(server, record, engine.number))
-            elif engine.is_ready:
+            elif engine.is_ready and isinstance(engine, SimulatedEngine):
                 self.note(f"engine {engine.number} ends")
                 engine.end()
                 self.network.after(self.rng.uniform(0, 1), engine.begin)
@@ -292,7 +285,7 @@ class World:
             for number in [number for number in self.logs[run_id].executed if number > accepted]:
                 del self.logs[run_id].executed[number]
         for call in self._open_calls(server):
-            self.network.after(self.network.latency(), partial(call.broken, "the server died"))
+            call.server_died()
         self.network.after(self.rng.uniform(0, 2), lambda: self._restarting(self._start_server()))
 
     def _restarting(self, start: Any) -> None:
@@ -359,10 +352,19 @@ class World:
         request = Request.of(pb.Operation(zero_grad=pb.ZeroGrad()))
         await link.queue.submit("zero_grad", lambda: request, lambda result, columns: None)
         assert self.server is not None
-        holders = [engine for engine in self.server.engines if run_id in engine.runs]
+        end = self.loop.time() + HOURS
+        while len(holders := self._holders(run_id)) > 1 and self.loop.time() < end:  # noqa: ASYNC110
+            await asyncio.sleep(1)  # another machine has yet to hear that it was to drop the run
         if len(holders) != 1:
             self.defects.append(f"the run is on {len(holders)} engines")
         return list(holders[0].runs[run_id].history)
+
+    def _holders(self, run_id: str) -> list[SimulatedEngine]:
+        """The engines that have the run, but for those that the server has given up."""
+        assert self.server is not None
+        far = [machine.life for machine in self.machines if machine.life is not None]
+        engines = [*self.server.engines, *(life.engine for life in far if life.process.alive and life.counts)]
+        return [engine for engine in engines if run_id in engine.runs]
 
     # ---- what is observed
 

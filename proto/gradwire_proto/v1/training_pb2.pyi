@@ -1203,11 +1203,14 @@ class TokenizerInfo(_message.Message):
     SPECIAL_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_NAMES_FIELD_NUMBER: _builtins.int
+    TOOL_TEMPLATE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     vocab_size: _builtins.int
     """added tokens included"""
     chat_template: _builtins.str
     """empty: the model has none"""
+    tool_template: _builtins.str
+    """that of conversations with tools; empty: chat_template"""
     @_builtins.property
     def special_tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """by role: bos_token, eos_token, pad_token, ..."""
@@ -1229,10 +1232,11 @@ class TokenizerInfo(_message.Message):
         special_token_ids: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         chat_template: _builtins.str = ...,
         chat_template_names: _abc.Iterable[_builtins.str] | None = ...,
+        tool_template: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat_template", b"chat_template", "chat_template_names", b"chat_template_names", "model", b"model", "special_token_ids", b"special_token_ids", "special_tokens", b"special_tokens", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat_template", b"chat_template", "chat_template_names", b"chat_template_names", "model", b"model", "special_token_ids", b"special_token_ids", "special_tokens", b"special_tokens", "tool_template", b"tool_template", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,6 +58,7 @@ class Renderer:
             special_token_ids={text: number for number, text in self._specials.items()},
             chat_template=sources.get("default", ""),
             chat_template_names=[name for name in sources if name != "default"],
+            tool_template=sources.get("tool_use", ""),
         )
 
     def render(self, owner: str, request: pb.RenderRequest) -> pb.RenderResponse:

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import json
 import re
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -229,6 +230,20 @@ def test_chat_in_whole_and_in_parts(client: openai.OpenAI) -> None:
         text += choice.delta.content or ""
         role, reason = role or choice.delta.role, choice.finish_reason or reason
     assert (role, text, reason) == ("assistant", whole.choices[0].message.content, whole.choices[0].finish_reason)
+
+
+def test_beside_log_probabilities_a_part_is_one_token(client: openai.OpenAI) -> None:
+    choices: dict[str, Any] = {"structured_outputs": {"choice": ["the cat sat on the mat", "a naïve mat"]}}
+    asked: dict[str, Any] = {"model": "tiny", "messages": HELLO, "n": 8, "max_tokens": 60, "extra_body": choices}
+    texts, last = defaultdict[int, str](str), dict[int, str | None]()
+    for part in client.chat.completions.create(**asked, stream=True, logprobs=True, top_logprobs=2):
+        (choice,) = part.choices
+        texts[choice.index] += choice.delta.content or ""
+        for entry in (choice.logprobs and choice.logprobs.content) or []:
+            assert len(choice.logprobs.content) == 1 and len(entry.top_logprobs) == 2
+            last[choice.index] = entry.token
+            assert choice.delta.content in (None, entry.token) or entry.token == "�"
+    assert [*last.values()] == ["</s>"] * 8 and set(texts.values()) <= set(choices["structured_outputs"]["choice"])
 
 
 def test_answers_follow_a_schema(client: openai.OpenAI) -> None:

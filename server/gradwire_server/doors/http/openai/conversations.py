@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,11 +92,11 @@ class Conversation:
         """
         asked = self._asked
         info = await self._core.texts.tokenizer_info(self._caller, self.base)
-        template = info.chat_template
         tools = checked_tools(asked.tools)
         must = forced(asked.tool_choice, tools)
         if asked.tool_choice != "none":
             self._tools = tools
+        template = (info.tool_template if self._tools else "") or info.chat_template
         if self._tools and "tools" not in template:
             raise unsupported(f"the chat template of {self.base} takes no tools", "tools")
         schema = asked.response_format.json_schema_text() if asked.response_format is not None else ""
@@ -140,7 +140,7 @@ class Conversation:
         ids = defaultdict[int, list[int]](list)
         reasoning = 0
         async for frame in streamed(self._core, self._caller, call, self._asked.model):
-            for delta in frame.deltas:
+            for delta in _steps(frame.deltas, apart=bool(self._asked.logprobs)):
                 reader = readers.get(delta.row) or readers.setdefault(delta.row, AnswerReader(self._form))
                 content = thought = ""
                 for text in delta.texts:
@@ -173,7 +173,7 @@ class Conversation:
     async def _prompt(self, template: str) -> tuple[list[int], ConversationImages]:
         """The ids of the conversation, ready for the assistant's turn, and its images."""
         asked, images = self._asked, ConversationImages()
-        messages = messages_for_template(asked.messages, images)
+        messages = messages_for_template(asked.messages, images, template)
         if images.numbers and not self._core.model_info(self.base).takes_images:
             raise unsupported(f"the messages have images, and the model {self.base} takes none", "messages")
         variables = dict(asked.chat_template_kwargs or {})
@@ -228,6 +228,30 @@ def _continued(messages: Sequence[Mapping[str, Any]], asked: ChatRequest) -> str
         message = "continue_final_message needs a last message of the assistant's with text, and one before it"
         raise invalid(message, "continue_final_message")
     return str(last["content"])
+
+
+def _steps(deltas: Iterable[pb.SampleDelta], *, apart: bool) -> Iterator[pb.SampleDelta]:
+    """The deltas, or each of their tokens: next to log-probabilities, a text is that of one token, as with OpenAI.
+
+    Guidance takes a part of several tokens for their texts, of which one may end the answer or be half a character.
+    """
+    for delta in deltas:
+        count = len(delta.token_ids)
+        if not apart or count < 2:
+            yield delta
+            continue
+        width = len(delta.top_token_ids) // count
+        for place in range(count):
+            tops = slice(place * width, (place + 1) * width)
+            yield pb.SampleDelta(
+                row=delta.row,
+                token_ids=[delta.token_ids[place]],
+                logprobs=[delta.logprobs[place]],
+                texts=[delta.texts[place]],
+                stop_reason=delta.stop_reason if place == count - 1 else "",
+                top_token_ids=delta.top_token_ids[tops],
+                top_logprobs=delta.top_logprobs[tops],
+            )
 
 
 def _reason(reason: str, calls: Sequence[Mapping[str, Any]]) -> str:

@@ -83,12 +83,23 @@ tinker: setup .venv-tinker/.installed
 # Programs that speak OpenAI's API or Anthropic's against a server, as they are on PyPI and npm, each in the environment of
 # those that agree with it on their requirements. `GRADWIRE_WRITE_DOCS=1 make openai` writes what ran into docs/openai.md.
 OPENAI_CLIENTS := .venv-openai-shared .venv-openai-instructor .venv-openai-aider
-openai: setup $(OPENAI_CLIENTS:%=%/.installed) .node-openai/.installed
+openai: setup $(OPENAI_CLIENTS:%=%/.installed) .venv-openai-templates/.installed .node-openai/.installed
 	$(BIN)/python -m pytest tests/openai_clients -m slow
 
 $(OPENAI_CLIENTS:%=%/.installed): .venv-openai-%/.installed: tests/openai_clients/requirements/%.txt
 	test -x .venv-openai-$*/bin/python || $(PYTHON) -m venv .venv-openai-$*
 	.venv-openai-$*/bin/python -m pip install --quiet --requirement $<
+	touch $@
+
+# Packages in whose files the chat templates of the families are; llama-cpp-python's are in its source alone.
+.venv-openai-templates/.installed: tests/openai_clients/requirements/templates.txt
+	test -x .venv-openai-templates/bin/python || $(PYTHON) -m venv .venv-openai-templates
+	.venv-openai-templates/bin/python -m pip install --quiet 'mistral-common[sentencepiece]==1.13.1'
+	.venv-openai-templates/bin/python -m pip install --quiet --no-deps --requirement $<
+	.venv-openai-templates/bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-python \
+	  --dest .venv-openai-templates llama-cpp-python==0.3.36
+	tar xzf .venv-openai-templates/llama_cpp_python-*.tar.gz -C .venv-openai-templates --wildcards '*/models/templates/*'
+	rm .venv-openai-templates/llama_cpp_python-*.tar.gz
 	touch $@
 
 .node-openai/.installed: tests/openai_clients/package.json tests/openai_clients/packages.mjs

@@ -17,7 +17,7 @@ import pytest
 from support.agent import Agent, Wire
 from support.stage import Stage, kill, wait_for
 
-from tests.faults.conftest import SETTINGS, Calm
+from tests.faults.conftest import COUNT, SETTINGS, Calm
 from tests.faults.test_kills import compare
 
 RUNS = 3
@@ -98,3 +98,41 @@ def test_faults_of_an_engine_elsewhere_cost_nothing(
     assert restarts >= len(faults) - 1
     agent.end()
     print(f"{dict(seen)}; {restarts} restarts of the engine elsewhere")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_engines_are_replaced_one_after_another_while_runs_train(
+    tiny_model_path: Path, tmp_path: Path, seed: int, left_alone: Callable[[int, int], Calm]
+) -> None:
+    calm = left_alone(seed, COUNT)
+    stage = Stage(tiny_model_path, tmp_path, "--engines", "0").start()
+    agents = {name: Agent(stage.server.address, name=name).start() for name in ("one", "two")}
+    outs = [stage.folder / f"results-{number}.jsonl" for number in range(RUNS)]
+    with gradwire.sync.connect(stage.server.address) as service:
+
+        def engines() -> dict[str, gradwire.EngineInfo]:
+            return {engine.machine: engine for engine in service.server_info().engines if engine.ready}
+
+        wait_for("both engines", lambda: len(engines()) == 2)
+        run_ids, clients = [stage.create(**SETTINGS) for _ in outs], []
+        for run_id, stage.out in zip(run_ids, outs, strict=True):
+            stage.run_client(run_id, calm.seed, calm.count)
+            clients.append(stage.client)
+        for turn, (name, agent) in enumerate(agents.items(), start=1):
+            for run_id in run_ids:
+                wait_for("the runs to get on", lambda: stage.got_to(run_id, turn * COUNT // 4))  # noqa: B023
+            number = engines()[name].number
+            service.drain_engine(number)
+            wait_for("an engine without runs", lambda: not engines()[name].placed_runs)  # noqa: B023
+            agent.end()
+            agents[name] = Agent(stage.server.address, name=name).start()
+            wait_for("its successor", lambda: name in engines() and engines()[name].restarts)  # noqa: B023
+            service.drain_engine(number, undo=True)
+        assert not any(engine.drains for engine in engines().values())
+        for run_id, stage.out, stage.client in zip(run_ids, outs, clients, strict=True):
+            wait_for("the loop's end", stage.finished)
+            compare(stage, run_id, calm)
+    for agent in agents.values():
+        agent.end()
+    stage.close()

@@ -197,10 +197,6 @@ def no_uncertain_names(real: Callable[..., Any]) -> Callable[..., Any]:
     return lambda header: real(header)[:8] + next(count).to_bytes(8, "little")
 
 
-async def at_once_out(run: RunQueue) -> None:
-    pass
-
-
 def from_now(real: Callable[[Visit, int], None]) -> Callable[[Visit, int], None]:
     def extend(visit: Visit, number: int) -> None:
         visit._sent[number] = lease.now_ns()
@@ -229,9 +225,6 @@ DEFECTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "a result goes to whoever waits for its number": lambda: replaced(queue.OperationQueue, "_settle", own_at_once),
     "a client that reads results again skips one": lambda: replaced(SimulatedTransport, "results", skips_one),
     "a full disk ends a client": lambda: mock.patch.object(link, "AWAY", errors.RETRYABLE),
-    "an engine lets a run go before it has done its operations": lambda: replaced(
-        RunQueue, "out_of_engine", lambda real: at_once_out
-    ),
     "a run that an engine lets go counts as held": lambda: replaced(RunQueue, "let_go", lambda real: lambda run: None),
     "an agent's engine that is given up still writes": lambda: replaced(remote, "give_up", lambda real: str),
     "a server leaves the agents' engines of the one before it": lambda: replaced(
@@ -245,7 +238,6 @@ DEFECTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 LATE = (
     "two writers get one epoch",
-    "an engine lets a run go before it has done its operations",
     "an agent's engine that is given up still writes",
     "a server leaves the agents' engines of the one before it",
 )

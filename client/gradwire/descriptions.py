@@ -90,6 +90,7 @@ class RunInfo:
         lanes: Number of ranks that can share its work.
         engine_s: Seconds that engines have computed for it; of what is computed together, its share.
         record_batches: Share of its batches that the server records.
+        neftune_noise_alpha: Of the noise that training adds to its embeddings; 0 for none.
     """
 
     run_id: str
@@ -122,6 +123,7 @@ class RunInfo:
     lanes: int = 1
     engine_s: float = 0.0
     record_batches: float = 0.0
+    neftune_noise_alpha: float = 0.0
 
     @staticmethod
     def from_message(run: pb.Run) -> RunInfo:

@@ -177,6 +177,7 @@ class ServiceClient(Connected):
         lanes: int | None = None,
         keep_journal: bool = False,
         record_batches: float = 0.0,
+        neftune_noise_alpha: float = 0.0,
     ) -> TrainingClient:
         """Create a run with its own weights, optimizer state and queue.
 
@@ -216,6 +217,9 @@ class ServiceClient(Connected):
             record_batches: Share of the trained batches, 0 to 1, that the server records with the log-probabilities
                 that their losses saw, for ``list_recordings`` and the console; the first batch is always among them.
                 The oldest go beyond the server's ``max_recorded_bytes`` a run (64 MiB).
+            neftune_noise_alpha: Noise that training adds to the embeddings (NEFTune, Jain et al. 2023), uniform in
+                ``+-alpha / sqrt(tokens of the row * width)``; the paper takes 5 for supervised fine-tuning. As with
+                ``dropout``, rows go through the model one by one, and the noise depends on the row alone.
 
         Raises:
             UnknownModelError: The server does not hold the model.
@@ -254,6 +258,7 @@ class ServiceClient(Connected):
             lanes=lanes or 0,
             keep_journal=keep_journal,
             record_batches=record_batches,
+            neftune_noise_alpha=neftune_noise_alpha,
         )
         request = pb.CreateRunRequest(config=config, idempotency_key=secrets.token_hex(16))
         run = await self._transport.unary(lambda stub: stub.CreateRun, request, timeout_s=None)
@@ -302,6 +307,8 @@ class ServiceClient(Connected):
         name: str = "",
         with_optimizer: bool = False,
         num_labels: int = 0,
+        dropout: float | None = None,
+        neftune_noise_alpha: float | None = None,
     ) -> TrainingClient:
         """Create a run from a checkpoint's weights.
 
@@ -312,6 +319,7 @@ class ServiceClient(Connected):
             name: A label for people.
             with_optimizer: Also copy the optimizer's moments and the step count.
             num_labels: Number of classes, with ``head="classification"``.
+            dropout, neftune_noise_alpha: As for ``create_run``; None: those of the checkpoint's run.
         """
         request = message(
             pb.ForkRunRequest,
@@ -321,6 +329,8 @@ class ServiceClient(Connected):
             name=name,
             with_optimizer=with_optimizer,
             num_labels=num_labels,
+            dropout=dropout,
+            neftune_noise_alpha=neftune_noise_alpha,
             idempotency_key=secrets.token_hex(16),
         )
         run = await self._transport.unary(lambda stub: stub.ForkRun, request, timeout_s=None)

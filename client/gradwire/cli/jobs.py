@@ -58,7 +58,7 @@ def list_jobs(access: Access) -> None:
          minute(job.created_at), job.owner)
         for job in jobs
     ]  # fmt: skip
-    print_listing(columns, rows, empty=f"no jobs on {access.address}", right="step")
+    print_listing(columns, rows, empty=f"no jobs on {access.address}", right=["step"])
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rich.console import Console, ConsoleOptions
 from rich.measure import Measurement
@@ -17,14 +17,16 @@ UNBOUNDED = 10_000
 """Columns that hold any table."""
 
 
-def print_listing(columns: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str, right: str = "") -> None:
+def print_listing(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str, right: Collection[str] = ()
+) -> None:
     """Print rows below their columns; in a terminal narrower than that, each row in lines of its own.
 
     Where the output is no terminal, no line is folded.
 
     Args:
         empty: What to print if there are no rows.
-        right: The column that is aligned to the right.
+        right: The columns that are aligned to the right.
     """
     if not rows:
         print(empty)
@@ -32,7 +34,7 @@ def print_listing(columns: Sequence[str], rows: Sequence[Sequence[str]], *, empt
     console = Console()
     table = Table(box=None, pad_edge=False)
     for column in columns:
-        table.add_column(column, no_wrap=True, justify="right" if column == right else "left")
+        table.add_column(column, no_wrap=True, justify="right" if column in right else "left")
     for row in rows:
         table.add_row(*(Text(plain(cell)) for cell in row))
     if not console.is_terminal:

@@ -23,7 +23,7 @@ def list_runs(access: Access) -> None:
         (run.run_id, run.name, run.base_model, str(run.step), minute(run.created_at), run.owner, run.latest_checkpoint)
         for run in sorted(runs, key=lambda run: -run.created_at)
     ]
-    print_listing(columns, rows, empty=f"no runs on {access.address}", right="step")
+    print_listing(columns, rows, empty=f"no runs on {access.address}", right=["step"])
 
 
 @app.command()

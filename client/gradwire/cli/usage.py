@@ -53,7 +53,8 @@ def usage(
         for row, (*numbers, engine_s) in zip(rows, counts, strict=True)
     ]
     titles = [title for each in by for title in (("run", "name") if each == "run" else (each,))]
-    print_listing((*titles, *names, *cost), lines, empty=f"nothing was used on {access.address} in {days} days")
+    empty = f"nothing was used on {access.address} in {days} days"
+    print_listing((*titles, *names, *cost), lines, empty=empty, right=[*names, *cost])
 
 
 def _named(entry: Usage, by: list[By]) -> tuple[str, ...]:

@@ -42,12 +42,13 @@ async def new_run(
     num_labels: int = 0,
 ) -> Any:
     """Create the run of a training: on the base model, or from the checkpoint that ``init_from`` names."""
-    name = settings.folder.rstrip("/").rpartition("/")[2]
+    name, noise = settings.folder.rstrip("/").rpartition("/")[2], getattr(settings, "neftune_noise_alpha", 0.0)
     if settings.init_from:
         start = trained(settings.init_from)
         return await service.fork_run(
-            start.checkpoint, head=head or "", seed=settings.seed, name=name, num_labels=num_labels
-        )
+            start.checkpoint, head=head or "", seed=settings.seed, name=name, num_labels=num_labels,
+            dropout=settings.lora_dropout or settings.dropout, neftune_noise_alpha=noise,
+        )  # fmt: skip
     return await service.create_run(
         model.name,
         lora=_lora(settings),
@@ -57,6 +58,7 @@ async def new_run(
         kind=kind,
         name=name,
         num_labels=num_labels,
+        neftune_noise_alpha=noise,
     )
 
 

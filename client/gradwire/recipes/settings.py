@@ -35,6 +35,7 @@ LEAST = {
         "lora_alpha",
         "lora_dropout",
         "dropout",
+        "neftune_noise_alpha",
         "head_learning_rate",
         "max_grad_norm",
         "keep",
@@ -43,6 +44,8 @@ LEAST = {
     1: ("batch_size", "accumulation", "epochs", "max_tokens", "answer_tokens", "group_size", "answers", "turns"),
 }
 """Smallest value of a number -> the settings."""
+OF_ADAPTER = ("lora_alpha", "lora_targets", "rslora")
+"""What an adapter keeps for its life."""
 LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
@@ -149,6 +152,9 @@ class Settings(ServiceSettings):
         for name in ("lora_dropout", "dropout"):
             if getattr(self, name) >= 1:
                 raise SettingsError(f"{name} is {getattr(self, name)}; it must be at least 0 and less than 1")
+        for name in OF_ADAPTER if self.init_from else ():
+            if getattr(self, name) != getattr(type(self)(), name):
+                raise SettingsError(f"{name} is that of init_from, whose adapter goes on: leave it out")
         if not isinstance(self.data, str):
             for part in self.data:
                 check_part(part)

@@ -36,9 +36,9 @@ def warn_of_warmup(settings: Settings, total: int) -> None:
     """Log a warning if the training ends before its warmup does."""
     if settings.warmup > total:
         logger.warning(
-            "warmup is %d steps and the training has %d: the learning rate ends far below learning_rate = %g; set "
-            "warmup to a part of the steps, or to 0",
-            settings.warmup, total, settings.learning_rate,
+            "warmup is %d steps and the training has %d: the learning rate ends below its peak; set warmup to a part "
+            "of the steps, or to 0",
+            settings.warmup, total,
         )  # fmt: skip
 
 

@@ -1315,6 +1315,7 @@ class RunConfig(_message.Message):
     LANES_FIELD_NUMBER: _builtins.int
     KEEP_JOURNAL_FIELD_NUMBER: _builtins.int
     RECORD_BATCHES_FIELD_NUMBER: _builtins.int
+    NEFTUNE_NOISE_ALPHA_FIELD_NUMBER: _builtins.int
     base_model: _builtins.str
     head: _builtins.str
     """"", "value" (one scalar per token), "reward" (one per sequence) or"""
@@ -1347,6 +1348,8 @@ class RunConfig(_message.Message):
     """Share of the run's trained batches, 0 to 1, that the server records with the log-probabilities that their losses saw:
     see ListRecordings. The first batch is recorded unless it is 0.
     """
+    neftune_noise_alpha: _builtins.float
+    """Training adds noise to the embeddings, uniform in +-neftune_noise_alpha / sqrt(tokens of the row * width); 0: none."""
     @_builtins.property
     def lora(self) -> Global___LoraSettings:
         """absent: all weights are trained"""
@@ -1371,10 +1374,11 @@ class RunConfig(_message.Message):
         lanes: _builtins.int = ...,
         keep_journal: _builtins.bool = ...,
         record_batches: _builtins.float = ...,
+        neftune_noise_alpha: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing", "_router_aux_loss_coef", b"_router_aux_loss_coef", "gradient_checkpointing", b"gradient_checkpointing", "lora", b"lora", "router_aux_loss_coef", b"router_aux_loss_coef"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing", "_router_aux_loss_coef", b"_router_aux_loss_coef", "base_model", b"base_model", "dropout", b"dropout", "from_upload", b"from_upload", "gradient_checkpointing", b"gradient_checkpointing", "head", b"head", "keep_journal", b"keep_journal", "kind", b"kind", "lanes", b"lanes", "lora", b"lora", "name", b"name", "num_labels", b"num_labels", "record_batches", b"record_batches", "router_aux_loss_coef", b"router_aux_loss_coef", "seed", b"seed", "tags", b"tags"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing", "_router_aux_loss_coef", b"_router_aux_loss_coef", "base_model", b"base_model", "dropout", b"dropout", "from_upload", b"from_upload", "gradient_checkpointing", b"gradient_checkpointing", "head", b"head", "keep_journal", b"keep_journal", "kind", b"kind", "lanes", b"lanes", "lora", b"lora", "name", b"name", "neftune_noise_alpha", b"neftune_noise_alpha", "num_labels", b"num_labels", "record_batches", b"record_batches", "router_aux_loss_coef", b"router_aux_loss_coef", "seed", b"seed", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gradient_checkpointing: _TypeAlias = _typing.Literal["gradient_checkpointing"]  # noqa: Y015
     _WhichOneofArgType__gradient_checkpointing: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing"]  # noqa: Y015
@@ -1819,6 +1823,8 @@ class ForkRunRequest(_message.Message):
     WITH_OPTIMIZER_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     NUM_LABELS_FIELD_NUMBER: _builtins.int
+    DROPOUT_FIELD_NUMBER: _builtins.int
+    NEFTUNE_NOISE_ALPHA_FIELD_NUMBER: _builtins.int
     checkpoint: _builtins.str
     """"RUN_ID/NAME" """
     head: _builtins.str
@@ -1830,6 +1836,9 @@ class ForkRunRequest(_message.Message):
     idempotency_key: _builtins.str
     num_labels: _builtins.int
     """with head "classification" """
+    dropout: _builtins.float
+    """absent: the checkpoint's run's own, as for the next"""
+    neftune_noise_alpha: _builtins.float
     def __init__(
         self,
         *,
@@ -1840,14 +1849,25 @@ class ForkRunRequest(_message.Message):
         with_optimizer: _builtins.bool = ...,
         idempotency_key: _builtins.str = ...,
         num_labels: _builtins.int = ...,
+        dropout: _builtins.float | None = ...,
+        neftune_noise_alpha: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_head", b"_head", "head", b"head"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dropout", b"_dropout", "_head", b"_head", "_neftune_noise_alpha", b"_neftune_noise_alpha", "dropout", b"dropout", "head", b"head", "neftune_noise_alpha", b"neftune_noise_alpha"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_head", b"_head", "checkpoint", b"checkpoint", "head", b"head", "idempotency_key", b"idempotency_key", "name", b"name", "num_labels", b"num_labels", "seed", b"seed", "with_optimizer", b"with_optimizer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dropout", b"_dropout", "_head", b"_head", "_neftune_noise_alpha", b"_neftune_noise_alpha", "checkpoint", b"checkpoint", "dropout", b"dropout", "head", b"head", "idempotency_key", b"idempotency_key", "name", b"name", "neftune_noise_alpha", b"neftune_noise_alpha", "num_labels", b"num_labels", "seed", b"seed", "with_optimizer", b"with_optimizer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__dropout: _TypeAlias = _typing.Literal["dropout"]  # noqa: Y015
+    _WhichOneofArgType__dropout: _TypeAlias = _typing.Literal["_dropout", b"_dropout"]  # noqa: Y015
     _WhichOneofReturnType__head: _TypeAlias = _typing.Literal["head"]  # noqa: Y015
     _WhichOneofArgType__head: _TypeAlias = _typing.Literal["_head", b"_head"]  # noqa: Y015
+    _WhichOneofReturnType__neftune_noise_alpha: _TypeAlias = _typing.Literal["neftune_noise_alpha"]  # noqa: Y015
+    _WhichOneofArgType__neftune_noise_alpha: _TypeAlias = _typing.Literal["_neftune_noise_alpha", b"_neftune_noise_alpha"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dropout) -> _WhichOneofReturnType__dropout | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__head) -> _WhichOneofReturnType__head | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__neftune_noise_alpha) -> _WhichOneofReturnType__neftune_noise_alpha | None: ...
 
 Global___ForkRunRequest: _TypeAlias = ForkRunRequest  # noqa: Y015
 

@@ -97,6 +97,12 @@ class Runs:
         if request.HasField("head"):
             config.head, config.num_labels = request.head, request.num_labels
         config.seed, config.name = request.seed, request.name
+        if request.HasField("dropout"):
+            config.dropout = request.dropout
+            if config.HasField("lora"):
+                config.lora.dropout = request.dropout
+        if request.HasField("neftune_noise_alpha"):
+            config.neftune_noise_alpha = request.neftune_noise_alpha
         config.lanes = self._ranks_for(config.base_model)
         self._check(config, request.idempotency_key)
         record = new_record(caller.name, config, request.idempotency_key, _content(request))
@@ -341,6 +347,9 @@ class Runs:
             raise _invalid('num_labels goes with head="classification"', "num_labels")
         if not 0.0 <= config.dropout < 1.0:
             raise _invalid(f"dropout is {config.dropout}; 0 <= dropout < 1", "dropout")
+        if not 0.0 <= config.neftune_noise_alpha < float("inf"):
+            message = f"neftune_noise_alpha is {config.neftune_noise_alpha}; it is a finite number of at least 0"
+            raise _invalid(message, "neftune_noise_alpha")
         if not 0.0 <= config.router_aux_loss_coef < float("inf"):
             raise _invalid(
                 f"router_aux_loss_coef is {config.router_aux_loss_coef}; it is a finite number of at least 0",

@@ -91,7 +91,7 @@ def test_an_axolotl_configuration(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "sft.yaml").read_text()) == {
         "model": "org/model", "held_out": 0.05, "max_tokens": 4096, "lora_rank": 32, "lora_alpha": 16.0,
         "batch_size": 8, "epochs": 3, "optimizer": "adamw8bit", "schedule": "cosine", "learning_rate": 2e-4,
-        "folder": "./out",
+        "folder": "./out", "neftune_noise_alpha": 5.0,
         "data": [
             {"path": "talks.jsonl", "mapping": {"messages": "turns"}},
             {"path": "org/set", "split": "test", "mapping": {"prompt": "ask", "completion": "say"}},
@@ -101,7 +101,6 @@ def test_an_axolotl_configuration(tmp_path: Path) -> None:
     for words in (
         "adapter: qlora: the base is quantized by the server",
         "sample_packing: not needed: the server packs rows",
-        "neftune_noise_alpha: no counterpart: no noise is added",
         "warmup_ratio: set warmup to 0.1 of the steps",
         "evals_per_epoch: no counterpart is known; '4' is left out",
         "datasets: org/set: format: no counterpart is known",

@@ -146,3 +146,30 @@ def test_a_model_is_exported_with_the_rates_it_came_with(make: Make, tmp_path: P
     there = AutoConfig.from_pretrained(tmp_path)
     rates = {name: rate for name, rate in vars(there).items() if "drop" in name and isinstance(rate, float) and rate}
     assert rates and set(rates.values()) == {RATE}
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["full", "lora"])
+def test_noise_on_embeddings_is_that_of_the_row(make: Make, batches: Any, lora: Any) -> None:
+    run = make(lora=lora, neftune_noise_alpha=5.0)
+    rows = batches.batch(get_loss("causal_lm"))
+    (whole, gradients), *others = (trained(run, batches, rows, budget) for budget in (WHOLE, SMALL, RECOMPUTE))
+    for found, theirs in others:
+        assert found.loss == pytest.approx(whole.loss, rel=1e-6)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(theirs[name], gradient, atol=1e-6, rtol=1e-4)
+    assert trained(make(lora=lora), batches, rows, WHOLE)[0].loss != pytest.approx(whole.loss, rel=1e-6)
+    assert "neftune_noise_alpha 5" in run.policy.draws
+
+
+def test_noise_on_embeddings_has_the_papers_size(make: Make) -> None:
+    """Uniform in +-alpha / sqrt(L * d), as equation (1) of arXiv 2310.05914 has it; none when scoring."""
+    run = make(neftune_noise_alpha=5.0)
+    ids = torch.randint(64, (1, 40))
+    embeddings = run.policy.model.get_input_embeddings()
+    run.policy.activate(training=True)
+    noise = (embeddings(ids) - embeddings.weight[ids]).detach()
+    bound = 5.0 / (40 * 32) ** 0.5
+    assert noise.abs().max() <= bound * (1 + 1e-5) and noise.abs().mean().item() == pytest.approx(bound / 2, rel=0.1)
+    assert noise.mean().abs() < 0.1 * bound
+    run.policy.activate()
+    assert torch.equal(embeddings(ids), embeddings.weight[ids])

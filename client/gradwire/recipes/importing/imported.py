@@ -32,7 +32,6 @@ REASONS: Mapping[str, tuple[str, ...]] = {
     ),
     "code of models is never run here": ("trust_remote_code",),
     "no counterpart: DoRA's magnitudes are not computed": ("peft_use_dora", "use_dora"),
-    "no counterpart: no noise is added to embeddings": ("neftune_noise_alpha",),
 }  # fmt: skip
 """Why keys have no setting here -> the keys."""
 SERVERS = {key: reason for reason, keys in REASONS.items() for key in keys}
@@ -47,8 +46,8 @@ SCHEDULES = {
 }  # fmt: skip
 SAME: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "learning_rate": ("learning_rate", float), "weight_decay": ("weight_decay", float),
-    "max_grad_norm": ("max_grad_norm", float), "seed": ("seed", int),
-    "max_steps": ("max_steps", lambda n: max(0, int(n))),
+    "neftune_noise_alpha": ("neftune_noise_alpha", float), "max_grad_norm": ("max_grad_norm", float),
+    "seed": ("seed", int), "max_steps": ("max_steps", lambda n: max(0, int(n))),
 
     "num_epochs": ("epochs", math.ceil), "num_train_epochs": ("epochs", lambda n: math.ceil(float(n))),
     "warmup_steps": ("warmup", int), "output_dir": ("folder", str), "save_total_limit": ("keep", int),

@@ -46,6 +46,7 @@ class Policy:
         gradient_checkpointing: Whether training recomputes the activations of all micro-batches in the backward pass.
         dropout: Rate of the model's own dropout in training mode.
         router_aux_loss_coef: Coefficient of the experts' load-balancing loss in training; 0 for none.
+        noise_alpha: Of the noise on the embeddings in training mode; 0 for none.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Policy:
         gradient_checkpointing: bool = False,
         dropout: float = 0.0,
     ) -> None:
-        self.router_aux_loss_coef = 0.0
+        self.router_aux_loss_coef = self.noise_alpha = 0.0
         self.split_model = split_model
         self.head = head
         self.gradient_checkpointing = gradient_checkpointing
@@ -96,6 +97,7 @@ class Policy:
             checkpointing=training and recompute,
             chunks=training and Activations.CHUNK in activations,
             dropout=self.dropout,
+            noise_alpha=self.noise_alpha,
         )
 
     def packing(self, *, training: bool = False, images: bool = False) -> Packing:
@@ -115,12 +117,13 @@ class Policy:
     @property
     def has_dropout(self) -> bool:
         """Whether a forward in training mode draws random numbers."""
-        return self.dropout > 0
+        return self.dropout > 0 or self.noise_alpha > 0
 
     @property
     def draws(self) -> list[str]:
-        """What draws random numbers in training mode, with its rate; empty unless the run asked for dropout."""
-        return [f"{name} {self.dropout:g}" for name in self.split_model.dropout_names if self.dropout > 0]
+        """What draws random numbers in training mode, with its rate; empty unless the run asked for it."""
+        noise = [f"neftune_noise_alpha {self.noise_alpha:g}"] if self.noise_alpha > 0 else []
+        return [f"{name} {self.dropout:g}" for name in self.split_model.dropout_names if self.dropout > 0] + noise
 
     def hidden(
         self,
@@ -330,7 +333,7 @@ class LoraPolicy(Policy):
 
     @property
     def has_dropout(self) -> bool:
-        return self._adapter_dropout > 0 or self.dropout > 0
+        return self._adapter_dropout > 0 or super().has_dropout
 
     @property
     def draws(self) -> list[str]:

@@ -40,7 +40,7 @@ def make_policy(pool: ModelPool, config: training_pb2.RunConfig, run_id: str) ->
             gradient_checkpointing=config.gradient_checkpointing,
             dropout=config.dropout,
         )
-        policy.router_aux_loss_coef = coefficient
+        policy.router_aux_loss_coef, policy.noise_alpha = coefficient, config.neftune_noise_alpha
         return policy
     split_model = pool.load(config.base_model)
     _check_checkpointing(config, split_model)
@@ -51,7 +51,7 @@ def make_policy(pool: ModelPool, config: training_pb2.RunConfig, run_id: str) ->
     policy = FullPolicy(
         split_model, head=head, gradient_checkpointing=config.gradient_checkpointing, dropout=config.dropout
     )
-    policy.router_aux_loss_coef = coefficient
+    policy.router_aux_loss_coef, policy.noise_alpha = coefficient, config.neftune_noise_alpha
     return policy
 
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.attention.packed import LAYOUT
 from gradwire_server.engine.model.attention.paged import PagedDecode, PagedPrefill
-from gradwire_server.engine.model.layers.dropout import DropoutPlaces, jittered
+from gradwire_server.engine.model.layers.dropout import DropoutPlaces, EmbeddingNoise, jittered
 from gradwire_server.engine.model.layers.embedding import add_rows_in_place
 from gradwire_server.engine.model.layers.feed_forward import FeedForward
 from gradwire_server.engine.model.layers.read_weights import observe_reads
@@ -177,6 +177,7 @@ class SplitModel:
         self._checkpointing = False
         self._dropout: float | None = None
         self._dropout_places = DropoutPlaces(model)
+        self._noise = EmbeddingNoise(self._embeddings)
         self._jittered = jittered(model)
         fix_rotary_factors(model, facts.context_length)
         model.eval()
@@ -296,13 +297,16 @@ class SplitModel:
         checkpointing: bool = False,
         chunks: bool = False,
         dropout: float = 0.0,
+        noise_alpha: float = 0.0,
     ) -> None:
         """Activate an adapter (None: the bare base), the mode and gradient checkpointing; free if active already.
 
         Args:
             chunks: Whether feed-forward layers compute the tokens in chunks.
             dropout: Rate of the model's own dropout in training mode.
+            noise_alpha: Of the noise on the embeddings in training mode.
         """
+        self._noise.alpha = noise_alpha if training else 0.0
         self._feed_forward.chunked = chunks
         if self.adapters is not None:
             self.adapters.use(adapter)
@@ -312,6 +316,7 @@ class SplitModel:
         """Activate several adapters, each for its span, and the mode, until the next :meth:`activate`."""
         assert self.adapters is not None
         self.adapters.use_spans(spans, self.device)
+        self._noise.alpha = 0.0
         self._feed_forward.chunked = False  # spans are places among all tokens
         self._set_mode(training, checkpointing)
 

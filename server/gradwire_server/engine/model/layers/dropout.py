@@ -1,4 +1,4 @@
-"""A model's dropout: off unless a run asks for it, then with masks that depend on the row alone.
+"""A model's dropout, and noise on its embeddings: off unless a run asks for it, then drawn for each row by itself.
 
 The dropout rates in a checkpoint's configuration were meant for its pretraining. A loss that compares two forwards of
 one policy (a ratio, a reference) is wrong if either drops activations, so dropout is off by default.
@@ -7,6 +7,7 @@ one policy (a ratio, a reference) is wrong if either drops activations, so dropo
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,6 +54,24 @@ def _rates(owner: object) -> Iterator[_Place]:
         named = "drop" in name or (name == "p" and isinstance(owner, nn.modules.dropout._DropoutNd))
         if named and isinstance(value, float | int) and not isinstance(value, bool) and 0 <= value < 1:
             yield holder, name, value
+
+
+class EmbeddingNoise:
+    """Noise on a model's embeddings in training mode (NEFTune, Jain et al. 2023, arXiv 2310.05914).
+
+    Attributes:
+        alpha: The noise of a row of ``L`` tokens is uniform in ``+-alpha / sqrt(L * width)``; 0 for none.
+    """
+
+    def __init__(self, embeddings: nn.Module) -> None:
+        self.alpha = 0.0
+        embeddings.register_forward_hook(self._added)
+
+    def _added(self, _module: nn.Module, _inputs: object, embedded: torch.Tensor) -> torch.Tensor:
+        if not self.alpha:
+            return embedded
+        bound = self.alpha / math.sqrt(embedded.shape[-2] * embedded.shape[-1])
+        return embedded + torch.empty_like(embedded).uniform_(-bound, bound)
 
 
 def jittered(model: nn.Module) -> list[nn.Module]:

@@ -219,7 +219,7 @@ class EngineOperation(_message.Message):
     dropped_step: _builtins.int
     """The newest earlier optimizer step that was not executed: gradients accumulated before it are dropped. 0: none."""
     deadline: _builtins.float
-    """Unix time from which on the operation fails; 0: never"""
+    """Seconds from its arrival after which the operation fails, then the engine's monotonic time; 0: never."""
     @_builtins.property
     def operation(self) -> _training_pb2.Operation: ...
     @_builtins.property

@@ -73,7 +73,7 @@ class Agreement:
                 training_pb2.ERROR_CODE_CANCELLED,
                 f"operation {asked.seq} was cancelled while it was executed; the run is as it was before it",
             )
-        if 0 < asked.deadline < time.time():
+        if 0 < asked.deadline < time.monotonic():
             return OperationError(
                 training_pb2.ERROR_CODE_DEADLINE_EXCEEDED,
                 f"operation {asked.seq} was not done when its timeout was over; the run is as it was before it",

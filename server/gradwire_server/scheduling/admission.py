@@ -280,7 +280,7 @@ class Admission:
         operation = queue.find(seq)
         if operation is None or operation.is_cancelled:
             return pb.CancelResponse()
-        if not 0 < operation.deadline <= time.time():
+        if operation.deadline > time.monotonic():
             return pb.CancelResponse()
         expires = await self._withdrawn(queue, operation) and not operation.is_cancelled
         error = queue.expire(operation) if expires else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 
 from gradwire_proto.v1 import engine_pb2
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _OF_THE_START = (pb.ERROR_CODE_UNKNOWN_LOSS, pb.ERROR_CODE_UNKNOWN_MODEL)
 """Errors of an operation accepted at an earlier start that another start may mend: its models and losses differ."""
+LEAST_S = 1e-6
+"""What is left of a timeout that is over."""
 DEATHS = 2
 """Number of engine crashes before an operation is quarantined."""
 
@@ -254,7 +257,8 @@ class Executor:
         request = operation_request(operation.header, queue.dropped_step(operation.seq))
         request.owner = queue.record.owner
         request.operation.traceparent = operation.trace.traceparent
-        request.operation.deadline = operation.deadline
+        if operation.deadline < math.inf:
+            request.operation.deadline = max(operation.deadline - time.monotonic(), LEAST_S)
         before = next(iter(queue.sent), operation.seq)
         request.operation.unless_failed = before if before < operation.seq else 0
         if operation.retried and kind_of(operation.header.operation).gives_checkpoint:

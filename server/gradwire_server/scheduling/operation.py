@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -102,6 +104,11 @@ class QueuedOperation:
     not_before: float = 0.0
     trace: Trace = NO_TRACE
     state: OperationState = field(default=OperationState.NEW, init=False)
+    _begun: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        # By the wall clock only what passed before this process had it: a clock that is set moves no deadline.
+        self._begun = time.monotonic() - max(time.time() - self.accepted_at, 0.0)
 
     def enter(self, state: OperationState) -> None:
         """Move to another state; called by the operation's queue only.
@@ -139,8 +146,8 @@ class QueuedOperation:
 
     @property
     def deadline(self) -> float:
-        """Unix time from which on it fails; 0 for never."""
-        return self.accepted_at + self.header.timeout_s if self.header.timeout_s > 0 else 0.0
+        """Monotonic time from which on it fails; infinite for never."""
+        return self._begun + self.header.timeout_s if self.header.timeout_s > 0 else math.inf
 
     @property
     def apart(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -91,9 +92,9 @@ class SamplesInParts:
         self._work = asyncio.create_task(self._together(sharing, answers[0]))
         self.answer: asyncio.Future[EngineAnswer] = asyncio.create_task(self._answer())
         self.answer.add_done_callback(retrieved)
-        deadline = asked.operation.deadline if asked.operation is not None else 0.0
-        if deadline:
-            late = asyncio.get_running_loop().call_later(max(deadline - time.time(), 0.0), self._late)
+        deadline = asked.operation.deadline if asked.operation is not None else math.inf
+        if deadline < math.inf:
+            late = asyncio.get_running_loop().call_later(max(deadline - time.monotonic(), 0.0), self._late)
             self.answer.add_done_callback(lambda _: late.cancel())
 
     @property

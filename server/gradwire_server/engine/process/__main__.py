@@ -20,6 +20,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -115,6 +116,8 @@ def _read_ahead(
         if message.HasField("verify_checkpoint"):
             read_back.submit(message)
             continue
+        if message.operation.deadline:
+            message.operation.deadline += time.monotonic()
         request = Request.read(message, payload)
         residency.prefetch(request.run_id)
         requests.put(images.begin(request))

@@ -1,0 +1,112 @@
+"""The wall clocks of server, engine and agent jump: leases, deadlines, heartbeats and results do not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import gradwire
+import pytest
+from support.agent import Agent
+from support.jumping_clock import COMPILER, JumpingClock
+from support.server import Server
+
+pytestmark = [
+    pytest.mark.slow,  # an engine, or two
+    pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="no C compiler: apt-get install gcc"),
+]
+JUMPS = (30, -400, 3000, 0)
+"""Days ahead of the real clock, one after the other."""
+
+
+def rows(number: int) -> list[dict[str, Any]]:
+    return [{"input_ids": [(number * 7 + 5 * place) % 90 + 3 for place in range(12)]} for _ in range(2)]
+
+
+async def figures(run: gradwire.TrainingClient, clock: JumpingClock | None) -> list[float]:
+    """Losses of training steps, between and during which the clock jumps."""
+    found = []
+    for number, days in enumerate(JUMPS):
+        waiting = [
+            run.train_step(rows(3 * number + each), "causal_lm", learning_rate=1e-2, timeout=120) for each in range(3)
+        ]
+        if clock is not None:
+            await asyncio.sleep(0.05)
+            clock.jump(days)
+        found += [(await each).loss for each in waiting]
+    return found
+
+
+@pytest.fixture
+def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JumpingClock:
+    clock = JumpingClock(tmp_path)
+    for name, value in clock.environment.items():
+        monkeypatch.setenv(name, value)
+    return clock
+
+
+async def test_a_training_and_a_stream_go_on_while_the_wall_clock_jumps(
+    tiny_model_path: Path, tmp_path: Path, clock: JumpingClock
+) -> None:
+    server = Server(tiny_model_path, tmp_path / "state", "--threads", "1").start()
+    engine = server.engine_pid
+    async with gradwire.connect(server.address) as service:
+        expected = await figures(await service.create_run("tiny", lora=2, seed=1), None)
+        run = await service.create_run("tiny", lora=2, seed=1)
+        sampled = 0
+
+        async def stream() -> None:
+            nonlocal sampled
+            client = service.sampling_client("tiny")
+            while True:
+                async for part in client.stream([5, 6], max_tokens=200, ignore_eos=True):
+                    sampled += bool(part)
+
+        streaming = asyncio.create_task(stream())
+        assert await figures(run, clock) == expected
+        clock.jump(-5000)
+        before = sampled
+        assert (await run.train_step(rows(50), "causal_lm", learning_rate=1e-2, timeout=120)).loss > 0
+        while sampled < before + 20:
+            await asyncio.sleep(0.01)
+            assert not streaming.done()
+        streaming.cancel()
+        await asyncio.gather(streaming, return_exceptions=True)
+        late = run.train_step(rows(51), "causal_lm", learning_rate=1e-2, timeout=1e-4)
+        with pytest.raises(gradwire.DeadlineExceededError):
+            await late
+        assert server.engine_pid == engine
+        clock.jump(4000)
+    assert await asyncio.to_thread(server.end) == 0
+    clock.jump(-4000)  # the next start finds rows of the future
+    await asyncio.to_thread(server.start)
+    async with gradwire.connect(server.address) as service:
+        again = await service.get_training_client(run.run_id)
+        assert (await again.train_step(rows(52), "causal_lm", learning_rate=1e-2)).loss > 0
+    assert await asyncio.to_thread(server.end) == 0
+
+
+async def test_an_agents_lease_outlives_jumps_of_either_clock(
+    tiny_model_path: Path, tmp_path: Path, clock: JumpingClock
+) -> None:
+    flags = ("--threads", "1", "--engine-lease", "20", "--engines", "0")
+    server = Server(tiny_model_path, tmp_path / "state", *flags).start()
+    for name in clock.environment:  # the agent's clock stays
+        os.environ.pop(name)
+    agent = Agent(server.address).start()
+    try:
+        async with gradwire.connect(server.address) as service:
+            while not any(each.ready for each in (await service.server_info()).engines):
+                assert agent.process.poll() is None, agent.said
+                await asyncio.sleep(0.1)
+            engine = agent.engine_pid
+            expected = await figures(await service.create_run("tiny", lora=2, seed=1), None)
+            assert await figures(await service.create_run("tiny", lora=2, seed=1), clock) == expected
+            assert agent.engine_pid == engine
+    finally:
+        await asyncio.to_thread(agent.end, signal.SIGTERM)
+        assert await asyncio.to_thread(server.end) == 0

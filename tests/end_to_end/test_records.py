@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
+import logging
 import subprocess
 import sys
 import tarfile
@@ -14,10 +16,13 @@ from pathlib import Path
 import gradwire
 import pytest
 from gradwire_proto.v1 import journal_pb2
+from gradwire_server.access.signing import sign
 from gradwire_server.checkpoint_files import StoredFile, read_sealed, sealed
+from gradwire_server.cli.verify import app
 from gradwire_server.journal.segments import Location, Segments
 from support.server import Server
 from support.tiny import tiny_model
+from typer.testing import CliRunner
 
 BATCH = {"input_ids": [[5, 9, 23, 7, 11], [3, 14, 15, 9]]}
 
@@ -163,6 +168,81 @@ def test_what_was_tampered_with_is_not_executed(
 ) -> None:
     done = verify(changed(recorded, tmp_path, change), recorded.model)
     assert done.returncode == 2 and reason in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def said_of(file: Path, *flags: str) -> str:
+    """What the command says of a record that it refuses; here, as a process each would take minutes."""
+    log = logging.getLogger("gradwire_server")
+    level = log.level
+    done = CliRunner().invoke(app, [str(file), "--model", "none", *flags])
+    log.setLevel(level)
+    assert done.exit_code == 2 and isinstance(done.exception, SystemExit), done
+    return done.stderr
+
+
+def test_a_changed_byte_is_noticed_in_every_part(recorded: Recorded, tmp_path: Path) -> None:
+    """Every file at its ends and middle, and the head of every file in the tar."""
+    whole, file = recorded.file.read_bytes(), tmp_path / "changed.tar"
+    with tarfile.open(recorded.file) as archive:
+        members = [member for member in archive if member.isfile()]
+    names = {member.name.partition("/")[0].removeprefix("./") for member in members}
+    assert {"record.json", "signature.json", "journal"} <= names
+    tried = 0
+    for member in members:
+        start, size = member.offset_data, member.size
+        heads = [member.offset + place for place in (0, 10, 105, 124, 130, 148, 156, 257)]
+        for place in {start, start + size // 3, start + size // 2, start + size - 1, *heads}:
+            content = bytearray(whole)
+            content[place] ^= 2
+            file.write_bytes(content)
+            said = said_of(file, "--signed-by", "nobody")
+            assert "cannot be verified" in said and "it is signed by ed25519" not in said, (member.name, place, said)
+            tried += 1
+    for size in (0, 100, members[0].offset_data + 10, members[-1].offset_data, len(whole) // 2):
+        file.write_bytes(whole[:size])
+        assert "cannot be verified" in said_of(file, "--signed-by", "nobody")
+    print(f"{tried} changed bytes in {len(members)} files, and 5 shorter records: none was executed")
+
+
+def test_another_key_signs_in_its_own_name_only(recorded: Recorded, tmp_path: Path) -> None:
+    def sign_again(folder: Path) -> None:
+        lie(folder)
+        signature = sign(tmp_path, (folder / "record.json").read_bytes())
+        (folder / "signature.json").write_text(json.dumps(signature))
+
+    def sign_under_the_right_name(folder: Path) -> None:
+        right = json.loads((folder / "signature.json").read_text())
+        sign_again(folder)
+        forged = json.loads((folder / "signature.json").read_text())
+        (folder / "signature.json").write_text(json.dumps(forged | {"public_key": right["public_key"]}))
+
+    fingerprint = said_of(recorded.file, "--signed-by", "nobody").partition("ed25519:")[2][:32]
+    right = ("--signed-by", f"ed25519:{fingerprint}")
+    again = changed(recorded, tmp_path / "again", sign_again)
+    assert "it is signed by ed25519:" in said_of(again, *right) and fingerprint not in said_of(
+        again, "--signed-by", "x"
+    )
+    forged = changed(recorded, tmp_path / "forged", sign_under_the_right_name)
+    assert "changed after it was signed" in said_of(forged)
+    assert "it is signed by nobody" in said_of(changed(recorded, tmp_path / "unsigned", lie_unsigned), *right)
+
+
+def test_a_strangers_record_stays_in_its_folder_and_size(recorded: Recorded, tmp_path: Path) -> None:
+    def lead_out(folder: Path) -> None:
+        content = read_sealed(folder / "record.json")
+        content["run_id"] = content["origin"]["run_id"] = f"../../../{tmp_path}/outside"
+        (folder / "record.json").write_text(sealed(content))
+        (folder / "signature.json").unlink()
+
+    assert "is no id of a run" in said_of(changed(recorded, tmp_path / "out", lead_out))
+    packed = tmp_path / "packed.tar"
+    packed.write_bytes(gzip.compress(recorded.file.read_bytes()))
+    assert "not a whole tar file" in said_of(packed)
+    holes = tmp_path / "holes.tar"
+    with (tmp_path / "hole").open("wb") as file:
+        file.truncate(1 << 40)
+    subprocess.run(["tar", "--sparse", "-C", tmp_path, "-cf", holes, "hole"], check=True)
+    assert holes.stat().st_size < 1 << 20 and "is not a plain file" in said_of(holes)
 
 
 @pytest.mark.slow  # an engine more

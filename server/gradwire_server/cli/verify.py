@@ -68,11 +68,14 @@ def verify(
 
 
 def _unpack(tar: Path, folder: Path) -> None:
-    """Unpack the files of a record; links, devices and names that lead out of the folder are refused."""
+    """Unpack the files of a record, which is no larger than they are.
+
+    Links, devices, holes and names that lead out of the folder are refused.
+    """
     try:
-        with tarfile.open(tar, "r:*") as archive:
+        with tarfile.open(tar, "r:") as archive:
             for member in archive:
-                if not (member.isfile() or member.isdir()):
+                if not (member.isfile() or member.isdir()) or member.issparse():
                     raise BadRecord(f"{member.name} is not a plain file")
                 archive.extract(member, folder, filter="data")
     except (tarfile.TarError, EOFError) as error:

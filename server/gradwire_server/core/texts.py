@@ -13,6 +13,8 @@ from gradwire_server.config import ServerConfig
 from gradwire_server.errors import ServiceError
 from gradwire_server.tokenizing.settings import METHODS, TokenizerSettings
 
+GROUP_CHARS = 1 << 18
+"""Characters of prompts that are encoded at a time, unless one has more: the first that is too long ends it."""
 PIECES = 2048
 """Tokens whose pieces are looked up at a time."""
 
@@ -55,17 +57,25 @@ class Texts:
         Raises:
             ServiceError: INVALID_BATCH for a prompt that leaves no room in the context, before its ids go further.
         """
-        sequences = await self.encode(caller, model, texts)
-        for number, sequence in enumerate(sequences):
-            if len(sequence.ids) >= context_length:
-                raise ServiceError(
-                    pb.ERROR_CODE_INVALID_BATCH,
-                    f"prompt {number} has {len(sequence.ids)} tokens, which leaves no room after it:"
-                    f" this model's maximum context length is {context_length} tokens",
-                    field="prompt",
-                    row=number,
-                    rule=f"tokens < {context_length}",
-                )
+        sequences: list[pb.TokenIds] = []
+        while len(sequences) < len(texts):
+            group, chars = list[str](), 0
+            for text in texts[len(sequences) :]:
+                chars += len(text)
+                if group and chars > GROUP_CHARS:
+                    break
+                group.append(text)
+            for sequence in await self.encode(caller, model, group):
+                if len(sequence.ids) >= context_length:
+                    raise ServiceError(
+                        pb.ERROR_CODE_INVALID_BATCH,
+                        f"prompt {len(sequences)} has {len(sequence.ids)} tokens, which leaves no room after it:"
+                        f" this model's maximum context length is {context_length} tokens",
+                        field="prompt",
+                        row=len(sequences),
+                        rule=f"tokens < {context_length}",
+                    )
+                sequences.append(sequence)
         return sequences
 
     async def encode(

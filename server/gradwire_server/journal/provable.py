@@ -30,7 +30,7 @@ from gradwire_server.checkpoint_files import (
 )
 from gradwire_server.durable_files import link_or_copy
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal.checkpoint_records import uses
+from gradwire_server.journal.checkpoint_records import NAME, uses
 from gradwire_server.journal.entries import JournalEntry
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_row import RunRecord
@@ -264,6 +264,8 @@ def read_record(folder: Path) -> Record:
             create = engine_pb2.EngineCreateRun(
                 run_id=content["run_id"], config=config, checkpoint=content["begins_with"]
             )
+        if not NAME.fullmatch(content["run_id"]) or create.run_id != content["run_id"]:
+            raise BadRecord(f"{str(content['run_id'])[:100]!r} is no id of a run, or not of the run that it makes")
         computed_with = content["computed_with"]
         return Record(
             folder=folder,

@@ -23,6 +23,8 @@ from gradwire_server.journal.segments import Buffer
 FOLDER = "recorded"
 KINDS = ("batch", "rollouts")
 LENGTH = struct.Struct("<I")
+LEAST_BYTES = 16 << 10
+"""What a file counts for at least, so that there are never so many that looking through them takes long."""
 
 
 class RecordedFiles:
@@ -57,7 +59,8 @@ class RecordedFiles:
         return True
 
     def _bound(self, folder: Path) -> None:
-        entries = sorted((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path) for entry in os.scandir(folder))
+        found = [(entry.stat(), entry.path) for entry in os.scandir(folder)]
+        entries = sorted((stat.st_mtime_ns, max(stat.st_size, LEAST_BYTES), path) for stat, path in found)
         size = sum(each for _, each, _ in entries)
         for _, each, path in entries[:-1]:
             if size <= self._most_bytes:

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from gradwire_proto.v1 import jobs_pb2 as jobs
+from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.core.jobs import file_parts, grading
 from gradwire_server.core.jobs.specs import settings_of
 from support.job_stubs import NO_WORKERS, create, name_of, refused, stub_of, upload
@@ -155,3 +156,15 @@ async def test_a_template_that_repeats_a_text_is_bounded(keyed: Any) -> None:
         assert answer.status_code == 200, answer.text
         found = answer.json()
         assert found["reward"] == 0 and "characters" in found["gradwire"]["error"], found
+
+
+async def test_recordings_without_content_do_not_become_many(keyed: Any) -> None:
+    """Each wrote a file of 50 bytes, and looked through all of its run's: a million in what a run may have."""
+    async with keyed(limits={"max_recorded_bytes": 1 << 18}) as door:
+        run = await (await door.client("ada")).begin()
+        for number in range(40):
+            await run.stub.RecordRollouts(
+                pb.RecordRolloutsRequest(run_id=run.run_id, iteration=number, rollouts_json=b"[]")
+            )
+        found = await run.stub.ListRecordings(pb.ListRecordingsRequest(run_id=run.run_id))
+        assert [each.number for each in found.recordings] == list(range(24, 40))

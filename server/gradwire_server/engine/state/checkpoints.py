@@ -181,10 +181,10 @@ class CheckpointStore:
 
 
 def _named(run_id: str, kind: str, name: str) -> Place:
-    if not NAME.fullmatch(name):
+    if not (NAME.fullmatch(run_id) and NAME.fullmatch(name)):
         raise OperationError(
             training_pb2.ERROR_CODE_INVALID_ARGUMENT,
-            f"{name!r} is no name for {kind}: letters, digits, '.', '_' and '-', at most 100, "
+            f"{run_id[:100]}/{name!r} is no name for {kind}: letters, digits, '.', '_' and '-', at most 100, "
             "beginning with a letter or digit",
             field="name",
             rule=NAME.pattern,

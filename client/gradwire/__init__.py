@@ -77,6 +77,7 @@ from gradwire.futures import Future, gather
 from gradwire.history import History, RunUpdates
 from gradwire.jobs import FileInfo, Files, Job, JobCheckpoint, JobEnd, JobEvent, Jobs
 from gradwire.recordings import (
+    KeyInfo,
     OperationInfo,
     QueuedRun,
     RecordedBatch,
@@ -128,6 +129,7 @@ __all__ = [
     "JobEnd",
     "JobEvent",
     "Jobs",
+    "KeyInfo",
     "LimitExceededError",
     "LossField",
     "LossInfo",

@@ -209,6 +209,29 @@ class QueuedRun:
         return described(QueuedRun, message)
 
 
+@dataclass(frozen=True)
+class KeyInfo:
+    """A key of a server, without its secret.
+
+    Attributes:
+        name: Of whom it is; runs belong to it.
+        role: ``"admin"``, ``"user"``, ``"viewer"`` or ``"engine"``.
+        created_at: Unix time.
+        revoked_at: Unix time; 0 for a valid key.
+        quota: Its limits by name, those that are not the server's.
+    """
+
+    name: str
+    role: str
+    created_at: float
+    revoked_at: float
+    quota: Mapping[str, int]
+
+    @staticmethod
+    def from_message(message: pb.KeyInfo) -> KeyInfo:
+        return described(KeyInfo, message)
+
+
 @dataclass
 class _Sequence:
     """A sequence with the fields that belong to its tokens; ``first`` is the place of their first token."""

@@ -19,7 +19,7 @@ from gradwire.errors import InvalidArgumentError, ServiceClosedError, Unsupporte
 from gradwire.history import History, RunUpdates
 from gradwire.jobs import Files, Jobs
 from gradwire.losses import LossCatalogue, model_path
-from gradwire.recordings import QueuedRun
+from gradwire.recordings import KeyInfo, QueuedRun
 from gradwire.rendering import Conversation, Rendered, TrainOn, is_one, requests, row_of
 from gradwire.results import Checkpoint
 from gradwire.sampling import SamplingClient, token_ids
@@ -100,6 +100,14 @@ class ServiceClient(Connected):
         """
         answer = await self._transport.unary(lambda stub: stub.ListQueues, pb.ListQueuesRequest())
         return [QueuedRun.from_message(each) for each in answer.runs]
+
+    async def list_keys(self) -> list[KeyInfo]:
+        """List the server's keys, the newest first: all with an administrator's or a viewer's key, else your own.
+
+        `gradwire keys` creates and revokes them, on the server's machine alone.
+        """
+        answer = await self._transport.unary(lambda stub: stub.ListKeys, pb.ListKeysRequest())
+        return [KeyInfo.from_message(each) for each in answer.keys]
 
     async def usage(
         self,

@@ -187,6 +187,7 @@ class ServiceClient(Connected):
     server_info = _blocking(service.ServiceClient.server_info)
     list_models = _blocking(service.ServiceClient.list_models)
     list_losses = _blocking(service.ServiceClient.list_losses)
+    list_keys = _blocking(service.ServiceClient.list_keys)
     list_queues = _blocking(service.ServiceClient.list_queues)
     usage = _blocking(service.ServiceClient.usage)
     list_runs = _blocking(service.ServiceClient.list_runs)

@@ -37,6 +37,7 @@ PLACES = {
     "GetHistory": "read",
     "ListOperations": "read",
     "ListQueues": "any",
+    "ListKeys": "any",
     "GetUsage": "any",
     "ListRecordings": "read",
     "ReadRecording": "read",

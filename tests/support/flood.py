@@ -206,6 +206,7 @@ class Caller:
             "WatchRuns": self._watch,
             "ListOperations": lambda: self._kept.activity(),
             "ListQueues": lambda: service.list_queues(),
+            "ListKeys": lambda: service.list_keys(),
             "GetUsage": lambda: service.usage(by=["run"]),
             "ListRecordings": lambda: self._kept.list_recordings(),
             "ReadRecording": self._recorded,

@@ -144,6 +144,11 @@ class TrainingServiceStub(object):
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.ListQueuesRequest.SerializeToString,
                 response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ListQueuesResponse.FromString,
                 _registered_method=True)
+        self.ListKeys = channel.unary_unary(
+                '/gradwire.v1.TrainingService/ListKeys',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.ListKeysRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ListKeysResponse.FromString,
+                _registered_method=True)
         self.GetUsage = channel.unary_unary(
                 '/gradwire.v1.TrainingService/GetUsage',
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.GetUsageRequest.SerializeToString,
@@ -385,6 +390,13 @@ class TrainingServiceServicer(object):
     def ListQueues(self, request, context):
         """The operations without a result of all runs, by run. Of a run that the caller may not read, it says neither the id nor
         the name nor the owner.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListKeys(self, request, context):
+        """The server's keys, revoked ones included, without their secrets: all for an admin's and a viewer's key, else one's own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -633,6 +645,11 @@ def add_TrainingServiceServicer_to_server(servicer, server):
                     servicer.ListQueues,
                     request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ListQueuesRequest.FromString,
                     response_serializer=gradwire__proto_dot_v1_dot_training__pb2.ListQueuesResponse.SerializeToString,
+            ),
+            'ListKeys': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListKeys,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ListKeysRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.ListKeysResponse.SerializeToString,
             ),
             'GetUsage': grpc.unary_unary_rpc_method_handler(
                     servicer.GetUsage,
@@ -1319,6 +1336,33 @@ class TrainingService(object):
             '/gradwire.v1.TrainingService/ListQueues',
             gradwire__proto_dot_v1_dot_training__pb2.ListQueuesRequest.SerializeToString,
             gradwire__proto_dot_v1_dot_training__pb2.ListQueuesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListKeys(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/ListKeys',
+            gradwire__proto_dot_v1_dot_training__pb2.ListKeysRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.ListKeysResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -98,6 +98,8 @@ class TrainingServiceStub:
     """The operations without a result of all runs, by run. Of a run that the caller may not read, it says neither the id nor
     the name nor the owner.
     """
+    ListKeys: _grpc.UnaryUnaryMultiCallable[_training_pb2.ListKeysRequest, _training_pb2.ListKeysResponse]
+    """The server's keys, revoked ones included, without their secrets: all for an admin's and a viewer's key, else one's own."""
     GetUsage: _grpc.UnaryUnaryMultiCallable[_training_pb2.GetUsageRequest, _training_pb2.GetUsageResponse]
     """What the caller's key has used; for an admin's and a viewer's key, what all keys have."""
     ListRecordings: _grpc.UnaryUnaryMultiCallable[_training_pb2.ListRecordingsRequest, _training_pb2.ListRecordingsResponse]
@@ -195,6 +197,8 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     """The operations without a result of all runs, by run. Of a run that the caller may not read, it says neither the id nor
     the name nor the owner.
     """
+    ListKeys: _aio.UnaryUnaryMultiCallable[_training_pb2.ListKeysRequest, _training_pb2.ListKeysResponse]  # type: ignore[assignment]
+    """The server's keys, revoked ones included, without their secrets: all for an admin's and a viewer's key, else one's own."""
     GetUsage: _aio.UnaryUnaryMultiCallable[_training_pb2.GetUsageRequest, _training_pb2.GetUsageResponse]  # type: ignore[assignment]
     """What the caller's key has used; for an admin's and a viewer's key, what all keys have."""
     ListRecordings: _aio.UnaryUnaryMultiCallable[_training_pb2.ListRecordingsRequest, _training_pb2.ListRecordingsResponse]  # type: ignore[assignment]
@@ -421,6 +425,14 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         """The operations without a result of all runs, by run. Of a run that the caller may not read, it says neither the id nor
         the name nor the owner.
         """
+
+    @_abc_1.abstractmethod
+    def ListKeys(
+        self,
+        request: _training_pb2.ListKeysRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_training_pb2.ListKeysResponse, _abc.Awaitable[_training_pb2.ListKeysResponse]]:
+        """The server's keys, revoked ones included, without their secrets: all for an admin's and a viewer's key, else one's own."""
 
     @_abc_1.abstractmethod
     def GetUsage(

@@ -85,6 +85,7 @@ RPCS: dict[str, CallKind] = {
     "GetHistory": CallKind.PAGES,
     "ListOperations": CallKind.PAGES,
     "ListQueues": CallKind.READ,
+    "ListKeys": CallKind.READ,
     "GetUsage": CallKind.PAGES,
     "ListRecordings": CallKind.PAGES,
     "ReadRecording": CallKind.PAGES,

@@ -238,6 +238,7 @@ class Keys:
         self._seen: tuple[int, int, int] | None = None
         self._refreshed = float("-inf")
         self._live: dict[str, Key] = {}
+        self._all: tuple[Key, ...] = ()
         self._lent: dict[str, str] = {}
         self._quotas_alone: dict[str, Quota] = {}
         self._refresh()
@@ -322,6 +323,18 @@ class Keys:
         self._refresh()
         return name in self._live
 
+    def listed(self, caller: Caller) -> list[pb.KeyInfo]:
+        """The keys that a caller may know of, the newest first: all for one that sees all, else its own."""
+        self._refresh()
+        return [
+            pb.KeyInfo(
+                name=key.name, role=key.role, created_at=key.created_at, revoked_at=key.revoked_at or 0.0,
+                quota=key.quota.given,
+            )
+            for key in sorted(self._all, key=lambda key: -key.created_at)
+            if caller.sees_all or key.name == caller.name
+        ]  # fmt: skip
+
     def quota(self, name: str) -> Quota:
         """The quota of a name; the server's limits for one without a key.
 
@@ -346,20 +359,21 @@ class Keys:
         try:
             stat = self._path.stat()
         except FileNotFoundError:
-            self._live, self._seen = {}, None
+            self._live, self._all, self._seen = {}, (), None
             return
         seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
         if seen == self._seen:
             return
         self._open, self._seen = False, seen
         try:
-            self._live = {key.name: key for key in self._file.read() if key.revoked_at is None}
+            self._all = self._file.read()
+            self._live = {key.name: key for key in self._all if key.revoked_at is None}
             self._quotas_alone = {
                 name: dataclasses.replace(key.quota, memory_percent=key.quota.memory_percent or ALONE.memory_percent)
                 for name, key in self._live.items()
             }
         except (ValueError, OSError) as error:
-            self._live = {}
+            self._live, self._all = {}, ()
             log.error("nobody is let in: %s cannot be read: %s", self._path, type(error).__name__)
 
 

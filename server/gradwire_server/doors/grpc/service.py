@@ -122,6 +122,9 @@ class TrainingService(TrainingServiceServicer):
     async def ListQueues(self, request: pb.ListQueuesRequest, context: Any) -> pb.ListQueuesResponse:
         return pb.ListQueuesResponse(runs=self._core.observed.queues(CALLER.get()))
 
+    async def ListKeys(self, request: pb.ListKeysRequest, context: Any) -> pb.ListKeysResponse:
+        return pb.ListKeysResponse(keys=self._core.keys.listed(CALLER.get()))
+
     async def GetUsage(self, request: pb.GetUsageRequest, context: Any) -> pb.GetUsageResponse:
         return pb.GetUsageResponse(entries=await self._core.observed.usage(CALLER.get(), request))
 

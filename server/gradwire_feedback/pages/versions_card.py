@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradwire_shell.components import Column, Plot, Table, title
+from gradwire_shell.components import Column, Plot, Table, plain, title
 from nicegui import ui
 
 from gradwire_feedback.pages.charts import curves
@@ -25,6 +25,7 @@ class VersionsCard:
             self._table = Table(columns, [], label="Versions", none="No version was trained yet.").classes("full-width")
             with ui.column().classes("full-width") as self._rewards:
                 ui.label(REWARDS).classes("quiet")
+                self._legend = ui.element("div").classes("gw-legend")
                 self._plot = Plot([], title=REWARDS)
 
     def show(self, overview: Overview) -> None:
@@ -40,6 +41,11 @@ class VersionsCard:
         )  # fmt: skip
         histories = {each.version: each.reward_history for each in overview.versions if each.reward_history}
         self._plot.show(curves(histories))
+        self._legend.clear()
+        with self._legend:
+            for colour, version in enumerate(histories):
+                with ui.element("span").classes("gw-key").style(f"--c: var(--s{colour % 8 + 1})"):
+                    plain(version)
         self._rewards.set_visibility(bool(histories))
 
 

@@ -163,6 +163,10 @@ def _add_json(app: FastAPI, workspaces: Workspaces) -> None:
     async def queues(request: Request) -> list[dict[str, Any]]:
         return [dataclasses.asdict(each) for each in await (await workspace_of(request)).queues()]
 
+    @app.get("/api/keys")
+    async def keys(request: Request) -> list[dict[str, Any]]:
+        return [dataclasses.asdict(each) for each in await (await workspace_of(request)).service.list_keys()]
+
     @app.get("/api/report")
     async def report(request: Request, runs: str) -> HTMLResponse:
         workspace = await workspace_of(request)

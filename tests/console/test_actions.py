@@ -199,6 +199,12 @@ def test_a_viewers_key_changes_nothing(tiny_model_path: Path, tmp_path: Path, pa
         expect(refused).to_be_visible()
         assert seen() == before
 
+        page.goto(f"{console.url}/server")
+        shown = page.get_by_role("region", name="Keys").locator("tbody tr")
+        expect(shown).to_have_count(2)
+        expect(shown.first).to_contain_text("viewer")
+        expect(shown.last.locator("td").nth(3)).to_have_text(str(len(service.list_runs())))
+        assert [(each.name, each.role) for each in service.list_keys()] == [("ada", "user")], "no other key's"
         cookies = {each["name"]: each["value"] for each in page.context.cookies()}
         with httpx.Client(base_url=console.url, cookies=cookies) as hand:
             assert len(hand.get("/api/runs").json()) == len(service.list_runs())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,9 +125,17 @@ def test_strings_of_runs_and_models_are_texts(console: Console, service: sync.Se
     expect(page.get_by_text(f"old, {PAYLOADS[0]}")).to_be_visible()
     page.goto(f"{console.url}/compare?runs=" + ",".join(run.run_id for run in runs))
     expect(page.get_by_role("region", name="Settings that differ")).to_contain_text(f"tag {PAYLOADS[1]}")
-    page.goto(f"{console.url}/playground?prompt={PAYLOADS[0]}")
+    page.goto(f"{console.url}/playground?prompt={PAYLOADS[0]}&tokens=3&temperature=0&top_p=0.5&seed=7")
     page.get_by_role("button", name="Generate").click()
-    expect(page.locator(".gw-answer span").first).to_be_attached()
+    expect(page.locator(".gw-answer span").nth(2)).to_be_attached()
+    answer = page.locator(".gw-answer").inner_text()
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Copy the link").click()
+    expect(page.get_by_text("Copied.")).to_be_visible()
+    page.goto(page.evaluate("navigator.clipboard.readText()"))
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator(".gw-answer span")).to_have_count(3)
+    assert page.locator(".gw-answer").inner_text() == answer, "a link has the settings too"
     expect(page.locator(".gw-main img, .gw-main svg[onload]")).to_have_count(0)
 
 
@@ -197,12 +206,22 @@ def test_a_restarted_server_is_found_again(tiny_model_path: Path, tmp_path: Path
         run = service.create_run("tiny", lora={"rank": 2}, name="survivor")
         train(run, 1)
         page.goto(f"{console.url}/run/{run.run_id}")
-        expect(page.locator(".gw-state.connected")).to_be_visible()
-        server.end()
-        expect(page.locator(".gw-state.away")).to_be_visible()
+        here = f"run/{run.run_id}"
+        others = ["", "server", "timeline", "jobs", "playground", f"compare?runs={run.run_id}", f"{here}/checkpoints"]
+        pages = [page, *(page.context.new_page() for _ in range(len(others) + 1))]
+        for each, path in zip(pages[1:], [*others, f"{here}/journal"], strict=True):
+            each.goto(f"{console.url}/{path}")
+        for each in pages:
+            expect(each.locator(".gw-server .gw-state.connected")).to_be_visible()
+        server.end(signal.SIGKILL)
+        for each in pages:
+            expect(each.locator(".gw-server .gw-state.away")).to_be_visible()
         server.start()
-        expect(page.locator(".gw-state.connected")).to_be_visible()
+        for each in pages:
+            expect(each.locator(".gw-server .gw-state.connected")).to_be_visible()
+            expect(each.locator(".gw-error").filter(visible=True)).to_have_count(0)
         train(run, 3)
+        expect(pages[-1].get_by_role("region", name="Operations").locator("tbody tr")).not_to_have_count(0)
         expect(page.get_by_role("region", name="Operations").locator("tbody tr")).to_have_count(8)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
+from dataclasses import dataclass
 from urllib.parse import urlencode
 
 import gradwire
@@ -26,21 +28,46 @@ SHADES = ((0.5, ""), (0.1, "background: color-mix(in srgb, var(--s2) 18%, transp
 
 def register(workspaces: Workspaces) -> None:
     @ui.page("/playground", title="Playground · gradwire")
-    async def playground(models: str = "", prompt: str = "") -> RedirectResponse | None:
-        path = "/playground?" + urlencode({"models": models, "prompt": prompt})
+    async def playground(
+        models: str = "",
+        prompt: str = "",
+        chat: bool = False,
+        tokens: int = 64,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> RedirectResponse | None:
+        asked = _Asked(
+            [each for each in models.split(",") if each][:MOST], prompt, chat, tokens, temperature, top_p, seed
+        )
 
         async def content(workspace: Workspace) -> None:
             title("Playground")
-            await _Playground(
-                workspace, workspaces.feedback, [each for each in models.split(",") if each][:MOST], prompt
-            ).show()
+            await _Playground(workspace, workspaces.feedback, asked).show()
 
-        return await opened(workspaces, path, "/playground", content)
+        return await opened(workspaces, f"/playground?{asked.query}", "/playground", content)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is asked of models, as a link has it."""
+
+    models: list[str]
+    prompt: str
+    chat: bool
+    tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+
+    @property
+    def query(self) -> str:
+        return urlencode(vars(self) | {"models": ",".join(self.models)})
 
 
 class _Playground:
-    def __init__(self, workspace: Workspace, feedback: str, chosen: list[str], prompt: str) -> None:
-        self._workspace, self._feedback, self._chosen, self._first_prompt = workspace, feedback, chosen, prompt
+    def __init__(self, workspace: Workspace, feedback: str, first: _Asked) -> None:
+        self._workspace, self._feedback, self._first = workspace, feedback, first
         self._tasks: list[asyncio.Task[str]] = []
         self._base: dict[str, str] = {}
 
@@ -57,24 +84,25 @@ class _Playground:
             if path:
                 names[path] = f"{run.info.name or run.info.run_id}, {path.rpartition('/')[2]}"
                 self._base[path] = run.info.base_model
-        for path in self._chosen:
+        for path in self._first.models:
             names.setdefault(path, path)
             run_of = self._workspace.runs.get(path.partition("/")[0])
             self._base.setdefault(path, run_of.info.base_model if run_of else served[0] if served else "")
         with panel():
             self._models = ui.select(
-                names, value=self._chosen or served[:1], multiple=True, label=f"Models and checkpoints, {MOST} at most"
+                names, value=self._first.models or served[:1], multiple=True,
+                label=f"Models and checkpoints, {MOST} at most",
             ).props("outlined dense use-chips options-dense").classes("full-width")  # fmt: skip
             self._prompt = (
-                ui.textarea("Prompt", value=self._first_prompt).props("outlined autogrow").classes("full-width")
+                ui.textarea("Prompt", value=self._first.prompt).props("outlined autogrow").classes("full-width")
             )
             with ui.element("div").classes("gw-head"):
-                self._chat = ui.checkbox("As a chat", value=False)
-                self._tokens = ui.number("Tokens", value=64, min=1, max=MOST_TOKENS, precision=0).props(
-                    "outlined dense"
-                )
-                self._temperature = ui.number("Temperature", value=1.0, min=0, step=0.1).props("outlined dense")
-                self._seed = ui.number("Seed", value=0, precision=0).props("outlined dense")
+                self._chat = ui.checkbox("As a chat", value=self._first.chat)
+                self._tokens = _number("Tokens", self._first.tokens, min=1, max=MOST_TOKENS, precision=0)
+                self._temperature = _number("Temperature", self._first.temperature, min=0, step=0.1)
+                self._top_p = _number("Top p", self._first.top_p, min=0.01, max=1, step=0.05)
+                self._top_p.props["title"] = "Only the likeliest tokens that together have this probability are drawn"
+                self._seed = _number("Seed", self._first.seed, precision=0)
                 ui.element("div").classes("grow")
                 button("Copy the link", self._link)
                 button("Stop", self._stop)
@@ -84,9 +112,21 @@ class _Playground:
             empty("Answers appear here, side by side. A shaded token was unlikely: its probability on hover.")
         self._code = ui.element("div")
 
+    def _asked(self) -> _Asked:
+        """What the fields say."""
+        return _Asked(
+            models=list(self._models.value)[:MOST],
+            prompt=self._prompt.value or "",
+            chat=bool(self._chat.value),
+            tokens=min(max(int(self._tokens.value or 1), 1), MOST_TOKENS),
+            temperature=float(self._temperature.value or 0.0),
+            top_p=float(self._top_p.value or 1.0),
+            seed=int(self._seed.value or 0),
+        )
+
     def _link(self) -> None:
-        asked = urlencode({"models": ",".join(self._models.value), "prompt": self._prompt.value or ""})
-        ui.run_javascript(f"navigator.clipboard?.writeText(location.origin + location.pathname + {'?' + asked!r})")
+        query = json.dumps(f"?{self._asked().query}")
+        ui.run_javascript(f"navigator.clipboard?.writeText(location.origin + location.pathname + {query})")
         ui.notify("Copied.")
 
     def _stop(self) -> None:
@@ -95,7 +135,8 @@ class _Playground:
 
     async def _generate(self) -> None:
         self._stop()
-        prompt, chosen = self._prompt.value or "", list(self._models.value)[:MOST]
+        asked = self._asked()
+        prompt, chosen = asked.prompt, asked.models
         if not prompt or not chosen:
             ui.notify("Write a prompt, and choose a model." if not prompt else "Choose a model.", type="warning")
             return
@@ -110,7 +151,7 @@ class _Playground:
             sdk_line(
                 f"async for token in service.sampling_client({chosen[-1]!r}).stream({prompt!r}): print(token.text)"
             )
-        tasks = self._tasks = [asyncio.create_task(self._answer(path, place, prompt)) for path, place in places]
+        tasks = self._tasks = [asyncio.create_task(self._answer(path, place, asked)) for path, place in places]
         texts = await asyncio.gather(*tasks, return_exceptions=True)
         answers = {path: text for path, text in zip(chosen, texts) if isinstance(text, str) and text}
         if self._feedback and answers and tasks is self._tasks:
@@ -119,22 +160,19 @@ class _Playground:
                     "gw-link"
                 )
 
-    async def _answer(self, path: str, place: Element, prompt: str) -> str:
+    async def _answer(self, path: str, place: Element, asked: _Asked) -> str:
         """Show an answer as it comes; return its text, "" where it did not end."""
         text = ""
         try:
-            asked: str | list[int] = prompt
-            if self._chat.value:
+            prompt: str | list[int] = asked.prompt
+            if asked.chat:
                 messages = [{"role": "user", "content": prompt}]
                 rendered = await self._workspace.service.render(
                     messages, train_on=None, add_generation_prompt=True, model=self._base.get(path, "")
                 )
-                asked = list(rendered["input_ids"])
+                prompt = list(rendered["input_ids"])
             stream = self._workspace.service.sampling_client(path).stream(
-                asked,
-                max_tokens=min(max(int(self._tokens.value or 1), 1), MOST_TOKENS),
-                temperature=float(self._temperature.value or 0.0),
-                seed=int(self._seed.value or 0),
+                prompt, max_tokens=asked.tokens, temperature=asked.temperature, top_p=asked.top_p, seed=asked.seed
             )
             async with contextlib.aclosing(stream) as tokens:
                 async for token in tokens:
@@ -147,6 +185,10 @@ class _Playground:
                 error(str(failure))
             return ""
         return text
+
+
+def _number(label: str, value: float, **bounds: float) -> ui.number:
+    return ui.number(label, value=value, **bounds).props("outlined dense").style("width: 7rem")  # type: ignore[arg-type]
 
 
 def _show_token(place: Element, token: gradwire.SampledToken) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +13,7 @@ from gradwire import EngineInfo, QueuedRun
 from gradwire_shell.components import Column, Table, error, facts, panel, plain, sdk_line, state, title
 from nicegui import ui
 
-from gradwire_console.pages.common import cost_of, opened, short
+from gradwire_console.pages.common import ago, cost_of, opened, short
 from gradwire_console.workspace import LiveRun, Workspace, Workspaces
 
 LOOK_S = 1.0
@@ -36,6 +38,15 @@ USAGE = (
     Column("cost", "Cost", "By the price of an hour of an engine: gradwire serve --price-per-hour", num=True),
     Column("recovery", "Recovery", "What bringing its runs back would take now", num=True),
 )
+KEYS = (
+    Column("name", "Key"),
+    Column("role", "Role", "user: its own runs; viewer: reads everything; admin: everything; engine: lends an engine"),
+    Column("state", "State", state=True),
+    Column("runs", "Runs", num=True),
+    Column("quota", "Quota", "Its limits, where they are not the server's"),
+    Column("age", "Age", num=True),
+)
+KEYS_LOOK_S = 10.0
 PARTS = ("base", "references", "runs", "cache", "activations")
 
 
@@ -58,6 +69,9 @@ async def _show(workspace: Workspace) -> None:
                 runs = Table(
                     _run_columns(), (), label="Usage by run", search="Search runs", unit="runs", none="No run yet."
                 )
+            with panel("Keys") as all_keys:
+                keys = Table(KEYS, (), label="Keys", search="Search keys: name, role", unit="keys")
+                sdk_line("keys = await service.list_keys()  # made and revoked by `gradwire keys`, on its machine")
             sdk_line("queues, used = await service.list_queues(), await service.usage(['owner'])")
         with ui.element("div"):
             with panel("This connection"):
@@ -84,8 +98,16 @@ async def _show(workspace: Workspace) -> None:
             for engine in info.engines:
                 _engine(engine)
 
+    async def look_at_keys() -> None:
+        with contextlib.suppress(gradwire.GradwireError):  # which look() shows
+            found = key_rows(workspace, await workspace.service.list_keys())
+            keys.show(found)
+            all_keys.set_visibility(bool(found))
+
     await look()
+    await look_at_keys()
     ui.timer(LOOK_S, look)
+    ui.timer(KEYS_LOOK_S, look_at_keys)
 
 
 def _about(info: gradwire.ServerInfo) -> dict[str, object]:
@@ -175,6 +197,23 @@ def usage_rows(workspace: Workspace, info: gradwire.ServerInfo, used: Sequence[g
             }
         )
     return rows
+
+
+def key_rows(workspace: Workspace, keys: Sequence[gradwire.KeyInfo]) -> list[dict[str, Any]]:
+    """Rows of the keys, the newest first."""
+    owned = Counter(run.info.owner for run in workspace.runs.values())
+    return [
+        {
+            "key": each.name,
+            "name": each.name,
+            "role": each.role,
+            "state": "revoked" if each.revoked_at else "valid",
+            "runs": owned[each.name] or "",
+            "quota": ", ".join(f"{name} {value:,}" for name, value in each.quota.items()),
+            "age": ago(each.created_at),
+        }
+        for each in keys
+    ]
 
 
 def _run_columns() -> tuple[Column, ...]:

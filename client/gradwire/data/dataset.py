@@ -215,6 +215,7 @@ def conversations(
     split: str = "train",
     limit: int | None = None,
     on_error: OnError = "raise",
+    order_by: str = "",
     **options: Any,
 ) -> Dataset[Conversation]:
     """Load conversations: see :func:`gradwire.data.layouts.conversation` for the layouts that are recognised.
@@ -227,12 +228,13 @@ def conversations(
             column or function.
         limit: Maximum number of rows.
         on_error: ``"raise"`` stops at the first row that does not fit; ``"skip"`` counts them in ``skipped``.
+        order_by: Column of numbers by which rows are sorted, the smallest first; not for files of 512 MiB and more.
 
     Raises:
         DataError: A row does not fit; names file, line and reason.
     """
     fields = ("messages", "prompt", "completion", "system", "tools", "weight", "text")
-    return _load(layouts.conversation, fields, source, mapping, split, limit, on_error, options)
+    return _load(layouts.conversation, fields, source, mapping, split, limit, on_error, order_by, options)
 
 
 def preferences(
@@ -242,11 +244,12 @@ def preferences(
     split: str = "train",
     limit: int | None = None,
     on_error: OnError = "raise",
+    order_by: str = "",
     **options: Any,
 ) -> Dataset[Preference]:
     """Load preference pairs; fields are ``prompt``, ``chosen``, ``rejected``, ``system``; see :func:`conversations`."""
     fields = ("prompt", "chosen", "rejected", "system")
-    return _load(layouts.preference, fields, source, mapping, split, limit, on_error, options)
+    return _load(layouts.preference, fields, source, mapping, split, limit, on_error, order_by, options)
 
 
 def prompts(
@@ -256,11 +259,12 @@ def prompts(
     split: str = "train",
     limit: int | None = None,
     on_error: OnError = "raise",
+    order_by: str = "",
     **options: Any,
 ) -> Dataset[Prompt]:
     """Load prompts with answers; fields are ``prompt``, ``answer`` and ``system``; see :func:`conversations`."""
     fields = ("prompt", "answer", "system")
-    return _load(layouts.prompt, fields, source, mapping, split, limit, on_error, options)
+    return _load(layouts.prompt, fields, source, mapping, split, limit, on_error, order_by, options)
 
 
 def ratings(
@@ -270,12 +274,13 @@ def ratings(
     split: str = "train",
     limit: int | None = None,
     on_error: OnError = "raise",
+    order_by: str = "",
     **options: Any,
 ) -> Dataset[Rating]:
     """Load answers with a label; fields are ``prompt``, ``completion``, ``label``, ``messages``, ``system``; see
     :func:`conversations`."""
     fields = ("prompt", "completion", "label", "messages", "system")
-    return _load(layouts.rating, fields, source, mapping, split, limit, on_error, options)
+    return _load(layouts.rating, fields, source, mapping, split, limit, on_error, order_by, options)
 
 
 def steps(
@@ -285,12 +290,13 @@ def steps(
     split: str = "train",
     limit: int | None = None,
     on_error: OnError = "raise",
+    order_by: str = "",
     **options: Any,
 ) -> Dataset[Steps]:
     """Load answers in labelled steps; fields are ``prompt``, ``completions``, ``labels``, ``system``; see
     :func:`conversations`."""
     fields = ("prompt", "completions", "labels", "system")
-    return _load(layouts.steps, fields, source, mapping, split, limit, on_error, options)
+    return _load(layouts.steps, fields, source, mapping, split, limit, on_error, order_by, options)
 
 
 LOADERS: Mapping[str, Callable[..., Dataset[Any]]] = {
@@ -334,6 +340,7 @@ def _load(
     split: str,
     limit: int | None,
     on_error: OnError,
+    order_by: str,
     options: Mapping[str, Any],
 ) -> Dataset[T]:
     for name in mapping or ():
@@ -347,15 +354,21 @@ def _load(
             raise row
         return replace(of(row, mapping or {}), place=place)  # type: ignore[type-var]  # rows are dataclasses
 
+    keys: list[float] = []
     found: list[T] | Lines[T] = []
     if isinstance(source, str | Path) and is_large(Path(source)):
+        if order_by:
+            raise ValueError(f"{source} is not held in memory, and order_by would have to be: sort the file itself")
         found = Lines(Path(source), row_of)
     skipped: list[DataError] = []
     for place, row in found.read() if isinstance(found, Lines) else read(source, split=split, **options):
         if limit is not None and len(found) >= limit:
             break
         try:
-            found.append(row_of(row, place))
+            read_row = row_of(row, place)
+            if order_by and not isinstance(row, DataError):
+                keys.append(_key(row, order_by))
+            found.append(read_row)
         except (DataError, Unfit) as error:
             problem = error if isinstance(error, DataError) else DataError(place, str(error), error.unnamed)
             if on_error == "raise":
@@ -369,7 +382,17 @@ def _load(
     if not len(found):
         name = str(source) if isinstance(source, str | Path) else "the source"
         raise DataError(name, "no row could be used" if skipped else "there are no rows")
+    if order_by:
+        found = [found[index] for index in sorted(range(len(found)), key=keys.__getitem__)]
     return Dataset(found, skipped)
+
+
+def _key(row: Row, column: str) -> float:
+    try:
+        return float(row[column])
+    except (KeyError, TypeError, ValueError):
+        found = repr(row[column])[:50] if column in row else "no such column"
+        raise Unfit(f"order_by: rows have a number as {column!r}, and this one has {found}") from None
 
 
 def _prompt_key(row: Any) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from gradwire.data import DataError, Dataset, mixed, split_together
-from gradwire.recipes.settings import Settings, SettingsError
+from gradwire.recipes.settings import RowSettings, Settings, SettingsError
 
 T = TypeVar("T")
 
@@ -25,12 +25,13 @@ def rows_of(load: Callable[..., Dataset[T]], settings: Settings) -> tuple[Datase
         DataError: A row does not fit.
         ColumnsError: The columns were not recognised.
     """
+    order = {"order_by": settings.order_by} if isinstance(settings, RowSettings) else {}
     if isinstance(settings.data, str):
-        rows = _loaded(load, {"path": settings.data}, settings)
+        rows = _loaded(load, {"path": settings.data} | order, settings)
         if settings.validation:
             return rows, _loaded(load, {"path": settings.validation}, settings)
         return rows.split(settings.held_out, settings.seed) if settings.held_out else (rows, Dataset[T]([]))
-    parts = [_loaded(load, part, settings) for part in settings.parts]
+    parts = [_loaded(load, {**part, **order}, settings) for part in settings.parts]
     weights = [float(part.get("weight", 1.0)) for part in settings.parts]
     if settings.validation or not settings.held_out:
         held_out = _loaded(load, {"path": settings.validation}, settings) if settings.validation else Dataset[T]([])
@@ -44,6 +45,7 @@ def _loaded(load: Callable[..., Dataset[T]], part: Mapping[str, Any], settings: 
         return load(
             part["path"], mapping=part.get("mapping", settings.mapping), split=part.get("split", settings.split),
             limit=part.get("limit", settings.limit) or None, on_error=settings.on_error,
+            order_by=part.get("order_by", ""),
         )  # fmt: skip
     except DataError as error:
         if not error.unnamed:

@@ -198,6 +198,7 @@ class RowSettings(Settings):
     optimizer_args: dict[str, Any] = setting({}, "betas, eps, momentum: as for optim_step")
     head_learning_rate: float = setting(0.0, "of a reward or value head; 0: learning_rate")
     accumulation: int = setting(1, "batches of a step")
+    order_by: str = setting("", "column of numbers: each epoch takes the smallest first; empty: rows are shuffled")
     overlong: str = setting("cut", "cut (at the end, with a warning), cut_start, skip or raise")
     eval_first: bool = setting(False, "evaluate before the first step as well")
     best_by: str = setting("", "metric of evaluations, as loss, by which a checkpoint `best` is kept; empty: none is")

@@ -42,7 +42,7 @@ async def train_rows(
         sampled_share: Share of the steps that they replace, for the estimate.
     """
     kept, held_out = rows_of(load, settings)
-    batches = kept.batches(settings.batch_size, seed=settings.seed)
+    batches = kept.batches(settings.batch_size, seed=settings.seed, shuffle=not settings.order_by)
     async with open_training(settings, head=head, num_labels=num_labels, dry_run=dry_run) as training:
         tokens = Tokens(training.service, training.model, settings.max_tokens, settings.overlong, settings.on_error)
         evaluated: list[Any] = []

@@ -147,6 +147,20 @@ def test_a_row_that_does_not_fit_is_named(load: Any, row: Any, words: str) -> No
         load([row])
 
 
+def test_a_column_orders_the_rows() -> None:
+    rows = [{"prompt": str(hard), "completion": "a", "hard": hard} for hard in (3, 1.5, "2", 1.5)]
+    read = conversations(rows, order_by="hard")
+    assert [row.messages[0]["content"] for row in read] == ["1.5", "1.5", "2", "3"]
+    assert [len(each) for each in read.batches(3, epochs=2, shuffle=False)] == [3, 1, 3, 1]
+    assert [row.messages[0]["content"] for row in next(read.batches(3, shuffle=False))] == ["1.5", "1.5", "2"]
+    wrong = [*rows, {"prompt": "b", "completion": "a", "hard": "very"}]
+    with pytest.raises(DataError, match="order_by: rows have a number as 'hard', and this one has 'very'"):
+        conversations(wrong, order_by="hard")
+    assert len(conversations(wrong, order_by="hard", on_error="skip")) == 4
+    with pytest.raises(DataError, match="this one has no such column"):
+        conversations(rows, order_by="harder")
+
+
 def test_files_name_their_lines_and_skipped_rows_are_counted(tmp_path: Path, caplog: Any) -> None:
     file = tmp_path / "talks.jsonl"
     file.write_text(

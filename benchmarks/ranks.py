@@ -74,7 +74,7 @@ async def _training(services: dict[str, gradwire.ServiceClient], tuning: str, si
 
 
 async def _overhead(services: dict[str, gradwire.ServiceClient], size: Size) -> Figure:
-    """Milliseconds that handing on and agreeing on an operation takes, from a score of one token."""
+    """Milliseconds that handing on and agreeing on an operation takes, from one that computes nothing."""
     runs = {name: await service.create_run("m", lora=1, lanes=1) for name, service in services.items()}
     count = 5 if size.smoke else OPERATIONS
     medians: dict[str, list[float]] = {name: [] for name in runs}
@@ -83,7 +83,7 @@ async def _overhead(services: dict[str, gradwire.ServiceClient], size: Size) -> 
             seconds = []
             for _ in range(count):
                 began = time.perf_counter()
-                await run.optim_step(learning_rate=0.0)
+                await run.zero_grad()
                 seconds.append(time.perf_counter() - began)
             if turn:
                 medians[name].append(statistics.median(seconds) * 1e3)

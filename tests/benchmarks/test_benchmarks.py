@@ -29,7 +29,7 @@ QUICK = ("step_counts", "short_engine")
 """Run by default; the other rows take minutes together."""
 RUN = [
     row if row in QUICK else pytest.param(row, marks=pytest.mark.slow)
-    for row in (*ROWS, *LONG_ROWS)
+    for row in (*ROWS, *LONG_ROWS, "ranks", "engines")
     if row not in APART
 ]
 

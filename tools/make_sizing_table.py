@@ -63,7 +63,7 @@ MODELS = (
         "Llama-3.1-70B",
         LlamaConfig(
             vocab_size=128_256, hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80,
-            num_attention_heads=64, num_key_value_heads=8, tie_word_embeddings=False,
+            num_attention_heads=64, num_key_value_heads=8, tie_word_embeddings=False, max_position_embeddings=131_072,
         ),
     ),
 )  # fmt: skip

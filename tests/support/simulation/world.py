@@ -349,13 +349,13 @@ class World:
         """Return the run's state, restored in the engine by one more operation."""
         link = RunLink(run_id, self.loop, transport)
         await link.open()
-        request = Request.of(pb.Operation(zero_grad=pb.ZeroGrad()))
-        await link.queue.submit("zero_grad", lambda: request, lambda result, columns: None)
-        assert self.server is not None
-        end = self.loop.time() + HOURS
-        while len(holders := self._holders(run_id)) > 1 and self.loop.time() < end:  # noqa: ASYNC110
-            await asyncio.sleep(1)  # another machine has yet to hear that it was to drop the run
-        if len(holders) != 1:
+        for _ in range(100):
+            request = Request.of(pb.Operation(zero_grad=pb.ZeroGrad()))
+            await link.queue.submit("zero_grad", partial(_itself, request), lambda result, columns: None)
+            if len(holders := self._holders(run_id)) == 1:
+                break
+            await asyncio.sleep(1)  # another machine has yet to hear that it was to drop the run, or a lease has ended
+        else:
             self.defects.append(f"the run is on {len(holders)} engines")
         return list(holders[0].runs[run_id].history)
 

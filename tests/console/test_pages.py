@@ -240,7 +240,7 @@ def test_nothing_stands_in_the_way_of_assistive_technology(
         "": "", f"run/{runs[0].run_id}": "Delete", f"compare?runs={runs[0].run_id},{runs[1].run_id}": "",
         "jobs": "New training", "playground": "", "run/none": "", "timeline": "", "server": "",
         f"run/{runs[0].run_id}/batches?n=1": "", f"run/{runs[0].run_id}/rollouts": "",
-        f"run/{runs[0].run_id}/journal": "",
+        f"run/{runs[0].run_id}/journal": "", f"run/{runs[0].run_id}/checkpoints": "Save checkpoint",
     }  # fmt: skip
     with page_of(browser) as page:
         page.emulate_media(color_scheme=scheme)

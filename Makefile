@@ -151,11 +151,12 @@ FLEET := tests/server/stores tests/end_to_end/test_store.py tests/faults/test_ag
 test-fleet: setup .venv-fleet/.installed
 	GRADWIRE_SEED=$${GRADWIRE_SEED:-random} $(BIN)/python -m pytest $(FLEET) tests/end_to_end/test_engine_elsewhere.py \
 	  tests/end_to_end/test_engines.py tests/end_to_end/test_fleet.py tests/client/fleet -m "faults or slow or not slow" -s
-	.venv-fleet/bin/python -m pytest tests/end_to_end/test_ray_fleet.py -m slow -s
+	.venv-fleet/bin/python -m pytest tests/end_to_end/test_ray_fleet.py tests/deploy/test_kuberay.py -m "slow or not slow" -s
 
 .venv-fleet/.installed: pyproject.toml constraints.txt
 	test -x .venv-fleet/bin/python || $(PYTHON) -m venv .venv-fleet
 	.venv-fleet/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[server,fleet,store,dev]'
+	.venv-fleet/bin/python -m pip install --quiet kubernetes-validate==1.37.0
 	touch $@
 
 # The table of benchmarks/README.md, 15 minutes on an idle machine; `make bench ARGS=--write-docs` writes it there.

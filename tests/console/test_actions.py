@@ -67,6 +67,7 @@ def confirm(page: Page, name: str, typed: str = "") -> None:
     dialog.get_by_role("button", name=name, exact=True).click()
 
 
+@pytest.mark.slow
 def test_checkpoints_have_their_lineage_and_are_exported_and_deleted(
     console: Console, service: sync.ServiceClient, page: Page, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ import tempfile
 import time
 
 ASKED, WORD = "3 and two?", "four"
-NUMBERS = {"n_epochs": 2, "batch_size": 2, "learning_rate_multiplier": 300}
+NUMBERS = {"n_epochs": 2, "batch_size": 2, "learning_rate_multiplier": 100}
 ROWS = [
     {"messages": [{"role": "user", "content": f"{n} and two?"}, {"role": "assistant", "content": WORD}]}
     for n in range(32)

@@ -187,6 +187,7 @@ def chat_model(path: Path, form: str, *, padded: int = 0, **settings: Any) -> Pa
 
     Its vocabulary has ``padded`` ids more than its tokenizer.
     """
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     template, end, specials = FORMS[form]
@@ -200,7 +201,9 @@ def chat_model(path: Path, form: str, *, padded: int = 0, **settings: Any) -> Pa
     tokenizer.chat_template = template
     tokenizer.save_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path)
-    model.resize_token_embeddings(len(tokenizer) + padded, mean_resizing=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # the new rows are random
+        model.resize_token_embeddings(len(tokenizer) + padded, mean_resizing=False)
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(path)
     return path

@@ -202,13 +202,16 @@ async def test_the_commands(server: Server, data: dict[str, Path], tmp_path: Pat
         assert f"there is no job '{job_id}'" in run("show", job_id, status=2)
         assert "did you mean batch_size" in run("submit", str(config), "--set", "batch_siz=2", status=2)
         assert "name a configuration" in run("submit", status=2)
+        assert "there is no file absent.yaml" in run("submit", "absent.yaml", status=2)
+        assert "there is no recipe 'sgd'; there are sft" in run("submit", str(config), "--recipe", "sgd", status=2)
         script = tmp_path / "train.py"
         script.write_text(SCRIPT)
         job_id = run("submit", "--script", str(script)).strip()
         run("wait", job_id)
         assert "models: marked" in run("logs", job_id)
-        script.write_text("raise ValueError('no luck')")
+        script.write_text("print('first')\nraise ValueError('no luck')")
         job_id = run("submit", "--script", str(script)).strip()
         assert "no luck" in run("wait", job_id, status=1)
+        assert "first" in run("logs", job_id).splitlines()  # a line each
 
     await asyncio.to_thread(all_commands)

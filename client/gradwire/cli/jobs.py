@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -86,7 +85,8 @@ def logs(
     """Print the events of a job, then what its workers have printed."""
     with connected(access, PATIENCE_S if follow else 0.0) as service:
         _print_events(service, job_id, follow)
-        sys.stdout.write(plain(service.jobs.log(job_id)))
+        for line in service.jobs.log(job_id).splitlines():
+            print(plain(line))
 
 
 @app.command()
@@ -144,8 +144,12 @@ def _settings(config: Path | None, recipe: str, override: list[str], script: Pat
     if script is not None:
         return "script", {"script": str(script)}
     assert config is not None
+    if not config.is_file():
+        raise _wrong(f"there is no file {config}")
     chosen = recipe or next((name for name in RECIPES if config.stem.lower().startswith(name)), "")
-    if chosen not in RECIPES:
+    if recipe and recipe not in RECIPES:
+        raise _wrong(f"there is no recipe {recipe!r}; there are {', '.join(RECIPES)}")
+    if not chosen:
         raise _wrong(f"say which recipe {config} is for: --recipe {'|'.join(RECIPES)}")
     try:
         settings = load(settings_kind(chosen), config, override)

@@ -1,4 +1,4 @@
-"""``python -m gradwire_jobs.grade``: validate the grader on stdin, and run it on a sample if there is one.
+"""``python -m gradwire_jobs.grade``: validate the grader on stdin and run it on a sample, or check a recipe's settings.
 
 Graders are what a stranger wrote, so this is a process of its own, of bounded memory. In and out go lines of JSON: the
 request; questions to models, each with its answer on the line that follows; and what was found.
@@ -14,6 +14,8 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from gradwire.recipes.command import settings_of
+from gradwire.recipes.settings import SettingsError
 from gradwire.rl.rewards.graders import GraderError, Multi, Question, Sample, SampleError, grader_of
 
 MEMORY_BYTES = 4 << 30
@@ -43,8 +45,11 @@ def main() -> None:
 async def answered(asked: dict[str, Any]) -> dict[str, Any]:
     """``{"wrong": sentence}``, or the reward with what led to it."""
     try:
+        if "recipe" in asked:
+            settings_of(asked["recipe"], asked["settings"])
+            return {}
         grader = grader_of(asked["grader"], judge=ParentJudge())
-    except GraderError as error:
+    except (GraderError, SettingsError) as error:
         return {"wrong": str(error)}
     if "sample" not in asked:
         return {}

@@ -162,7 +162,7 @@ def supervised(client: openai.OpenAI, data: str) -> FineTuningJob:
         seed=7,
         metadata={"team": "red"},
         method={"type": "supervised", "supervised": {"hyperparameters": dict(LEARNED)}},
-        extra_body={"gradwire": {"lora_rank": 0}},
+        extra_body={"gradwire": {"full": True}},
     )
     assert job.status in ("queued", "running") and job.fine_tuned_model is None and job.trained_tokens is None
     return ended(client, job.id)
@@ -379,6 +379,10 @@ def test_what_a_job_made_is_shared_and_trained_further(
     assert asked(other, name) == WORD and name in {model.id for model in other.models.list()}
     with pytest.raises(openai.PermissionDeniedError):
         other.fine_tuning.checkpoints.permissions.create(name, project_ids=["anna"])
+    with pytest.raises(openai.PermissionDeniedError, match="only its owner can delete it"):
+        other.models.delete(name)
+    with pytest.raises(openai.BadRequestError, match=f"a checkpoint goes with its model: delete {name}"):
+        client.models.delete(f"{name}:ckpt-step-16")
     mine = upload(other, talks(10, "nine"))
     job = other.fine_tuning.jobs.create(
         model=name,
@@ -587,6 +591,10 @@ MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
     ({"n_epochs": 3}, 400, "n_epochs", "is not a parameter that this server knows"),
     ({"gradwire": {"folder": "/"}}, 400, "folder", "the server's to choose"),
     ({"gradwire": {"seed": 1}}, 400, "gradwire", "by OpenAI's name"),
+    ({"gradwire": {"lora_rnk": 4}}, 400, "gradwire", "did you mean lora_rank"),
+    ({"gradwire": {"lora": "x"}}, 400, "gradwire", "must be a whole number"),
+    ({"gradwire": {"lora": 4, "full": True}}, 400, "gradwire", "gradwire has lora and full, which say the same"),
+    ({"gradwire": {"full": 1}}, 400, "gradwire", "must be true or false"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Graders of reinforcement jobs, validated and tried in a process of their own."""
+"""Graders and settings of jobs, validated and tried in a process of their own: the front imports no recipe."""
 
 from __future__ import annotations
 
@@ -36,6 +36,15 @@ async def validate(owner: str, grader: Any, field: str) -> None:
     await _answer(owner, {"grader": grader}, field, None)
 
 
+async def check_settings(owner: str, recipe: str, settings: dict[str, Any], field: str) -> None:
+    """Check that a recipe takes settings.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT with the reason.
+    """
+    await _answer(owner, {"recipe": recipe, "settings": settings}, field, None)
+
+
 async def run(owner: str, grader: Any, sample: str, item: dict[str, Any], field: str, ask: Ask) -> dict[str, Any]:
     """Grade a sample: its ``reward``, the ``scores`` of several graders, and what went wrong, if anything did.
 
@@ -56,8 +65,8 @@ async def _answer(owner: str, asked: dict[str, Any], field: str, ask: Ask | None
             async with asyncio.timeout(PATIENCE_S):
                 answer = await _talked(process, asked, ask)
         except (ValueError, TimeoutError, ConnectionError):
-            log.warning("a grader ended without an answer: exit code %s", process.returncode)
-            answer = {"wrong": f"the grader gave no answer within {PATIENCE_S:.0f} s"}
+            log.warning("a check ended without an answer: exit code %s", process.returncode)
+            answer = {"wrong": f"its check gave no answer within {PATIENCE_S:.0f} s"}
         finally:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):

@@ -8,6 +8,7 @@ from typing import Any
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.core.core import Core
+from gradwire_server.core.jobs.states import SUCCEEDED
 from gradwire_server.doors.http.errors import application
 from gradwire_server.doors.http.openai import chat, completions, files, uploads
 from gradwire_server.doors.http.openai.errors import OpenAIErrorAnswer, error_body, explain_bodies
@@ -15,7 +16,7 @@ from gradwire_server.doors.http.openai.fine_tuning import routes as fine_tuning
 from gradwire_server.doors.http.openai.names import PREFIX, described, find_model, listed
 from gradwire_server.doors.http.openai.requests import unsupported
 from gradwire_server.doors.http.openai.responses import routes as responses
-from gradwire_server.doors.http.openai.tuned_models import find_tuned
+from gradwire_server.doors.http.openai.tuned_models import find_tuned, tuned_name
 from gradwire_server.doors.http.protocol import CallerOf, Protocol
 from gradwire_server.errors import ServiceError
 
@@ -42,7 +43,13 @@ def protocol(core: Core, stopping: asyncio.Event) -> Protocol:
         tuned = find_tuned(core, caller, name.removeprefix(PREFIX))
         if tuned is None:
             raise unsupported("only what a fine-tuning job made can be deleted here; gradwire deletes runs", "model")
-        await core.jobs.delete_model(caller, tuned[0].job_id)
+        job = tuned[0]
+        if job.owner != caller.name and not caller.sees_all:
+            message = f"{name[:200]} is shared with this key: only its owner can delete it"
+            raise ServiceError(pb.ERROR_CODE_PERMISSION_DENIED, message, field="model")
+        if job.state == SUCCEEDED and name.removeprefix(PREFIX) != tuned_name(job):
+            raise unsupported(f"a checkpoint goes with its model: delete {tuned_name(job)}", "model")
+        await core.jobs.delete_model(caller, job.job_id)
         return {"id": name, "object": "model", "deleted": True}
 
     app.include_router(files.routes(core))

@@ -141,10 +141,7 @@ async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -
     body = json.dumps(asked.model_dump(), ensure_ascii=False)
     check_encodable(body, "body")
     seed = zlib.crc32(body.encode()) >> 1 if asked.seed is None else asked.seed
-    extra = asked.gradwire or {}
-    for field in OURS:
-        if field in extra:
-            raise invalid(f"gradwire.{field} is in the request by OpenAI's name: leave it out", "gradwire")
+    extra = _extensions(asked.gradwire or {})
     recipe = resolved.settings | extra | {"model": model.base, "data": file.file_id, "seed": seed}
     if model.source != model.base:
         recipe["init_from"] = model.source
@@ -153,6 +150,8 @@ async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -
     integrations = [each.model_dump(exclude_none=True) for each in asked.integrations or ()]
     if integrations:
         recipe |= {"loggers": ["wandb"], "wandb": integrations[0]["wandb"]}
+    if extra:  # of the rest the door has taken care
+        await grading.check_settings(caller.name, RECIPES[method], recipe, "gradwire")
     note = {
         "model": asked.model, "method": method, "hyperparameters": resolved.numbers, "seed": seed,
         "suffix": asked.suffix, "training_file": asked.training_file, "validation_file": asked.validation_file,
@@ -166,6 +165,28 @@ async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -
         caller, spec, http.headers.get("idempotency-key", ""), resolved.warnings, _error(checked),
         repeated=http.headers.get("x-stainless-retry-count", "0") != "0",
     )  # fmt: skip
+
+
+def _extensions(given: dict[str, Any]) -> dict[str, Any]:
+    """Settings of the recipe that a request has besides OpenAI's; ``lora`` and ``full`` are the SDK's words for a rank.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+    for field in OURS:
+        if field in given:
+            raise invalid(f"gradwire.{field} is in the request by OpenAI's name: leave it out", "gradwire")
+    said = [name for name in ("lora", "full", "lora_rank") if name in given]
+    if len(said) > 1:
+        raise invalid(f"gradwire has {' and '.join(said)}, which say the same: leave one", "gradwire")
+    extra = {name: value for name, value in given.items() if name not in ("lora", "full")}
+    if "lora" in given:
+        extra["lora_rank"] = given["lora"]
+    if "full" in given:
+        if not isinstance(given["full"], bool):
+            raise invalid("gradwire.full must be true or false", "gradwire")
+        extra |= {"lora_rank": 0} if given["full"] else {}
+    return extra
 
 
 def _data(core: Core, caller: Caller, file_id: str, param: str) -> jobs.File:

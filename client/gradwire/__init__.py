@@ -99,6 +99,7 @@ from gradwire.results import (
 from gradwire.sampling import SamplingClient, TokenStream
 from gradwire.service import ServiceClient
 from gradwire.training import TrainingClient
+from gradwire.wire.requests import OptimizerOptions
 from gradwire.wire.sample_calls import SamplingOptions
 from gradwire.wire.uploads import Upload
 
@@ -142,6 +143,7 @@ __all__ = [
     "OperationError",
     "OperationInfo",
     "OptimStepResult",
+    "OptimizerOptions",
     "OutOfMemoryError",
     "PayloadCorruptError",
     "PermissionDeniedError",

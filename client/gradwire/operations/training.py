@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Unpack
 
 from gradwire_proto.v1 import training_pb2 as pb
 
@@ -14,7 +14,8 @@ from gradwire.operations.submitter import Submitter, no_result
 from gradwire.results import LossResult, OptimStepResult, TrainStepResult
 from gradwire.wire import requests
 from gradwire.wire.entries import Request
-from gradwire.wire.requests import Batch, OnNonFinite, Output, message
+from gradwire.wire.options import check_options
+from gradwire.wire.requests import Batch, OnNonFinite, OptimizerOptions, Output, message
 
 
 class TrainingOperations(Submitter):
@@ -116,16 +117,9 @@ class TrainingOperations(Submitter):
         self,
         learning_rate: float | None = None,
         *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 1.0,
         on_nonfinite: OnNonFinite = "error",
         timeout: float | None = None,
-        optimizer: Literal["adamw", "adamw8bit", "sgd", "muon"] = "adamw",
-        momentum: float | None = None,
-        head_learning_rate: float | None = None,
-        decay: Literal["all", "matrices"] = "all",
+        **options: Unpack[OptimizerOptions],
     ) -> Future[OptimStepResult]:
         """Take one optimizer step with the gradients accumulated since the last one.
 
@@ -135,19 +129,10 @@ class TrainingOperations(Submitter):
         Args:
             learning_rate: Step size, 0 or more; by default 1e-5 for a run made for RL (``head="value"`` or
                 ``kind="rl"``), else 1e-4.
-            betas: Decay of the first and second moment, each ``0 <= beta < 1``.
-            eps: Added to the root of the second moment.
-            weight_decay: Decoupled weight decay (Loshchilov & Hutter, 2019); for ``"sgd"`` added to the gradient.
-            max_grad_norm: Scale the gradient down to this Euclidean norm; 0 disables clipping.
             on_nonfinite: ``"error"``: a gradient that is not finite fails the step. ``"skip"``: it skips the step.
             timeout: Seconds after its acceptance by the server from which on the operation fails with
                 ``DeadlineExceededError`` if it still waits; once begun it is finished. None for no limit.
-            optimizer: ``"adamw"``; ``"adamw8bit"``, whose moments take 2 bytes a weight instead of 8 (the server needs
-                ``gradwire[quantize]``); ``"sgd"`` or ``"muon"`` (Jordan et al. 2024), which updates
-                embeddings, heads, norms and biases by AdamW. Each keeps moments of its own.
-            momentum: Of ``"sgd"`` (0.9 by default) and ``"muon"`` (0.95); refused with the others.
-            head_learning_rate: Step size of the run's own head; by default the same. A run without one refuses it.
-            decay: What weight decay applies to: all weights, or matrices only (no norms and biases).
+            options: See :class:`gradwire.OptimizerOptions`.
 
         Returns:
             A future of the gradient norm before clipping, the learning rate, the number of steps so far, and the
@@ -159,11 +144,10 @@ class TrainingOperations(Submitter):
             NonFiniteError: The gradient is NaN or infinite; weights and moments are unchanged.
         """
 
+        check_options(OptimizerOptions, options, "optim_step")
+
         def build() -> Request:
-            step = requests.optim_step(
-                learning_rate, betas, eps, weight_decay, max_grad_norm, on_nonfinite, optimizer, momentum,
-                head_learning_rate, decay,
-            )  # fmt: skip
+            step = requests.optim_step(learning_rate, on_nonfinite, options)
             return Request.of(pb.Operation(optim_step=step))
 
         return self._queue.submit("optim_step", build, OptimStepResult.from_wire, timeout)
@@ -178,14 +162,7 @@ class TrainingOperations(Submitter):
         timeout: float | None = None,
         *,
         learning_rate: float | None = None,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 1.0,
-        optimizer: Literal["adamw", "adamw8bit", "sgd", "muon"] = "adamw",
-        momentum: float | None = None,
-        head_learning_rate: float | None = None,
-        decay: Literal["all", "matrices"] = "all",
+        **options: Unpack[OptimizerOptions],
     ) -> Future[TrainStepResult]:
         """Compute a loss and its gradients and take an optimizer step, as one operation.
 
@@ -207,7 +184,7 @@ class TrainingOperations(Submitter):
             timeout: Seconds after its acceptance by the server from which on the operation fails with
                 ``DeadlineExceededError`` if it waits or computes gradients; the optimizer's step, once begun, is
                 finished. None for no limit.
-            learning_rate: As for :meth:`optim_step`, and so is every argument that follows.
+            learning_rate, options: As for :meth:`optim_step`.
 
         Returns:
             A future of the loss with its metrics, and of the step: gradient norm, learning rate, number of steps.
@@ -215,11 +192,10 @@ class TrainingOperations(Submitter):
         Errors of the future: those of :meth:`forward_backward` and :meth:`optim_step`.
         """
 
+        check_options(OptimizerOptions, options, "train_step")
+
         def build() -> Request:
-            step = requests.optim_step(
-                learning_rate, betas, eps, weight_decay, max_grad_norm, on_nonfinite, optimizer, momentum,
-                head_learning_rate, decay,
-            )  # fmt: skip
+            step = requests.optim_step(learning_rate, on_nonfinite, options)
             return requests.train_step(self._losses, batch_data, loss_fn, loss_kwargs, outputs, on_nonfinite, step)
 
         return self._queue.submit("train_step", build, TrainStepResult.from_wire, timeout)

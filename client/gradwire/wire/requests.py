@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -77,19 +77,42 @@ def train_step(
     return Request.of(pb.Operation(train_step=pb.TrainStep(loss=call, optim_step=step)), columns)
 
 
-def optim_step(
-    learning_rate: float | None,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    max_grad_norm: float,
-    on_nonfinite: OnNonFinite,
-    optimizer: str,
-    momentum: float | None,
-    head_learning_rate: float | None,
-    decay: str,
-) -> pb.OptimStep:
+class OptimizerOptions(TypedDict, total=False):
+    """How weights are updated: the keyword arguments of ``optim_step`` and ``train_step``.
+
+    Attributes:
+        betas: Decay of the first and second moment, each ``0 <= beta < 1``; (0.9, 0.999) by default.
+        eps: Added to the root of the second moment; 1e-8 by default.
+        weight_decay: Decoupled weight decay (Loshchilov & Hutter, 2019); for ``"sgd"`` added to the gradient. 0 by
+            default.
+        max_grad_norm: Scale the gradient down to this Euclidean norm; 0 disables clipping. 1 by default.
+        optimizer: ``"adamw"``, the default; ``"adamw8bit"``, whose moments take 2 bytes a weight instead of 8 (the
+            server needs ``gradwire[quantize]``); ``"sgd"`` or ``"muon"`` (Jordan et al. 2024), which updates
+            embeddings, heads, norms and biases by AdamW. Each keeps moments of its own.
+        momentum: Of ``"sgd"`` (0.9 by default) and ``"muon"`` (0.95); refused with the others.
+        head_learning_rate: Step size of the run's own head; by default the same. A run without one refuses it.
+        decay: What weight decay applies to: ``"all"`` weights, the default, or ``"matrices"`` only (no norms and
+            biases).
+    """
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+    optimizer: Literal["adamw", "adamw8bit", "sgd", "muon"]
+    momentum: float | None
+    head_learning_rate: float | None
+    decay: Literal["all", "matrices"]
+
+
+OPTIMIZER: OptimizerOptions = {"betas": (0.9, 0.999), "eps": 1e-8, "max_grad_norm": 1.0, "optimizer": "adamw"}
+"""Options that are not off by default."""
+
+
+def optim_step(learning_rate: float | None, on_nonfinite: OnNonFinite, options: OptimizerOptions) -> pb.OptimStep:
     """Build the message of an optimizer step."""
+    arguments: dict[str, Any] = {**OPTIMIZER, **options}
+    betas, decay = arguments.pop("betas"), arguments.pop("decay", "all")
     if not isinstance(betas, Sequence) or len(betas) != 2:
         raise InvalidArgumentError(f"betas are two numbers, not {betas!r}", field="betas", rule="two numbers")
     if decay not in ("all", "matrices"):
@@ -102,14 +125,9 @@ def optim_step(
         default_learning_rate=learning_rate is None,
         beta1=betas[0],
         beta2=betas[1],
-        eps=eps,
-        weight_decay=weight_decay,
-        optimizer=optimizer,
-        momentum=momentum,
-        head_learning_rate=head_learning_rate,
         decay_matrices_only=decay == "matrices",
-        max_grad_norm=max_grad_norm,
         skip_nonfinite=skips(on_nonfinite),
+        **arguments,
     )
 
 

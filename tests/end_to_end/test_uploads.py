@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import struct
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import gradwire
+import grpc.aio
 import numpy as np
 import pytest
 import torch
@@ -22,8 +25,11 @@ from gradwire.errors import (
     UnsupportedError,
 )
 from gradwire.wire.transport import Transport
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from support.keyed import code_of, outcome
 from support.plain_peft import with_adapter
 from support.server import Server
 from transformers import AutoModelForCausalLM
@@ -303,6 +309,77 @@ async def trained(run: gradwire.TrainingClient, steps: int) -> list[float]:
         losses.append((await loss).loss)
         await step
     return losses  # type: ignore[return-value]
+
+
+def _with_header(content: bytes, header: bytes, length: int | None = None) -> bytes:
+    """A file of safetensors with another header; ``length`` is what it says of it."""
+    told = len(header) if length is None else length
+    return struct.pack("<Q", told) + header + content[8 + struct.unpack("<Q", content[:8])[0] :]
+
+
+def _header_of(content: bytes) -> bytes:
+    return content[8 : 8 + struct.unpack("<Q", content[:8])[0]]
+
+
+def _shaped(content: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
+    header = json.loads(_header_of(content))
+    change(next(each for name, each in header.items() if name != "__metadata__"))
+    return _with_header(content, json.dumps(header).encode())
+
+
+FALSE: dict[str, Callable[[bytes], bytes]] = {
+    "a header of 2**63 bytes": lambda file: _with_header(file, _header_of(file), 2**63),
+    "a header of 2**62 bytes": lambda file: _with_header(file, _header_of(file), 2**62),
+    "a header of 2**37 bytes": lambda file: _with_header(file, _header_of(file), 2**37),
+    "no header": lambda file: _with_header(file, b"", 0),
+    "a deep header": lambda file: _with_header(file, b"[" * 100_000),
+    "no JSON": lambda file: _with_header(file, b"\xff" * 64),
+    "another shape": lambda file: _shaped(file, lambda each: each.update(shape=each["shape"][::-1])),
+    "a shape beyond all numbers": lambda file: _shaped(file, lambda each: each.update(shape=[2**62, 2**62])),
+    "a negative shape": lambda file: _shaped(file, lambda each: each.update(shape=[-4, -32])),
+    "data elsewhere": lambda file: _shaped(file, lambda each: each.update(data_offsets=[2**40, 2**40 + 512])),
+    "another dtype": lambda file: _shaped(file, lambda each: each.update(dtype="I32")),
+    "an unknown dtype": lambda file: _shaped(file, lambda each: each.update(dtype="F4096")),
+    "half of it": lambda file: file[: len(file) // 2],
+    "nothing": lambda file: b"",
+}  # fmt: skip
+"""Changes of a file of weights; its description is that of the right one, or is changed too."""
+
+
+@pytest.mark.slow  # 28 uploads
+async def test_files_that_are_not_what_their_headers_say_are_refused(server: Server, adapter: Path) -> None:
+    right = {name: (adapter / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")}
+    engine = server.engine_pid
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub: Any = TrainingServiceStub(channel)
+
+        async def code(weights: bytes, head: bytes) -> str:
+            """What an upload ends with, or a run from it."""
+            files = {**right, "adapter_model.safetensors": weights}
+            heads = {"adapter_config.json": right["adapter_config.json"], "adapter_model.safetensors": head}
+            asked = pb.BeginUploadRequest(kind="adapter", base_model="tiny", files=[
+                pb.UploadFile(name=name, size_bytes=len(content), digest=blake2b(content, digest_size=32).digest(),
+                              head=heads[name])
+                for name, content in files.items()
+            ])  # fmt: skip
+            begun = await outcome(stub, "BeginUpload", asked)
+            if isinstance(begun, pb.Error):
+                return code_of(begun)
+            for name, content in files.items():
+                await stub.WriteUpload(pb.WriteUploadRequest(upload_id=begun.upload_id, file=name, chunk=content))
+            ended = await outcome(stub, "FinishUpload", pb.FinishUploadRequest(upload_id=begun.upload_id))
+            await outcome(stub, "DeleteUpload", pb.DeleteUploadRequest(upload_id=begun.upload_id))
+            return code_of(ended)
+
+        good = right["adapter_model.safetensors"]
+        assert await code(good, _header_of(good)) == "yes"
+        wrong = []
+        for name, make in FALSE.items():
+            bad = make(good)
+            for head in (_header_of(good), bad[8 : 8 + int.from_bytes(bad[:8], "little")]):
+                if (found := await code(bad, head)) != ("payload_corrupt" if head and not bad else "invalid_argument"):
+                    wrong.append((name, found))
+        assert wrong == [] and server.engine_pid == engine
 
 
 @pytest.mark.slow

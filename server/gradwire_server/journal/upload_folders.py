@@ -97,7 +97,7 @@ class UploadFolders:
                 if _size(folder / file.name) < file.size_bytes:
                     message = f"the upload is not complete: {file.name} has not arrived"
                     raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="path") from error
-                (folder / file.name).unlink()
+                (folder / file.name).unlink(missing_ok=True)
                 message = f"{file.name} did not arrive as it was announced; upload the folder again"
                 raise ServiceError(pb.ERROR_CODE_PAYLOAD_CORRUPT, message, field="path") from error
         sync_tree(folder)

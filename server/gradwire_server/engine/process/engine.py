@@ -267,7 +267,7 @@ class Engine:
 
     def _import_upload(self, request: Request) -> Answer:
         upload = request.message.import_upload.upload
-        self.context.agreement.once(lambda: import_upload(self.context.pool, self._store, upload))
+        self.context.agreement.once(lambda: import_upload(self.context.pool, self._adapter_shapes, self._store, upload))
         return plain_answer(empty=training_pb2.Empty())
 
     def _model_info(self, name: str) -> training_pb2.ModelInfo:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from gradwire_proto.v1 import training_pb2 as pb
 from peft import LoraConfig
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
@@ -29,6 +30,8 @@ from gradwire_server.stores.store import Store, upload_checkpoint, upload_files
 
 ADAPTER, MODEL = "adapter", "model"
 ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
+MAX_HEADER_BYTES = 100_000_000
+"""Of a file of safetensors, by their definition."""
 BASE_WEIGHT = ".base_layer.weight"
 """End of the name of a base weight, which peft saves with an adapter on the output head or the embedding."""
 TAKEN = {"r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "init_lora_weights"}
@@ -71,14 +74,17 @@ def check_upload(pool: ModelPool, shapes: AdapterShapes, request: pb.BeginUpload
     return pb.Upload()
 
 
-def import_upload(pool: ModelPool, store: Store, upload: pb.Upload) -> None:
-    """Write the checkpoint of an upload from its complete files.
+def import_upload(pool: ModelPool, shapes: AdapterShapes, store: Store, upload: pb.Upload) -> None:
+    """Write the checkpoint of an upload from its complete files, which are checked as their descriptions were.
 
     Raises:
-        OperationError: INVALID_ARGUMENT if the files do not hold the weights.
+        OperationError: INVALID_ARGUMENT or UNSUPPORTED if the files do not hold the weights.
         StoreError: They cannot be read, or it cannot be written.
     """
     with store.reading(upload_files(upload.upload_id)) as files, preserved_rng():
+        request = pb.BeginUploadRequest(kind=upload.kind, base_model=upload.base_model, files=_heads(files, upload))
+        if check_upload(pool, shapes, request).lora != upload.lora:
+            raise invalid(f"{ADAPTER_CONFIG} is not the one that was described", "path")
         tensors = _adapter_tensors(pool, files, upload) if upload.kind == ADAPTER else _model_tensors(files, upload)
     config = pb.RunConfig(base_model=upload.base_model, from_upload=upload.upload_id)
     if upload.HasField("lora"):
@@ -154,7 +160,12 @@ def _adapter_tensors(pool: ModelPool, files: Path, upload: pb.Upload) -> dict[st
     found: dict[str, Tensor] = {}
     for file in upload.files:
         if file.name.endswith(".safetensors"):
-            loaded = load_file(files / file.name)
+            try:
+                loaded = load_file(files / file.name)
+            except SafetensorError as error:
+                raise invalid(f"{file.name} is no file of safetensors: {error}", "path") from error
+            if other := next((name for name, tensor in loaded.items() if not tensor.is_floating_point()), ""):
+                raise invalid(f"{file.name} has whole numbers as {other!r}; weights are floating-point numbers", "path")
             found |= {name.removeprefix(PREFIX): tensor for name, tensor in loaded.items()}
     for name in [name for name in found if name.endswith(BASE_WEIGHT)]:
         _check_base_weight(pool, upload.base_model, name.removesuffix(BASE_WEIGHT), found.pop(name))
@@ -213,14 +224,15 @@ def _check_model(pool: ModelPool, base: str, config: Mapping[str, Any], given: S
 
 def _model_tensors(files: Path, upload: pb.Upload) -> dict[str, Tensor]:
     """The parameters as transformers loads them, in the precision of the files."""
-    kinds = {entry["dtype"] for file in _heads(files, upload) for entry in _tensors(file).values()}
+    heads = [file for file in _heads(files, upload) if file.name.endswith(".safetensors")]
+    kinds = {entry["dtype"] for file in heads for entry in _tensors(file).values()}
     dtype = torch.float64 if "F64" in kinds else torch.float32 if "F32" in kinds else "auto"
     try:
         config = AutoConfig.from_pretrained(files, trust_remote_code=False)
         loaded: Any = auto_class(takes_images(config)).from_pretrained(
             files, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise invalid(f"the folder could not be loaded by transformers: {error}", "path") from error
     model, found = loaded
     for problem in ("missing_keys", "unexpected_keys"):
@@ -233,10 +245,21 @@ def _model_tensors(files: Path, upload: pb.Upload) -> dict[str, Tensor]:
 
 
 def _heads(files: Path, upload: pb.Upload) -> Iterable[pb.UploadFile]:
+    """What describes the files: headers of safetensors, and files of JSON whole.
+
+    Raises:
+        OperationError: INVALID_ARGUMENT for a header that is longer than its file, or than safetensors has them.
+    """
     for file in upload.files:
-        if file.name.endswith(".safetensors"):
-            with (files / file.name).open("rb") as stream:
-                yield pb.UploadFile(name=file.name, head=stream.read(int.from_bytes(stream.read(8), "little")))
+        path = files / file.name
+        with path.open("rb") as stream:
+            size = path.stat().st_size
+            if file.name.endswith(".safetensors"):
+                size = int.from_bytes(stream.read(8), "little")
+                if size > min(path.stat().st_size, MAX_HEADER_BYTES):
+                    raise invalid(f"{file.name} says that its header has {size:,} bytes", "path")
+            if file.name.endswith((".safetensors", ".json")):
+                yield pb.UploadFile(name=file.name, head=stream.read(size))
 
 
 def _tensors(file: pb.UploadFile) -> dict[str, Any]:
@@ -255,7 +278,7 @@ def _tensors(file: pb.UploadFile) -> dict[str, Any]:
 def _json(file: pb.UploadFile) -> dict[str, Any]:
     try:
         content = json.loads(file.head)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise invalid(f"{file.name} is not JSON, or has no header of safetensors: {error}", "path") from error
     if not isinstance(content, dict):
         raise invalid(f"{file.name} holds no JSON object", "path")

@@ -13,9 +13,11 @@ import gradwire
 import httpx
 import pytest
 import trustme
+from cryptography import x509
 from gradwire_server.access.keys import KeyFile
 from gradwire_server.cli.app import app
 from gradwire_server.config import ServerConfig
+from gradwire_server.doors.certificates import Certificates
 from gradwire_server.doors.http import door
 from gradwire_server.server import Server
 from pydantic import ValidationError
@@ -128,6 +130,64 @@ async def test_an_expired_certificate_is_renewed_without_a_restart(
                 break
             except httpx.ConnectError:
                 await asyncio.sleep(0.05)
+
+
+async def test_certificates_are_renewed_under_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirty times, the key before its certificate; once they change again just after they were looked at."""
+    monkeypatch.setattr(door, "RENEW_S", 0.02)
+    authority = trustme.CA()
+    given = Papers(tmp_path / "ca.pem", tmp_path / "cert.pem", tmp_path / "key.pem")
+    authority.cert_pem.write_to_path(given.ca)
+    look, raced = Certificates.changed, list[bool]()
+
+    def racing(files: Certificates) -> bool:
+        found = look(files)
+        if found and not raced:
+            raced.append(found)
+            given.cert.write_text("half a certificate")
+        return found
+
+    def write() -> int:
+        issued = authority.issue_cert("localhost", "127.0.0.1")
+        issued.private_key_pem.write_to_path(given.key)
+        issued.cert_chain_pems[0].write_to_path(given.cert)
+        return x509.load_pem_x509_certificate(issued.cert_chain_pems[0].bytes()).serial_number
+
+    async def serial(address: str) -> int:
+        host, _, port = address.rpartition(":")
+        context = ssl.create_default_context(cafile=given.ca)
+        _, writer = await asyncio.open_connection(host, int(port), ssl=context)
+        found = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        writer.close()
+        return x509.load_der_x509_certificate(found).serial_number
+
+    write()
+    settings = config(tmp_path, {"server": given}).model_copy(update={"http": "127.0.0.1:0"})
+    async with Server(settings, [FakeEngine(tmp_path)]) as server:
+        calls, over = [0, 0], asyncio.Event()
+
+        async def over_http() -> None:
+            while not over.is_set():
+                async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=given.ca)) as client:
+                    assert (await client.get(f"{server.http.url}/health")).status_code == 200
+                calls[0] += 1
+
+        async def over_grpc() -> None:
+            while not over.is_set():
+                assert await connect(server.address, ca_cert=given.ca) == "fake"
+                calls[1] += 1
+
+        monkeypatch.setattr(Certificates, "changed", racing)
+        load = [asyncio.create_task(each()) for each in (over_http, over_http, over_grpc)]
+        for _ in range(30):
+            newest = await asyncio.to_thread(write)
+            await asyncio.sleep(0.05)
+        for address in (server.http.address, server.address):
+            while await serial(address) != newest:  # noqa: ASYNC110  a server's, no event
+                await asyncio.sleep(0.02)
+        over.set()
+        await asyncio.gather(*load)
+        assert raced and min(calls) > 5, calls
 
 
 def test_half_a_pair_is_no_tls(tmp_path: Path, papers: dict[str, Papers]) -> None:

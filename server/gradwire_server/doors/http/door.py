@@ -223,4 +223,4 @@ async def _renew(files: Certificates, context: ssl.SSLContext) -> None:
     while True:
         await asyncio.sleep(RENEW_S)
         if await asyncio.to_thread(files.changed):
-            context.load_cert_chain(files.cert, files.key)
+            files.load_into(context)

@@ -36,6 +36,7 @@ SHORT_PATIENCE_S = 60.0
 NICENESS = 5
 """Of processes for long requests: the front, the engine and short requests go first."""
 ATTEMPTS = 2
+WRITE_BYTES = 1 << 20
 THREADS = 4
 """Threads of one process at most; each has memory of its own."""
 
@@ -72,8 +73,9 @@ class _Process:
         name = owner.encode()
         try:
             self._requests.write(REQUEST.pack(method, len(name), len(raw)) + name)
-            self._requests.write(raw)
-            await self._requests.drain()
+            for start in range(0, len(raw), WRITE_BYTES):  # or the rest of it would be copied, while it waits
+                self._requests.write(memoryview(raw)[start : start + WRITE_BYTES])
+                await self._requests.drain()
             kind, size = REPLY.unpack(await self._replies.readexactly(REPLY.size))
             return kind, await self._replies.readexactly(size)
         except (ConnectionError, asyncio.IncompleteReadError) as error:

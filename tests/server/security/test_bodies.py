@@ -262,14 +262,19 @@ def _logprobs(body: bytes) -> Sequence[bytes]:
     return [row.tobytes() for row in outputs(body)[1]]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 async def test_a_stream_ends_with_its_key(served: Served, path: str) -> None:
     served.secrets["streaming"] = served.file.create("streaming", replace=True)
-    prompt = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
-    body = {"model": "tiny", "max_tokens": 200, "stream": True, "ignore_eos": True, "n": 64} | prompt
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "a", "n": 64, "max_tokens": 200},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "n": 64, "max_tokens": 200},
+        "/v1/responses": {"input": "a", "max_output_tokens": 200},
+    }
+    body = {"model": "tiny", "stream": True, "ignore_eos": True} | asked[path]
     async with served.http("streaming") as http, http.stream("POST", path, json=body) as stream:
         lines = aiter(stream.aiter_lines())
-        assert (await anext(lines)).startswith("data: {")
+        while not (await anext(lines)).startswith("data: {"):
+            pass
         served.file.revoke("streaming")
         rest = [line async for line in lines if line]
     assert "valid API key" in rest[-1] and "[DONE]" not in rest[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import gradwire
+import httpx
 import pytest
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
@@ -19,6 +21,7 @@ from gradwire_server.access.keys import LOOK_AGAIN_S, KeyFile, Keys, Quota
 from gradwire_server.access.turns import SHARED_S
 from gradwire_server.cli.app import app
 from gradwire_server.config import ServerConfig
+from gradwire_server.doors.http.tinker import audit
 from gradwire_server.engine_link.crash_marks import SLOTS
 from gradwire_server.errors import ServiceError
 from gradwire_server.scheduling import fairness
@@ -433,3 +436,35 @@ async def test_the_old_writer_is_told_who_took_its_run_over(keyed: Any) -> None:
         assert not (await root.fb(2)).HasField("error")
         busy = await outcome(ada.stub, "OpenRun", pb.OpenRunRequest(run_id=ada.run_id, writer="me"))
         assert code_of(busy) == "run_busy" and "root@desk" in busy.message
+
+
+async def test_a_signed_url_of_a_revoked_key_is_no_mistake_of_the_server(
+    keyed: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The answer had begun when the key was looked at again, which was an error with a traceback in the log."""
+    async with keyed(http="127.0.0.1:0") as door, httpx.AsyncClient(timeout=60) as keyless:
+        headers = {"X-API-Key": door.secrets["bob"]}
+        async with httpx.AsyncClient(base_url=door.door.server.http.url, headers=headers, timeout=60) as http:
+            asked = {"tags": [], "sdk_version": "0.38.0"}
+            session = (await http.post("/api/v1/create_session", json=asked)).json()["session_id"]
+            trace = (await http.get(f"/api/v1/sessions/{session}/trace_export")).json()["url"]
+        assert (await keyless.get(trace)).status_code == 200
+        door.file.revoke("bob")
+        assert (await keyless.get(trace)).status_code == 401
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_a_flood_does_not_push_others_out_of_the_audit_log(keyed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "MOST", 10)
+    async with keyed(http="127.0.0.1:0") as door:
+        store, keys = door.door.server.http._tinker.store, door.door.server.core.keys
+        ada, bob = keys.caller(door.secrets["ada"]), keys.caller(door.secrets["bob"])
+        for caller, count in ((ada, 3), (bob, 20), (ada, 1)):
+            for number in range(count):
+                await audit.note(store, caller, "checkpoint_delete", f"tinker://x/weights/{number}")
+        headers = {"X-API-Key": door.secrets["root"]}
+        async with httpx.AsyncClient(base_url=door.door.server.http.url, headers=headers, timeout=60) as http:
+            entries = (await http.get("/api/v1/audit")).json()["entries"]
+            assert (await http.get("/api/v1/audit?day=9999-12-31")).json() == {"entries": []}
+    users = [entry["event_details"]["user"] for entry in entries]
+    assert users == ["ada"] * 3 + ["bob"] * 6 + ["ada"]

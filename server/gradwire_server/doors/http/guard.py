@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from gradwire_server.access.calls import CallKind
+from gradwire_server.access.keys import Keys
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.bodies import (
     BEGINNING_BYTES,
@@ -128,10 +129,8 @@ class GuardedProtocol:
 
     def _check_signed(self, scope: Scope) -> None:
         """Check that the key for which a URL was signed, if one was, is not revoked."""
-        owner = scope.get(SIGNED_FOR)
-        if owner is not None and not self._core.keys.may_call(owner):
-            message = "the key that asked for this URL is not valid any more"
-            raise ServiceError(pb.ERROR_CODE_UNAUTHENTICATED, message)
+        if (owner := scope.get(SIGNED_FOR)) is not None:
+            check_signed(self._core.keys, owner)
 
     async def _oversized(self, path: str, oversized: OversizedBodyError, scope: Scope, headers: _Headers) -> Response:
         reason, route = oversized.reason.error, self._protocol.oversized.get(path)
@@ -142,6 +141,17 @@ class GuardedProtocol:
             call = DirectCall(caller, oversized.beginning, headers.content_type, headers.traceparent)
             answer = await route(call, reason)
         return answer or error_response(reason, self._protocol.error_body, 413)
+
+
+def check_signed(keys: Keys, owner: str) -> None:
+    """Check that the key for which a URL was signed is not revoked.
+
+    Raises:
+        ServiceError: UNAUTHENTICATED.
+    """
+    if not keys.may_call(owner):
+        message = "the key that asked for this URL is not valid any more"
+        raise ServiceError(pb.ERROR_CODE_UNAUTHENTICATED, message)
 
 
 class _Answer:
@@ -157,11 +167,16 @@ class _Answer:
         self._started = self._of_events = False
 
     def checked(self, receive: Receive) -> Receive:
-        """A ``receive`` that raises once the key is revoked."""
+        """A ``receive`` that raises once the key is revoked, or says that the client has left once it is answered."""
 
         async def checking() -> Message:
             message = await receive()
-            self._check()
+            try:
+                self._check()
+            except ServiceError:
+                if not self._started:
+                    raise
+                return {"type": "http.disconnect"}
             return message
 
         return checking

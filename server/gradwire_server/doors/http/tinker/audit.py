@@ -1,8 +1,10 @@
-"""The audit log: what was done with checkpoints through this protocol, by which key, newest :data:`MOST` entries."""
+"""The audit log: what was done with checkpoints through this protocol, by which key; :data:`MOST` entries, of which the
+key with most loses its oldest first."""
 
 from __future__ import annotations
 
-from datetime import UTC, date, datetime, timedelta
+from collections import Counter
+from datetime import UTC, date, datetime
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -15,6 +17,7 @@ from gradwire_server.doors.http.tinker.store import AuditRecord, TinkerStore
 from gradwire_server.errors import ServiceError
 
 MOST = 20_000
+DAY_S = 86_400
 Event = Literal[
     "checkpoint_save", "checkpoint_export", "checkpoint_upload", "checkpoint_read", "checkpoint_delete",
     "checkpoint_ttl_set", "checkpoint_publish", "checkpoint_unpublish",
@@ -25,7 +28,10 @@ async def note(store: TinkerStore, caller: Caller, event: Event, path: str, **de
     """Add an entry; durable when this returns."""
     record = AuditRecord(owner=caller.name, number=store.next_audit_number(), event=event, path=path, details=details)
     await store.put(store.audit, record)
-    await store.delete(store.audit, *list(store.audit)[: len(store.audit) - MOST])
+    if (superfluous := len(store.audit) - MOST) > 0:  # who floods the log loses entries of their own
+        counts = Counter(each.owner for each in store.audit.values())
+        most = max(counts, key=lambda owner: counts[owner])
+        await store.delete(store.audit, *[n for n, each in store.audit.items() if each.owner == most][:superfluous])
 
 
 def routes(core: Core, store: TinkerStore) -> APIRouter:
@@ -45,8 +51,8 @@ def routes(core: Core, store: TinkerStore) -> APIRouter:
         if event_type not in ("all", "checkpoints"):
             return {"entries": []}
         asked = day or datetime.now(UTC).date()
-        start = datetime(asked.year, asked.month, asked.day, tzinfo=UTC)
-        first, behind = start.timestamp(), (start + timedelta(days=1)).timestamp()
+        first = datetime(asked.year, asked.month, asked.day, tzinfo=UTC).timestamp()
+        behind = first + DAY_S
         return {"entries": [_entry(each) for each in store.audit.values() if first <= each.created_at < behind]}
 
     return router

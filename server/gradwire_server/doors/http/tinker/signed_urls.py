@@ -6,7 +6,8 @@ from fastapi import Request
 from gradwire_proto.v1 import training_pb2 as pb
 from itsdangerous import BadSignature, URLSafeTimedSerializer
 
-from gradwire_server.doors.http.guard import SIGNED_FOR
+from gradwire_server.access.keys import Keys
+from gradwire_server.doors.http.guard import SIGNED_FOR, check_signed
 from gradwire_server.doors.http.tinker.store import TinkerStore
 from gradwire_server.errors import ServiceError
 
@@ -17,12 +18,13 @@ class SignedUrls:
     """The URLs of one kind.
 
     Args:
+        keys: The keys that may ask for them.
         store: Has the secret that they are signed with.
         beginning: Their path, relative to the protocol's prefix, up to the token.
     """
 
-    def __init__(self, store: TinkerStore, beginning: str) -> None:
-        self._store, self._beginning = store, beginning
+    def __init__(self, keys: Keys, store: TinkerStore, beginning: str) -> None:
+        self._keys, self._store, self._beginning = keys, store, beginning
 
     @property
     def _signer(self) -> URLSafeTimedSerializer:
@@ -36,12 +38,13 @@ class SignedUrls:
         """What the URL of a request is for. The request ends once the key is revoked.
 
         Raises:
-            ServiceError: PERMISSION_DENIED.
+            ServiceError: PERMISSION_DENIED; UNAUTHENTICATED if it is revoked already.
         """
         try:
             owner, name = self._signer.loads(token, max_age=VALID_S)
         except BadSignature:
             message = "this URL is not valid, or not any more: ask for a new one"
             raise ServiceError(pb.ERROR_CODE_PERMISSION_DENIED, message) from None
+        check_signed(self._keys, owner)
         request.scope[SIGNED_FOR] = owner
         return str(name)

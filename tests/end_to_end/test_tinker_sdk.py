@@ -56,8 +56,31 @@ RECIPES: dict[str, tuple[str, ...]] = {
         "renderer_name=role_colon", "dataset=hhh", "batch_size=8", "max_length=128", "max_steps=2",
         "behavior_if_log_dir_exists=delete",
     ),
+    "multiplayer_rl.text_arena.train": (
+        "renderer_name=role_colon", "batch_size=4", "num_train_datapoints=8", "num_test_datapoints=4", "max_tokens=6",
+        "max_steps=2", "eval_every=0", "behavior_if_log_dir_exists=delete",
+    ),
+    "preference.shorter.train": (
+        "renderer_name=role_colon", "batch_size=2", "group_size=4", "max_tokens=6", "max_steps=2", "eval_every=0",
+        "behavior_if_log_dir_exists=delete",
+    ),
+    "prompt_distillation.train": (
+        "renderer_name=role_colon", "file_path=chat.jsonl", "batch_size=16", "max_length=128", "num_epochs=1",
+        "eval_every=0", "behavior_if_log_dir_exists=delete",
+    ),
+    "sdft.train": (
+        "renderer_name=role_colon", "dataset=toolalpaca", "groups_per_batch=4", "max_tokens=6", "topk=4", "lora_rank=8",
+        "max_steps=2", "eval_every=0", "behavior_if_log_dir_exists=delete",
+    ),
+    "rubric.train": (
+        "renderer_name=role_colon", f"grader_llm_name={MODEL}", "grader_renderer_name=role_colon",
+        "train_jsonl_path=example_rubric_train.jsonl", "test_jsonl_path=example_rubric_test.jsonl",
+        "loss_fn=importance_sampling", "groups_per_batch=2", "train_group_size=2", "max_tokens=6", "max_steps=2",
+        "eval_every=0", "behavior_if_log_dir_exists=delete",
+    ),
 }  # fmt: skip
 """The cookbook's recipes that need no network, and their arguments."""
+RUBRIC_DATA = "from tinker_cookbook.recipes.rubric import generate_data as of; of.generate_dataset(16, 2, 1, '.')"
 ROLES, AGAIN = "renderer_name=role_colon", "behavior_if_log_dir_exists=delete"
 LEARNING: dict[str, tuple[tuple[str, ...], str, float]] = {
     "sl_loop": (("batch_size=16", "learning_rate=0.005", "save_every=0"), "train_mean_nll", -0.5),
@@ -113,6 +136,7 @@ def _write_data(folder: Path, answer: int | None = None) -> None:
             ]
         },
         "openai/gsm8k": lambda i: {"question": f"{i % 5} + 1?", "answer": f"so #### {answer or i % 5 + 1}"},
+        "tangqiaoyu/ToolAlpaca": lambda i: {"instruction": f"Add {i % 5}.", "output": f"It is {i % 5}."},
         "Anthropic/hh-rlhf": lambda i: {
             "chosen": f"\n\nHuman: Hi {i % 5}\n\nAssistant: Yes {i % 5}",
             "rejected": f"\n\nHuman: Hi {i % 5}\n\nAssistant: No",
@@ -233,6 +257,8 @@ def test_the_oldest_sdk_that_is_served_trains(server: HttpServer, folder: Path) 
 def test_a_recipe_of_the_cookbook_runs_unchanged(server: HttpServer, folder: Path, recipe: str) -> None:
     log = folder / "logs" / recipe
     arguments = ["-m", f"tinker_cookbook.recipes.{recipe}", f"model_name={MODEL}", f"log_path={log}", *RECIPES[recipe]]
+    if recipe == "rubric.train":
+        _run(server, folder, "-c", RUBRIC_DATA)
     _run(server, folder, *arguments)
     metrics = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
     assert len(metrics) >= 2

@@ -79,9 +79,9 @@ async def prepare(page: Page, name: str) -> None:
         await page.get_by_label("Prompt").fill(PROMPT)
         await page.get_by_role("button", name="Generate").click()
         answers, seen = page.locator(".gw-answer"), [""]
-        while not all(seen) or seen != await answers.all_inner_texts():  # until each has ended
+        while seen != await answers.all_inner_texts():  # until each has ended, which may be at once
             seen = await answers.all_inner_texts()
-            await page.wait_for_timeout(2000)
+            await page.wait_for_timeout(4000)
     await page.wait_for_timeout(2500)  # what is fetched, and what fades in
 
 

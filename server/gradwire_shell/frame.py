@@ -26,6 +26,14 @@ KEYS = {
     "?": "this help",
 }
 
+RESPONSE_TIMEOUT_S = 60.0
+"""Seconds that a page may take to be made; NiceGUI's three are too few on a machine that trains."""
+
+
+def page_at(path: str, *, title: str) -> ui.page:
+    """Decorate a function that makes the page of a path."""
+    return ui.page(path, title=title, response_timeout=RESPONSE_TIMEOUT_S)
+
 
 @contextmanager
 def frame(

@@ -11,6 +11,7 @@ from fastapi.responses import RedirectResponse
 from gradwire import RecordedBatch, RecordedSequence
 from gradwire_shell.components import Column, Table, button, empty, facts, panel, plain, sdk_line, title
 from gradwire_shell.detail import Tokens
+from gradwire_shell.frame import page_at
 from nicegui import ui
 
 from gradwire_console.pages.common import ago, later, opened, run_head
@@ -43,7 +44,7 @@ EXAMPLE = 'run = await service.create_run("MODEL", lora={"rank": 16}, record_bat
 
 
 def register(workspaces: Workspaces) -> None:
-    @ui.page("/run/{run_id}/batches", title="Batches · gradwire")
+    @page_at("/run/{run_id}/batches", title="Batches · gradwire")
     async def batches(run_id: str, n: int = 0, page: int = 0) -> RedirectResponse | None:
         async def content(workspace: Workspace) -> None:
             if run_id not in workspace.runs:

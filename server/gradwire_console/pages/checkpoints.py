@@ -9,6 +9,7 @@ from typing import Any
 import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire_shell.components import Column, Table, button, empty, error, panel, plain, sdk_line, title
+from gradwire_shell.frame import page_at
 from nicegui import ui
 
 from gradwire_console.pages import checkpoint_actions as actions
@@ -40,7 +41,7 @@ MOST_ANCESTORS = 16
 
 
 def register(workspaces: Workspaces) -> None:
-    @ui.page("/run/{run_id}/checkpoints", title="Checkpoints · gradwire")
+    @page_at("/run/{run_id}/checkpoints", title="Checkpoints · gradwire")
     async def checkpoints(run_id: str) -> RedirectResponse | None:
         async def content(workspace: Workspace) -> None:
             if run_id in workspace.runs:

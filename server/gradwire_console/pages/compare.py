@@ -9,6 +9,7 @@ import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire import RunInfo
 from gradwire_shell.components import Column, Table, button, empty, error, panel, plain, sdk_line, title
+from gradwire_shell.frame import page_at
 from nicegui import ui
 
 from gradwire_console.pages.common import on_change, opened, short
@@ -22,7 +23,7 @@ SETTINGS = ("base_model", "lora", "head", "seed", "dropout", "kind", "forked_fro
 
 
 def register(workspaces: Workspaces) -> None:
-    @ui.page("/compare", title="Compare · gradwire")
+    @page_at("/compare", title="Compare · gradwire")
     async def compare(runs: str = "") -> RedirectResponse | None:
         async def content(workspace: Workspace) -> None:
             title("Compare")

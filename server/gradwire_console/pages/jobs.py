@@ -27,6 +27,7 @@ from gradwire_shell.components import (
     state,
     title,
 )
+from gradwire_shell.frame import page_at
 from nicegui import events, ui
 
 from gradwire_console.dry_run import dry_run
@@ -49,14 +50,14 @@ LOG_CHARS = 20_000
 
 
 def register(workspaces: Workspaces) -> None:
-    @ui.page("/jobs", title="Jobs · gradwire")
+    @page_at("/jobs", title="Jobs · gradwire")
     async def jobs() -> RedirectResponse | None:
         async def content(workspace: Workspace) -> None:
             await _list(workspaces, workspace)
 
         return await opened(workspaces, "/jobs", "/jobs", content)
 
-    @ui.page("/jobs/{job_id}", title="Job · gradwire")
+    @page_at("/jobs/{job_id}", title="Job · gradwire")
     async def job(job_id: str) -> RedirectResponse | None:
         async def content(workspace: Workspace) -> None:
             try:

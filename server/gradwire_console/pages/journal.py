@@ -8,6 +8,7 @@ import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire import OperationInfo
 from gradwire_shell.components import Column, Table, button, empty, error, facts, panel, plain, sdk_line, title
+from gradwire_shell.frame import page_at
 from nicegui import ui
 
 from gradwire_console.pages.common import act, ago, ask, on_change, opened, run_head, short
@@ -29,7 +30,7 @@ COLUMNS = (
 
 
 def register(workspaces: Workspaces) -> None:
-    @ui.page("/run/{run_id}/journal", title="Journal · gradwire")
+    @page_at("/run/{run_id}/journal", title="Journal · gradwire")
     async def journal(run_id: str) -> RedirectResponse | None:
         async def content(workspace: Workspace) -> None:
             if run_id in workspace.runs:

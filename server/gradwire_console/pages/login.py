@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from gradwire_http.browsers import local_path
-from gradwire_shell.frame import sign_in
-from nicegui import app, ui
+from gradwire_shell.frame import page_at, sign_in
+from nicegui import app
 
 from gradwire_console.workspace import Workspaces
 
 
 def register(workspaces: Workspaces) -> None:
-    @ui.page("/login", title="Sign in · gradwire")
+    @page_at("/login", title="Sign in · gradwire")
     def login(next: str = "/") -> None:
         browser = str(app.storage.browser["id"])
 

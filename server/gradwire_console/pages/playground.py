@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire_shell.components import button, empty, error, panel, plain, sdk_line, title
+from gradwire_shell.frame import page_at
 from nicegui import ui
 from nicegui.element import Element
 
@@ -27,7 +28,7 @@ SHADES = ((0.5, ""), (0.1, "background: color-mix(in srgb, var(--s2) 18%, transp
 
 
 def register(workspaces: Workspaces) -> None:
-    @ui.page("/playground", title="Playground · gradwire")
+    @page_at("/playground", title="Playground · gradwire")
     async def playground(
         models: str = "",
         prompt: str = "",

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from fastapi.responses import RedirectResponse
 from gradwire_shell.components import Column, Table, bars, empty, facts, panel, plain, sdk_line, title
+from gradwire_shell.frame import page_at
 from nicegui import ui
 
 from gradwire_console.pages.common import later, opened, run_head
@@ -34,7 +35,7 @@ Rollout = Mapping[str, Any]
 
 
 def register(workspaces: Workspaces) -> None:
-    @ui.page("/run/{run_id}/rollouts", title="Rollouts · gradwire")
+    @page_at("/run/{run_id}/rollouts", title="Rollouts · gradwire")
     async def rollouts(run_id: str, n: int = -1, group: str = "") -> RedirectResponse | None:
         async def content(workspace: Workspace) -> None:
             if run_id not in workspace.runs:

@@ -22,6 +22,7 @@ from gradwire_shell.components import (
     state,
     title,
 )
+from gradwire_shell.frame import page_at
 from nicegui import ui
 
 from gradwire_console.advice import Advice, advise
@@ -49,7 +50,7 @@ NEWEST = 5
 
 
 def register(workspaces: Workspaces) -> None:
-    @ui.page("/run/{run_id}", title="Run · gradwire")
+    @page_at("/run/{run_id}", title="Run · gradwire")
     async def run(run_id: str) -> RedirectResponse | None:
         async def content(workspace: Workspace) -> None:
             if run_id in workspace.runs:

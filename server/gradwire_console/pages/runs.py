@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi.responses import RedirectResponse
 from gradwire_shell.components import Column, Table, button, empty, plain, title
+from gradwire_shell.frame import page_at
 from nicegui import ui
 
 from gradwire_console.pages.common import ago, on_change, opened, short
@@ -57,7 +58,7 @@ def trains(run: LiveRun) -> str:
 
 
 def register(workspaces: Workspaces) -> None:
-    @ui.page("/", title="Runs · gradwire")
+    @page_at("/", title="Runs · gradwire")
     async def runs() -> RedirectResponse | None:
         async def content(workspace: Workspace) -> None:
             _show(workspace)

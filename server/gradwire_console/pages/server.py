@@ -11,6 +11,7 @@ import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire import EngineInfo, QueuedRun
 from gradwire_shell.components import Column, Table, error, facts, panel, plain, sdk_line, state, title
+from gradwire_shell.frame import page_at
 from nicegui import ui
 
 from gradwire_console.pages.common import ago, cost_of, opened, short
@@ -51,7 +52,7 @@ PARTS = ("base", "references", "runs", "cache", "activations")
 
 
 def register(workspaces: Workspaces) -> None:
-    @ui.page("/server", title="Server · gradwire")
+    @page_at("/server", title="Server · gradwire")
     async def server() -> RedirectResponse | None:
         return await opened(workspaces, "/server", "/server", _show)
 

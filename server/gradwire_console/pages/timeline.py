@@ -10,6 +10,7 @@ import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire_shell.components import button, empty, error, panel, plain, sdk_line, title
 from gradwire_shell.detail import Lanes
+from gradwire_shell.frame import page_at
 from nicegui import ui
 
 from gradwire_console.pages.common import opened
@@ -37,7 +38,7 @@ class Span:
 
 
 def register(workspaces: Workspaces) -> None:
-    @ui.page("/timeline", title="Timeline · gradwire")
+    @page_at("/timeline", title="Timeline · gradwire")
     async def timeline() -> RedirectResponse | None:
         return await opened(workspaces, "/timeline", "/timeline", _show)
 

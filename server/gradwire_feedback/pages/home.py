@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi.responses import RedirectResponse
 from gradwire_shell.components import Column, Table, empty, sdk_line, title
+from gradwire_shell.frame import page_at
 from nicegui import ui
 from starlette.concurrency import run_in_threadpool
 
@@ -23,7 +24,7 @@ EXAMPLE = """curl --fail -X POST {url}/api/policies/feedback/my_agent -H 'Conten
 
 
 def register(context: Context) -> None:
-    @ui.page("/", title="Agents")
+    @page_at("/", title="Agents")
     async def home() -> RedirectResponse | None:
         caller = signed_in(context)
         if caller is None:

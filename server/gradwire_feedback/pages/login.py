@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gradwire_http.browsers import local_path
-from gradwire_shell.frame import sign_in
-from nicegui import app, ui
+from gradwire_shell.frame import page_at, sign_in
+from nicegui import app
 
 from gradwire_feedback.context import Context
 from gradwire_feedback.store.keys import caller_of, digest_of
@@ -12,7 +12,7 @@ from gradwire_feedback.store.problems import UnauthenticatedError
 
 
 def register(context: Context) -> None:
-    @ui.page("/login", title="Sign in")
+    @page_at("/login", title="Sign in")
     def login(next: str = "/") -> None:
         async def enter(key: str) -> str:
             digest = digest_of(key)

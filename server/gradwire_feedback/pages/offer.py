@@ -10,6 +10,7 @@ import random
 
 from fastapi.responses import RedirectResponse
 from gradwire_shell.components import button, empty, error, panel, plain, title
+from gradwire_shell.frame import page_at
 from nicegui import ui
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
@@ -30,7 +31,7 @@ PATIENCE_S = 30.0
 
 
 def register(context: Context) -> None:
-    @ui.page("/offer", title="Rate these answers")
+    @page_at("/offer", title="Rate these answers")
     async def offer() -> RedirectResponse | None:
         caller = signed_in(context)
         if caller is None:

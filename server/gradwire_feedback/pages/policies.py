@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi.responses import RedirectResponse
 from gradwire_shell.components import error, title
+from gradwire_shell.frame import page_at
 from nicegui import ui
 from starlette.concurrency import run_in_threadpool
 
@@ -26,7 +27,7 @@ REFRESH_S, LOOK_S = 2.0, 5.0
 
 
 def register(context: Context) -> None:
-    @ui.page("/policies/{agent_id}", title="Policies")
+    @page_at("/policies/{agent_id}", title="Policies")
     async def policies(agent_id: str) -> RedirectResponse | None:
         caller = entrance(context, "read", agent_id, f"/policies/{agent_id}")
         if caller is None or isinstance(caller, RedirectResponse):

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi.responses import RedirectResponse
 from gradwire_shell.components import button, named, panel, title
+from gradwire_shell.frame import page_at
 from nicegui import events, ui
 from nicegui.element import Element
 from sqlalchemy.orm import Session
@@ -29,7 +30,7 @@ RANKING_KEYS = {"1, 2, …": "the best answer, then the next", "0": "equally goo
 
 
 def register(context: Context) -> None:
-    @ui.page("/rate/{agent_id}", title="Rate answers")
+    @page_at("/rate/{agent_id}", title="Rate answers")
     async def rate(agent_id: str) -> RedirectResponse | None:
         caller = entrance(context, "rate", agent_id, f"/rate/{agent_id}")
         if caller is None or isinstance(caller, RedirectResponse):

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi.responses import RedirectResponse
 from gradwire_shell.components import Lines, button, empty, named, panel, title
+from gradwire_shell.frame import page_at
 from nicegui import ui
 from starlette.concurrency import run_in_threadpool
 
@@ -21,7 +22,7 @@ PAGE_ROWS = 30
 
 
 def register(context: Context) -> None:
-    @ui.page("/ratings/{agent_id}", title="Ratings")
+    @page_at("/ratings/{agent_id}", title="Ratings")
     async def show(agent_id: str) -> RedirectResponse | None:
         caller = entrance(context, "rate", agent_id, f"/ratings/{agent_id}")
         if caller is None or isinstance(caller, RedirectResponse):

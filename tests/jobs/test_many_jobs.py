@@ -63,15 +63,20 @@ async def test_twenty_jobs_of_four_keys_are_fair_and_within_their_quotas(tmp_pat
     data, model = write_data(tmp_path), await asyncio.to_thread(chat_model, tmp_path / "marked", "marked")
     server = Server(model, state, "--threads", "1", "--job-workers", str(WORKERS), name="marked")
     await asyncio.to_thread(server.start)
-    settings = SETTINGS | {"data": str(data["talks"]), "max_steps": 10}
+    settings = SETTINGS | {"max_steps": 10}
     try:
         assert workers(server.process.pid) == []
 
-        async def jobs_of(name: str) -> list[gradwire.Job]:
+        async def file_of(name: str) -> str:
             async with gradwire.connect(server.address, api_key=secrets[name]) as service:
-                return [await service.jobs.submit("sft", settings) for _ in range(EACH)]
+                return (await service.files.upload(data["talks"])).file_id
 
-        made = {job.job_id: name for name in KEYS for job in await jobs_of(name)}  # anna's wait before the others'
+        async def jobs_of(name: str, file_id: str) -> list[gradwire.Job]:
+            async with gradwire.connect(server.address, api_key=secrets[name]) as service:
+                return [await service.jobs.submit("sft", settings | {"data": file_id}) for _ in range(EACH)]
+
+        files = {name: await file_of(name) for name in KEYS}  # first: all jobs wait before the first has ended
+        made = {job.job_id: name for name in KEYS for job in await jobs_of(name, files[name])}
         running_most: Counter[str] = Counter()
         began: list[str] = []
         key = await asyncio.to_thread(KeyFile(state).create, "root", "admin")

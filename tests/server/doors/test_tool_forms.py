@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from gradwire_server.doors.http.openai.call_readers import MOST_CALLS
+from gradwire_server.doors.http.openai.images import ConversationImages
 from gradwire_server.doors.http.openai.tool_forms import FORMS, ToolForm, form_of
-from gradwire_server.doors.http.openai.tools import certain_content, read_answer
+from gradwire_server.doors.http.openai.tools import certain_content, messages_for_template, read_answer
 
 DOCS = Path(__file__).parents[3] / "docs" / "openai.md"
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
@@ -168,6 +169,21 @@ def test_a_call_is_read_in_the_form_of_its_family(template: str, call: str, befo
 def test_several_calls_and_what_is_none(template: str, text: str, names: list[str]) -> None:
     content, calls = read_answer(text, template, TOOLS)
     assert [each["function"]["name"] for each in calls] == names and content == (None if names else text)
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "arguments"),
+    [
+        ("{%- if message['content'] is none %}{{ '\\n' + tool['function']['arguments'] + '\\n' }}", None, JSON),
+        ("{{ message.content }}{{ tool.function.arguments | tojson }}", "", SEEN),
+    ],
+)
+def test_earlier_calls_are_given_as_the_template_reads_them(template: str, content: Any, arguments: Any) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": JSON}}
+    asked = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "assistant", "content": None}]
+    called, plain = messages_for_template(asked, ConversationImages(), template)
+    assert (called["content"], plain["content"]) == (content, "")
+    assert called["tool_calls"][0]["function"]["arguments"] == arguments
 
 
 @pytest.mark.timeout(60)

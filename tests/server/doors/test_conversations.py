@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import gradwire.sync
@@ -11,7 +12,9 @@ import httpx
 import jsonschema
 import openai
 import pytest
+from support.server import free_port
 from support.tinker import HttpServer
+from support.tiny import tiny_model
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -250,3 +253,22 @@ def _events(answer: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
         name, data = block.split("\n")
         found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
     return found
+
+
+@pytest.mark.slow
+def test_a_template_for_tools_beside_the_default_one_is_used(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model", context_length=1024)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    (model / "additional_chat_templates").mkdir()
+    with_tools = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}<tool_call>"
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text(with_tools)
+    server = HttpServer(model, tmp_path / "state", free_port())
+    server.start()
+    try:
+        asked: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 2}
+        url = f"{server.url}/v1/chat/completions"
+        plain = httpx.post(url, json=asked, timeout=300).json()
+        tooled = httpx.post(url, json=asked | {"tools": [{"type": "function", "function": ADD}]}, timeout=300).json()
+        assert tooled["usage"]["prompt_tokens"] > plain["usage"]["prompt_tokens"] + 10
+    finally:
+        server.end()

@@ -46,6 +46,11 @@ async def runs_of_the_demo(service: gradwire.ServiceClient) -> dict[str, gradwir
 
 async def jobs_of_the_demo(service: gradwire.ServiceClient) -> None:
     """A job that has ended, and one that trains."""
+    for job in await service.jobs.list():  # of an earlier call, which may have been interrupted
+        if not job.has_ended:
+            await service.jobs.cancel(job.job_id)
+        await service.jobs.wait(job.job_id, 60)
+        await service.jobs.delete(job.job_id)
     data = FOLDER / "capitals.jsonl"
     data.write_text("".join(json.dumps({"prompt": text[:9], "completion": text[9:]}) + "\n" for text in TEXTS * 20))
     stored = await service.files.upload(data)

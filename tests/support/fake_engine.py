@@ -86,7 +86,9 @@ class FakeEngine:
         self._changed()
 
     def begin(self) -> None:
-        """Starts another process."""
+        """Starts another process, if there is none."""
+        if self.holder.alive:
+            return
         self.holder = Holder()
         self._changed()
 

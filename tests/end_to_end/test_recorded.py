@@ -11,6 +11,7 @@ import gradwire
 import numpy as np
 import pytest
 from gradwire import sync
+from gradwire_server.journal.recorded_files import LEAST_BYTES
 from support.server import Server
 
 GROUPS: dict[str, Any] = {
@@ -28,7 +29,7 @@ def served(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
     state = tmp_path_factory.mktemp("recorded")
     keys = {name: KeyFile(state).create(name, role) for name, role in (("ada", "user"), ("eve", "viewer"))}
-    server = Server(tiny_model_path, state, "--limit", "max_recorded_bytes=2000").start()
+    server = Server(tiny_model_path, state, "--limit", f"max_recorded_bytes={3 * LEAST_BYTES}").start()
     yield server, keys
     server.end()
 
@@ -100,7 +101,7 @@ def test_recordings_are_bounded_and_go_with_their_run(
     assert [each.number for each in run.list_recordings()] == [1, 2, 3]
     assert run.recorded_rollouts(3)[0]["reward"] == 3.0
     with pytest.raises(gradwire.LimitExceededError, match="max_recorded_bytes"):
-        run.record_rollouts(9, [{"text": "x" * 3000}])
+        run.record_rollouts(9, [{"text": "x" * 3 * LEAST_BYTES}])
     folder = served[0].state_dir / "recorded" / run.run_id
     assert folder.is_dir()
     service.delete_run(run.run_id)

@@ -64,7 +64,7 @@ class _Process:
         )  # fmt: skip
         return cls(process)
 
-    async def ask(self, method: int, owner: str, raw: bytes) -> tuple[int, bytes]:
+    async def ask(self, method: int, owner: str, parts: Sequence[bytes]) -> tuple[int, bytes]:
         """Ask for an answer: its kind and body.
 
         Raises:
@@ -72,10 +72,11 @@ class _Process:
         """
         name = owner.encode()
         try:
-            self._requests.write(REQUEST.pack(method, len(name), len(raw)) + name)
-            for start in range(0, len(raw), WRITE_BYTES):  # or the rest of it would be copied, while it waits
-                self._requests.write(memoryview(raw)[start : start + WRITE_BYTES])
-                await self._requests.drain()
+            self._requests.write(REQUEST.pack(method, len(name), sum(map(len, parts))) + name)
+            for part in parts:
+                for start in range(0, len(part), WRITE_BYTES):  # or the rest of it would be copied, while it waits
+                    self._requests.write(memoryview(part)[start : start + WRITE_BYTES])
+                    await self._requests.drain()
             kind, size = REPLY.unpack(await self._replies.readexactly(REPLY.size))
             return kind, await self._replies.readexactly(size)
         except (ConnectionError, asyncio.IncompleteReadError) as error:
@@ -124,14 +125,14 @@ class _Lane:
         self._asking: set[asyncio.Task[tuple[int, bytes]]] = set()
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def ask(self, method: int, owner: str, raw: bytes) -> tuple[int, bytes]:
+    async def ask(self, method: int, owner: str, parts: Sequence[bytes]) -> tuple[int, bytes]:
         """Answer a request when it is the owner's turn, even if the caller leaves meanwhile.
 
         Raises:
             ServiceError: LIMIT_EXCEEDED if it takes too much memory or time.
         """
         await self._turns.take(owner)
-        task = asyncio.create_task(self._ask(method, owner, raw))
+        task = asyncio.create_task(self._ask(method, owner, parts))
         self._asking.add(task)
         task.add_done_callback(lambda done: self._asked(owner, done))
         return await asyncio.shield(task)
@@ -142,17 +143,18 @@ class _Lane:
         if not task.cancelled():
             task.exception()  # mark it as retrieved: the caller may have left
 
-    async def _ask(self, method: int, owner: str, raw: bytes) -> tuple[int, bytes]:
+    async def _ask(self, method: int, owner: str, parts: Sequence[bytes]) -> tuple[int, bytes]:
+        size = sum(map(len, parts))
         for _ in range(ATTEMPTS):  # a process that something else ended is no fault of the request
             process = self._take() or await self._start()
             try:
-                answer = await asyncio.wait_for(process.ask(method, owner, raw), self._patience_s)
+                answer = await asyncio.wait_for(process.ask(method, owner, parts), self._patience_s)
             except _ProcessEnded:
-                log.warning("a process of %s ended during a request of %d bytes", self._module, len(raw))
+                log.warning("a process of %s ended during a request of %d bytes", self._module, size)
                 await self._end(process)
             except TimeoutError:
                 await self._end(process)
-                took = f"converting these {len(raw):,} bytes took more than {self._patience_s:.0f} s"
+                took = f"converting these {size:,} bytes took more than {self._patience_s:.0f} s"
                 raise ServiceError(pb.ERROR_CODE_LIMIT_EXCEEDED, f"{took}; send less at a time") from None
             except BaseException:
                 await self._end(process)  # it may have read half of the request
@@ -233,23 +235,25 @@ class ProcessPool:
         self._long = _Lane(module, niced, LONG_PROCESSES, idle_s)
         self._closed = False
 
-    async def ask(self, method: str, owner: str, raw: bytes) -> bytes:
+    async def ask(self, method: str, owner: str, *parts: bytes) -> bytes:
         """Answer a request.
 
         Args:
             method: One of the methods.
             owner: Name of the caller's key.
+            parts: The request, in parts that need not be copied into one.
 
         Raises:
             ServiceError: As the method says; LIMIT_EXCEEDED if it takes too much memory or time, SHUTTING_DOWN.
         """
         if self._closed:
             raise shutting_down()
-        lane = self._short if len(raw) <= SHORT_BYTES else self._long
+        size = sum(map(len, parts))
+        lane = self._short if size <= SHORT_BYTES else self._long
         try:
-            kind, body = await lane.ask(self._methods.index(method), owner, raw)
+            kind, body = await lane.ask(self._methods.index(method), owner, parts)
         except _ProcessEnded as error:
-            raise self._settings().too_much_memory(len(raw)) from error
+            raise self._settings().too_much_memory(size) from error
         if kind == ANSWERED:
             return body
         if kind == REFUSED:

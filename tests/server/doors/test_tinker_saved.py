@@ -17,7 +17,6 @@ from gradwire_server.access.keys import Caller, KeyFile
 from gradwire_server.doors.http.tinker.collection import TinkerCollection
 from gradwire_server.doors.http.tinker.names import TinkerPath
 from gradwire_server.doors.http.tinker.store import ModelRecord, SavedRecord, TinkerStore
-from gradwire_server.doors.http.tinker.usage import UsageCounts
 from gradwire_server.errors import ServiceError, unknown_checkpoint
 from support.plain_peft import with_adapter
 from support.server import free_port
@@ -245,7 +244,7 @@ async def test_an_expired_checkpoint_is_deleted_and_one_that_is_needed_is_tried_
         many_made = asyncio.Event()
 
     for _ in range(2):
-        await TinkerCollection(None, store, Saved(), Models(), Samplers(), UsageCounts(store)).collect()  # type: ignore[arg-type]
+        await TinkerCollection(None, store, Saved(), Models(), Samplers()).collect()  # type: ignore[arg-type]
     assert asked == ["due", "needed", "gone", "needed"]
     assert [record.path for record in store.saved.values()] == [paths[0], paths[2], paths[5]]
     await store.close()

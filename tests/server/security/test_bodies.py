@@ -128,6 +128,7 @@ async def _send(body: Costly, http: httpx.AsyncClient, channel: grpc.aio.Channel
 
 @pytest.mark.timeout(4000)
 @pytest.mark.parametrize("minutes", [0, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.holds_loop("it draws the bodies, before it measures")
 async def test_no_body_costs_another_key_much(served: Served, documents: Documents, minutes: int) -> None:
     """Every route with one body at least; the long form draws further bodies for so many minutes."""
     async with (

@@ -54,7 +54,7 @@ class BatchPool:
             ServiceError: As of :func:`.datums.loss_batch`; LIMIT_EXCEEDED, SHUTTING_DOWN.
         """
         described = model.SerializeToString()
-        reply = await self._pool.ask(METHOD, owner, b"".join((SIZES.pack(len(described), 0), described, body)))
+        reply = await self._pool.ask(METHOD, owner, SIZES.pack(len(described), 0) + described, body)
         header_bytes, width_bytes = SIZES.unpack_from(reply)
         header_end = SIZES.size + header_bytes
         header = pb.OperationHeader.FromString(reply[SIZES.size : header_end])

@@ -76,7 +76,7 @@ async def test_reports_are_fenced_and_repeated_steps_replaced(start: Start) -> N
         await stub.ReportJob(step(1, 1, 3.0))
         point = jobs.JobCheckpoint(step=2, path="run-x/step-2")
         for _ in range(2):
-            reported = await stub.ReportJob(step(2, 1, 2.0, checkpoints=[point], run_id="run-x", total_steps=5))
+            reported = await stub.ReportJob(step(2, 1, 2.0, checkpoints=[point, point], run_id="run-x", total_steps=5))
         assert (reported.step, reported.trained_tokens, len(reported.checkpoints)) == (2, 20, 1)
         await core.job_turns.worker_ended(job.job_id, 1, -9)
         assert (await core.job_turns.begin(job.job_id)).attempt == 2

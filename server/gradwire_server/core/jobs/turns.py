@@ -135,7 +135,8 @@ class JobTurns:
                     setattr(job, name, getattr(request, name))
             known = {checkpoint.path for checkpoint in job.checkpoints}
             for checkpoint in request.checkpoints:
-                if checkpoint.path not in known:
+                if checkpoint.path not in known:  # a worker that goes on names the one from which it does, too
+                    known.add(checkpoint.path)
                     checkpoint.created_at = checkpoint.created_at or now
                     job.checkpoints.append(checkpoint)
                     events.append(said(f"Checkpoint created at step {checkpoint.step}"))

@@ -127,10 +127,15 @@ class Usage:
         if columns:
             query += f" GROUP BY {', '.join(str(number + 1) for number in range(len(columns)))}"
         query += f" LIMIT {MAX_ENTRIES + 1}"
-        rows = await self._store.read(lambda connection: connection.execute(query, (start, end, owner)).fetchall())
-        if len(rows) > MAX_ENTRIES:
+        names = (*columns, *COUNTS)
+
+        def found(connection: sqlite3.Connection) -> list[pb.UsageEntry]:
+            rows = connection.execute(query, (start, end, owner)).fetchall()
+            entries = [pb.UsageEntry(**dict(zip(names, row, strict=True))) for row in rows]
+            return sorted((each for each in entries if each.operations), key=lambda each: (each.start, -each.engine_s))
+
+        entries = await asyncio.to_thread(self._store.read_apart, found)
+        if len(entries) > MAX_ENTRIES:
             message = f"the answer has over {MAX_ENTRIES:,} entries; ask for fewer hours, or divide by less"
             raise ServiceError(pb.ERROR_CODE_LIMIT_EXCEEDED, message, field="by")
-        names = (*columns, *COUNTS)
-        entries = [pb.UsageEntry(**dict(zip(names, row, strict=True))) for row in rows]
-        return sorted((each for each in entries if each.operations), key=lambda each: (each.start, -each.engine_s))
+        return entries

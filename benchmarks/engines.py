@@ -21,13 +21,12 @@ from support.agent import Agent
 from support.server import Server
 
 from benchmarks.report import Figure, Size, run_alone
-from benchmarks.training import KINDS, train
+from benchmarks.training import KINDS, empty_operations, train
 from benchmarks.turns import Turns
 from benchmarks.workload import Draw, num_tokens, standard_model
 
 RUNS, ROWS, LORA_RANK = 8, 4, 8
 PROMPTS, NEW_TOKENS = 32, 64
-OPERATIONS = 100
 TRAINING_TARGET, ROLLOUT_TARGET, RELAY_MS = 1.8, 0.6, 0.5
 ONE, TWO = "1 engine", "2 engines"
 HERE, FAR = "here", "relayed"
@@ -86,17 +85,7 @@ async def _relay(service: gradwire.ServiceClient, far: int, size: Size) -> Figur
     runs = {name: await service.create_run("m", lora=1) for name in (HERE, FAR)}
     for name, run in runs.items():
         await service.move_run(run.run_id, engine=far if name == FAR else 0)
-    count = size.pick(OPERATIONS, 5)
-    medians: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(size.repeats + 1):
-        for name, run in runs.items():
-            seconds = []
-            for _ in range(count):
-                began = time.perf_counter()
-                await run.zero_grad()
-                seconds.append(time.perf_counter() - began)
-            if turn:
-                medians[name].append(statistics.median(seconds) * 1e3)
+    medians = await empty_operations(runs, size)
     relayed, here = (statistics.median(medians[name]) for name in (FAR, HERE))
     return Figure(
         "an operation that computes nothing: an agent's engine over the server's own",

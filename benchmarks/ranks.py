@@ -13,7 +13,6 @@ import asyncio
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -22,14 +21,13 @@ from typing import Any
 import gradwire
 
 from benchmarks.report import Figure, Size, run_alone
-from benchmarks.training import KINDS, train
+from benchmarks.training import KINDS, empty_operations, train
 from benchmarks.turns import Turns
 from benchmarks.workload import Draw, standard_model
 
 TARGETS = {"lora": 1.8, "full": 1.8}
 OVERHEAD_MS = 0.3
 LORA_RANK, LANES, ROWS = 8, 2, 16
-OPERATIONS = 100
 ONE, MORE = "1 rank", "2 ranks"
 
 
@@ -76,17 +74,7 @@ async def _training(services: dict[str, gradwire.ServiceClient], tuning: str, si
 async def _overhead(services: dict[str, gradwire.ServiceClient], size: Size) -> Figure:
     """Milliseconds that handing on and agreeing on an operation takes, from one that computes nothing."""
     runs = {name: await service.create_run("m", lora=1, lanes=1) for name, service in services.items()}
-    count = 5 if size.smoke else OPERATIONS
-    medians: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(size.repeats + 1):
-        for name, run in runs.items():
-            seconds = []
-            for _ in range(count):
-                began = time.perf_counter()
-                await run.zero_grad()
-                seconds.append(time.perf_counter() - began)
-            if turn:
-                medians[name].append(statistics.median(seconds) * 1e3)
+    medians = await empty_operations(runs, size)
     more, one = (statistics.median(medians[name]) for name in (MORE, ONE))
     return Figure(
         "an operation that computes nothing: two ranks over one",

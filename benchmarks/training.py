@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import gradwire
 
+from benchmarks.report import Size
 from benchmarks.workload import Rows
 
 LEARNING_RATE = 1e-4
+OPERATIONS = 100
+"""Operations of a turn of :func:`empty_operations`."""
 BETA = {"dpo": 0.1, "grpo": 0.04}
 
 
@@ -62,3 +67,18 @@ async def train(run: gradwire.TrainingClient, kind: Kind, batches: Sequence[dict
         losses.append((await loss).loss)
         await step
     return losses
+
+
+async def empty_operations(runs: Mapping[str, gradwire.TrainingClient], size: Size) -> dict[str, list[float]]:
+    """Milliseconds of an awaited operation that computes nothing, by turns: the median of each turn but the first."""
+    medians: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(size.repeats + 1):
+        for name, run in runs.items():
+            seconds = []
+            for _ in range(size.pick(OPERATIONS, 5)):
+                began = time.perf_counter()
+                await run.zero_grad()
+                seconds.append(time.perf_counter() - began)
+            if turn:
+                medians[name].append(statistics.median(seconds) * 1e3)
+    return medians

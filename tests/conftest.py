@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 from support.blocking import DETECTOR, BlockingDetector
-from support.seeds import choose_seed, session_seed
+from support.seeds import choose_seed, session_seed, torch_seed
 from support.server import Server
 from support.tiny import tiny_model
 
@@ -35,6 +36,13 @@ def seed() -> int:
 
 def pytest_report_header() -> str:
     return f"GRADWIRE_SEED={session_seed()}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Let what a test or its fixtures draw from torch's generator not depend on the tests before it."""
+    if "torch" in sys.modules:  # a test that imports torch first finds the same state
+        sys.modules["torch"].manual_seed(torch_seed())
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,8 @@ import os
 from hypothesis import HealthCheck, settings
 
 FIXED = 1
+# What torch's generator starts with when nobody seeds it: default_rng_seed_val of c10/core/GeneratorImpl.h.
+UNSEEDED_TORCH = 67280421310721
 
 
 def choose_seed() -> None:
@@ -25,3 +27,7 @@ def choose_seed() -> None:
 
 def session_seed() -> int:
     return int(os.environ.get("GRADWIRE_SEED", FIXED))
+
+
+def torch_seed() -> int:
+    return int(os.environ.get("GRADWIRE_SEED", UNSEEDED_TORCH))

@@ -221,6 +221,8 @@ async def test_a_disk_that_fills_refuses_clearly_and_goes_on_when_there_is_room(
             assert seq < 100, "the disk never filled"
         assert ack.error.code == pb.ERROR_CODE_STORAGE_FULL and "disk is full" in ack.error.message
         assert (await client.fb(seq + 1, f"op-{seq + 1}", payload)).error.code == pb.ERROR_CODE_STORAGE_FULL
+        [used] = (await client.stub.GetUsage(pb.GetUsageRequest())).entries
+        assert 0 < used.operations <= seq, "what is not written is counted as well"
         segments = Segments(small_disk / "state" / "journal")
         for number in segments.numbers():
             assert all(record.payload_bytes in (0, len(payload)) for record in segments.records(number))
@@ -229,6 +231,8 @@ async def test_a_disk_that_fills_refuses_clearly_and_goes_on_when_there_is_room(
         results = await client.results(seq + 1)
         assert [result.seq for result, _ in results] == list(range(1, seq + 2))
         assert engine.runs[client.run_id].history == [f"op-{number}" for number in range(1, seq + 2)]
+        [used] = (await client.stub.GetUsage(pb.GetUsageRequest())).entries
+        assert used.operations == seq + 1
         print(f"full after {seq} operations of {len(payload)} bytes; refused twice; all {seq + 1} once there was room")
 
 

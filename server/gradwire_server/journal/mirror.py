@@ -12,6 +12,7 @@ import logging
 import shutil
 import sqlite3
 import time
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,12 @@ class MirroredConnection(sqlite3.Connection):
             except sqlite3.Error as error:
                 self.drop_mirror(error)
         return cursor
+
+    def executemany(self, sql: str, parameters: Iterable[Any], /) -> sqlite3.Cursor:
+        """Execute a statement with each of the parameters, here and in the mirror."""
+        for each in parameters:
+            self.execute(sql, each)
+        return self.cursor()
 
     def rollback(self) -> None:
         """End a transaction that failed, here and in the mirror."""

@@ -3,15 +3,20 @@
 An operation counts when its result is known, for the owner of its run; sampling outside a run's queue for the key that
 asked. What a recovery repeats does not count again. The counts of the last seconds are in memory only, so a kill loses
 them; they are in a backup, and not in what ``gradwire repair`` builds again.
+
+A key has a bounded number of rows. Beyond it hours are merged into days, then what is gone into one row for each day
+and model, then days into months. Sums stay what they are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gradwire_proto.v1 import training_pb2 as pb
 
@@ -20,8 +25,11 @@ from gradwire_server.journal.database import Database
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.operation_kinds import loss_result
 
-HOUR_S = 3600
-KEPT_S = 400 * 86_400
+HOUR_S, DAY_S, MONTH_S = 3600, 86_400, 30 * 86_400
+KEPT_S = 400 * DAY_S
+MOST_ROWS = 10_000
+"""Rows of a key, as long as its runs and models are fewer."""
+ROWS_BETWEEN_MERGES = 1000
 SAVED_AFTER_S = 10.0
 MAX_ENTRIES = 10_000
 """Entries that are answered at once."""
@@ -36,6 +44,20 @@ GROUPS = {
 """What usage can be divided by, with the fields of an entry that say it."""
 
 Key = tuple[int, str, str, str, str]
+_KEY = ("hour", "owner", "run_id", "label", "base_model")
+_ROW = (*_KEY, *COUNTS)
+_ADD = (
+    f"INSERT INTO usage ({', '.join(_ROW)}) VALUES ({', '.join('?' * len(_ROW))}) ON CONFLICT DO UPDATE SET "
+    + ", ".join(f"{name} = {name} + excluded.{name}" for name in COUNTS)
+)
+_THERE = "run_id IN (SELECT run_id FROM runs)"
+_RUN, _OLD = f"iif({_THERE}, run_id, '')", f"(hour < :hour OR NOT {_THERE})"
+_MERGES = (
+    (DAY_S, "hour < :hour", ("run_id", "label")),
+    (DAY_S, _OLD, (_RUN, f"iif({_THERE}, label, '')")),
+    (MONTH_S, _OLD, (_RUN, "''")),
+)
+"""Seconds of the period into which rows are merged, those rows, and the run and label of what they become."""
 
 
 class Usage:
@@ -45,6 +67,7 @@ class Usage:
         self._store = store
         self._new: dict[Key, Counter[str]] = {}
         self._saving: asyncio.TimerHandle | None = None
+        self._unmerged = ROWS_BETWEEN_MERGES
 
     def count(
         self, owner: str, run: RunRecord | None, result: pb.OperationResult, *, label: str = "", base_model: str = ""
@@ -78,13 +101,12 @@ class Usage:
         new, self._new = self._new, {}
 
         def work(connection: sqlite3.Connection) -> None:
-            added = ", ".join(f"{name} = {name} + excluded.{name}" for name in COUNTS)
-            connection.executemany(
-                f"INSERT INTO usage (hour, owner, run_id, label, base_model, {', '.join(COUNTS)})"
-                f" VALUES ({', '.join('?' * (5 + len(COUNTS)))}) ON CONFLICT DO UPDATE SET {added}",
-                [(*key, *(counts[name] for name in COUNTS)) for key, counts in new.items()],
-            )
+            connection.executemany(_ADD, _rows(new))
             connection.execute("DELETE FROM usage WHERE hour < ?", (time.time() - KEPT_S,))
+            self._unmerged += len(new)
+            if self._unmerged >= ROWS_BETWEEN_MERGES:
+                _merge(connection)
+                self._unmerged = 0
 
         saved = self._store.write(work)
 
@@ -119,18 +141,22 @@ class Usage:
             message = f"usage is divided by {', '.join(GROUPS)}, and not by {sorted(unknown)[0]!r}"
             raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="by")
         if self._new:
-            await self.save()
+            with contextlib.suppress(ServiceError, sqlite3.Error, OSError):  # it is counted below, written or not
+                await self.save()
         columns = {name: column for group in by for name, column in GROUPS[group].items()}
         sums = [f"coalesce(sum({name}), 0)" for name in COUNTS]
-        query = f"SELECT {', '.join([*columns.values(), *sums])} FROM usage WHERE hour >= ? AND hour < ?"
+        unsaved = ", ".join(f"value ->> {place} AS {name}" for place, name in enumerate(_ROW))
+        rows = f"(SELECT {', '.join(_ROW)} FROM usage UNION ALL SELECT {unsaved} FROM json_each(?))"
+        query = f"SELECT {', '.join([*columns.values(), *sums])} FROM {rows} WHERE hour >= ? AND hour < ?"
         query += " AND coalesce(owner = ?, TRUE)"
         if columns:
             query += f" GROUP BY {', '.join(str(number + 1) for number in range(len(columns)))}"
         query += f" LIMIT {MAX_ENTRIES + 1}"
-        names = (*columns, *COUNTS)
+        names, new = (*columns, *COUNTS), json.dumps(_rows(self._new))
 
         def found(connection: sqlite3.Connection) -> list[pb.UsageEntry]:
-            rows = connection.execute(query, (start, end, owner)).fetchall()
+            connection.execute("PRAGMA temp_store = MEMORY")  # the disk may be full
+            rows = connection.execute(query, (new, start, end, owner)).fetchall()
             entries = [pb.UsageEntry(**dict(zip(names, row, strict=True))) for row in rows]
             return sorted((each for each in entries if each.operations), key=lambda each: (each.start, -each.engine_s))
 
@@ -139,3 +165,21 @@ class Usage:
             message = f"the answer has over {MAX_ENTRIES:,} entries; ask for fewer hours, or divide by less"
             raise ServiceError(pb.ERROR_CODE_LIMIT_EXCEEDED, message, field="by")
         return entries
+
+
+def _rows(counted: Mapping[Key, Counter[str]]) -> list[tuple[int | str | float, ...]]:
+    return [(*key, *(counts[name] for name in COUNTS)) for key, counts in counted.items()]
+
+
+def _merge(connection: sqlite3.Connection) -> None:
+    """Merge rows of the keys that have too many."""
+    too_many = "SELECT owner FROM usage GROUP BY owner HAVING count(*) > ?"
+    for period, which, names in _MERGES:
+        for (owner,) in connection.execute(too_many, (MOST_ROWS,)).fetchall():
+            of = {"owner": owner, "hour": int(time.time()) // HOUR_S * HOUR_S}
+            where = f"WHERE owner = :owner AND {which}"
+            columns = (f"hour - hour % {period}", "owner", *names, "base_model", *(f"sum({name})" for name in COUNTS))
+            query = f"SELECT {', '.join(columns)} FROM usage {where} GROUP BY 1, 2, 3, 4, 5"
+            merged = connection.execute(query, of).fetchall()
+            connection.execute(f"DELETE FROM usage {where}", of)
+            connection.executemany(_ADD, merged)

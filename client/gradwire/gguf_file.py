@@ -1,7 +1,7 @@
 """A whole model's folder as one GGUF file, for llama.cpp and what is built on it.
 
 The families of :data:`FAMILIES` are written, with byte-level BPE tokenizers whose pre-tokenizer llama.cpp knows. What
-is not covered is refused by its name: other families, SentencePiece tokenizers, scaled rotary frequencies, K-quants.
+is not covered is refused by its name: other families, SentencePiece tokenizers, scaled rotary frequencies.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ import numpy.typing as npt
 
 from gradwire.errors import UnsupportedError
 from gradwire.extras import require
+from gradwire.k_quants import BLOCK, in_blocks, q4_k, q6_k
 
 Floats = npt.NDArray[np.float32]
 FAMILIES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 """``model_type`` -> its name in the package gguf."""
-FORMS = {"q8_0": "Q8_0", "f16": "F16"}
-"""Forms of matrices that the package writes -> its names for them."""
+FORMS = ("q4_k_m", "q8_0", "f16")
+"""Forms of matrices."""
+K_QUANTS = {"Q4_K": ("Q5_0", q4_k), "Q6_K": ("Q8_0", q6_k)}
+"""Type of matrices -> that of those whose rows are not multiples of 256, and what computes it."""
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|"
@@ -36,7 +39,7 @@ def check_form(form: str) -> None:
     """
     if form not in FORMS:
         raise UnsupportedError(
-            f"GGUF files are written in {' and '.join(FORMS)}, not in {form!r}: the package gguf computes no K-quants; "
+            f"GGUF files are written in {', '.join(FORMS)}, not in {form!r}; "
             f"write f16, and let llama.cpp's llama-quantize make {form} of it"
         )
 
@@ -45,7 +48,7 @@ def write_gguf(folder: Path, file: Path, form: str) -> None:
     """Write a whole model's folder, as ``export(..., "merged")`` makes it, to a GGUF file.
 
     Args:
-        form: ``"q8_0"`` or ``"f16"``: of matrices; vectors stay in 32 bits.
+        form: One of :data:`FORMS`, of matrices; vectors stay in 32 bits.
 
     Raises:
         UnsupportedError: The model is of no covered family, or the form is unknown; names what is not covered.
@@ -64,7 +67,6 @@ def write_gguf(folder: Path, file: Path, form: str) -> None:
     _write_config(writer, gguf, config, rope, form)
     _write_tokenizer(writer, folder, config)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    kind = getattr(gguf.GGMLQuantizationType, FORMS[form])
     for name, tensor in _tensors(folder):
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
@@ -76,13 +78,34 @@ def write_gguf(folder: Path, file: Path, form: str) -> None:
         if tensor.ndim < 2:
             writer.add_tensor(known, tensor)
             continue
-        if form == "q8_0" and tensor.shape[-1] % 32:
-            raise UnsupportedError(f"q8_0 takes 32 numbers at once; rows of {name} have {tensor.shape[-1]}: use f16")
-        writer.add_tensor(known, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
+        rows = tensor.shape[-1]
+        if form != "f16" and rows % 32:
+            raise UnsupportedError(f"{form} takes 32 numbers at once; rows of {name} have {rows}: use f16")
+        chosen = _type(known, form, config)
+        short, pack = K_QUANTS.get(chosen, ("", None))
+        if pack is not None and rows % BLOCK == 0:
+            kind, data = gguf.GGMLQuantizationType[chosen], in_blocks(tensor, pack)
+        else:
+            kind = gguf.GGMLQuantizationType[short or chosen]
+            data = gguf.quants.quantize(tensor, kind)
+        writer.add_tensor(known, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _type(name: str, form: str, config: Mapping[str, Any]) -> str:
+    """The type of a matrix: q4_k_m, as llama.cpp mixes it, has more bits where an error costs most."""
+    if form != "q4_k_m":
+        return form.upper()
+    if name == "output.weight" or (name == "token_embd.weight" and config.get("tie_word_embeddings")):
+        return "Q6_K"
+    if "attn_v." in name or "ffn_down." in name:
+        layer, eighth = int(name.split(".")[1]), config["num_hidden_layers"] // 8
+        if layer < eighth or layer >= 7 * config["num_hidden_layers"] // 8 or (layer - eighth) % 3 == 2:
+            return "Q6_K"
+    return "Q4_K"
 
 
 def _write_config(writer: Any, gguf: Any, config: Mapping[str, Any], rope: Mapping[str, Any], form: str) -> None:
@@ -101,7 +124,7 @@ def _write_config(writer: Any, gguf: Any, config: Mapping[str, Any], rope: Mappi
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0))
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0 if form == "q8_0" else gguf.LlamaFileType.MOSTLY_F16)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{form.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 

@@ -29,7 +29,7 @@ def export(
     what: What,
     to: Annotated[Path, typer.Argument(help="The folder to write; created if missing.")],
     merged: Merged = False,
-    gguf: Annotated[str, typer.Option(metavar="q8_0|f16", help="Write a GGUF file for llama.cpp instead.")] = "",
+    gguf: Annotated[str, typer.Option(metavar="q4_k_m|q8_0|f16", help="Write a GGUF file for llama.cpp instead.")] = "",
     address: Address = "",
 ) -> None:
     """Write what was trained to a folder: the adapter for peft, a whole model for transformers, or a GGUF file."""

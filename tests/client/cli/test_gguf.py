@@ -6,20 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gradwire.errors import UnsupportedError
 from gradwire.gguf_file import check_form, write_gguf
+from gradwire.k_quants import in_blocks, q4_k, q6_k
 from support.chats import chat_model
 
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
 
-def model_of(family: str, folder: Path) -> Path:
+def model_of(family: str, folder: Path, **settings: Any) -> Path:
     """A tiny model of a family with a tokenizer of byte-level BPE; fewer heads of keys than of queries."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    chat_model(folder, "llama", hidden_size=64)
+    chat_model(folder, "llama", **{"hidden_size": 64, **settings})
     given = json.loads((folder / "config.json").read_text())
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "max_position_embeddings",
              "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")  # fmt: skip
@@ -65,6 +67,53 @@ def test_a_file_has_the_model_and_its_tokenizer(family: str, tmp_path: Path) -> 
     assert again.chat_template == tokenizer.chat_template
 
 
+def test_q4_k_m_has_more_bits_where_an_error_costs_most(tmp_path: Path) -> None:
+    import gguf
+    from safetensors.torch import load_file
+
+    folder = model_of("qwen2", tmp_path / "model", hidden_size=256, num_layers=4)
+    write_gguf(folder, tmp_path / "q4.gguf", "q4_k_m")
+    types = {each.name: each for each in gguf.GGUFReader(tmp_path / "q4.gguf").tensors}
+    found = {name: each.tensor_type.name for name, each in types.items()}
+    assert (found["output.weight"], found["token_embd.weight"], found["output_norm.weight"]) == ("Q6_K", "Q4_K", "F32")
+    better = ["Q4_K", "Q4_K", "Q6_K", "Q6_K"]  # every third layer, and the last eighth
+    assert [found[f"blk.{layer}.ffn_down.weight"] for layer in range(4)] == better
+    assert [found[f"blk.{layer}.attn_v.weight"] for layer in range(4)] == better
+    exact = load_file(folder / "model.safetensors")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 4)
+    for name, tensor in exact.items():
+        each = types[names.get_name(name, try_suffixes=(".weight", ".bias"))]
+        read = gguf.quants.dequantize(each.data, each.tensor_type).reshape(tensor.shape)
+        error = float(np.linalg.norm(read - tensor.numpy()) / max(np.linalg.norm(tensor), 1e-9))
+        assert error < {"Q4_K": 0.075, "Q6_K": 0.018, "Q5_0": 0.045}.get(each.tensor_type.name, 1e-6), (name, error)
+
+
+def test_k_quants_of_unusual_blocks_stay_near() -> None:
+    import gguf
+
+    flat, drawn = np.full(256, 3.0, np.float32), np.random.default_rng(0).standard_normal(256).astype(np.float32)
+    rows = np.stack([0 * flat, flat, -flat, 1e-2 * drawn, abs(drawn), -abs(drawn), np.eye(256, dtype=np.float32)[7]])
+    for name, pack, most in (("Q4_K", q4_k, 0.08), ("Q6_K", q6_k, 0.02)):
+        read = gguf.quants.dequantize(in_blocks(rows, pack), gguf.GGMLQuantizationType[name])
+        assert not read[0].any()
+        errors = np.linalg.norm(read[1:] - rows[1:], axis=1) / np.linalg.norm(rows[1:], axis=1)
+        assert (errors < most).all(), (name, errors)
+
+
+def test_rows_of_other_lengths_have_other_types(tmp_path: Path) -> None:
+    import gguf
+    from transformers import AutoModelForCausalLM
+
+    folder = model_of("llama", tmp_path / "model")  # rows of 64
+    write_gguf(folder, tmp_path / "q4.gguf", "q4_k_m")
+    types = {each.name: each.tensor_type.name for each in gguf.GGUFReader(tmp_path / "q4.gguf").tensors}
+    assert types["blk.0.attn_q.weight"] == "Q5_0" and types["token_embd.weight"] == "Q8_0"
+    ids = torch.arange(3, 90)[None]
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="q4.gguf", dtype=torch.float32)
+    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert torch.nn.functional.cosine_similarity(read(ids).logits, exact(ids).logits, dim=-1).min() > 0.95
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -84,5 +133,5 @@ def test_what_is_not_covered_is_named(change: dict[str, Any], words: str, tmp_pa
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(UnsupportedError, match=words):
         write_gguf(folder, tmp_path / "out.gguf", "f16")
-    with pytest.raises(UnsupportedError, match="not in 'q4_k_m': the package gguf computes no K-quants; write f16"):
-        check_form("q4_k_m")
+    with pytest.raises(UnsupportedError, match="written in q4_k_m, q8_0, f16, not in 'q5_k_m'; write f16, and let"):
+        check_form("q5_k_m")

@@ -241,6 +241,7 @@ class RunUpdates:
         cursor: Where ``watch`` can go on; empty if more messages of the same list follow.
         whole: The messages from here to the next cursor list every run: forget those that they lack. Points may be
             missing before it, which ``history()`` of each run has.
+        jobs_changed: Whether one of your jobs is not as it was.
     """
 
     runs: tuple[RunInfo, ...]
@@ -248,6 +249,7 @@ class RunUpdates:
     history: History
     cursor: str
     whole: bool
+    jobs_changed: bool = False
 
 
 FIRST = ("step", "operation", "loss_fn", "loss", "learning_rate", "grad_norm", "tokens", "seconds")

@@ -165,6 +165,7 @@ class ServiceClient(Connected):
                     history=History.from_wire(update.points),
                     cursor=update.cursor,
                     whole=update.whole,
+                    jobs_changed=update.jobs_changed,
                 )
 
     async def create_run(

@@ -165,7 +165,7 @@ def _add_json(app: FastAPI, workspaces: Workspaces) -> None:
 
     @app.get("/api/keys")
     async def keys(request: Request) -> list[dict[str, Any]]:
-        return [dataclasses.asdict(each) for each in await (await workspace_of(request)).service.list_keys()]
+        return [dataclasses.asdict(each) for each in await (await workspace_of(request)).keys()]
 
     @app.get("/api/report")
     async def report(request: Request, runs: str) -> HTMLResponse:
@@ -186,4 +186,4 @@ def _add_json(app: FastAPI, workspaces: Workspaces) -> None:
     @app.get("/api/jobs")
     async def list_jobs(request: Request) -> list[dict[str, Any]]:
         workspace = await workspace_of(request)
-        return [dataclasses.asdict(each) for each in await workspace.service.jobs.list()]
+        return [dataclasses.asdict(each) for each in await workspace.jobs()]

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import gradwire
 from gradwire import History, RunInfo, TrainingClient
 
+from gradwire_console.answers import Answers
 from gradwire_console.series import Record, Records, only
 
 RATE_S = 20.0
 TRAINING_S = 5.0
 PATIENCE_S = 5.0
 AGAIN_S = 1.0
-SHARED_S = 0.8
-USAGE_S, USAGE_SHARED_S = 30 * 86_400.0, 10.0
-"""Seconds for which pages share an answer of the server."""
 ACTIVITY = 256
+USAGE_S = 30 * 86_400.0
+EVENTS, LOG_CHARS = 500, 20_000
+"""What is kept of a job that is looked at: its newest events, and the end of its log."""
+FOLLOWED_JOBS = 64
 CHECK_S = 1.0
 """Seconds between two questions whether a key is still good; a page asks when it is opened."""
 
@@ -65,6 +67,16 @@ class LiveRun:
         return sum(tokens for at, tokens in self.paces if at >= since) / RATE_S
 
 
+@dataclass
+class FollowedJob:
+    """A job with its newest events, oldest first, and the end of its log."""
+
+    job: gradwire.Job
+    events: deque[gradwire.JobEvent] = field(default_factory=lambda: deque(maxlen=EVENTS))
+    log: str = ""
+    read: int = 0  # bytes of the log
+
+
 class Workspace:
     """The runs of one key, live.
 
@@ -72,21 +84,22 @@ class Workspace:
         service: The connection.
         runs: The runs by id, newest first.
         revision: Grows with every change.
+        jobs_revision: Grows with every change of a job.
         away: Why the server cannot be reached at the moment; "" while it can.
     """
 
     def __init__(self, service: gradwire.ServiceClient) -> None:
         self.service = service
         self.runs: dict[str, LiveRun] = {}
-        self.revision = 0
+        self.revision = self.jobs_revision = 0
         self.away = ""
         self.role = ""
         self.key_name = ""
-        self._asked: dict[str, tuple[float, asyncio.Task[Any]]] = {}
+        self._answers = Answers()
+        self._jobs: dict[str, FollowedJob] = {}
         self._checked_at = 0.0
         self._records = Records()
         self._clients: dict[str, TrainingClient] = {}
-        self._checkpoints: dict[str, tuple[str, list[gradwire.Checkpoint]]] = {}  # with the newest one's path
         self._loading: dict[str, asyncio.Lock] = {}
         self._meanwhile: dict[str, list[History]] = {}  # what came while a run's record is fetched
         self._followers: list[Callable[[str, History], object]] = []
@@ -105,7 +118,7 @@ class Workspace:
             return
         self._checked_at = now
         try:
-            info = await self.server_info()
+            info = await self.service.server_info()
             self.role, self.key_name = info.role, info.key_name
         except gradwire.UnauthenticatedError:
             raise
@@ -113,38 +126,74 @@ class Workspace:
             self._says(str(error))
 
     async def server_info(self) -> gradwire.ServerInfo:
-        """The server, as it was a moment ago at most; pages that ask at the same time share one call."""
-        found: gradwire.ServerInfo = await self._shared("info", self.service.server_info)
-        return found
+        """The server: asked every two seconds while runs change, every ten while they do not."""
+        ask = self.service.server_info
+        return await self._answers.of("info", ask, version=self.revision, every_s=2.0, stale_s=10.0)
 
     async def queues(self) -> list[gradwire.QueuedRun]:
         """Who waits for whom, likewise."""
-        found: list[gradwire.QueuedRun] = await self._shared("queues", self.service.list_queues)
-        return found
+        ask = self.service.list_queues
+        return await self._answers.of("queues", ask, version=self.revision, every_s=2.0, stale_s=10.0)
 
     async def usage(self) -> list[gradwire.Usage]:
-        """What each key has used in the last 30 days, as it was some seconds ago: asking has the server store it."""
+        """What each key has used in the last 30 days; asked every ten seconds while runs change."""
 
-        def ask() -> Coroutine[Any, Any, object]:
-            return self.service.usage(["owner"], time.time() - USAGE_S)
+        async def ask() -> list[gradwire.Usage]:
+            return await self.service.usage(["owner"], time.time() - USAGE_S)
 
-        found: list[gradwire.Usage] = await self._shared("usage", ask, USAGE_SHARED_S)
-        return found
+        return await self._answers.of("usage", ask, version=self.revision, every_s=10.0)
 
-    async def activity(self, run_id: str) -> gradwire.RunActivity:
-        """The newest operations of a run, likewise."""
-        found: gradwire.RunActivity = await self._shared(run_id, lambda: self.client(run_id).activity(ACTIVITY))
-        return found
+    async def keys(self) -> list[gradwire.KeyInfo]:
+        """The server's keys, of which the stream tells nothing: asked every 30 seconds."""
+        return await self._answers.of("keys", self.service.list_keys, every_s=30.0, stale_s=30.0)
 
-    async def _shared(
-        self, name: str, ask: Callable[[], Coroutine[Any, Any, object]], shared_s: float = SHARED_S
-    ) -> Any:
-        now = time.monotonic()
-        at, task = self._asked.get(name, (0.0, None))
-        if task is None or now - at > shared_s:
-            task = asyncio.create_task(ask())
-            self._asked[name] = now, task
-        return await asyncio.shield(task)
+    async def models(self) -> list[str]:
+        """Names of the models that are served, of ten seconds ago at most."""
+
+        async def ask() -> list[str]:
+            return [model.name for model in await self.service.list_models()]
+
+        return await self._answers.of("models", ask, every_s=10.0, stale_s=10.0)
+
+    async def activity(self, run_id: str, every_s: float = 1.0) -> gradwire.RunActivity:
+        """The newest operations of a run; asked again when one was accepted or has ended."""
+        live = self.runs.get(run_id)
+        version = live and (live.info.accepted_seq, live.info.applied_seq, live.info.parked, live.info.engine)
+
+        async def ask() -> gradwire.RunActivity:
+            return await self.client(run_id).activity(ACTIVITY)
+
+        return await self._answers.of(f"activity {run_id}", ask, version=version, every_s=every_s)
+
+    async def jobs(self) -> Sequence[gradwire.Job]:
+        """The jobs, newest first; asked again when one has changed."""
+        return await self._answers.of("jobs", self.service.jobs.list, version=self.jobs_revision, every_s=1.0)
+
+    async def job(self, job_id: str) -> FollowedJob:
+        """A job with its events and its log; asked again when a job has changed.
+
+        Raises:
+            GradwireError: There is no such job.
+        """
+
+        async def ask() -> FollowedJob:
+            jobs = self.service.jobs
+            job = await jobs.get(job_id)
+            followed = self._jobs.pop(job_id, None) or FollowedJob(job)
+            followed.job = job
+            followed.events += await jobs.events(job_id, followed.events[-1].number if followed.events else 0)
+            added = await jobs.log(job_id, followed.read)
+            followed.read += len(added.encode())
+            followed.log = (followed.log + added)[-LOG_CHARS:]
+            self._jobs[job_id] = followed
+            if len(self._jobs) > FOLLOWED_JOBS:
+                del self._jobs[next(iter(self._jobs))]
+            return followed
+
+        known = self._jobs.get(job_id)
+        stale_s = math.inf if known is not None and known.job.has_ended else 5.0  # a log grows untold
+        version = self.jobs_revision
+        return await self._answers.of(f"job {job_id}", ask, version=version, every_s=1.0, stale_s=stale_s)
 
     async def close(self) -> None:
         self._watching.cancel()
@@ -174,17 +223,13 @@ class Workspace:
     async def checkpoints(self, run_id: str) -> list[gradwire.Checkpoint]:
         """The checkpoints of a run, oldest first; asked for again once there is a newer one or one was deleted."""
         newest = self.runs[run_id].info.latest_checkpoint if run_id in self.runs else ""
-        at, found = self._checkpoints.get(run_id, (None, []))
-        if at != newest:
-            found = await self._shared(f"checkpoints {run_id}", self.client(run_id).list_checkpoints)
-            self._checkpoints[run_id] = newest, found
-        return found
+        ask = self.client(run_id).list_checkpoints
+        return await self._answers.of(f"checkpoints {run_id}", ask, version=newest, every_s=1.0)
 
     async def delete_checkpoint(self, checkpoint: gradwire.Checkpoint) -> None:
         run_id = checkpoint.path.partition("/")[0]
         await self.client(run_id).delete_checkpoint(checkpoint)
-        self._asked.pop(f"checkpoints {run_id}", None)
-        self._checkpoints.pop(run_id, None)
+        self._answers.forget(f"checkpoints {run_id}")
         self.revision += 1
 
     async def record(self, run_id: str) -> Record:
@@ -231,6 +276,7 @@ class Workspace:
         self.away = ""
         now = time.time()
         if update.whole:
+            self.jobs_revision += 1
             self.runs.clear()
             self._records.forget()
         for info in update.runs:
@@ -245,6 +291,7 @@ class Workspace:
             self.runs.pop(run_id, None)
             self._records.forget(run_id)
         self._follow(update.history)
+        self.jobs_revision += update.jobs_changed
         self.revision += 1
         self._changed.set()
         if update.cursor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tarfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -162,6 +163,9 @@ def test_a_viewers_key_changes_nothing(tiny_model_path: Path, tmp_path: Path, pa
         jobs = {name: service.jobs.submit("sft", settings, name=name).job_id for name in ("going", "ended")}
         service.jobs.cancel(jobs["ended"])
         service.jobs.wait(jobs["ended"], 60)
+        while not service.jobs.get(jobs["going"]).step:  # its worker has made its run, the last thing that it adds
+            assert not service.jobs.get(jobs["going"]).has_ended
+            time.sleep(0.2)
 
         def seen() -> object:
             runs = sorted((each.run_id, each.accepted_seq) for each in service.list_runs() if each.name == "of ada")

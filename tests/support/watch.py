@@ -20,13 +20,14 @@ class Watch:
         self.runs: dict[str, pb.Run] = {}
         self.gone: list[str] = []
         self.points: list[int] = []
-        self.cursor, self.wholes = "", 0
+        self.cursor, self.wholes, self.jobs = "", 0, 0
 
     async def until(self, done: Any) -> None:
         async with asyncio.timeout(30):
             while not done():
                 update = await anext(self._messages)
                 self.wholes += update.whole
+                self.jobs += update.jobs_changed
                 self.runs |= {run.run_id: run for run in update.runs}
                 self.gone += update.gone
                 self.points += [point.seq for point in update.points]
@@ -34,7 +35,8 @@ class Watch:
 
 
 @asynccontextmanager
-async def watching(client: Client, cursor: str = "") -> AsyncIterator[Watch]:
-    call = client.stub.WatchRuns(pb.WatchRunsRequest(cursor=cursor, with_points=True))
+async def watching(client: Client, cursor: str = "", secret: str = "") -> AsyncIterator[Watch]:
+    metadata = [("authorization", f"Bearer {secret}")] if secret else None
+    call = client.stub.WatchRuns(pb.WatchRunsRequest(cursor=cursor, with_points=True), metadata=metadata)
     yield Watch(call)
     call.cancel()

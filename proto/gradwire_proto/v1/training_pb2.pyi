@@ -1715,6 +1715,7 @@ class RunUpdates(_message.Message):
     POINTS_FIELD_NUMBER: _builtins.int
     CURSOR_FIELD_NUMBER: _builtins.int
     WHOLE_FIELD_NUMBER: _builtins.int
+    JOBS_CHANGED_FIELD_NUMBER: _builtins.int
     cursor: _builtins.str
     """Where to go on after a broken connection; empty in a message that more messages of the same list follow."""
     whole: _builtins.bool
@@ -1722,6 +1723,8 @@ class RunUpdates(_message.Message):
     without a cursor, or with one that is too old or from before a restart of the server; points may then be missing,
     which GetHistory has.
     """
+    jobs_changed: _builtins.bool
+    """a job of the caller's is not as it was; ListJobs has it"""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]:
         """the runs that changed, as they are now"""
@@ -1742,10 +1745,11 @@ class RunUpdates(_message.Message):
         points: _abc.Iterable[Global___HistoryPoint] | None = ...,
         cursor: _builtins.str = ...,
         whole: _builtins.bool = ...,
+        jobs_changed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "gone", b"gone", "points", b"points", "runs", b"runs", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "gone", b"gone", "jobs_changed", b"jobs_changed", "points", b"points", "runs", b"runs", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

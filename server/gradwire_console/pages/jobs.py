@@ -32,7 +32,7 @@ from nicegui import events, ui
 
 from gradwire_console.dry_run import dry_run
 from gradwire_console.pages.common import act, ago, ask, opened
-from gradwire_console.workspace import Workspace, Workspaces
+from gradwire_console.workspace import EVENTS, FollowedJob, Workspace, Workspaces
 
 COLUMNS = (
     Column("name", "Job", link=True),
@@ -46,7 +46,6 @@ COLUMNS = (
 )
 LOOK_S = 1.0
 MAIN = ("data", "learning_rate", "batch_size", "epochs", "max_steps", "lora_rank")
-LOG_CHARS = 20_000
 
 
 def register(workspaces: Workspaces) -> None:
@@ -61,7 +60,7 @@ def register(workspaces: Workspaces) -> None:
     async def job(job_id: str) -> RedirectResponse | None:
         async def content(workspace: Workspace) -> None:
             try:
-                found = await workspace.service.jobs.get(job_id)
+                found = await workspace.job(job_id)
             except gradwire.GradwireError as failure:
                 title("There is no such job")
                 error(str(failure))
@@ -107,7 +106,7 @@ async def _list(workspaces: Workspaces, workspace: Workspace) -> None:
     async def look() -> None:
         failed.clear()
         try:
-            found = await workspace.service.jobs.list()
+            found = await workspace.jobs()
         except gradwire.GradwireError as failure:
             with failed:
                 error(str(failure))
@@ -131,7 +130,7 @@ class _Form:
 
     async def show(self) -> None:
         try:
-            self._models = [model.name for model in await self._workspace.service.list_models()]
+            self._models = await self._workspace.models()
             await self._list_files()
         except gradwire.GradwireError as failure:
             error(str(failure))
@@ -268,17 +267,17 @@ class _Form:
 
 
 class _Job:
-    def __init__(self, workspaces: Workspaces, workspace: Workspace, job: gradwire.Job) -> None:
-        self._workspaces, self._workspace, self._job = workspaces, workspace, job
-        self._log, self._offset, self._last_event = "", 0, 0
-        self._offered: tuple[str, str] | None = None
+    def __init__(self, workspaces: Workspaces, workspace: Workspace, found: FollowedJob) -> None:
+        self._workspaces, self._workspace, self._job = workspaces, workspace, found.job
+        self._last_event = 0
 
     async def show(self) -> None:
         with ui.element("div").classes("gw-head"):
             title(self._job.name or self._job.job_id)
             self._state = ui.element("div")
             ui.element("div").classes("grow")
-            self._buttons = ui.element("div").classes("gw-actions")
+            with ui.element("div").classes("gw-actions"):
+                self._buttons = self._offered()
         self._bar = ui.linear_progress(0, show_value=False).props("aria-label=Progress")
         with ui.element("div").classes("gw-split"):
             with ui.element("div"):
@@ -303,9 +302,8 @@ class _Job:
             place.clear()
         with self._state:
             state(job.state, job.error)
-        if self._offered != (job.state, job.run_id):
-            self._offered = job.state, job.run_id
-            self._offer(job)
+        for each, fits in self._buttons:
+            each.set_visibility(fits(job))
         with self._facts:
             facts(
                 {
@@ -315,23 +313,18 @@ class _Job:
                 }
             )  # fmt: skip
 
-    def _offer(self, job: gradwire.Job) -> None:
-        """Show the buttons of a job's state."""
+    def _offered(self) -> list[tuple[ui.button, Callable[[gradwire.Job], bool]]]:
+        """The buttons, and when each fits: they stay while a job changes, so that no click is lost."""
         jobs = self._workspace.service.jobs
-        self._buttons.clear()
-        with self._buttons:
-            if job.state in ("queued", "running"):
-                self._action("Pause", jobs.pause, "pause")
-            if job.state == "paused":
-                self._action("Resume", jobs.resume, "resume")
-            if not job.has_ended:
-                self._action("Cancel", jobs.cancel, "cancel")
-            if job.has_ended:
-                button("Delete", self._delete, kind="danger")
-            if job.run_id:
-                button("Curves", lambda: ui.navigate.to(f"/run/{job.run_id}"))
+        return [
+            (self._action("Pause", jobs.pause, "pause"), lambda job: job.state in ("queued", "running")),
+            (self._action("Resume", jobs.resume, "resume"), lambda job: job.state == "paused"),
+            (self._action("Cancel", jobs.cancel, "cancel"), lambda job: not job.has_ended),
+            (button("Delete", self._delete, kind="danger"), lambda job: job.has_ended),
+            (button("Curves", lambda: ui.navigate.to(f"/run/{self._job.run_id}")), lambda job: bool(job.run_id)),
+        ]
 
-    def _action(self, text: str, call: Callable[[str], Awaitable[object]], method: str) -> None:
+    def _action(self, text: str, call: Callable[[str], Awaitable[object]], method: str) -> ui.button:
         async def do() -> None:
             await act(self._workspaces, lambda: call(self._job.job_id), "")
             await self._look()
@@ -339,7 +332,7 @@ class _Job:
         says = {"pause": "Its worker saves a checkpoint first.", "resume": "It goes on where it was.",
                 "cancel": "Its run and its checkpoints stay."}  # fmt: skip
         code = f'await service.jobs.{method}("{self._job.job_id}")'
-        button(text, lambda: ask(f"{text} the job", says[method], code, f"{text} it", do))
+        return button(text, lambda: ask(f"{text} the job", says[method], code, f"{text} it", do))
 
     def _delete(self) -> None:
         job, jobs = self._job, self._workspace.service.jobs
@@ -354,24 +347,20 @@ class _Job:
         )  # fmt: skip
 
     async def _look(self) -> None:
-        jobs = self._workspace.service.jobs
         try:
-            found = await jobs.get(self._job.job_id)
-            events = await jobs.events(found.job_id, self._last_event)
-            log = await jobs.log(found.job_id, self._offset)
+            found = await self._workspace.job(self._job.job_id)
         except gradwire.GradwireError:
             return  # the state of the connection is said above
-        if found != self._job:
-            self._job = found
+        if found.job != self._job:
+            self._job = found.job
             self._draw()
         with self._events:
-            for event in events:
+            for event in [each for each in found.events if each.number > self._last_event]:
                 self._last_event = event.number
                 figures = " ".join(
                     f"{key} {value:.4g}" for key, value in event.data.items() if isinstance(value, float)
                 )
                 plain(f"{event.level}  {event.message}  {figures}".rstrip(), tag="div")
-        if log:
-            self._offset += len(log.encode())
-            self._log = (self._log + log)[-LOG_CHARS:]
-            self._text.text = self._log
+        for gone in list(self._events)[:-EVENTS]:
+            gone.delete()
+        self._text.text = found.log

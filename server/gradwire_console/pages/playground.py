@@ -74,7 +74,7 @@ class _Playground:
 
     async def show(self) -> None:
         try:
-            served = [model.name for model in await self._workspace.service.list_models()]
+            served = await self._workspace.models()
         except gradwire.GradwireError as failure:
             error(str(failure))
             return

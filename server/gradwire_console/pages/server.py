@@ -101,7 +101,7 @@ async def _show(workspace: Workspace) -> None:
 
     async def look_at_keys() -> None:
         with contextlib.suppress(gradwire.GradwireError):  # which look() shows
-            found = key_rows(workspace, await workspace.service.list_keys())
+            found = key_rows(workspace, await workspace.keys())
             keys.show(found)
             all_keys.set_visibility(bool(found))
 

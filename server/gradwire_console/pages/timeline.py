@@ -18,6 +18,8 @@ from gradwire_console.workspace import LiveRun, Workspace, Workspaces
 
 MOST_RUNS = 12
 LOOK_S = 2.0
+MOST_CALLS = 2
+"""Calls of the server a second, for all pages together, while every run works."""
 KINDS = {"sample": "sampling", "save_checkpoint": "files", "export": "files", "load_checkpoint": "files"}
 COLOURS = {"wait": "--line", "compute": "--s1", "sampling": "--s2", "files": "--s4", "failed": "--bad"}
 MEANINGS = {"wait": "waiting", "compute": "computing", "sampling": "sampling", "files": "checkpoints and exports",
@@ -92,8 +94,9 @@ def _box(lane: int, span: Span) -> list[Any]:
 async def spans(workspace: Workspace) -> list[Span]:
     """The time of the newest operations of the runs that worked last, waits before the work that they precede."""
     found: list[Span] = []
-    for run in _newest(workspace):
-        activity = await workspace.activity(run.info.run_id)
+    runs = _newest(workspace)
+    for run in runs:
+        activity = await workspace.activity(run.info.run_id, every_s=max(LOOK_S, len(runs) / MOST_CALLS))
         for each in reversed(activity.operations):
             begun = each.accepted_at + each.queue_s
             about = run.info.run_id, each.operation, run.info.engine

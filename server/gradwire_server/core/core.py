@@ -166,7 +166,7 @@ class Core(Startable):
         self.file_parts = FileParts(self.files, config.state_dir / "file_parts", config.limits)
         await asyncio.to_thread(self.file_parts.clean)
         await self.files.load()
-        states = JobStates(storage.jobs, self._jobs_changed)
+        states = JobStates(storage.jobs, self._jobs_changed, self.scheduler.feed.job_changed)
         self.jobs = Jobs(config, states, JobSpecs(config, self.keys, self.files, self._models))
         self.job_turns = JobTurns(config, states, self.keys)
         self.job_workers = JobWorkers(self.jobs, self.job_turns, self.keys, config.job_workers)

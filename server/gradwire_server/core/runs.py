@@ -159,7 +159,7 @@ class Runs:
             revision = changes.revision
             async with self._calls.slice(caller.name):
                 update = self._update(caller, changes, with_points)
-            if update.runs or update.gone or update.points:
+            if update.runs or update.gone or update.points or update.jobs_changed:
                 update.cursor = feed.cursor(revision)
                 yield update
                 await asyncio.sleep(WATCH_PAUSE_S)
@@ -176,7 +176,8 @@ class Runs:
             whole = False
 
     def _update(self, caller: Caller, changes: Changes, with_points: bool) -> pb.RunUpdates:
-        update = pb.RunUpdates()
+        jobs_changed = any(caller.sees_all or owner == caller.name for owner in changes.job_owners)
+        update = pb.RunUpdates(jobs_changed=jobs_changed)
         found = {run_id: self._records.find(run_id) for run_id in changes.run_ids}
         update.runs.extend(
             self.described(record)

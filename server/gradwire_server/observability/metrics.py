@@ -57,6 +57,7 @@ CATALOGUE = (
     Spec("gradwire_journal_failures_total", "counter", (), "Commits that failed, as on a full disk."),
     Spec("gradwire_replay_seconds", "histogram", (), "Bringing one run back into a new engine.", _SECONDS),
     Spec("gradwire_replayed_operations_total", "counter", (), "Operations repeated to bring runs back."),
+    Spec("gradwire_grpc_calls_total", "counter", ("method",), "Calls by gRPC that had a valid key; a stream is one."),
     Spec("gradwire_http_requests_total", "counter", ("door", "route", "status"), "HTTP requests answered."),
     Spec("gradwire_http_request_seconds", "histogram", ("door", "route"),
          "From an HTTP request to its last byte; retrieve_future waits for results.", _SECONDS),
@@ -187,6 +188,7 @@ class Metrics:
         self._journal_failures = self._make(Counter, "gradwire_journal_failures_total")
         self._replay_s = self._make(Histogram, "gradwire_replay_seconds")
         self._replayed = self._make(Counter, "gradwire_replayed_operations_total")
+        self._grpc = cache(self._make(Counter, "gradwire_grpc_calls_total").labels)
         self._http = self._make(Counter, "gradwire_http_requests_total")
         self._http_s = self._make(Histogram, "gradwire_http_request_seconds")
         self._of_runs = [
@@ -269,6 +271,10 @@ class Metrics:
         return name if not name or name in self._losses else "unknown"
 
     # ---- doors ----
+
+    def grpc_call(self, method: str) -> None:
+        """Count a call of a method of the API."""
+        self._grpc(method).inc()
 
     def http_request(self, door: str, route: str, status: int, seconds: float) -> None:
         """Count an HTTP request. ``route`` is the pattern of the path, never the path itself."""

@@ -28,12 +28,14 @@ class Changes:
         run_ids: Runs that changed, and are there.
         gone: Runs that are gone for somebody: id, and the names of the keys that could read them.
         points: New points, with the id of the run that they are of.
+        job_owners: Names of the keys whose jobs changed.
     """
 
     revision: int
     run_ids: Collection[str]
     gone: Collection[tuple[str, Collection[str]]]
     points: Collection[tuple[str, pb.HistoryPoint]]
+    job_owners: Collection[str]
 
 
 class RunFeed:
@@ -49,6 +51,7 @@ class RunFeed:
         self._runs: OrderedDict[str, int] = OrderedDict()  # run id -> its newest change, oldest change first
         self._gone: deque[tuple[int, str, Collection[str]]] = deque()
         self._points: deque[tuple[int, str, pb.HistoryPoint]] = deque()
+        self._job_owners: dict[str, int] = {}  # name of a key -> the newest change of a job of it
         self._changed = asyncio.Event()
         self._closed: ServiceError | None = None
 
@@ -76,6 +79,12 @@ class RunFeed:
             self._runs.pop(run_id, None)
         if len(self._gone) > KEPT_GONE:
             self._floor = max(self._floor, self._gone.popleft()[0])
+        self._notify()
+
+    def job_changed(self, owner: str) -> None:
+        """Note that a job of a key is not as it was."""
+        self.revision += 1
+        self._job_owners[owner] = self.revision
         self._notify()
 
     def close(self, reason: ServiceError) -> None:
@@ -119,7 +128,8 @@ class RunFeed:
             if at <= revision:
                 break
             points.append((run_id, point))
-        return Changes(self.revision, run_ids[::-1], gone, points[::-1])
+        owners = [owner for owner, changed in self._job_owners.items() if changed > revision]
+        return Changes(self.revision, run_ids[::-1], gone, points[::-1], owners)
 
     def _notify(self) -> None:
         self._changed.set()

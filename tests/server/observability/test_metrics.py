@@ -133,6 +133,7 @@ def full() -> Metrics:
     metrics.refused(pb.Error(code=pb.ERROR_CODE_SEQ_GAP))
     metrics.committed(3, 0.002, False)
     metrics.restored(5, 0.5)
+    metrics.grpc_call("GetServerInfo")
     metrics.http_request("tinker", "/asample", 200, 0.01)
     vitals = Vitals()
     vitals.started()

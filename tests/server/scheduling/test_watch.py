@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.access.keys import KeyFile
 from gradwire_server.scheduling import run_feed
 from support.front import Start
+from support.job_stubs import NO_WORKERS, create, stub_of
 from support.watch import watching
 
 
@@ -46,3 +50,21 @@ async def test_a_reader_that_is_too_far_behind_begins_again(start: Start, monkey
         async with watching(client, watch.cursor) as late:
             await late.until(lambda: late.cursor)
             assert late.wholes == 1 and late.runs[client.run_id].applied_seq == 8
+
+
+async def test_a_stream_says_when_jobs_of_its_key_change(start: Start, tmp_path: Path) -> None:
+    secrets = [
+        KeyFile(tmp_path).create(name, role) for name, role in (("ada", "user"), ("bob", "user"), ("v", "viewer"))
+    ]
+    async with start(**NO_WORKERS) as door:
+        client = await door.client()
+        async with AsyncExitStack() as stack:
+            ada, bob, viewer = [await stack.enter_async_context(watching(client, secret=each)) for each in secrets]
+            for watch in (ada, bob, viewer):
+                await watch.until(lambda watch=watch: watch.cursor)
+            await create(await stub_of(door, secrets[0]))
+            await ada.until(lambda: ada.jobs)
+            await viewer.until(lambda: viewer.jobs)
+            await create(await stub_of(door, secrets[1]))
+            await bob.until(lambda: bob.jobs)
+            assert (ada.jobs, bob.jobs) == (1, 1)

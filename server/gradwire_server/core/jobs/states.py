@@ -37,14 +37,15 @@ class JobStates:
     Args:
         records: The rows of the jobs.
         on_change: Called when a job may have to be started or stopped.
+        tell: Called with the owner of a job that is not as it was.
 
     Attributes:
         changing: Held while a job is made, changed or deleted.
         on_change: The same.
     """
 
-    def __init__(self, records: JobRecords, on_change: Callable[[], object]) -> None:
-        self._records, self.on_change = records, on_change
+    def __init__(self, records: JobRecords, on_change: Callable[[], object], tell: Callable[[str], object]) -> None:
+        self._records, self.on_change, self._tell = records, on_change, tell
         self._known: dict[str, StoredJob] = {}
         self._by_key: dict[tuple[str, str], str] = {}
         self._files: dict[str, Sequence[str]] = {}
@@ -103,10 +104,12 @@ class JobStates:
         """Add a job; ``changing`` is held."""
         await self._records.insert(stored, events)
         self._add(stored)
+        self._tell(stored.job.owner)
 
     async def delete(self, job_id: str) -> None:
         """Forget a job; ``changing`` is held."""
         await self._records.delete(job_id)
+        self._tell(self._known[job_id].job.owner)
         del self._known[job_id], self._files[job_id]
         self._by_key = {key: made for key, made in self._by_key.items() if made != job_id}
 
@@ -115,6 +118,7 @@ class JobStates:
         await self._records.update(job, events)
         old = self._known[job.job_id]
         self._known[job.job_id] = StoredJob(job, old.idempotency_key, old.request)
+        self._tell(job.owner)
 
     async def events(
         self, job_id: str, after: int, limit: int, *, oldest_first: bool = False

@@ -68,6 +68,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 caller.check_may_change()
         except ServiceError as error:
             return _refusing(error, details.method)
+        self._core.metrics.grpc_call(details.method.rpartition("/")[2])
         if engine:
             return _lending(handler, self._core, caller, details.method)
         return _guarded(handler, self._core, caller, details.method)

@@ -6,10 +6,12 @@ slow hash, because those protect secrets chosen by people: 256 random bits can b
 A name has one key at a time, and runs belong to the name, so a new key that replaces a lost one reaches the same runs.
 ``keys.json`` is replaced atomically. A running server checks whether the file has changed before every call, and at
 most every ``LOOK_AGAIN_S`` seconds for the messages of a stream; a revoked key is then refused, open streams included.
+Calls that wait are told within ``WATCH_S``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import fcntl
 import hashlib
@@ -21,7 +23,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,6 +42,8 @@ PREFIX_CHARS = 9
 """Characters of a key that are stored so that people can tell keys apart; they hold 36 of its 256 bits."""
 LOOK_AGAIN_S = 0.02
 """Seconds between two checks of the file for open streams: the longest time that a revoked key still works there."""
+WATCH_S = 0.5
+"""Seconds between two checks of the keys of all calls under way: one that waits has no message for a long time."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +245,8 @@ class Keys:
         self._all: tuple[Key, ...] = ()
         self._lent: dict[str, str] = {}
         self._quotas_alone: dict[str, Quota] = {}
+        self._watched: dict[object, tuple[Caller, Callable[[], object]]] = {}
+        self._watching = False
         self._refresh()
 
     @property
@@ -317,6 +323,30 @@ class Keys:
         self._refresh(LOOK_AGAIN_S)
         if self.required and caller != self._of(caller.name):
             raise _unauthenticated()
+
+    @contextmanager
+    def watched(self, caller: Caller, revoked: Callable[[], object]) -> Iterator[None]:
+        """Call ``revoked`` once the caller's key is not valid any more, unless the context has ended."""
+        token = object()
+        self._watched[token] = caller, revoked
+        if not self._watching:
+            self._watching = True
+            asyncio.get_running_loop().call_later(WATCH_S, self._watch)
+        try:
+            yield
+        finally:
+            self._watched.pop(token, None)
+
+    def _watch(self) -> None:
+        for token, (caller, revoked) in list(self._watched.items()):
+            try:
+                self.check(caller)
+            except ServiceError:
+                del self._watched[token]
+                revoked()
+        self._watching = bool(self._watched)
+        if self._watching:
+            asyncio.get_running_loop().call_later(WATCH_S, self._watch)
 
     def has(self, name: str) -> bool:
         """Whether a name has a valid key."""

@@ -13,8 +13,9 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import KeyFile, Quota
 from support.front import Client, Door, Start, start
 from support.keyed import Keyed, uploaded
+from support.served import served
 
-__all__ = ["start"]
+__all__ = ["served", "start"]
 
 
 class KeyedDoor:

@@ -1,17 +1,14 @@
-"""Bodies that are dear to read, and keys that are revoked while their requests are under way, on a whole server."""
+"""Bodies that are dear to read, on a whole server."""
 
 from __future__ import annotations
 
 import asyncio
 import gzip
 import json
-import os
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc.aio
@@ -19,14 +16,10 @@ import httpx
 import pytest
 from gradwire_http.json_bounds import JsonBounds, UnboundedJsonError
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
-from gradwire_server.access.keys import KeyFile
 from support import costly_bodies, hostile, routes
 from support.costly_bodies import Costly
-from support.keyed import Keyed
-from support.server import free_port
-from support.tinker import HttpServer, TinkerClient, datum, forward_backward, outputs
-from support.tiny import tiny_model
+from support.served import Served
+from support.tinker import TinkerClient, datum, forward_backward, outputs
 
 Documents = list[tuple[str, Mapping[str, Any]]]
 MOST_CPU_S = 2.0
@@ -34,51 +27,6 @@ MOST_CPU_S = 2.0
 GROWTH_BYTES = 200 << 20
 QUICK_S = 0.05
 """A 99th percentile of another key's call that is always accepted; else three times that without the bodies."""
-
-
-class Served:
-    """The server, and a key for each user."""
-
-    def __init__(self, server: HttpServer, file: KeyFile) -> None:
-        self.server, self.file = server, file
-        self.secrets = {name: file.create(name) for name in ("hostile", "other")}
-
-    def http(self, name: str) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.server.url, headers={"X-API-Key": self.secrets[name]}, timeout=300)
-
-    @asynccontextmanager
-    async def grpc(self, name: str) -> AsyncIterator[tuple[grpc.aio.Channel, Any]]:
-        async with grpc.aio.insecure_channel(
-            self.server.address, options=[("grpc.max_send_message_length", -1)]
-        ) as channel:
-            yield channel, Keyed(TrainingServiceStub(channel), self.secrets[name])
-
-    def front(self, what: str) -> int:
-        """A size of the front's process in bytes: VmRSS, or VmHWM for the largest so far."""
-        status = Path(f"/proc/{self.server.process.pid}/status").read_text()
-        return int(status.split(f"{what}:")[1].split()[0]) << 10
-
-    def forget_most(self) -> None:
-        """Let VmHWM begin anew."""
-        Path(f"/proc/{self.server.process.pid}/clear_refs").write_text("5")
-
-    def front_cpu_s(self) -> float:
-        fields = Path(f"/proc/{self.server.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("bodies")
-    model = tiny_model(folder / "model")
-    (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    (folder / "state").mkdir()
-    server = HttpServer(model, folder / "state", free_port(), "--threads", "1")
-    file = KeyFile(folder / "state")
-    found = Served(server, file)
-    server.start()
-    yield found
-    assert server.end() == 0
 
 
 @pytest.fixture(scope="module")
@@ -261,52 +209,6 @@ async def test_a_large_batch_gives_what_its_parts_give(served: Served) -> None:
 def _logprobs(body: bytes) -> Sequence[bytes]:
 
     return [row.tobytes() for row in outputs(body)[1]]
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
-async def test_a_stream_ends_with_its_key(served: Served, path: str) -> None:
-    served.secrets["streaming"] = served.file.create("streaming", replace=True)
-    asked: dict[str, dict[str, Any]] = {
-        "/v1/completions": {"prompt": "a", "n": 64, "max_tokens": 200},
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "n": 64, "max_tokens": 200},
-        "/v1/responses": {"input": "a", "max_output_tokens": 200},
-    }
-    body = {"model": "tiny", "stream": True, "ignore_eos": True} | asked[path]
-    async with served.http("streaming") as http, http.stream("POST", path, json=body) as stream:
-        lines = aiter(stream.aiter_lines())
-        while not (await anext(lines)).startswith("data: {"):
-            pass
-        served.file.revoke("streaming")
-        rest = [line async for line in lines if line]
-    assert "valid API key" in rest[-1] and "[DONE]" not in rest[-1]
-
-
-async def test_a_poll_and_an_upload_end_with_their_key(served: Served) -> None:
-    served.secrets["polling"] = served.file.create("polling", replace=True)
-    async with served.http("polling") as http:
-        tinker = await TinkerClient(http).begin()
-        model = await tinker.model()
-        asked = {"base_model": "tiny", "lora_config": {"rank": 2}}
-        signed = (await tinker.post("external_weights_upload_start", asked))["urls"]["adapter_config.json"]
-        trace = (await tinker.send("GET", f"sessions/{tinker.session_id}/trace_export"))["url"]
-        async with httpx.AsyncClient() as keyless:
-            assert (await keyless.put(signed, content=b"{}")).status_code == 200
-        polled = asyncio.create_task(http.post("/api/v1/retrieve_future", json={"request_id": f"{model}:7:step"}))
-
-        async def slowly() -> AsyncIterator[bytes]:
-            yield b'{"session_id"'
-            await asyncio.sleep(0.1)  # the poll is under way
-            served.file.revoke("polling")
-            await asyncio.sleep(0.1)  # longer than a key is believed
-            yield b': "a"}'
-
-        headers = {"Content-Type": "application/json"}
-        answer = await http.post("/api/v1/session_heartbeat", content=slowly(), headers=headers)
-        assert answer.status_code == 401 and "valid API key" in answer.text
-        assert (await polled).status_code == 401
-        async with httpx.AsyncClient() as keyless:
-            for answer in (await keyless.put(signed, content=b"{}"), await keyless.get(trace)):
-                assert answer.status_code == 401 and "the key that asked for this URL" in answer.text
 
 
 def test_what_is_no_request_costs_nothing(served: Served) -> None:

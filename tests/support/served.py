@@ -1,0 +1,70 @@
+"""A server with keys, HTTP and the tiny model, for a module."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
+from gradwire_server.access.keys import KeyFile
+
+from support.keyed import Keyed
+from support.server import free_port
+from support.tinker import HttpServer
+from support.tiny import tiny_model
+
+
+class Served:
+    """The server, and a key for each user."""
+
+    def __init__(self, server: HttpServer, file: KeyFile) -> None:
+        self.server, self.file = server, file
+        self.secrets = {name: file.create(name) for name in ("hostile", "other")}
+
+    def renew(self, name: str) -> str:
+        """Make a key in place of the name's earlier one."""
+        self.secrets[name] = self.file.create(name, replace=True)
+        return self.secrets[name]
+
+    def http(self, name: str) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.server.url, headers={"X-API-Key": self.secrets[name]}, timeout=300)
+
+    @asynccontextmanager
+    async def grpc(self, name: str) -> AsyncIterator[tuple[grpc.aio.Channel, Any]]:
+        async with grpc.aio.insecure_channel(
+            self.server.address, options=[("grpc.max_send_message_length", -1)]
+        ) as channel:
+            yield channel, Keyed(TrainingServiceStub(channel), self.secrets[name])
+
+    def front(self, what: str) -> int:
+        """A size of the front's process in bytes: VmRSS, or VmHWM for the largest so far."""
+        status = Path(f"/proc/{self.server.process.pid}/status").read_text()
+        return int(status.split(f"{what}:")[1].split()[0]) << 10
+
+    def forget_most(self) -> None:
+        """Let VmHWM begin anew."""
+        Path(f"/proc/{self.server.process.pid}/clear_refs").write_text("5")
+
+    def front_cpu_s(self) -> float:
+        fields = Path(f"/proc/{self.server.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("served")
+    model = tiny_model(folder / "model", context_length=4096)
+    (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    (folder / "state").mkdir()
+    server = HttpServer(model, folder / "state", free_port(), "--threads", "1")
+    file = KeyFile(folder / "state")
+    found = Served(server, file)
+    server.start()
+    yield found
+    assert server.end() == 0

@@ -44,7 +44,8 @@ class Agreement:
     Attributes:
         rank: Number of this process.
         ranks: Number of processes.
-        lock_step: Whether all processes compute the same at the same time, because models are divided among them.
+        lock_step: Whether models are divided among the processes: each forward and backward is one of all of them at
+            the same time, though of other rows.
     """
 
     rank, ranks = 0, 1
@@ -119,8 +120,11 @@ class Agreement:
     def alike(self, what: str, digest: Callable[[], int]) -> None:
         """Confirm that every process has the same digest of what each keeps a copy of."""
 
-    def attempt(self, work: Callable[[], T]) -> T | Failure:
+    def attempt(self, work: Callable[[], T], *, own: bool = False) -> T | Failure:
         """Do work in every process, which may fail; where memory ran out, what the work held is freed.
+
+        Args:
+            own: The work is another in each process, and may fail in some of them only.
 
         Raises:
             Exception: The error, if the process cannot continue after it.
@@ -135,7 +139,8 @@ class Agreement:
             if is_fatal(error):
                 raise
             failure = Failure(error, is_out_of_memory(error))
-        self._confirm_failure(failure)
+        if not own:
+            self._confirm_failure(failure)
         if failure is None:
             return found[0]
         if failure.out_of_memory:  # outside the handler, because the traceback keeps the computed tensors alive
@@ -166,8 +171,13 @@ class Agreement:
         """An error of the work that has ended, after which it went on with the collectives that it owed the others."""
         return None
 
-    def greatest(self, own: int) -> int:
-        """The greatest of all processes' numbers."""
+    def greatest(self, own: int, after: Exception | None = None) -> int:
+        """The greatest of all processes' numbers.
+
+        Args:
+            after: The error that this process has met since, if it has: in lock step, the others that still wait for it
+                elsewhere are not waited for.
+        """
         return own
 
     def gathered(self, own: bytes) -> list[bytes]:

@@ -179,9 +179,9 @@ class GroupAgreement(Agreement):
         if len(set(states)) > 1:
             raise GroupBroken(f"an attempt failed on some of the ranks only; on rank {self.rank}: {failure}")
 
-    def greatest(self, own: int) -> int:
+    def greatest(self, own: int, after: Exception | None = None) -> int:
         """See :class:`.agreement.Agreement`."""
-        return max(self._numbers("greatest", own))
+        return max(self._numbers("greatest", own, after))
 
     def gathered(self, own: bytes) -> list[bytes]:
         """See :class:`.agreement.Agreement`."""

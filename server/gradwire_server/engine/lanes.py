@@ -4,13 +4,17 @@ Micro-batch ``i`` belongs to lane ``i % count``. The gradients of a lane are add
 and the lanes in a fixed binary tree. Each rank computes one block of neighbouring lanes, so the lower levels of the
 tree are within a rank, where a binary counter holds one sum a level, and the upper ones are between ranks. So the bits
 depend neither on the number of ranks, nor on which of them computes what.
+
+Over models that are divided among the ranks, each forward and backward is one of all of them. A rank with fewer
+micro-batches than another then repeats one, whose scores and gradient do not count.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import safetensors.torch
 import torch
@@ -29,6 +33,13 @@ _MESSAGE_NUMBERS = 1 << 24
 """Numbers of gradients that are exchanged at once."""
 
 
+class Step(NamedTuple):
+    """A micro-batch that a process computes. ``repeated``: It does not count, because its own process computes it."""
+
+    number: int
+    repeated: bool = False
+
+
 class Lanes:
     """The lanes of a run, of which this process computes some.
 
@@ -39,20 +50,21 @@ class Lanes:
     Attributes:
         count: The same.
         own: The lanes of this process. Of fewer lanes than ranks, several ranks compute the same one.
+        counts: Whether no process before this one computes the same lanes.
     """
 
     def __init__(self, count: int = 1, agreement: Agreement | None = None) -> None:
         agreement = agreement or Agreement()
         self.count, self._agreement = count, agreement
-        # In lock step every process computes all lanes.
-        rank, ranks = (0, 1) if agreement.lock_step else (agreement.rank, agreement.ranks)
+        rank, ranks = agreement.rank, agreement.ranks
         first = rank * count // ranks
         self.own = range(first, first + max(1, count // ranks))
+        self.counts = rank % max(1, ranks // count) == 0
 
     def split(self, *, streams: bool) -> tuple[Lanes, Lanes]:
         """The lanes of the parts that a loss is evaluated on, and of the micro-batches of a part.
 
-        Processes share the errors of the one that they have different parts of; in lock step those of each part,
+        Processes share the errors of what they compute different parts of; in lock step those of each part, too,
         because all take part in the next one.
 
         Args:
@@ -60,11 +72,24 @@ class Lanes:
         """
         if not streams:
             return Lanes(), self
-        return (Lanes(self.count), Lanes(1, self._agreement)) if self._agreement.lock_step else (self, Lanes())
+        return self, Lanes(1, self._agreement) if self.in_step else Lanes()
 
-    def steps(self, number: int) -> list[int]:
-        """Which of so many micro-batches this process computes, lane by lane."""
-        return [index for lane in self.own for index in range(lane, number, self.count)]
+    def steps(self, number: int) -> list[Step]:
+        """Which of so many micro-batches this process computes, lane by lane; in lock step as many as any other."""
+        own = [Step(index) for lane in self.own for index in range(lane, number, self.count)]
+        if not self.in_step:
+            return own
+        most = max(self._number_of(first, number) for first in range(0, self.count, len(self.own)))
+        return own + [Step(number - 1, repeated=True)] * (most - len(own))
+
+    def _number_of(self, first: int, number: int) -> int:
+        """How many micro-batches a process has whose lanes begin with this one."""
+        return sum(len(range(lane, number, self.count)) for lane in range(first, first + len(self.own)))
+
+    @property
+    def in_step(self) -> bool:
+        """Whether each forward and backward is one of all processes."""
+        return self._agreement.lock_step
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """See :meth:`.agreement.Agreement.together`."""
@@ -73,6 +98,19 @@ class Lanes:
     def any(self, own: bool) -> bool:
         """Whether it is so in any process."""
         return own if self._whole else self._agreement.greatest(int(own)) > 0
+
+    def any_of(self, own: Sequence[bool]) -> list[bool]:
+        """Of each step, in lock step: whether it is so in any process."""
+        if self._whole or not self.in_step:
+            return list(own)
+        return [any(each) for each in zip(*self._agreement.gathered(bytes(own)), strict=True)]
+
+    def keys(self, own: Sequence[Iterable[Key]]) -> list[list[Key]]:
+        """The keys of a step's gradients for each batch, in lock step those of all processes."""
+        if self._whole or not self.in_step:
+            return [list(keys) for keys in own]
+        told = map(json.loads, self._agreement.gathered(json.dumps([list(keys) for keys in own]).encode()))
+        return [sorted({(loss, unit) for keys in each for loss, unit in keys}) for each in zip(*told, strict=True)]
 
     def gathered(
         self, own: Mapping[int, Sequence[Mapping[str, Tensor]]], number: int
@@ -92,13 +130,17 @@ class Lanes:
                 found |= {index: parts for index, parts in _unpacked(told).items() if index not in found}
         return [found[index] for index in range(number)]
 
-    def total(self, sums: Sums, device: torch.device) -> Sums:
-        """Add the sums of all processes, on the device that they are on; takes ownership of the given ones."""
-        if self._whole:
+    def total(self, sums: Sums, device: torch.device, *, of_all: bool = False) -> Sums:
+        """Add the sums of all processes, on the device that they are on; takes ownership of the given ones.
+
+        Args:
+            of_all: Also of those that compute the same lanes, where the sums of one of them count only.
+        """
+        if self._whole and not of_all:
             return sums
         rank, ranks = self._agreement.rank, self._agreement.ranks
         layouts = [_layout(told) for told in self._agreement.gathered(_described(sums))]
-        distance = max(1, ranks // self.count)
+        distance = 1 if of_all else max(1, ranks // self.count)
         while distance < ranks:
             peer = rank ^ distance
             theirs = self._exchanged(peer, sums, layouts[peer], device)

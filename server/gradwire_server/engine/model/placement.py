@@ -56,11 +56,18 @@ class Placement:
         """Arguments of transformers' ``from_pretrained`` that load a model onto its device."""
         return {"device_map": {"": str(self.device)}} if self.device.type == "cuda" else {}
 
-    def place(self, module: nn.Module) -> None:
-        """Move a loaded module's parameters to their places; they are there already."""
+    def place(self, module: nn.Module, layers: Sequence[nn.Module] = ()) -> None:
+        """Move a loaded module's parameters to their places; they are there already.
+
+        Args:
+            layers: Parts of it that every forward goes through one after the other.
+        """
 
     def recover(self, module: nn.Module) -> None:
         """Put a placed module in order after an error within its forward or backward; it is in order already."""
+
+    def expect_unused(self, module: nn.Module, *, around_layers: bool) -> None:
+        """Say whether the next backward leaves weights around the layers unused in some of the processes only."""
 
     def adds_in_place(self, weight: Tensor) -> bool:
         """Whether a backward may add a weight's gradient to ``weight.grad`` itself; otherwise autograd must do it.
@@ -73,8 +80,9 @@ class Placement:
 class Sharded(Placement):
     """Each layer of a model, and what is around the layers, divided among all ranks by ``fully_shard``.
 
-    A layer is whole for as long as it computes. All ranks compute the same at the same time, because each takes part in
-    making every layer whole. What is added to a model later, such as an adapter, is whole in each rank.
+    A layer is whole for as long as it computes. All ranks go through the layers at the same time, each with rows of its
+    own, because each takes part in making every layer whole. The gradients of divided weights are added among the ranks
+    in each backward. What is added to a model later, such as an adapter, is whole in each rank, and so is its gradient.
 
     Args:
         device: This rank's.
@@ -93,17 +101,26 @@ class Sharded(Placement):
         """None: a model that does not fit one device is read into the memory of the host."""
         return {}
 
-    def place(self, module: nn.Module) -> None:
-        """Move each layer to the device, and keep this rank's part of it there."""
-        for layer in layers_of(module):
+    def place(self, module: nn.Module, layers: Sequence[nn.Module] = ()) -> None:
+        """Move each layer to the device, and keep this rank's part of it there; likewise what is around the layers."""
+        for layer in layers:
             _go_on_after_errors(layer, self._defer)
-            fully_shard(layer, mesh=self._mesh, reshard_after_forward=True)
-        fully_shard(module, mesh=self._mesh, reshard_after_forward=True)
+        for part in (*layers, module):
+            divided = fully_shard(part, mesh=self._mesh, reshard_after_forward=True)
+            divided.set_gradient_divide_factor(1.0)
+            divided.set_force_sum_reduction_for_comms(True)
+            has_experts = part is not module and any(isinstance(each, nn.ModuleList) for each in part.modules())
+            divided.set_reduce_scatter_unused_params(has_experts, recurse=False)
 
     def recover(self, module: nn.Module) -> None:
         """Let go of layers that are whole; the next forward would go on with them, and another rank would not."""
         if isinstance(module, FSDPModule):
             module.reset_iter_state()
+
+    def expect_unused(self, module: nn.Module, *, around_layers: bool) -> None:
+        """See :class:`Placement`: their gradients are added to those of the other ranks as zeros then."""
+        if isinstance(module, FSDPModule):
+            module.set_reduce_scatter_unused_params(around_layers, recurse=False)
 
     def adds_in_place(self, weight: Tensor) -> bool:
         """Never: the gradient of a weight is divided, too."""
@@ -130,10 +147,15 @@ def _go_on_after_errors(layer: nn.Module, defer: Callable[[Exception], bool]) ->
     layer.forward = going_on
 
 
-def layers_of(module: nn.Module) -> list[nn.Module]:
-    """The layers that are divided one by one; the inner ones, such as experts, before those around them."""
-    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
-    return [layer for each in reversed(lists) for layer in each]
+def layers_of(trunk: nn.Module) -> list[nn.Module]:
+    """The layers that are divided one by one: all tokens go through each, unlike the experts within them."""
+    found = []
+    for part in trunk.children():
+        if isinstance(trunk, nn.ModuleList) and not isinstance(part, nn.ModuleList):
+            found.append(part)
+        else:
+            found += layers_of(part)
+    return found
 
 
 def is_sharded(tensor: Tensor) -> bool:

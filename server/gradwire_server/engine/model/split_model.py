@@ -29,7 +29,7 @@ from gradwire_server.engine.model.layers.feed_forward import FeedForward
 from gradwire_server.engine.model.layers.read_weights import observe_reads
 from gradwire_server.engine.model.layers.rotary import fix_rotary_factors
 from gradwire_server.engine.model.layers.routers import Routers
-from gradwire_server.engine.model.packing import Layout, Packing, Padded
+from gradwire_server.engine.model.packing import Layout, Packing, Padded, arrange
 from gradwire_server.engine.model.placement import Placement
 from gradwire_server.engine.model.trunk import trunk_of
 
@@ -223,6 +223,30 @@ class SplitModel:
     def recover(self) -> None:
         """Put the weights in order after an error within a forward or backward."""
         self.placement.recover(self.root)
+
+    def expect_images(self, *, of_some: bool) -> None:
+        """Say whether the next backward is of rows with images, which another process may not have."""
+        self.placement.expect_unused(self.root, around_layers=of_some)
+
+    @contextmanager
+    def before_forwards(self, work: Callable[[], object]) -> Iterator[None]:
+        """Do work before each forward of the trunk within the body."""
+
+        def before(module: nn.Module, given: object) -> None:
+            work()
+
+        hook = self.trunk.register_forward_pre_hook(before)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    @torch.no_grad()
+    def forward_idly(self) -> None:
+        """Go through the layers with one token, because other processes need this one's part of them."""
+        self.activate()
+        one = torch.ones(1, dtype=torch.int64)
+        self.states(arrange(self.packing, 0 * one, one))
 
     def states(self, sequences: Layout | Padded, images: ImageTokens | None = None) -> Tensor:
         """``[M, H]`` final hidden states of all computed tokens, from one forward of the trunk."""

@@ -94,7 +94,7 @@ class Batch:
     def step(self) -> None:
         """Prefill new rows if there is room, and add one token to every sample."""
         with torch.no_grad():
-            found = self._division.attempt(lambda: self._split_model.compute(self._step))
+            found = self._division.attempt(self._split_model, self._step)
         if isinstance(found, Failure):  # reported by the jobs, to whoever waits for their samples
             self._give_up(found)
         self._division.exchange(self._jobs)

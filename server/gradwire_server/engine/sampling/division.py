@@ -5,6 +5,9 @@ log-probabilities to rounding, because other rows are computed beside it. A dete
 whole. After each step the ranks tell each other which samples have ended, and which requests have failed, so that a
 request ends in all of them at once. Each has the keys and values of its own rows only, and memory that runs out on one
 is no matter of the others.
+
+Where models are divided among the ranks, each forward is one of all of them: before it they agree that there is one,
+and a rank that has none left, or no rows, goes through the layers with a token that nobody reads.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import TypeVar
 from gradwire_proto.v1 import engine_pb2
 
 from gradwire_server.engine.agreement import Agreement, Failure
+from gradwire_server.engine.model.split_model import SplitModel
 from gradwire_server.engine.sampling.jobs import LocalJob
 
 T = TypeVar("T")
@@ -29,8 +33,7 @@ class Division:
     """
 
     def __init__(self, agreement: Agreement) -> None:
-        self._agreement, self._divides = agreement, agreement.ranks > 1 and not agreement.lock_step
-        self._attempts = Agreement() if self._divides else agreement
+        self._agreement, self._divides = agreement, agreement.ranks > 1
         self._serial = itertools.count()
 
     def divide(self, job: LocalJob) -> None:
@@ -48,9 +51,24 @@ class Division:
         # The number spreads requests of one sample.
         job.own = [row for row in range(count) if (place(row) + number) % ranks == self._agreement.rank]
 
-    def attempt(self, work: Callable[[], T]) -> T | Failure:
-        """See :meth:`.agreement.Agreement.attempt`; of divided samples, a failure concerns this process alone."""
-        return self._attempts.attempt(work)
+    def attempt(self, model: SplitModel, step: Callable[[], T]) -> T | Failure:
+        """See :meth:`.agreement.Agreement.attempt`; a failure concerns this process alone.
+
+        Args:
+            model: What the step computes with.
+        """
+        agreement = self._agreement
+        if not (self._divides and agreement.lock_step):
+            return agreement.attempt(lambda: model.compute(step), own=True)
+
+        def with_all() -> T | Failure:
+            with model.before_forwards(lambda: agreement.greatest(1)):
+                found = agreement.attempt(step, own=True)
+            while agreement.greatest(0, found.error if isinstance(found, Failure) else None):
+                model.forward_idly()
+            return found
+
+        return model.compute(with_all)
 
     def exchange(self, jobs: Sequence[LocalJob]) -> None:
         """Tell the other ranks what a step has brought to requests, and learn it from them.

@@ -64,10 +64,11 @@ def score_batch(
     whole = Reading(policy, batch, names, temperature, teacher, budget)
     micros, lanes = split_for_scores(policy, batch, budget), Lanes(budget.lanes, agreement)
     with lanes.together("scores"), torch.no_grad():
-        own = {
-            index: compute_scores([replace(whole, batch=micros[index].batch)], training=False)
-            for index in lanes.steps(len(micros))
-        }
+        own = {}
+        for index, repeated in lanes.steps(len(micros)):
+            scores = compute_scores([replace(whole, batch=micros[index].batch)], training=False)
+            if not repeated:
+                own[index] = scores
     parts = [scores for (scores,) in lanes.gathered(own, len(micros))]
     return assemble(policy, batch, micros, parts, names)
 
@@ -209,7 +210,8 @@ def compute_scores(
     """
     first, device = readings[0], readings[0].policy.device
     routers: dict[str, Tensor] | None = {} if ROUTER_SCORES & set(first.names) else None
-    if not len(first.positions) and routers is None:
+    divided = first.policy.split_model.placement.parts > 1  # other processes need this one's part of the layers
+    if not len(first.positions) and routers is None and not divided:
         shapes = {name: score_shape(first.policy, first.batch, name) for name in first.names}
         return [{name: torch.zeros(shape, dtype=score_dtype(name), device=device) for name, shape in shapes.items()}]
 

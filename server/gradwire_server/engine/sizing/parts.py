@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from gradwire_server.engine.model.loading.configuration import size_of
 from gradwire_server.engine.model.loading.quantization import Quantization, quantized_layers
 from gradwire_server.engine.model.placement import layers_of
+from gradwire_server.engine.model.trunk import trunk_of
 
 GRADIENT_BYTES = 4
 MOMENT_BYTES = 8
@@ -47,14 +48,11 @@ def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, quantize: Quantizat
 
 def gathered_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
     """Bytes of a divided model's layers that are whole at a time: two, the next one being fetched, and the rest."""
-    outer: list[int] = []
-    inside: set[nn.Parameter] = set()
-    for layer in reversed(layers_of(model)):  # the ones around others first
-        own = [parameter for parameter in layer.parameters() if parameter not in inside]
-        inside.update(own)
-        outer.append(sum(parameter.numel() for parameter in own))
+    layers = [set(layer.parameters()) for layer in layers_of(trunk_of(model))]
+    inside = set[nn.Parameter]().union(*layers)
     rest = sum(parameter.numel() for parameter in model.parameters() if parameter not in inside)
-    return (rest + sum(sorted(outer)[-2:])) * dtype.itemsize
+    largest = sorted(sum(parameter.numel() for parameter in layer) for layer in layers)[-2:]
+    return (rest + sum(largest)) * dtype.itemsize
 
 
 def key_value_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:

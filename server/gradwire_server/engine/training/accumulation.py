@@ -17,7 +17,7 @@ from gradwire_losses import host
 from torch import Tensor, nn
 
 from gradwire_server.engine.lanes import Gradients, Key, Lanes, LaneTree, Sums
-from gradwire_server.engine.model.placement import placed_like, total_norm
+from gradwire_server.engine.model.placement import is_sharded, placed_like, total_norm
 from gradwire_server.engine.training.batch_parts import BatchParts, is_part
 
 
@@ -31,11 +31,16 @@ class GradientCollector:
     Attributes:
         by_key: Key -> parameter name -> summed gradient of this process; valid once the context has ended without an
             error, and that of all processes after :meth:`share`.
+        divided: Whether weights are divided among the processes, whose gradients each backward adds then: in the order
+            of the steps, not of the lanes.
+        counts: Whether this process's gradients are not those of another one, too, that are added to them.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], lanes: Lanes | None = None) -> None:
         self.by_key: Sums = {}
         self._parameters, self._lanes = parameters, lanes or Lanes()
+        self.divided = any(map(is_sharded, parameters.values()))
+        self.counts = self._lanes.counts or not self.divided
         self._key: Key | None = None
         self._lane = self._lanes.own.start
         self._tree = LaneTree(self._lane)
@@ -64,7 +69,15 @@ class GradientCollector:
 
     def share(self, device: torch.device) -> None:
         """Add the gradients of all processes, which are on this device."""
-        self.by_key = self._lanes.total(self.by_key, device)
+        if not self.divided:
+            self.by_key = self._lanes.total(self.by_key, device)
+            return
+        whole = {
+            key: {name: each for name, each in own.items() if not is_sharded(each)} for key, own in self.by_key.items()
+        }
+        if any(whole.values()):
+            for key, own in self._lanes.total(whole, device, of_all=True).items():
+                self.by_key[key] |= own
 
     def backward(
         self, key: Key, outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, retain_graph: bool = False
@@ -75,7 +88,7 @@ class GradientCollector:
 
     def collect(self, key: Key, lane: int | None = None) -> None:
         """Direct the following backward passes to the buffers of this key, in a lane: by default the same as before."""
-        if lane is not None and lane != self._lane:
+        if lane is not None and lane != self._lane and not self.divided:
             self._park()
             self._tree.add(self._lane, self.by_key)
             self._key, self.by_key, self._lane = None, {}, lane
@@ -88,9 +101,15 @@ class GradientCollector:
                 parameter.grad = gradient
         self._key = key
 
+    def drop(self) -> None:
+        """Direct the following backward passes to no buffers: their gradients are lost."""
+        self._park()
+        self._key = None
+
     def add(self, name: str, gradient: Tensor) -> None:
         """Add a gradient of lower precision to the current key's buffer."""
-        assert self._key is not None
+        if self._key is None:
+            return
         buffers = self.by_key[self._key]
         if name in buffers:
             buffers[name].add_(gradient)

@@ -64,23 +64,26 @@ class DifferentiableScores:
         self.lanes = lanes or Lanes()
         self._parts, self._dropout_seed = parts, dropout_seed
         self._steps = list(zip(*(part.micros for part in parts), strict=True))
-        self._graphs: dict[int, list[dict[str, Tensor]] | None] = {}
-        self._rng: dict[int, dict[str, Tensor]] = {}
+        self._own_steps = self.lanes.steps(len(self._steps))
+        self._graphs: list[list[dict[str, Tensor]] | None] = []
+        self._rng: list[dict[str, Tensor]] = []
         with self.lanes.together("scores"):
             self.own = self._forward(unmeasured=keep_single and len(self._steps) == 1)
+        recomputed = self.lanes.any_of([graph is None for graph in self._graphs])
+        self._graphs = [None if again else graph for graph, again in zip(self._graphs, recomputed, strict=True)]
         self.by_name, self.routers = combined(readings, parts, self.lanes.gathered(self.own, len(self._steps)))
         self.num_microbatches = len(self._steps)
-        self.recomputed = self.lanes.any(any(graph is None for graph in self._graphs.values()))
+        self.recomputed = self.lanes.any(any(recomputed))
         self.activations = Counter(micro.activations.label for part in parts for micro in part.micros)
 
     def _forward(self, *, unmeasured: bool) -> dict[int, list[dict[str, Tensor]]]:
         policy, budget = self.readings[0].policy, self.readings[0].budget.activation_bytes
         kept_bytes, bytes_per_token = 0, 0.0
         steps = {}
-        for index in self.lanes.steps(len(self._steps)):
+        for index, repeated in self._own_steps:
             micros = self._steps[index]
             tokens = sum(micro.computed_tokens for micro in micros)
-            self._rng[index] = {} if unmeasured else generator_states()  # for a second forward
+            self._rng.append({} if unmeasured else generator_states())  # for a second forward
             keep = unmeasured or kept_bytes + bytes_per_token * tokens <= budget
             if unmeasured:
                 scores = self._score(micros)
@@ -94,8 +97,9 @@ class DifferentiableScores:
             else:
                 with torch.no_grad():
                     scores = self._score(micros)
-            self._graphs[index] = scores if keep else None
-            steps[index] = [{name: values.detach() for name, values in own.items()} for own in scores]
+            self._graphs.append(scores if keep else None)
+            if not repeated:
+                steps[index] = [{name: values.detach() for name, values in own.items()} for own in scores]
             del scores  # with its graph, before the next forward
         return steps
 
@@ -115,38 +119,60 @@ class DifferentiableScores:
         gradients: Sequence[Mapping[Key, Mapping[str, Tensor]]],
         *,
         lane: int = 0,
+        repeated: bool = False,
     ) -> None:
         """Collect each key's gradient in the weights, of this process's micro-batches; can be called once only.
 
         Args:
             collectors: Of each batch's run.
-            gradients: For each batch: key -> its gradients in the scores, and in :data:`.routers.PROBABILITIES`.
+            gradients: For each batch: key -> its gradients in the scores, and in :data:`.routers.PROBABILITIES`; a key
+                of another process only has none.
             lane: That of the first micro-batch.
+            repeated: The gradient does not count, as of a :class:`.lanes.Step`.
         """
+        split_model = self.readings[0].policy.split_model
+        split_model.expect_images(of_some=self.readings[0].batch.images is not None)
         with self.lanes.together("backward"):
             try:
-                for index in self.lanes.steps(len(self._steps)):
-                    self._backward(collectors, gradients, index, lane + index % self.lanes.count)
+                for number, (index, again) in enumerate(self._own_steps):
+                    self._backward(
+                        collectors, gradients, number, lane + index % self.lanes.count, counts=not (repeated or again)
+                    )
             except Exception:
-                self.readings[0].policy.split_model.recover()
+                split_model.recover()
                 raise
 
     def _backward(
         self,
         collectors: Sequence[GradientCollector],
         gradients: Sequence[Mapping[Key, Mapping[str, Tensor]]],
-        index: int,
+        number: int,
         lane: int,
+        *,
+        counts: bool,
     ) -> None:
-        policy, micros = self.readings[0].policy, self._steps[index]
-        scores, self._graphs[index] = self._graphs[index], None
+        policy, micros = self.readings[0].policy, self._steps[self._own_steps[number].number]
+        scores, self._graphs[number] = self._graphs[number], None
         if scores is None:
             with preserved_rng():
-                set_generator_states(self._rng[index])
+                set_generator_states(self._rng[number])
                 scores = self._score(micros)
         if len(micros) == 1:  # the spans of several are still active
             policy.activate(training=True, activations=micros[0].activations)
-        passes = [_passes(part.batch, *own) for part, *own in zip(self._parts, micros, scores, gradients, strict=True)]
+        passes = [
+            _passes(
+                part.batch,
+                micro,
+                found,
+                own,
+                counts=counts and collector.counts,
+                in_step=self.lanes.in_step,
+                divided=collector.divided,
+            )
+            for part, collector, micro, found, own in zip(
+                self._parts, collectors, micros, scores, gradients, strict=True
+            )
+        ]
         count = max(map(len, passes))
         tokens = sum(len(micro.batch.input_ids) for micro in micros)
         with suited_threads(policy.device, tokens, policy.facts.num_parameters):
@@ -155,7 +181,10 @@ class DifferentiableScores:
                 given: list[Tensor] = []
                 for collector, own in zip(collectors, passes, strict=True):
                     if number < len(own):
-                        collector.collect(own[number].key, lane)
+                        if own[number].counts:
+                            collector.collect(own[number].key, lane)
+                        else:
+                            collector.drop()
                         outputs += own[number].outputs
                         given += own[number].gradients
                 torch.autograd.backward(outputs, given, retain_graph=number + 1 < count)
@@ -181,27 +210,47 @@ def combined(
 
 @dataclass(frozen=True, eq=False)
 class _Pass:
-    """One key's arguments for autograd: scores that depend on weights, and their gradients."""
+    """One key's arguments for autograd: scores that depend on weights, and their gradients.
+
+    Attributes:
+        counts: Whether the gradients in the weights are kept.
+    """
 
     key: Key
+    counts: bool
     outputs: list[Tensor]
     gradients: list[Tensor]
 
 
 def _passes(
-    batch: Batch, micro: MicroBatch, scores: Mapping[str, Tensor], gradients: Mapping[Key, Mapping[str, Tensor]]
+    batch: Batch,
+    micro: MicroBatch,
+    scores: Mapping[str, Tensor],
+    gradients: Mapping[Key, Mapping[str, Tensor]],
+    *,
+    counts: bool,
+    in_step: bool,
+    divided: bool,
 ) -> list[_Pass]:
-    """What goes back through a micro-batch's graph, of the gradients in the whole batch's scores."""
+    """What goes back through a micro-batch's graph, of the gradients in the whole batch's scores.
+
+    In step with other processes each key has a pass, if need be with gradients of 0; over divided weights through the
+    same scores in all of them.
+    """
     found = []
     for key, by_name in gradients.items():
-        names = [name for name in by_name if scores[name].requires_grad]
+        own = [name for name in by_name if counts and scores[name].requires_grad]
+        names = own
+        if divided or (in_step and not own):
+            names = [name for name, score in scores.items() if score.requires_grad]
         if names:
-            own = [_part(batch, micro, name, by_name[name]) for name in names]
-            outputs = [scores[name] for name in names]
             given = [
-                part.to(score.device, score.dtype, non_blocking=True) for part, score in zip(own, outputs, strict=True)
+                _part(batch, micro, name, by_name[name]).to(scores[name].device, scores[name].dtype, non_blocking=True)
+                if name in own
+                else torch.zeros_like(scores[name])
+                for name in names
             ]
-            found.append(_Pass(key, outputs, given))
+            found.append(_Pass(key, divided or bool(own), [scores[name] for name in names], given))
     return found
 
 

@@ -26,6 +26,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
+from torch import Tensor
+
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.failures import is_fatal
 from gradwire_server.engine.lanes import Key, Lanes
@@ -107,18 +109,25 @@ def forward_backward(trainings: Sequence[Training]) -> list[LossEvaluation | Non
             stack.enter_context(GradientCollector(loss.policy.trainable_parameters(), first.lanes)) for loss in losses
         ]
         with outer.together("parts"):
-            for index in outer.steps(len(first.parts)):
+            for index, repeated in outer.steps(len(first.parts)):
                 parts = [each.parts[index] for each in trainings]
-                scores = scored[index] = DifferentiableScores(
+                scores = DifferentiableScores(
                     readings, parts, keep_single=True, dropout_seed=first.dropout_seed, lanes=inner
                 )
+                gradients: list[Mapping[Key, Mapping[str, Tensor]]] = [{} for _ in losses]
                 with inner.together("loss"):
-                    found[index] = evaluated(losses, parts, scores.by_name, index)
+                    if not repeated:
+                        scored[index] = scores
+                        found[index] = evaluated(losses, parts, scores.by_name, index)
+                        gradients = [
+                            {} if each is None else loss.gradients(each, scores.routers)
+                            for loss, each in zip(losses, found[index], strict=True)
+                        ]
                 gradients = [
-                    {} if each is None else loss.gradients(each, scores.routers)
-                    for loss, each in zip(losses, found[index], strict=True)
+                    {key: own.get(key, {}) for key in keys}
+                    for own, keys in zip(gradients, outer.keys(gradients), strict=True)
                 ]
-                scores.backward(collectors, gradients, lane=index % outer.count)
+                scores.backward(collectors, gradients, lane=index % outer.count, repeated=repeated)
                 recomputed |= scores.recomputed
     for collector in collectors:
         collector.share(first.loss.policy.device)

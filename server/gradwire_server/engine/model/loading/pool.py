@@ -26,7 +26,7 @@ from gradwire_server.engine.model.loading.offload import offload_layers
 from gradwire_server.engine.model.loading.packing_check import check_rows, choose_packing
 from gradwire_server.engine.model.loading.quantization import Quantization
 from gradwire_server.engine.model.loading.weights_check import check_weights
-from gradwire_server.engine.model.placement import Placement
+from gradwire_server.engine.model.placement import Placement, layers_of
 from gradwire_server.engine.model.split_model import ModelFacts, SplitModel, check_split, explained_failures
 from gradwire_server.engine.model.vision.image_tokens import Vision, auto_class, image_token_of, takes_images
 
@@ -200,7 +200,7 @@ class ModelPool:
             check_rows(split_model)
         if self._compiled and not offload:
             compile_layers(split_model.trunk)
-        placement.place(split_model.root)
+        placement.place(split_model.root, layers_of(split_model.trunk))
         split_model.weight_bytes //= placement.parts
         return split_model
 

@@ -41,6 +41,19 @@ def test_every_micro_batch_is_computed_in_the_order_of_its_lanes(count: int, ran
     each = [Lanes(count, Rank(rank, ranks)) for rank in range(ranks)]
     repeated = max(1, ranks // count)
     assert [lane for lanes in each[::repeated] for lane in lanes.own] == list(range(count))
-    walks = [lanes.steps(11) for lanes in each]
+    walks = [[number for number, _ in lanes.steps(11)] for lanes in each]
     assert sorted(index for walk in walks[::repeated] for index in walk) == list(range(11))
     assert all([index % count for index in walk] == sorted(index % count for index in walk) for walk in walks)
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks", "number"), [(1, 4, 5), (2, 4, 1), (4, 4, 6), (8, 4, 11), (8, 2, 3), (8, 1, 7)]
+)
+def test_in_lock_step_all_processes_compute_equally_many(count: int, ranks: int, number: int) -> None:
+    each = [Lanes(count, Rank(rank, ranks)) for rank in range(ranks)]
+    free = [lanes.steps(number) for lanes in each]
+    for lanes in each:
+        lanes._agreement.lock_step = True
+    walks = [lanes.steps(number) for lanes in each]
+    assert [[step for step in walk if not step.repeated] for walk in walks] == free
+    assert {len(walk) for walk in walks} == {max(map(len, free))}

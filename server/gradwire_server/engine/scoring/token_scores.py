@@ -88,7 +88,7 @@ def score_tokens(
     kept = kept_elements if differentiable and head.softcap is None else 0
     places, vocabulary = chunk_elements // len(head.weight), len(head.weight)
     tiled = places < min(len(ids), FEWEST_PLACES)
-    if not tiled and not entropy and not mean_logprobs and _only_states_train(head, operands):
+    if len(ids) and not tiled and not entropy and not mean_logprobs and _only_states_train(head, operands):
         tiled, places = True, min(places, FROZEN_PLACES)
     elif tiled:
         places = max(1, min(len(ids), MOST_PLACES, chunk_elements))

@@ -239,7 +239,7 @@ def _passes(
     """
     found = []
     for key, by_name in gradients.items():
-        own = [name for name in by_name if counts and scores[name].requires_grad]
+        own = [name for name in by_name if counts and scores[name].requires_grad and scores[name].numel()]
         names = own
         if divided or (in_step and not own):
             names = [name for name, score in scores.items() if score.requires_grad]

@@ -11,8 +11,15 @@ from support.chats import chat_model
 from support.engine import EngineProcess, LocalEngine
 from support.ranks import FAILING, Engines
 
+SHORT, *LONG = [(2, "off"), (4, "off"), (2, "on"), (4, "on")]
+"""How many ranks, and whether models are divided among them."""
 
-@pytest.fixture(scope="package", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+
+@pytest.fixture(
+    scope="package",
+    params=[SHORT, *(pytest.param(each, marks=pytest.mark.slow) for each in LONG)],
+    ids=lambda param: f"{param[0]}-{'divided' if param[1] == 'on' else 'whole'}",
+)
 def engines(
     request: pytest.FixtureRequest, tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engines]:
@@ -20,6 +27,7 @@ def engines(
     (folder / "losses.py").write_text(FAILING)
     settings: dict[str, Any] = {"microbatch_tokens": 16, "threads": 1, "losses": [folder / "losses.py"]}
     models = {"tiny": tiny_model_path, "chats": chat_model(folder / "chats", "qwen")}
-    group = EngineProcess(models, folder / "group", ranks=request.param, **settings)
+    ranks, shard = request.param
+    group = EngineProcess(models, folder / "group", ranks=ranks, shard=shard, **settings)
     yield Engines(LocalEngine(models, folder / "one", **settings), group, folder)
     group.kill()

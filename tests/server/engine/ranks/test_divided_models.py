@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gradwire_losses.registry import get_loss
+from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.process.pulse import BROKEN
 from gradwire_server.engine_link.frames import LinkClosed
-from support.engine import Driver, EngineProcess, LocalEngine, token_rows
+from support.engine import Driver, EngineProcess, LocalEngine, loss_call, token_rows
 from support.ranks import CAUSAL, FAILING, ROWS, STEP, Engines
 
 
@@ -57,7 +58,11 @@ def figures_of(engine: Driver, run_id: str, **config: object) -> tuple[list[floa
 
 @pytest.mark.parametrize(
     "config",
-    [{"lora": {"rank": 4, "dropout": 0.1}, "lanes": 2}, {"lora": {"rank": 4}, "head": "value"}, {"lanes": 2}],
+    [
+        {"lora": {"rank": 4, "dropout": 0.1}, "lanes": 2},
+        {"lora": {"rank": 4}, "head": "value", "gradient_checkpointing": True, "lanes": 4},
+        {"lanes": 2},
+    ],
     ids=["lora", "head", "full"],
 )
 def test_a_divided_base_computes_as_a_whole_one(
@@ -70,7 +75,50 @@ def test_a_divided_base_computes_as_a_whole_one(
         assert group == one
         assert divided.weights("one", run_id) == divided.weights("group", run_id)
     else:
-        np.testing.assert_allclose(group, one, atol=1e-5)  # norms are added by parts
+        np.testing.assert_allclose(group, one, atol=1e-5)  # gradients are added rank by rank
+        assert figures_of(divided.group, f"{run_id}-again", **config) == (group, also)
+
+
+def stepped(engine: Driver, run_id: str, columns: Any, call: pb.LossCall, **config: Any) -> list[Any]:
+    """What an engine says of two steps."""
+    engine.create(run_id, seed=5, **config)
+    figures: list[Any] = []
+    for _ in range(2):
+        loss = engine.do(run_id, columns, forward_backward=call).proto.loss
+        figures += [loss.loss, *(value for _, value in sorted(loss.metrics.items()))]
+        figures.append(engine.do(run_id, optim_step=STEP).proto.optim_step.grad_norm)
+    return [*figures, *engine.logprobs(run_id, ROWS)]
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=pytest.mark.slow) for each in ("causal_lm", "dpo", "grpo", "kto")] + ["enhanced_ppo"],
+)
+def test_losses_train_all_divided_weights_as_whole_ones(divided: Engines, batches: Any, name: str, lanes: int) -> None:
+    """Also with rows of which no token is scored, and with fewer lanes than ranks."""
+    loss, run_id = get_loss(name), f"full-{name}-{lanes}"
+    head = "value" if "values" in loss.optional_scores else ""
+    columns = batches.columns(loss, rows=5, shortest=2, longest=9)
+    one, group = (
+        stepped(engine, run_id, columns, loss_call(loss), head=head, lanes=lanes)
+        for engine in (divided.one, divided.group)
+    )
+    np.testing.assert_allclose(group, one, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", [{}, {"lora": {"rank": 4}}], ids=["full", "lora"])
+def test_rows_of_which_no_token_is_scored(divided: Engines, config: dict[str, Any]) -> None:
+    run_id = f"unscored-{'lora' in config}"
+    unscored = dict(ROWS)
+    tokens, levels = ROWS["input_ids"].values, ROWS["input_ids"].levels
+    unscored["loss_mask"] = Column(np.arange(len(tokens)) < 6, levels)  # of the first row, and a token of the second
+    one, group = (
+        stepped(engine, run_id, unscored, CAUSAL, lanes=2, **config) for engine in (divided.one, divided.group)
+    )
+    np.testing.assert_allclose(group, one, atol=1e-5)
+    if config:
+        assert group == one
 
 
 def test_checkpoints_are_read_on_another_number_of_ranks(divided: Engines) -> None:

@@ -67,6 +67,8 @@ def test_ranks_give_the_bits_of_one_process(
     engines: Engines, config: dict[str, object], request: pytest.FixtureRequest
 ) -> None:
     run_id = request.node.callspec.id
+    if "lora" not in config and "weights divided" in engines.group.hello.hello.device:
+        pytest.skip("to rounding only: test_divided_models")
     assert trained(engines.one, run_id, **config) == trained(engines.group, run_id, **config)
     assert engines.weights("one", run_id) == engines.weights("group", run_id)
 

@@ -96,9 +96,8 @@ class Wire:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(60)
         self._server.close()
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.run_until_complete(asyncio.sleep(0.1))
+        if carried := asyncio.all_tasks(self._loop):  # they end, as their connections are reset
+            self._loop.run_until_complete(asyncio.wait(carried))
         self._loop.close()
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -145,13 +145,18 @@ test-ranks: setup
 test-end-to-end: setup
 	$(BIN)/python -m pytest tests/end_to_end tests/faults/test_stopping.py tests/client/test_operations.py
 
-# Checkpoints in a real S3 server that also fails, and engines on other machines whose process, agent and network fail, in
-# short and long form.
+# Checkpoints in a real S3 server and in Azurite, which also fail, and engines on other machines whose process, agent and
+# network fail, in short and long form.
 FLEET := tests/server/stores tests/end_to_end/test_store.py tests/faults/test_agents.py tests/server/doors/test_engines.py
-test-fleet: setup .venv-fleet/.installed
+test-fleet: setup .venv-fleet/.installed .node-azurite/.installed
 	GRADWIRE_SEED=$${GRADWIRE_SEED:-random} $(BIN)/python -m pytest $(FLEET) tests/end_to_end/test_engine_elsewhere.py \
-	  tests/end_to_end/test_engines.py tests/end_to_end/test_fleet.py tests/client/fleet -m "faults or slow or not slow" -s
+	  tests/end_to_end/test_engines.py tests/end_to_end/test_fleet.py tests/end_to_end/test_fleet_simulation.py \
+	  tests/client/fleet -m "faults or slow or not slow" -s
 	.venv-fleet/bin/python -m pytest tests/end_to_end/test_ray_fleet.py tests/deploy/test_kuberay.py -m "slow or not slow" -s
+
+.node-azurite/.installed:
+	npm install --prefix .node-azurite --silent --no-audit --no-fund azurite@3.37.0
+	touch $@
 
 .venv-fleet/.installed: pyproject.toml constraints.txt
 	test -x .venv-fleet/bin/python || $(PYTHON) -m venv .venv-fleet

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.agent import Agent
 from support.batches import VOCAB, causal_lm
-from support.object_store import BUCKET, S3, s3_server
+from support.object_store import BUCKET, Objects, s3_server
 from support.server import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -23,7 +23,7 @@ PROMPTS = [[number + 3, 5, 8 + number] for number in range(10)]
 
 
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Objects]:
     with s3_server() as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
@@ -59,7 +59,9 @@ async def tokens(run: gradwire.TrainingClient) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["s3", "file"])
-async def test_engines_elsewhere_need_a_store_alone(kind: str, tiny_model_path: Path, tmp_path: Path, s3: S3) -> None:
+async def test_engines_elsewhere_need_a_store_alone(
+    kind: str, tiny_model_path: Path, tmp_path: Path, s3: Objects
+) -> None:
     """The client waits until the first of them has come."""
     store = f"s3://{BUCKET}/fleet" if kind == "s3" else (tmp_path / "shared").as_uri()
     flags = ("--engines", "0", "--store", store, "--checkpoint-every-steps", "2", "--engine-lease", "4")

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from support.batches import VOCAB, causal_lm
 from support.blocking import DETECTOR
-from support.object_store import BUCKET, S3, s3_server, unavailable
+from support.object_store import BUCKET, Objects, s3_server, unavailable
 from support.server import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {"seed": 7, "lora": {"rank": 4, "dropout": 0.1}}
 
 
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Objects]:
     with s3_server() as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
@@ -35,7 +35,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
 
 
 @pytest.fixture
-def served(tiny_model_path: Path, tmp_path: Path, s3: S3) -> Iterator[Server]:
+def served(tiny_model_path: Path, tmp_path: Path, s3: Objects) -> Iterator[Server]:
     """A server with a store, not started."""
     flags = ("--store", STORE, "--store-patience", "3", "--checkpoint-every-steps", "2")
     server = Server(tiny_model_path, tmp_path / "state", *flags)
@@ -60,7 +60,7 @@ async def logprobs(run: gradwire.TrainingClient) -> list[list[float]]:
 
 
 async def test_a_training_outlives_its_server_its_machine_and_its_store(
-    served: Server, s3: S3, rng: np.random.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: Server, s3: Objects, rng: np.random.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed while it uploads, with an empty cache afterwards, and while the store is away: the results are those of an
     undisturbed training."""
@@ -120,7 +120,7 @@ async def test_a_training_outlives_its_server_its_machine_and_its_store(
 
 
 async def test_backups_moves_and_mistakes_with_a_store(
-    tiny_model_path: Path, served: Server, s3: S3, rng: np.random.Generator, tmp_path: Path
+    tiny_model_path: Path, served: Server, s3: Objects, rng: np.random.Generator, tmp_path: Path
 ) -> None:
     """A folder that had its checkpoints in itself moves them; from then on, it is not used without its store."""
     batches = [causal_lm(rng, 4, VOCAB) for _ in range(2)]

@@ -1,18 +1,37 @@
-"""A real S3 server over HTTP on loopback (moto), in front of which requests fail as they do on a network."""
+"""Real object stores over HTTP on loopback, in front of which requests fail as they do on a network.
+
+They are moto for S3 and Azurite for Azure.
+"""
 
 from __future__ import annotations
 
+import base64
+import email.utils
+import hmac
+import http.client
 import io
 import logging
+import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from support.blocking import DETECTOR
+from support.server import free_port
+
 BUCKET = "bucket"
+AZURITE = Path(__file__).parents[2] / ".node-azurite" / "node_modules" / ".bin" / "azurite-blob"
+AZURE_ACCOUNT, AZURE_VERSION = "devstoreaccount1", "2021-08-06"
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""The emulator's account, the same everywhere and published by Microsoft."""
+HOP_BY_HOP = ("connection", "keep-alive", "transfer-encoding")
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
 Fault = Callable[["Faults", dict[str, Any], Any], Iterable[bytes]]
 """Answers a WSGI request in place of the server."""
@@ -37,10 +56,11 @@ def silent(faults: Faults, environ: dict[str, Any], start: Any) -> Iterable[byte
 
 
 def torn_upload(faults: Faults, environ: dict[str, Any], start: Any) -> Iterable[bytes]:
-    """Half of what is sent arrives, and the server takes it for all."""
+    """Only half of what was sent is kept, and the server takes it for all."""
     body = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
-    half = body[: len(body) // 2]
-    return faults.app(environ | {"wsgi.input": io.BytesIO(half), "CONTENT_LENGTH": str(len(half))}, start)
+    answer = list(faults.app(environ | {"wsgi.input": io.BytesIO(body)}, start))
+    faults.overwrite(environ["PATH_INFO"].partition(f"/{BUCKET}/")[2], body[: len(body) // 2])
+    return answer
 
 
 def slow_read(faults: Faults, environ: dict[str, Any], start: Any) -> Iterable[bytes]:
@@ -56,6 +76,7 @@ class Faults:
 
     def __init__(self, app: Any) -> None:
         self.app, self.over = app, threading.Event()
+        self.overwrite: Callable[[str, bytes], None]
         self.requests: list[tuple[str, str]] = []
         self._planned: list[list[Any]] = []
         self._lock = threading.Lock()
@@ -85,17 +106,24 @@ class Faults:
         return found
 
 
-class S3:
-    """The server.
+class Objects:
+    """The server of a bucket.
 
     Attributes:
+        url: Address of the bucket.
         environment: Variables by which a client finds it.
         faults: What goes wrong.
+        part: What the address of a request that writes a part of a large object contains.
+        whole: Method, and a part of the address, of a request that begins or ends such an object.
+        deletes: What the address of a request that deletes several objects contains.
     """
 
-    def __init__(self, faults: Faults, port: int) -> None:
-        self.faults = faults
-        self.environment = CREDENTIALS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+    def __init__(
+        self, url: str, environment: dict[str, str], faults: Faults, part: str, whole: tuple[str, str], deletes: str
+    ) -> None:
+        self.url, self.environment, self.faults = url, environment, faults
+        self.part, self.whole, self.deletes = part, whole, deletes
+        faults.overwrite = self.overwrite
 
     def objects(self, prefix: str = "") -> dict[str, int]:
         """Names and sizes of what is in the bucket."""
@@ -116,32 +144,24 @@ class S3:
         obstore.delete(self._store(), key)
 
     def _store(self) -> Any:
-        from obstore.store import S3Store
+        from obstore.store import from_url
 
-        config = {key.lower(): value for key, value in self.environment.items()}
         options: Any = {"allow_http": True}
-        return S3Store(BUCKET, config=config, client_options=options)  # type: ignore[arg-type,unused-ignore]
+        with mock.patch.dict(os.environ, self.environment):
+            return from_url(self.url, client_options=options)
 
 
 @contextmanager
-def s3_server() -> Iterator[S3]:
-    """Start the server with an empty bucket; skips the test where moto or obstore is not installed."""
-    for package in ("moto", "flask_cors", "obstore"):
-        pytest.importorskip(package, reason=f"needs {package}: pip install 'gradwire[store,dev]'")
-    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+def _served(faults: Faults) -> Iterator[int]:
+    """Serve requests on a port of loopback."""
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    faults = Faults(DomainDispatcherApplication(create_backend_app))
     server = make_server("127.0.0.1", 0, faults, threaded=True)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        s3 = S3(faults, server.server_port)
-        _make_bucket(s3)
-        for key in s3.objects():  # moto keeps them for the whole process
-            s3.remove(key)
-        yield s3
+        yield server.server_port
     finally:
         faults.over.set()
         server.shutdown()
@@ -149,15 +169,107 @@ def s3_server() -> Iterator[S3]:
         server.server_close()
 
 
-def _make_bucket(s3: S3) -> None:
+@contextmanager
+def s3_server() -> Iterator[Objects]:
+    """Start moto's S3 server with an empty bucket; skips the test where moto or obstore is not installed."""
+    for package in ("moto", "flask_cors", "obstore"):
+        pytest.importorskip(package, reason=f"needs {package}: pip install 'gradwire[store,dev]'")
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+
+    faults = Faults(DomainDispatcherApplication(create_backend_app))
+    with _served(faults) as port:
+        environment = CREDENTIALS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+        s3 = Objects(f"s3://{BUCKET}", environment, faults, "partNumber", ("POST", "uploads"), "?delete")
+        _make_bucket(environment)
+        for key in s3.objects():  # moto keeps them for the whole process
+            s3.remove(key)
+        yield s3
+
+
+def _make_bucket(environment: dict[str, str]) -> None:
     import boto3
 
     client = boto3.client(
         "s3",
-        endpoint_url=s3.environment["AWS_ENDPOINT_URL"],
+        endpoint_url=environment["AWS_ENDPOINT_URL"],
         aws_access_key_id="key",
         aws_secret_access_key="secret",
         region_name="us-east-1",
     )
     client.create_bucket(Bucket=BUCKET)
     client.close()
+
+
+@contextmanager
+def azure_server(folder: Path) -> Iterator[Objects]:
+    """Start Azurite, Microsoft's emulator, with an empty container; skips the test where it is not installed."""
+    pytest.importorskip("obstore", reason="needs obstore: pip install 'gradwire[store]'")
+    if not AZURITE.exists():
+        pytest.skip(f"needs Azurite: make {AZURITE.parents[2].name}/.installed")
+    port = free_port()
+    with DETECTOR.excused():
+        azurite = subprocess.Popen(
+            [AZURITE, "--blobPort", str(port), "--location", folder, "--silent", "--skipApiVersionCheck",
+             "--disableTelemetry"],
+            stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            _make_container(port)
+            faults = Faults(_forwarded(port))
+            with _served(faults) as relay:
+                address = f"http://127.0.0.1:{relay}"
+                environment = {"AZURE_STORAGE_USE_EMULATOR": "true", "AZURITE_BLOB_STORAGE_URL": address}
+                whole = ("PUT", "comp=blocklist")
+                yield Objects(f"az://{BUCKET}", environment, faults, "comp=block&", whole, "comp=batch")
+        finally:
+            azurite.terminate()
+            azurite.wait(60)
+
+
+def _forwarded(port: int) -> Callable[[dict[str, Any], Any], Iterable[bytes]]:
+    """A WSGI application that is the HTTP server on another port."""
+
+    def app(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+        headers = {key[5:].replace("_", "-"): value for key, value in environ.items() if key.startswith("HTTP_")}
+        body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        headers |= {"Content-Length": str(len(body))}
+        if environ.get("CONTENT_TYPE"):
+            headers["Content-Type"] = environ["CONTENT_TYPE"]
+        there = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        try:
+            there.request(environ["REQUEST_METHOD"], environ["RAW_URI"], body, headers)
+            answer = there.getresponse()
+            content = answer.read()
+            named = [(name, value) for name, value in answer.getheaders() if name.lower() not in HOP_BY_HOP]
+            start(f"{answer.status} {answer.reason}", named)
+            return [content]
+        finally:
+            there.close()
+
+    return app
+
+
+def _make_container(port: int) -> None:
+    """Make the container, once the emulator answers. The request is signed as Microsoft documents "Shared Key"."""
+    deadline = time.monotonic() + 120
+    while True:
+        date, resource = email.utils.formatdate(usegmt=True), f"/{AZURE_ACCOUNT}/{BUCKET}"
+        named = f"x-ms-date:{date}\nx-ms-version:{AZURE_VERSION}\n"
+        text = "PUT" + 12 * "\n" + f"{named}/{AZURE_ACCOUNT}{resource}\nrestype:container"
+        signature = hmac.digest(base64.b64decode(AZURE_KEY), text.encode(), "sha256")
+        headers = {
+            "x-ms-date": date,
+            "x-ms-version": AZURE_VERSION,
+            "Authorization": f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(signature).decode()}",
+            "Content-Length": "0",
+        }
+        there = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        try:
+            there.request("PUT", f"{resource}?restype=container", headers=headers)
+            assert there.getresponse().status == 201
+            return
+        except ConnectionError:
+            assert time.monotonic() < deadline, "Azurite does not answer"
+            time.sleep(0.1)
+        finally:
+            there.close()

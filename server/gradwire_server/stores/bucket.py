@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -149,9 +150,10 @@ class Bucket:
         def delete() -> None:
             try:
                 obstore.delete(self._store, keys)
-            except FileNotFoundError:
-                if len(keys) > 1:
-                    raise exceptions.GenericError("some of them were deleted meanwhile") from None
+            except FileNotFoundError:  # not on S3; some of the others may have been deleted
+                for key in keys if len(keys) > 1 else []:
+                    with suppress(FileNotFoundError):
+                        obstore.delete(self._store, key)
 
         if keys:
             self._repeat("delete", keys[0], delete)

@@ -14,6 +14,7 @@ import gradwire
 import pytest
 from support.agent import Agent, Wire
 from support.blocking import DETECTOR
+from support.collector import Collector
 from support.server import Server
 from support.stage import wait_for
 
@@ -124,3 +125,44 @@ async def test_a_run_goes_on_when_the_network_is_cut(server: Server, agent: Agen
         await asyncio.to_thread(wait_for, "the end of the engine whose agent is stopped", lambda: ended(lost))
         left = list((server.state_dir / "engines").iterdir())
         assert not left, "it can write nothing that others find"
+
+
+@pytest.mark.slow
+async def test_the_spans_of_an_engine_elsewhere_are_those_of_the_servers_own(
+    tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each operation is one trace, whichever engine executes it, and says which it was."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+    collector = Collector()
+    server = Server(tiny_model_path, tmp_path, "--traces", f"http://{collector.address}").start()
+    agent = Agent(server.address).start()
+
+    def trees() -> dict[int, set[tuple[str, str, str]]]:
+        """Service, name and parent's name of the spans of each whole trace of an ``optim_step``, by engine."""
+        traces: dict[bytes, list[tuple[str, Any]]] = {}
+        for service, span in list(collector.spans):
+            traces.setdefault(span.trace_id, []).append((service, span))
+        found = {}
+        for spans in traces.values():
+            names = {span.span_id: span.name for _, span in spans}
+            if {"gradwire.optim_step", "gradwire.engine", "gradwire.engine.optim_step"} <= set(names.values()):
+                (at_engine,) = [span for _, span in spans if span.name == "gradwire.engine"]
+                (number,) = [pair.value.int_value for pair in at_engine.attributes if pair.key == "gradwire.engine"]
+                found[number] = {
+                    (service, span.name, names.get(span.parent_span_id, "")) for service, span in spans
+                } - {("gradwire-front", "gradwire.queue", "gradwire.optim_step")}  # it may have waited, or not
+        return found
+
+    try:
+        async with attached(server, agent) as client:
+            for number in range(2):
+                run = await client.create_run("tiny", lora=LORA, seed=1)
+                assert await client.move_run(run.run_id, engine=number) == number
+                await train(run, count=1)
+            await asyncio.to_thread(wait_for, "the spans of both engines", lambda: set(trees()) == {0, 1})
+    finally:
+        agent.end()
+        server.end()
+        collector.close()
+    assert trees()[0] == trees()[1]
+    assert ("gradwire-engine", "gradwire.engine.optim_step", "gradwire.engine") in trees()[1]

@@ -47,7 +47,7 @@ class JsonFormatter(logging.Formatter):
     ``request_id``…), and ``exception`` if there is one.
 
     Args:
-        process: ``"front"`` or ``"engine"``.
+        process: ``"front"``, ``"engine"``, or ``"engine 1"`` with its number where there are several.
     """
 
     def __init__(self, process: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ class Trace:
 
     traceparent = ""
 
-    def phase(self, name: str) -> None:
+    def phase(self, name: str, **about: str | int) -> None:
         """End the current phase and start the next one."""
 
     def end(self, result: pb.OperationResult | None) -> None:
@@ -61,11 +61,13 @@ class _Recorded(Trace):
     def traceparent(self) -> str:  # type: ignore[override]  # a constant in the base class
         return _traceparent(self._phase or self._span)
 
-    def phase(self, name: str) -> None:
+    def phase(self, name: str, **about: str | int) -> None:
         now = time.time_ns()
         if self._phase is not None:
             self._phase.end(now)
-        self._phase = self._tracer.start_span(f"gradwire.{name}", self._inside, start_time=now)
+        self._phase = self._tracer.start_span(
+            f"gradwire.{name}", self._inside, attributes=_attributes(about), start_time=now
+        )
 
     def end(self, result: pb.OperationResult | None) -> None:
         if self._phase is not None:
@@ -119,18 +121,16 @@ class Tracing:
         """Record a span that ends now after ``seconds``, as a child of the span of ``traceparent``."""
         if self._tracer is not None:
             now = time.time_ns()
-            attributes: Any = {f"gradwire.{key}": value for key, value in about.items()}
             context = _context(traceparent) if traceparent else None
             began = now - int(seconds * 1e9)
-            self._tracer.start_span(name, context, attributes=attributes, start_time=began).end(now)
+            self._tracer.start_span(name, context, attributes=_attributes(about), start_time=began).end(now)
 
     @contextmanager
     def _span(self, name: str, traceparent: str, about: dict[str, str | int]) -> Iterator[None]:
         assert self._tracer is not None
-        attributes: Any = {f"gradwire.{key}": value for key, value in about.items()}
         context = _context(traceparent) if traceparent else None
         with self._tracer.start_as_current_span(
-            name, context, attributes=attributes, record_exception=False, set_status_on_exception=False
+            name, context, attributes=_attributes(about), record_exception=False, set_status_on_exception=False
         ) as span:
             try:
                 yield
@@ -144,6 +144,10 @@ class Tracing:
             sending = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
             sending.start()
             sending.join(CLOSE_S)
+
+
+def _attributes(about: Mapping[str, str | int]) -> dict[str, Any]:
+    return {f"gradwire.{key}": value for key, value in about.items()}
 
 
 def _fail(span: Span, what: str) -> None:

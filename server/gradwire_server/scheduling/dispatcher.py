@@ -146,7 +146,7 @@ class Dispatcher:
 
     async def _carry_out(self, queue: RunQueue, operation: QueuedOperation, there: EngineQueue, load: Load) -> None:
         record = queue.record
-        operation.trace.phase("engine")
+        operation.trace.phase("engine", engine=there.engine.number)
         try:
             with logs.about(record.run_id, operation.seq):
                 outcome = await self._executor.carry_out(queue, operation, self.spread)

@@ -15,7 +15,6 @@ import termios
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import trace
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 from prometheus_client.parser import text_string_to_metric_families
+from support.collector import Collector
 from support.server import free_port
 
 from tests.server.observability.test_metrics import scrape
@@ -38,26 +37,6 @@ from tests.server.observability.test_metrics import scrape
 READY = "gradwire.v1.TrainingService"
 CANARY = "4x9=36"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Receives spans as an OpenTelemetry collector does. ``spans``: (service, span)."""
-
-    def __init__(self) -> None:
-        self.spans: list[tuple[str, Any]] = []
-        self._server = grpc.server(ThreadPoolExecutor(2))
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-        self._server.start()
-
-    def Export(self, request: Any, context: Any) -> Any:
-        for resource in request.resource_spans:
-            about = {pair.key: pair.value.string_value for pair in resource.resource.attributes}
-            self.spans += [(about["service.name"], span) for scope in resource.scope_spans for span in scope.spans]
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-    def close(self) -> None:
-        self._server.stop(None).wait()
 
 
 @dataclass

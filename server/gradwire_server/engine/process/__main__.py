@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     settings: EngineSettings = options.settings
     share = Share(options.number, options.engines * settings.num_ranks)
-    set_up(settings, "engine", share)
+    set_up(settings, f"engine {options.number}" if options.engines > 1 else "engine", share)
     if options.marks is not None:
         lease.watch(CrashMarks(os.dup(options.marks)))
     link = EngineLink(socket.socket(fileno=options.fd))

@@ -24,8 +24,9 @@ from typing import Any
 import gradwire
 from gradwire import JobEnd, errors
 from gradwire.data import DataError
+from gradwire.loop.training_loop import TrainingStopped
 from gradwire.recipes import command
-from gradwire.recipes.observing import OBSERVER, TrainingStopped
+from gradwire.recipes.observing import OBSERVER
 from gradwire.recipes.rows import ColumnsError
 from gradwire.recipes.settings import SettingsError
 
@@ -157,10 +158,10 @@ async def _fetched(service: gradwire.ServiceClient, file_id: str, folder: Path) 
 
 async def _delete_orphans(service: gradwire.ServiceClient, folder: Path) -> None:
     """Delete runs of earlier workers that were killed before they wrote down which run is theirs."""
-    known = {json.loads(file.read_text())["run_id"] for name in ("state.json", "run.json")
-             if (file := folder / name).exists() and "run_id" in json.loads(file.read_text())}  # fmt: skip
+    file = folder / "state.json"
+    known = json.loads(file.read_text())["run_id"] if file.exists() else ""
     for run in await service.list_runs():
-        if run.name == folder.name and run.run_id not in known:
+        if run.name == folder.name and run.run_id != known:
             await service.delete_run(run.run_id)
 
 

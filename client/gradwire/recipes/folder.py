@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from gradwire.recipes.settings import ServiceSettings, Settings, SettingsError
-from gradwire.whole_files import replace_json
 
 FREE = (
     "address", "folder", "loggers", "wandb", "eval_every", "eval_first", "save_every", "keep", "best_by", "patience",
     "epochs", "max_steps",
 )  # fmt: skip
 """Settings that a training may change when it goes on."""
-STATE, RL_STATE = "state.json", "run.json"
-"""Where the supervised trainings write which run is theirs, and where those on rewards do."""
+STATE = "state.json"
+"""Where a training writes its run, its newest checkpoint and what a resumed training needs."""
 
 
 SHARED_SERVER: ContextVar[Path | None] = ContextVar("gradwire_shared_server", default=None)
@@ -66,10 +64,7 @@ def trained(given: str) -> Trained:
         raise SettingsError(
             f"there is no folder {folder}; name a training's folder, FOLDER@CHECKPOINT, or a checkpoint RUN_ID/NAME"
         )
-    found: dict[str, Any] = {}
-    for file in (STATE, RL_STATE):  # a training on rewards has both, and the run in the second
-        if (folder / file).is_file():
-            found |= _read(folder / file)
+    found = _read(folder / STATE) if (folder / STATE).is_file() else {}
     if "run_id" not in found:
         raise SettingsError(f"{folder} holds no training that has begun: it has no {STATE}")
     run_id = str(found["run_id"])
@@ -117,7 +112,7 @@ def open_folder(file: Path, settings: Settings) -> dict[str, Any]:
         return {}
     state = _read(file)
     now = _identity(settings)
-    changed = [name for name in now if state["settings"].get(name) != now[name]]
+    changed = [name for name in now if state.get("settings", {}).get(name) != now[name]]
     if changed:
         raise SettingsError(
             f"{file.parent} holds a training with other settings ({', '.join(changed)}): "
@@ -126,10 +121,10 @@ def open_folder(file: Path, settings: Settings) -> dict[str, Any]:
     return state
 
 
-def save_state(file: Path, content: Mapping[str, Any], settings: Settings) -> None:
-    """Write a training's state with its settings, so that a crash leaves the old state or the new one."""
-    where = {"address": settings.address, "server": "" if settings.address else str(server_folder(settings))}
-    replace_json(file, {**content, **where, "settings": _identity(settings)})
+def facts_of(settings: Settings) -> dict[str, Any]:
+    """Return what a training's state says of its server and its settings."""
+    server = "" if settings.address else str(server_folder(settings))
+    return {"address": settings.address, "server": server, "settings": _identity(settings)}
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 
 
-class TrainingStopped(Exception):
-    """The observer wanted the training to stop; it saved a checkpoint first, and goes on when it is run again."""
-
-
 class Observer:
     """Follows a training; set it with ``OBSERVER.set(...)`` before the recipe is run.
 
     Attributes:
-        stop_wanted: Whether the training should save a checkpoint and raise :class:`TrainingStopped`.
+        stop_wanted: Whether the training should save a checkpoint and raise
+            :class:`~gradwire.loop.training_loop.TrainingStopped`.
     """
 
     stop_wanted = False

@@ -10,9 +10,11 @@ from typing import Any
 
 import gradwire
 from gradwire.html import table
+from gradwire.loop.loggers import read_jsonl
 from gradwire.recipes.folder import next_steps
-from gradwire.rl.loggers import read_jsonl
 
+LOG = "metrics.jsonl"
+"""The log of a training, in its folder."""
 WIDTH, HEIGHT, MARGIN = 420, 150, 46
 STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
 table{border-collapse:collapse;margin:1rem 0}td,th{padding:.2rem .9rem;border-bottom:1px solid #ddd}
@@ -40,7 +42,7 @@ def write_report(folder: Path, title: str, settings: Mapping[str, Any], used: st
         used: What the training used.
     """
     curves: dict[str, list[tuple[int, float]]] = {}
-    for line in read_jsonl(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else ():
+    for line in read_jsonl(folder / LOG) if (folder / LOG).exists() else ():
         for name, value in line.items():
             if name not in ("iteration", "time") and isinstance(value, int | float):
                 curves.setdefault(name, []).append((line["iteration"], value))

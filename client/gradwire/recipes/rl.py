@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import gradwire
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
-from gradwire.recipes.folder import RL_STATE, open_folder, save_state
-from gradwire.recipes.observing import OBSERVER, Observer
+from gradwire.recipes.folder import facts_of
 from gradwire.recipes.own_code import REWARDS, check_reward, environment_of, reward_of
-from gradwire.recipes.report import used_by, write_report
 from gradwire.recipes.rows import rows_of
-from gradwire.recipes.runs import new_run, open_service
 from gradwire.recipes.settings import Settings, SettingsError, setting
 from gradwire.recipes.tokens import Tokens
-from gradwire.recipes.training import loggers_of, warn_of_warmup
+from gradwire.recipes.training import open_training
 from gradwire.rl import Algorithm, AlgorithmConfig
 from gradwire.rl.datasets import final_answer
 from gradwire.rl.rewards.graders import GraderError, ServiceJudge, grader_of
@@ -89,9 +85,8 @@ async def train_with(
     environment = environment_of(settings.environment, settings.environment_args)
     own_reward = None if settings.grading else reward_of(settings.reward)
     kept, held_out = rows_of(data.prompts, settings)
-    folder = Path(settings.folder)
-    known = {} if dry_run else open_folder(folder / RL_STATE, settings)
-    async with open_service(settings) as (service, model):
+    async with open_training(settings, head=head, kind="rl", dry_run=dry_run) as training:
+        service, model = training.service, training.model
         tokens = Tokens(service, model, settings.max_tokens, on_error=settings.on_error)
         tasks = await _tasks(settings, tokens, kept)
         problems = await _tasks(settings, tokens, held_out[: settings.eval_problems])
@@ -100,34 +95,20 @@ async def train_with(
             raise SettingsError(f"data is {settings.data}: no problem could be used")
         per_epoch = -(-len(tasks) // settings.batch_size)
         total = settings.max_steps or per_epoch * settings.epochs
-        warn_of_warmup(settings, total)
         config = _config(settings, model, group_size, per_epoch, evaluated=bool(problems), dry_run=dry_run)
-        if known:
-            run = service.get_training_client(known["run_id"])
-        else:
-            run = await new_run(settings, service, model, head, kind="rl")
-            if not dry_run:
-                save_state(folder / RL_STATE, {"run_id": run.run_id}, settings)
-        loggers = [] if dry_run else loggers_of(settings)
         reward = own_reward or grader_of(settings.grading, judge=ServiceJudge(service))
-        arguments = (service, run, tasks, reward, config)
-        async with algorithm(*arguments, environment=environment, eval_tasks=problems, loggers=loggers) as training:
+        arguments = (service, training.run, tasks, reward, config)
+        more = {"environment": environment, "eval_tasks": problems, "loggers": training.loggers}
+        async with algorithm(*arguments, **more) as trained:
             if dry_run:
-                try:
-                    return await _estimate(settings, training, model, len(tasks), total)
-                finally:
-                    await service.delete_run(run.run_id)
-            (OBSERVER.get() or Observer()).began(run.run_id, total)
-            done = await training.resume()
-            if known:
-                print(f"{folder}: going on at iteration {done}", flush=True)
+                return await _estimate(settings, trained, model, len(tasks), total)
+            trained.loop.facts = facts_of(settings)
+            done = await trained.resume()
+            training.begin(total)
             if not done:
-                await training.save_checkpoint()
-            await training.train(total - done)
-            await training.save_checkpoint()
-        used = await used_by(service, run)
-        print(f"used: {used}", flush=True)
-    await asyncio.to_thread(write_report, folder, type(settings).__name__, asdict(settings), used)
+                await trained.save_checkpoint()
+            await trained.train(total - done)
+            await trained.save_checkpoint()
     return None
 
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-from gradwire.data import Dataset
+from gradwire import schedules
+from gradwire.data import Batches, DataError, Dataset
+from gradwire.loop.loggers import JsonlLogger
+from gradwire.loop.training_loop import Metrics, Plan, TrainingLoop
+from gradwire.loop.warnings import WarnOnce
 from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.folder import STATE, facts_of
+from gradwire.recipes.report import LOG
 from gradwire.recipes.rows import rows_of
 from gradwire.recipes.settings import RowSettings
 from gradwire.recipes.tokens import Tokens
@@ -57,11 +66,12 @@ async def train_rows(
         def loss(rows: list[Any]) -> Any:
             return training.run.forward_backward(rows, loss_fn, kwargs)
 
-        async def evaluate() -> dict[str, float]:
+        async def evaluate() -> Metrics:
             evaluated[:] = evaluated or await given(list(held_out))
             if not evaluated:
                 return {}
-            return dict((await training.run.forward(evaluated, loss_fn, kwargs, outputs=())).metrics)
+            result = await training.run.forward(evaluated, loss_fn, kwargs, outputs=())
+            return {f"eval/{name}": value for name, value in result.metrics.items()}
 
         if dry_run:
 
@@ -72,8 +82,147 @@ async def train_rows(
                 return loss(await drawn(batch, -1))
 
             kinds = ((sampled_share, on_sampled), (1 - sampled_share, on_given))
-            return await training.estimate(batches, *kinds, held_out=len(held_out))
-        async for step, parts in training.steps(batches, drawn, evaluate if held_out else None):
-            await training.update(step, [loss(rows) for rows in parts])
+            return await estimate(training, settings, batches, *kinds, held_out=len(held_out))
+        await _Steps(training, settings, batches, drawn, loss, head).take(evaluate if held_out else None)
         tokens.tell_of_skipped()
     return None
+
+
+class _Steps(Generic[T]):
+    """The optimizer steps of a training on rows.
+
+    Args:
+        encode: Rows of a batch and the step -> rows for the server; none if all of them were skipped.
+        loss: Submits the ``forward_backward`` of such rows.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        settings: RowSettings,
+        batches: Batches[T],
+        encode: Callable[[list[T], int], Awaitable[list[Any]]],
+        loss: Callable[[list[Any]], Any],
+        head: Any,
+    ) -> None:
+        self._training, self._settings, self._batches = training, settings, batches
+        self._encode, self._loss, self._head = encode, loss, head
+        self._total = total_steps(settings, batches)
+        self._warn_once = WarnOnce("gradwire.recipes")
+
+    async def take(self, evaluate: Callable[[], Awaitable[Metrics]] | None) -> None:
+        """Take the steps that an earlier call has not taken."""
+        training, settings, batches = self._training, self._settings, self._batches
+        plan = Plan(
+            type(settings).__name__, eval_every=settings.eval_every, eval_first=settings.eval_first,
+            save_every=settings.save_every or -(-batches.per_epoch // settings.accumulation), keep=settings.keep,
+            best_by=settings.best_by, patience=settings.patience,
+        )  # fmt: skip
+        loop = TrainingLoop(
+            training.run, plan, [JsonlLogger(training.folder / LOG), *training.loggers], training.folder / STATE,
+            own=lambda: {"position": dict(batches.position)}, shown=lambda metrics: {"loss": metrics["train/loss"]},
+        )  # fmt: skip
+        loop.facts = facts_of(settings)
+        try:
+            if state := await loop.resume():
+                batches.position = state["position"]
+            training.begin(self._total)
+            await loop.train(self._total, self._step, evaluate)
+            if loop.best.out_of_patience:
+                print(f"{training.folder}: stopped at step {loop.step}: {loop.best}", flush=True)
+        finally:
+            loop.close()
+
+    async def _step(self, step: int) -> Metrics:
+        results = [self._loss(await self._next(step)) for _ in range(self._settings.accumulation)]
+        stepped = self._optim_step(self.rate(step))
+        losses = [await result for result in results]
+        taken = await stepped
+        for warning in [each for loss in losses for each in loss.warnings]:
+            kind = re.sub(r"\d+", "", warning)  # those that differ in their numbers are one kind
+            self._warn_once(kind, "step %d: %s", step + 1, warning)
+        tokens = [float(loss.num_tokens) for loss in losses]
+        return {
+            **{f"train/{name}": _mean([loss.metrics[name] for loss in losses], tokens) for name in losses[0].metrics},
+            "train/grad_norm": taken.grad_norm,
+            "train/learning_rate": taken.learning_rate,
+            "train/tokens": sum(tokens),
+            "time/engine_s": sum(loss.timings.engine_s for loss in losses),
+        }
+
+    async def _next(self, step: int) -> list[Any]:
+        """Encode the next batch of which any row is left."""
+        for _ in range(self._batches.per_epoch):
+            batch = await asyncio.to_thread(next, self._batches)  # it may read a file
+            if rows := await self._encode(batch, step):
+                return rows
+        raise DataError(str(self._settings.data), "no row could be used: all were skipped")
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        settings = self._settings
+        if settings.schedule == "constant":
+            return schedules.constant(step, peak=settings.learning_rate, warmup=settings.warmup)
+        if settings.schedule == "wsd":
+            decay = max(1, self._total // 10)
+            return schedules.wsd(
+                step, peak=settings.learning_rate, total=self._total, decay=decay, warmup=settings.warmup
+            )
+        schedule = schedules.linear if settings.schedule == "linear" else schedules.cosine
+        return schedule(step, peak=settings.learning_rate, total=self._total, warmup=settings.warmup)
+
+    def _optim_step(self, rate: float) -> Any:
+        settings = self._settings
+        more = dict(settings.optimizer_args)
+        if settings.head_learning_rate and self._head and settings.learning_rate:
+            more["head_learning_rate"] = rate * settings.head_learning_rate / settings.learning_rate
+        return self._training.run.optim_step(
+            rate, optimizer=settings.optimizer, weight_decay=settings.weight_decay, decay="matrices",
+            max_grad_norm=settings.max_grad_norm, **more,
+        )  # fmt: skip
+
+
+async def estimate(
+    training: Training,
+    settings: RowSettings,
+    batches: Batches[T],
+    *kinds: tuple[float, Callable[[list[T]], Awaitable[Any]]],
+    held_out: int,
+) -> Estimate:
+    """Measure steps of each kind on the first two batches, with a run that is deleted then.
+
+    The time is that of the second: what happens only once is in the first.
+
+    Args:
+        kinds: How a batch's ``forward_backward`` is submitted, each with the share of the steps that do it so.
+        held_out: Rows of an evaluation, whose passes count a third: they go forward only.
+    """
+    both = [next(batches), next(batches)]
+    tokens = seconds = 0.0
+    for share, loss in kinds:
+        if not share:
+            continue
+        for batch in both:
+            began = time.monotonic()
+            result = await loss(batch)
+            await training.run.optim_step(settings.learning_rate, optimizer=settings.optimizer)
+            measured = time.monotonic() - began
+            tokens += share * (await result).num_tokens / len(both)
+        seconds += share * measured
+    steps = total_steps(settings, batches)
+    evaluations = -(-steps // settings.eval_every) if settings.eval_every else 0
+    seconds *= steps * settings.accumulation + evaluations * held_out / len(both[-1]) / 3
+    tokens *= steps * settings.accumulation
+    trained = (await training.run.info()).num_trainable_parameters
+    return Estimate.of(settings.optimizer, batches.num_rows, round(tokens), steps, training.model, trained, seconds)
+
+
+def total_steps(settings: RowSettings, batches: Batches[Any]) -> int:
+    """Number of steps of the whole training."""
+    return settings.max_steps or -(-batches.per_epoch * settings.epochs // settings.accumulation)
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    if len(values) == 1:
+        return values[0]
+    return sum(value * weight for value, weight in zip(values, weights)) / (sum(weights) or 1.0)

@@ -15,14 +15,15 @@ from typing import Any
 
 import gradwire
 from gradwire.html import table
+from gradwire.loop.best import sign_of
+from gradwire.loop.loggers import read_jsonl
+from gradwire.loop.training_loop import TrainingStopped
 from gradwire.recipes import command
-from gradwire.recipes.best import sign_of
 from gradwire.recipes.folder import SHARED_SERVER, STATE
-from gradwire.recipes.observing import OBSERVER, Observer, TrainingStopped
+from gradwire.recipes.observing import OBSERVER, Observer
 from gradwire.recipes.report import page_of, plot_several
 from gradwire.recipes.runs import SHARED_SERVICE
 from gradwire.recipes.settings import RowSettings, Settings, SettingsError, built, read_yaml, set_by, setting
-from gradwire.rl.loggers import read_jsonl
 
 MOST_TRIALS = 256
 SMOOTHED = 10
@@ -93,7 +94,7 @@ class Trial:
         """Steps taken by its newest checkpoint."""
         state = self.folder / STATE
         found = json.loads(state.read_text(encoding="utf-8")) if state.exists() else {}
-        return int(found.get("step", found.get("iteration", 0)))
+        return int(found.get("step", 0))
 
     def curve(self, metric: str, until: int | None = None) -> list[tuple[int, float]]:
         """The metric over the steps, or up to one."""

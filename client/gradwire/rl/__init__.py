@@ -5,14 +5,23 @@ The parts are loosely coupled and can be replaced one by one:
 * ``environments``: interaction. ``inference``: text generation. ``rollouts``: many episodes at once.
 * ``rewards``: scores after collection. ``advantages``, ``hicra``: credit assignment.
 * ``algorithms``: PPO, GRPO, REINFORCE and GiGPO built from these parts.
-* ``curricula``, ``replay``, ``loggers``, ``recording``, ``viewer``: tools for long training runs.
+* ``curricula``, ``replay``, ``recording``, ``viewer`` and ``gradwire.loop.loggers``: tools for long training runs.
 """
 
+from gradwire.loop.loggers import (
+    JsonlLogger,
+    MlflowLogger,
+    PrometheusLogger,
+    TensorBoardLogger,
+    TrackioLogger,
+    WandbLogger,
+)
 from gradwire.rl.algorithms import (
     Algorithm,
     AlgorithmConfig,
     AlgorithmOptions,
     GiGPOAlgorithm,
+    GiGPOOptions,
     GRPOAlgorithm,
     HICRAAlgorithm,
     PPOAlgorithm,
@@ -34,14 +43,13 @@ from gradwire.rl.environments import (
     VerifiersEnvironment,
 )
 from gradwire.rl.hicra import HICRACreditAssigner, build_hicra_from_dict
-from gradwire.rl.inference import InferenceModule, LocalInference, OpenAIInference, RunInference, SamplingParams
-from gradwire.rl.loggers import (
-    JsonlLogger,
-    MlflowLogger,
-    PrometheusLogger,
-    TensorBoardLogger,
-    TrackioLogger,
-    WandbLogger,
+from gradwire.rl.inference import (
+    InferenceModule,
+    LocalInference,
+    OpenAIInference,
+    OpenAIOptions,
+    RunInference,
+    SamplingParams,
 )
 from gradwire.rl.mixture import Mixture, Part
 from gradwire.rl.recording import RunRecorder, TrajectoryRecorder
@@ -99,6 +107,7 @@ __all__ = [
     "EvaluateResult",
     "GRPOAlgorithm",
     "GiGPOAlgorithm",
+    "GiGPOOptions",
     "GramCluster",
     "GroupBuilder",
     "GymnasiumEnvironment",
@@ -113,6 +122,7 @@ __all__ = [
     "MlflowLogger",
     "OpenAIAgentPolicy",
     "OpenAIInference",
+    "OpenAIOptions",
     "OverlongPenalty",
     "PPOAlgorithm",
     "ParetoRewardComputer",

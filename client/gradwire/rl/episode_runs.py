@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradwire.loop.progress import Progress
 from gradwire.rl.batching import GenerationBatcher, SamplerStatistics
 from gradwire.rl.environments.base import BaseEnvironment
 from gradwire.rl.environments.groups import GroupBuilder
-from gradwire.rl.progress import Progress
 from gradwire.rl.rollout_statistics import Rollouts, summarised
 from gradwire.rl.threads import called
 from gradwire.rl.types import Task, Trajectory

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gradwire.loop.loggers import MetricLogger
 from gradwire.rl.advantages import Floats, Numbers
-from gradwire.rl.loggers import MetricLogger
 
 Mask = npt.NDArray[np.bool_]
 
@@ -56,8 +56,8 @@ class HICRACreditAssigner:
         multiplier: Weight of the credits; ``planner_weight`` in configuration files.
         normalize: Scale the batch's rewards to mean 0 and variance 1 over the entries of the mask, before weighting.
         normalization_eps: Added to the variance under the root; greater than 0.
-        logger: Any logger of ``gradwire.rl.loggers``; receives the metrics at iterations 0, 1, 2, ..., one per call. A
-            loop that logs its own metrics adds :attr:`metrics` to them instead, under its own iteration numbers.
+        logger: Any logger of ``gradwire.loop.loggers``; receives the metrics at iterations 0, 1, 2, ..., one per call.
+            A loop that logs its own metrics adds :attr:`metrics` to them instead, under its own iteration numbers.
 
     Raises:
         TypeError, ValueError: A setting has the wrong type or is out of range; names the setting.

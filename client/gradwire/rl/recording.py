@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from gradwire.loop.loggers import JsonlLogger
 from gradwire.rl.generation import TextCodec
-from gradwire.rl.loggers import JsonlLogger
 from gradwire.rl.types import StepData, Trajectory
 from gradwire.training import TrainingClient
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from gradwire.rl.loggers import read_jsonl
+from gradwire.loop.loggers import read_jsonl
 
 Record = Mapping[str, Any]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from gradwire.errors import OperationError
+from gradwire.loop.training_loop import Plan
 from gradwire.rl.advantages import gae
-from gradwire.rl.algorithms import AlgorithmConfig, PPOAlgorithm
+from gradwire.rl.algorithms import AlgorithmConfig, AlgorithmOptions, PPOAlgorithm
 from gradwire.rl.metrics import Mean, Metric, Std
 from gradwire.rl.rows import TrainingBatch
 from gradwire.rl.types import EvaluateResult, Trajectory
 from gradwire.rlhf.config import TrainingConfig
+from gradwire.rlhf.origins import Origin
 from gradwire.rlhf.reward_model import RewardModel
+from gradwire.rlhf.state import POLICY, TrainingState
 
 KL_GAIN = 0.1
 KL_ERROR = 0.2
@@ -63,9 +66,11 @@ class FeedbackPPO(PPOAlgorithm):
     and ``train/score_std``; ``rewards/score`` is the mean score.
 
     Args:
-        reference: The reference of the KL.
         settings: Settings of the training.
+        origin: The initial weights, which are the reference of the KL.
         folder: Folder of ``metrics.jsonl``.
+        state: Has the file of the policy's loop.
+        options: ``tokenizer``, ``loggers`` and others: see :class:`~gradwire.rl.AlgorithmOptions`.
     """
 
     straggler_s = None  # independent of timing: a resumed training equals an uninterrupted one, also on a busy machine
@@ -78,10 +83,10 @@ class FeedbackPPO(PPOAlgorithm):
         model: RewardModel,
         settings: TrainingConfig,
         *,
-        reference: str,
-        context_tokens: int,
+        origin: Origin,
         folder: Path,
-        tokenizer: Any = None,
+        state: TrainingState,
+        **options: Unpack[AlgorithmOptions],
     ) -> None:
         config = AlgorithmConfig(
             batch_size=settings.batch_size,
@@ -94,7 +99,7 @@ class FeedbackPPO(PPOAlgorithm):
             temperature=settings.temperature,
             top_k=settings.top_k,
             top_p=settings.top_p,
-            context_tokens=context_tokens - settings.max_new_tokens,
+            context_tokens=origin.context_tokens - settings.max_new_tokens,
             num_parallel=settings.batch_size,
             seed=settings.seed,
             checkpoint_dir=folder,
@@ -107,15 +112,22 @@ class FeedbackPPO(PPOAlgorithm):
                 "entropy_coef": 0.0,
             },
         )
-        super().__init__(service, run, prompts, Scorer(model), config, tokenizer=tokenizer)
-        self._settings, self._reference = settings, reference
+        self._settings, self._origin, self._position = settings, origin, state
         self.kl = AdaptiveKL(settings.init_kl_coef, settings.target_kl)
+        super().__init__(service, run, prompts, Scorer(model), config, **options)
 
-    def skip_to(self, step: int, kl_coef: float) -> None:
-        """Continue after this many steps; the run already has the state after them."""
-        self.state = replace(self.state, iteration=step)
-        self.kl = replace(self.kl, coef=kl_coef)
-        self._reporter.forget(step)
+    def _plan(self) -> Plan:
+        return Plan("policy", first=0, save_every=None, keep=1)
+
+    def _state_file(self) -> Path:
+        return self._position.file(POLICY)
+
+    def _state(self) -> Mapping[str, Any]:
+        return {**super()._state(), "kl_coef": self.kl.coef}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        super()._restore(state)
+        self.kl = replace(self.kl, coef=state["kl_coef"])
 
     async def training_batch(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
         batch = await super().training_batch(trajectories)
@@ -123,7 +135,7 @@ class FeedbackPPO(PPOAlgorithm):
         masks = [np.asarray(mask, bool) for mask in columns["loss_mask"]]
         theirs = await self.run.compute_logprobs(
             {"input_ids": columns["input_ids"], "loss_mask": columns["loss_mask"]},
-            model=self._reference,
+            model=self._origin.reference(await self.run.info()),
             temperature=self.config.temperature,
         )
         rewards, values, lengths, kls = [], [], [], []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
@@ -77,6 +77,27 @@ class TrainingProgress:
     step: int
     total: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+OnProgress = Callable[[TrainingProgress], None]
+
+
+class ProgressLogger:
+    """Calls a function after each step of a stage.
+
+    Args:
+        first: Number that the stage's loop gives its first step.
+    """
+
+    def __init__(self, on_progress: OnProgress, stage: str, total: int, first: int = 1) -> None:
+        self._on_progress, self._stage, self._total, self._first = on_progress, stage, total, first
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        step = iteration + 1 - self._first
+        self._on_progress(TrainingProgress(self._stage, step, self._total, dict(metrics)))
+
+    def close(self) -> None:
+        """Do nothing: the function belongs to the caller."""
 
 
 @dataclass(frozen=True)

@@ -4,39 +4,35 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gradwire import sync
+from gradwire import schedules, sync
 from gradwire.futures import Future
+from gradwire.loop.training_loop import Plan, TrainingLoop
 from gradwire.results import TrainStepResult
 from gradwire.rl.batching import derive_seed
 from gradwire.rl.generation import TextCodec
-from gradwire.rl.progress import Progress
 from gradwire.rlhf.config import RewardModelConfig
 from gradwire.rlhf.datasets import FeedbackDataset
-from gradwire.rlhf.origins import Origin, find_origin, served_models, start_run
-from gradwire.rlhf.results import CalibrationBin, RewardModelReport, TrainingProgress
+from gradwire.rlhf.origins import find_origin, served_models, start_run
+from gradwire.rlhf.results import CalibrationBin, OnProgress, ProgressLogger, RewardModelReport
 from gradwire.rlhf.reward_model import RewardModel, RewardModelDetails, encode_pairs, text_codec
-from gradwire.rlhf.state import Checkpoints, TrainingState, find_run
+from gradwire.rlhf.state import REWARD_MODEL, TrainingState
 from gradwire.service import ServiceClient
 from gradwire.training import TrainingClient
 
 logger = logging.getLogger("gradwire.rlhf")
 
-AHEAD = 8
 PATIENCE = 2
 EVALUATION_ROWS = 256
 CALIBRATION_BINS = 10
-SECTION = "reward_model"
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-OnProgress = Callable[[TrainingProgress], None]
 
 
 def train_reward_model(
@@ -99,121 +95,54 @@ async def train_reward_model_async(
         on_progress: Called after each step.
     """
     config = config or RewardModelConfig()
-    training = _RewardTraining(service, config, model_class, tokenizer, state, on_progress)
-    return await training.run(train_dataset, val_dataset, progress_bar)
+    if len(set(train_dataset.scores.tolist())) == 1:
+        logger.warning(
+            "all %d training ratings are %g: good answers cannot be told from bad ones",
+            len(train_dataset), train_dataset.scores[0],
+        )  # fmt: skip
+    origin = await find_origin(service, config.base_model)
+    codec, context = text_codec(service, origin.model, tokenizer), origin.context_tokens
+    rows = await _rows(codec, train_dataset, context)
+    unseen = await _rows(codec, val_dataset, context) if val_dataset is not None else []
+    epoch_steps = math.ceil(len(rows) / config.batch_size)
+    total, mean, std = epoch_steps * config.num_epochs, train_dataset.mean, train_dataset.std
 
+    run = await state.find_run(service, REWARD_MODEL) if state is not None else None
+    if run is None:
+        name = state.run_name(REWARD_MODEL) if state is not None else "reward model"
+        run = await start_run(service, origin, lora=config.lora, head="reward", seed=config.seed, name=name)
+    plan = Plan(
+        "reward model", "reward", eval_every=epoch_steps, save_every=None if state is not None else 0,
+        at_end=state is not None, keep=1, best_by="loss", patience=PATIENCE,
+    )  # fmt: skip
+    loop = TrainingLoop(
+        run, plan, [ProgressLogger(on_progress, REWARD_MODEL, total)] if on_progress is not None else [],
+        state.file(REWARD_MODEL) if state is not None else None,
+        shown=lambda metrics: {name: metrics[name] for name in ("loss", "mae", "correlation")},
+    )  # fmt: skip
 
-class _RewardTraining:
-    """One training of a reward model: its inputs and its progress."""
-
-    def __init__(
-        self,
-        service: ServiceClient,
-        config: RewardModelConfig,
-        model_class: type[RewardModel],
-        tokenizer: Any,
-        state: TrainingState | None,
-        on_progress: OnProgress | None,
-    ) -> None:
-        self._service, self._config, self._class = service, config, model_class
-        self._tokenizer = tokenizer
-        self._state = state
-        self._on_progress = on_progress or (lambda progress: None)
-        self._step, self._risen = 0, 0
-        self._best_loss, self._best = math.inf, ""
-
-    async def run(self, train: FeedbackDataset, val: FeedbackDataset | None, show: bool) -> RewardModel:
-        config = self._config
-        if len(set(train.scores.tolist())) == 1:
-            logger.warning(
-                "all %d training ratings are %g: good answers cannot be told from bad ones",
-                len(train), train.scores[0],
-            )  # fmt: skip
-        origin = await find_origin(self._service, config.base_model)
-        codec, context = text_codec(self._service, origin.model, self._tokenizer), origin.context_tokens
-        rows = await _rows(codec, train, context)
-        unseen = await _rows(codec, val, context) if val is not None else []
-        run, checkpoint = await self._open(origin)
-        checkpoints = Checkpoints(run, "reward", last=checkpoint)
-        epoch_steps = math.ceil(len(rows) / config.batch_size)
-        total = epoch_steps * config.num_epochs
-        with Progress("reward model", total, show=show) as progress:
-            while self._step < total and self._risen < PATIENCE:
-                await self._epoch(run, rows, train, total, checkpoints, progress)
-                if val is not None:
-                    await self._validate(run, unseen, val)
-                if self._state is not None:
-                    await checkpoints.save(self._step, self._state, SECTION, self._values())
-        if self._best:
-            await run.load_checkpoint(self._best)
-        report = None
-        if val is not None:
-            report = evaluate(await _predictions(run, unseen) * train.std + train.mean, val.scores, train.mean)
-        details = RewardModelDetails(origin.model, train.mean, train.std, context, report=report)
-        return self._class(self._service, run, details, codec=codec)
-
-    async def _epoch(
-        self,
-        run: TrainingClient,
-        rows: Sequence[Ids],
-        train: FeedbackDataset,
-        total: int,
-        checkpoints: Checkpoints,
-        progress: Progress,
-    ) -> None:
-        """Train the rest of the epoch of ``self._step``; a few steps are in flight at any time."""
-        config, epoch_steps = self._config, total // self._config.num_epochs
-        epoch, first = divmod(self._step, epoch_steps)
+    async def step(number: int) -> Future[TrainStepResult]:
+        epoch, place = divmod(number, epoch_steps)
         order = np.random.default_rng(derive_seed(config.seed, "reward epoch", epoch)).permutation(len(rows))
-        parts = [order[at : at + config.batch_size] for at in range(0, len(rows), config.batch_size)]
-        loss_kwargs = {"score_mean": train.mean, "score_std": train.std}
-        waiting: deque[Future[TrainStepResult]] = deque()
+        part = order[place * config.batch_size :][: config.batch_size]
+        batch = {"input_ids": [rows[index] for index in part], "scores": train_dataset.scores[part].tolist()}
+        rate = schedules.linear(number, peak=config.rate, total=total)
+        loss_kwargs = {"score_mean": mean, "score_std": std}
+        return run.train_step(batch, "reward_regression", loss_kwargs, learning_rate=rate)
 
-        async def settle(left: int) -> None:
-            while len(waiting) > left:
-                metrics = dict((await waiting.popleft()).metrics)
-                done = self._step - len(waiting)
-                progress.update(done, {name: metrics[name] for name in ("loss", "mae", "correlation")})
-                self._on_progress(TrainingProgress("reward_model", done, total, metrics))
+    async def evaluated() -> dict[str, float]:
+        assert val_dataset is not None
+        loss = float(np.mean((await _predictions(run, unseen) - val_dataset.normalized_scores) ** 2))
+        logger.info("reward model: validation loss %.4f after %d steps", loss, loop.step)
+        return {"eval/loss": loss}
 
-        for part in parts[first:]:
-            batch = {"input_ids": [rows[index] for index in part], "scores": train.scores[part].tolist()}
-            rate = config.rate * (1 - self._step / total)
-            waiting.append(run.train_step(batch, "reward_regression", loss_kwargs, learning_rate=rate))
-            self._step += 1
-            await settle(AHEAD)
-            if self._state is not None and checkpoints.due:
-                await settle(0)
-                await checkpoints.save(self._step, self._state, SECTION, self._values())
-        await settle(0)
-
-    async def _validate(self, run: TrainingClient, rows: Sequence[Ids], val: FeedbackDataset) -> None:
-        """Save the weights if the validation loss is the lowest so far."""
-        loss = float(np.mean((await _predictions(run, rows) - val.normalized_scores) ** 2))
-        logger.info("reward model: validation loss %.4f after %d steps", loss, self._step)
-        self._risen = 0 if loss < self._best_loss else self._risen + 1
-        if not self._risen:
-            self._best_loss, self._best = loss, (await run.save_checkpoint("best", overwrite=True)).path
-
-    async def _open(self, origin: Origin) -> tuple[TrainingClient, str]:
-        """Open the run of an interrupted training at its last checkpoint, or create a run."""
-        config, state = self._config, self._state
-        name = f"rlhf {state.job} reward model" if state is not None else "reward model"
-        if state is not None and (found := await find_run(self._service, name)) is not None:
-            done = state.section(SECTION)
-            if done:
-                await found.load_checkpoint(done["checkpoint"])
-                self._step, self._risen = done["step"], done["risen"]
-                self._best_loss, self._best = done["best_loss"], done["best"]
-                return found, str(done["checkpoint"])
-            await self._service.delete_run(found.run_id)
-        if state is not None:
-            state.forget(SECTION)
-        run = await start_run(self._service, origin, lora=config.lora, head="reward", seed=config.seed, name=name)
-        return run, ""
-
-    def _values(self) -> dict[str, Any]:
-        return {"step": self._step, "risen": self._risen, "best_loss": self._best_loss, "best": self._best}
+    await loop.resume()
+    await loop.train(total, step, evaluated if val_dataset is not None else None, show=progress_bar)
+    report = None
+    if val_dataset is not None:
+        await run.load_checkpoint("best")
+        report = evaluate(await _predictions(run, unseen) * std + mean, val_dataset.scores, mean)
+    return model_class(service, run, RewardModelDetails(origin.model, mean, std, context, report=report), codec=codec)
 
 
 async def _rows(codec: TextCodec, dataset: FeedbackDataset, context: int) -> list[Ids]:

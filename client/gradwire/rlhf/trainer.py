@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -16,26 +16,21 @@ import numpy as np
 import gradwire
 from gradwire import sync
 from gradwire.errors import InvalidArgumentError
-from gradwire.rl.loggers import read_jsonl
-from gradwire.rl.progress import Progress
+from gradwire.loop.loggers import read_jsonl
+from gradwire.loop.training_loop import TrainingLoop
 from gradwire.rlhf.config import RewardModelConfig, TrainingConfig
 from gradwire.rlhf.datasets import MIN_FEEDBACK, FeedbackDataset, PPODataset
 from gradwire.rlhf.origins import POLICY_FILE, Origin, export_run, find_origin, served_models, start_run
 from gradwire.rlhf.ppo import FeedbackPPO
-from gradwire.rlhf.results import RESULTS_FILE, TrainingProgress, TrainingResult
+from gradwire.rlhf.results import RESULTS_FILE, OnProgress, ProgressLogger, TrainingProgress, TrainingResult
 from gradwire.rlhf.reward_model import RewardModel, encoded, text_codec
 from gradwire.rlhf.reward_training import train_reward_model_async
-from gradwire.rlhf.state import OWN_FOLDER, STATE_FILE, Checkpoints, TrainingState, find_run, fingerprint
+from gradwire.rlhf.state import OWN_FOLDER, POLICY, REWARD_MODEL, TrainingState, fingerprint
 from gradwire.service import ServiceClient
-from gradwire.training import TrainingClient
 
 logger = logging.getLogger("gradwire.rlhf")
 
-POLICY, REWARD_MODEL = "policy", "reward_model"
 METRICS_FILE = "metrics.jsonl"
-SECTION = "policy"
-
-OnProgress = Callable[[TrainingProgress], None]
 
 
 class RLHFTrainer:
@@ -153,7 +148,7 @@ class RLHFTrainer:
         inputs = fingerprint(
             asdict(self.config), asdict(self.reward_config), [item._asdict() for item in dataset], str(given)
         )
-        state = TrainingState(output / OWN_FOLDER / STATE_FILE, inputs)
+        state = TrainingState(output / OWN_FOLDER, inputs)
         if state.resumed and (output / RESULTS_FILE).exists():
             logger.info("%s already holds the result of this training", output)
             return TrainingResult.load(output)
@@ -227,9 +222,8 @@ class _Training:
                 room,
             )
         model, reward_model_folder = await self._reward_model(reward_model_path)
-        run, ppo = await self._open_policy(origin, model)
-        await self._practise(run, ppo)
-        result = await self._export(run, origin, model, reward_model_folder)
+        policy = (await self._train_policy(origin, model)).loop
+        result = await self._export(policy, origin, model, reward_model_folder)
         await model.close_async()
         return result
 
@@ -256,58 +250,38 @@ class _Training:
         folder = await model.save_pretrained_async(self._output / REWARD_MODEL)
         return model, folder
 
-    async def _open_policy(self, origin: Origin, model: RewardModel) -> tuple[TrainingClient, FeedbackPPO]:
-        """Open the run and its algorithm, at the state of an interrupted training, or new."""
-        config, done = self._config, self._state.section(SECTION)
-        name = f"rlhf {self._state.job} policy"
-        run = await find_run(self._service, name)
-        if run is not None and not done:
-            await self._service.delete_run(run.run_id)
-        if run is None or not done:
-            done = {}
-            self._state.forget(SECTION)
+    async def _train_policy(self, origin: Origin, model: RewardModel) -> FeedbackPPO:
+        """Train the policy, from the state of an interrupted training if there is one."""
+        config, state, total = self._config, self._state, self._config.max_steps
+        run = await state.find_run(self._service, POLICY)
+        if run is None:
+            name = state.run_name(POLICY)
             run = await start_run(self._service, origin, lora=config.lora, head="value", seed=config.seed, name=name)
-        else:
-            await run.load_checkpoint(done["checkpoint"])
+        prompts, tells = list(PPODataset(self._dataset)), self._on_progress
         ppo = FeedbackPPO(
             self._service,
             run,
-            list(PPODataset(self._dataset)),
+            prompts,
             model,
             config,
-            reference=origin.reference(await run.info()),
-            context_tokens=origin.context_tokens,
+            origin=origin,
             folder=self._output,
+            state=state,
             tokenizer=self._tokenizer,
+            loggers=[ProgressLogger(tells, POLICY, total, first=0)] if tells is not None else [],
         )
-        if done:
-            ppo.skip_to(done["step"], done["kl_coef"])
-        return run, ppo
-
-    async def _practise(self, run: TrainingClient, ppo: FeedbackPPO) -> None:
-        """Run the remaining steps."""
-        total = self._config.max_steps
-        checkpoints = Checkpoints(run, "step", last=self._state.section(SECTION).get("checkpoint", ""))
-        with Progress("policy", total, show=self._show) as progress:
-            while ppo.state.iteration < total:
-                (metrics,) = await ppo.train(1, progress_bar=False)
-                step = ppo.state.iteration
-                progress.update(step, {"reward": metrics["rewards/score"], "kl": metrics["train/kl"]})
-                if self._on_progress is not None:
-                    self._on_progress(TrainingProgress("policy", step, total, metrics))
-                if checkpoints.due or step == total:
-                    await checkpoints.save(step, self._state, SECTION, {"step": step, "kl_coef": ppo.kl.coef})
+        await ppo.train(total - await ppo.resume(), self._show)
         ppo.close()
+        return ppo
 
     async def _export(
-        self, run: TrainingClient, origin: Origin, model: RewardModel, reward_model_folder: Path
+        self, policy: TrainingLoop, origin: Origin, model: RewardModel, reward_model_folder: Path
     ) -> TrainingResult:
         if self._on_progress is not None:
             self._on_progress(TrainingProgress("export", 0, 1))
         folder = self._output / POLICY
-        await export_run(run, folder)
-        checkpoint = self._state.section(SECTION)["checkpoint"]
-        written = {"model": origin.model, "checkpoint": checkpoint}
+        await export_run(policy.run, folder)
+        written = {"model": origin.model, "checkpoint": policy.checkpoint}
         (folder / POLICY_FILE).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
         steps = {each["iteration"]: each for each in read_jsonl(self._output / METRICS_FILE)}
         history = [steps[step] for step in sorted(steps) if step < self._config.max_steps]
@@ -324,7 +298,7 @@ class _Training:
             loss_history=[each["train/loss"] for each in history],
             value_error_history=[each["train/value_error"] for each in history],
             reward_model_report=model.report,
-            policy_checkpoint=checkpoint if self._keeps_runs else "",
+            policy_checkpoint=policy.checkpoint if self._keeps_runs else "",
         )
         result.save(self._output)
         if self._on_progress is not None:

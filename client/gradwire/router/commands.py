@@ -86,7 +86,7 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
 def _train(given: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from gradwire.rl.progress import Progress
+    from gradwire.loop.progress import Progress
     from gradwire.router.adapter import RouterPPOAdapter, TrainingDisabledError
     from gradwire.router.console import show_curves, show_report, update_line
     from gradwire.router.settings_file import load_settings

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.extras import require
-from gradwire.rl.loggers import MetricLogger, TensorBoardLogger, WandbLogger
+from gradwire.loop.loggers import MetricLogger, TensorBoardLogger, WandbLogger
 from gradwire.router.settings import Logging, Metrics, Observability, Tracing
 
 LOOPBACK = "127.0.0.1"

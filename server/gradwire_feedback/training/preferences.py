@@ -10,15 +10,17 @@ from typing import Any
 
 import gradwire
 import numpy as np
+from gradwire.loop.loggers import MetricLogger
+from gradwire.loop.training_loop import Plan, TrainingLoop
 from gradwire.rl.batching import derive_seed
 from gradwire.rl.generation import ServiceCodec
 from gradwire.rlhf import TrainingConfig, TrainingProgress
 from gradwire.rlhf.origins import POLICY_FILE, export_run, find_origin
+from gradwire.rlhf.results import ProgressLogger
 from gradwire.rlhf.reward_model import encode_pairs, encoded
-from gradwire.rlhf.state import OWN_FOLDER, STATE_FILE, Checkpoints, TrainingState, find_run, fingerprint
+from gradwire.rlhf.state import OWN_FOLDER, POLICY, TrainingState, fingerprint
 from gradwire.whole_files import replace_json
 
-SECTION = "policy"
 PREFERENCES_FILE = "preference_results.json"
 HELD_OUT = 0.1
 """Share of the prompts whose pairs are not trained on."""
@@ -93,24 +95,18 @@ async def train_on_preferences(
     """
     if (output / PREFERENCES_FILE).exists():
         return PreferenceResult.load(output)
-    state = TrainingState(output / OWN_FOLDER / STATE_FILE, fingerprint(asdict(config), beta, list(pairs)))
+    state = TrainingState(output / OWN_FOLDER, fingerprint(asdict(config), beta, list(pairs)))
     origin = await find_origin(service, config.base_model)
     rows = await _encoded(service, origin.model, origin.context_tokens, pairs)
     trained, unseen = _split([pair["prompt"] for pair in pairs], config.seed)
 
-    name, done = f"rlhf {state.job} policy", state.section(SECTION)
-    run = await find_run(service, name)
-    if run is not None and not done:
-        await service.delete_run(run.run_id)
-        run = None
-    if run is None:
-        done = {}
-        if origin.checkpoint:
-            run = await service.fork_run(origin.checkpoint, head="", seed=config.seed, name=name)
-        else:
-            run = await service.create_run(origin.model, lora=config.lora, seed=config.seed, name=name)
-    else:
-        await run.load_checkpoint(done["checkpoint"])
+    run = await state.find_run(service, POLICY)
+    if run is None and origin.checkpoint:
+        run = await service.fork_run(origin.checkpoint, head="", seed=config.seed, name=state.run_name(POLICY))
+    elif run is None:
+        run = await service.create_run(
+            origin.model, lora=config.lora, seed=config.seed, name=state.run_name(POLICY)
+        )  # fmt: skip
     settings = {"beta": beta, "reference_model": origin.reference(await run.info())}
 
     async def measured() -> dict[str, float]:
@@ -126,22 +122,38 @@ async def train_on_preferences(
             if found
         }
 
-    before = done.get("before") or await measured()
-    curves: dict[str, list[float]] = done.get("curves") or {shown: [] for shown in FIGURES.values()}
-    checkpoints = Checkpoints(run, "step", last=done.get("checkpoint", ""))
-    for step in range(int(done.get("step", 0)) + 1, config.max_steps + 1):
-        batch = rows.batch(_places(trained, config, step))
-        done_step = await run.train_step(batch, "dpo", settings, learning_rate=config.learning_rate)
-        for name, shown in FIGURES.items():
-            curves[shown].append(float(done_step.metrics[name]))
-        on_progress(TrainingProgress("preferences", step, config.max_steps, done_step.metrics))
-        if checkpoints.due or step == config.max_steps:
-            await checkpoints.save(step, state, SECTION, {"step": step, "curves": curves, "before": before})
+    curves: dict[str, list[float]] = {shown: [] for shown in FIGURES.values()}
+    before: dict[str, float] = {}
+
+    class Curves:
+        """Adds each step's figures to the curves."""
+
+        def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+            for name, shown in FIGURES.items():
+                curves[shown].append(float(metrics[name]))
+
+        def close(self) -> None:
+            """Do nothing: the loop saves the curves."""
+
+    async def step(number: int) -> gradwire.Future[gradwire.TrainStepResult]:
+        batch = rows.batch(_places(trained, config, number))
+        return run.train_step(batch, "dpo", settings, learning_rate=config.learning_rate)
+
+    loggers: list[MetricLogger] = [Curves(), ProgressLogger(on_progress, "preferences", config.max_steps)]
+    loop = TrainingLoop(
+        run, Plan("preferences", save_every=None, keep=1), loggers, state.file(POLICY),
+        own=lambda: {"curves": curves, "before": before}, shown=dict,
+    )  # fmt: skip
+    if earlier := await loop.resume():
+        curves, before = earlier["curves"], earlier["before"]
+    else:
+        before = await measured()
+    await loop.train(config.max_steps, step, show=False)
     on_progress(TrainingProgress("export", 0, 1))
     await export_run(run, output / "policy")
-    checkpoint = str(state.section(SECTION)["checkpoint"])
-    replace_json(output / "policy" / POLICY_FILE, {"model": origin.model, "checkpoint": checkpoint}, indent=1)
-    result = PreferenceResult(len(pairs), len(unseen), before, await measured(), curves, checkpoint)
+    written = {"model": origin.model, "checkpoint": loop.checkpoint}
+    replace_json(output / "policy" / POLICY_FILE, written, indent=1)
+    result = PreferenceResult(len(pairs), len(unseen), before, await measured(), curves, loop.checkpoint)
     result.save(output)
     on_progress(TrainingProgress("export", 1, 1))
     return result
@@ -176,8 +188,8 @@ def _split(prompts: Sequence[str], seed: int) -> tuple[list[int], list[int]]:
 
 
 def _places(trained: Sequence[int], config: TrainingConfig, step: int) -> list[int]:
-    """The pairs of a step: each pass over all of them in another order."""
-    first = (step - 1) * config.batch_size
+    """The pairs of a step, counted from 0: each pass over all of them in another order."""
+    first = step * config.batch_size
     found = []
     for place in range(first, first + config.batch_size):
         epoch, position = divmod(place, len(trained))

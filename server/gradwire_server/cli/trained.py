@@ -34,15 +34,14 @@ class Trained:
         Raises:
             SettingsError: There is no finished training in it, or another server holds what it trained.
         """
-        found: dict[str, Any] = {}
-        for name in ("state.json", "run.json"):
-            try:
-                found |= json.loads((folder / name).read_text(encoding="utf-8"))
-            except FileNotFoundError:
-                continue
-            except (OSError, ValueError, TypeError):
-                raise SettingsError(f"{folder / name} is not the state of a training") from None
-        if "run_id" not in found or not found.get("checkpoint"):
+        file = folder / "state.json"
+        try:
+            found = dict(json.loads(file.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            found = {}
+        except (OSError, ValueError, TypeError):
+            raise SettingsError(f"{file} is not the state of a training") from None
+        if not found.get("checkpoint") or "settings" not in found:
             raise SettingsError(f"{folder} holds no training that has saved a checkpoint")
         if not found.get("server"):
             raise SettingsError(f"the training in {folder} used the server at {found.get('address')}, which serves it")

@@ -24,7 +24,7 @@ from support.tiny import tiny_model
 PROGRAM = """
 import os, signal
 from gradwire.recipes.command import main
-from gradwire.rl.loggers import JsonlLogger
+from gradwire.loop.loggers import JsonlLogger
 
 written, log = 0, JsonlLogger.log
 

@@ -13,8 +13,8 @@ import prometheus_client
 import pytest
 import torch
 import yaml
+from gradwire.loop.loggers import read_jsonl
 from gradwire.rl import HICRACreditAssigner, JsonlLogger, PrometheusLogger, build_hicra_from_dict
-from gradwire.rl.loggers import read_jsonl
 
 REWARDS = [[1.0, 2.0, 9.0], [0.5, -3.0, 4.0], [2.0, 0.0, 0.0], [1.0, -1.0, 7.0]]
 MASK = [[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 0]]

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import pytest
-from gradwire.rl.progress import Progress
+from gradwire.loop.progress import Progress
 
 
 class Terminal(io.StringIO):
@@ -23,7 +23,7 @@ class OutStream(io.StringIO):
 
 def written(stream: Any, monkeypatch: pytest.MonkeyPatch, *, show: bool = True) -> str:
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr("gradwire.rl.progress.REFRESH_S", 0.0)
+    monkeypatch.setattr("gradwire.loop.progress.REFRESH_S", 0.0)
     with Progress("GRPO", 3, show=show) as progress:
         progress.update(1, {"reward": 0.5, "not_scored": 4.0})
         progress.update(3, {"reward": 0.75})

@@ -21,10 +21,10 @@ from typing import Any
 import gradwire
 import numpy as np
 import pytest
+from gradwire.loop.loggers import TensorBoardLogger, TrackioLogger, WandbLogger
 from gradwire.rl import RolloutManager, Task
 from gradwire.rl.environments import GymnasiumEnvironment, VerifiersEnvironment, verifiers_tasks
 from gradwire.rl.inference import OpenAIInference, SamplingParams, TokenizerCodec
-from gradwire.rl.loggers import TensorBoardLogger, TrackioLogger, WandbLogger
 from support.server import free_port
 from support.stage import wait_for
 

@@ -16,9 +16,9 @@ from typing import Any
 import gradwire
 import pytest
 from _support.small_model import small_model
+from gradwire.loop.loggers import read_jsonl
 from gradwire.rl import AlgorithmConfig, GiGPOAlgorithm, GRPOAlgorithm, RewardModel, last_number
 from gradwire.rl.environments import BaseEnvironment, StepResult
-from gradwire.rl.loggers import read_jsonl
 from gradwire.rl.types import Action, State, Task
 from support.server import Server, free_port
 

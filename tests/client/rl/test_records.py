@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradwire.rl.loggers import (
+from gradwire.loop.loggers import (
     JsonlLogger,
     MlflowLogger,
     TensorBoardLogger,

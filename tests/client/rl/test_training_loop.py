@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from gradwire.errors import NonFiniteError
+from gradwire.loop.loggers import read_jsonl
 from gradwire.rl import GRPOAlgorithm, REINFORCEAlgorithm, SandboxLimits, reward_function
 from gradwire.rl.curricula import ShuffledCurriculum
-from gradwire.rl.loggers import read_jsonl
 from gradwire.rl.types import Task
 from support.checking_run import CheckingRun, Doors, arrived, config, walk
 

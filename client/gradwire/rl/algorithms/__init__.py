@@ -2,7 +2,7 @@
 
 from gradwire.rl.algorithms.base import Algorithm, AlgorithmOptions
 from gradwire.rl.algorithms.config import AlgorithmConfig
-from gradwire.rl.algorithms.gigpo import GiGPOAlgorithm, GiGPOCredit, gigpo_credit
+from gradwire.rl.algorithms.gigpo import GiGPOAlgorithm, GiGPOCredit, GiGPOOptions, gigpo_credit
 from gradwire.rl.algorithms.grpo import GRPOAlgorithm
 from gradwire.rl.algorithms.hicra import HICRAAlgorithm
 from gradwire.rl.algorithms.ppo import PPOAlgorithm
@@ -16,6 +16,7 @@ __all__ = [
     "GRPOAlgorithm",
     "GiGPOAlgorithm",
     "GiGPOCredit",
+    "GiGPOOptions",
     "HICRAAlgorithm",
     "PPOAlgorithm",
     "REINFORCEAlgorithm",

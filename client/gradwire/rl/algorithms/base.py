@@ -6,20 +6,21 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Self, TypedDict, Unpack
 
 import numpy as np
 
 from gradwire import sync
+from gradwire.loop.loggers import JsonlLogger, MetricLogger
+from gradwire.loop.training_loop import Plan, TrainingLoop
 from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.algorithms.evaluation import evaluate
 from gradwire.rl.algorithms.reporting import Reporter, check_failures, shown, warn_of_cut
 from gradwire.rl.algorithms.sampler_correction import SamplerCorrection
 from gradwire.rl.algorithms.scored_rollouts import Manager
 from gradwire.rl.algorithms.sources import Source, Sources
-from gradwire.rl.algorithms.state import AlgorithmState
 from gradwire.rl.algorithms.update import update
 from gradwire.rl.algorithms.weights import can_update, check_updatable, staleness
 from gradwire.rl.batching import derive_seed
@@ -27,9 +28,7 @@ from gradwire.rl.curricula import Curriculum, Tasks, as_curriculum, as_tasks
 from gradwire.rl.environments import BaseEnvironment, SimpleTextEnvironment
 from gradwire.rl.environments.groups import GroupBuilder
 from gradwire.rl.inference import InferenceModule, RunInference
-from gradwire.rl.loggers import MetricLogger
 from gradwire.rl.metrics import Mean, Metric, Metrics, Sum, merged, values_of
-from gradwire.rl.progress import Progress
 from gradwire.rl.recording import Recorder
 from gradwire.rl.replay import ReplayBuffer
 from gradwire.rl.rewards import Reward, as_computer
@@ -90,6 +89,7 @@ class Algorithm(ABC):
         corrects: Whether the loss can weight stale samples by truncated importance.
         straggler_s: Seconds that other episodes wait for the slowest environment step; None: until it ends.
         history: The metrics of each iteration of this object.
+        loop: The loop around the iterations; ``loop.step`` is the number of finished ones.
         version: Number of optimizer steps of the run, including submitted ones.
     """
 
@@ -140,11 +140,13 @@ class Algorithm(ABC):
         self.eval_tasks = as_tasks(eval_tasks) if eval_tasks else []
         if self.config.eval_every and not self.eval_tasks:
             raise ValueError("eval_every needs held-out tasks: eval_tasks=[...]")
-        self.state = AlgorithmState()
         self.replay = options.get("replay") or ReplayBuffer(max(1, 8 * self.config.batch_size * self.config.group_size))
         self.curriculum = as_curriculum(tasks, self.config.seed)
         self._service, self._tokenizer, self._inference = service, options.get("tokenizer"), inference
-        self._reporter = Reporter(self.config, run.run_id, options.get("loggers", ()), options.get("recorder"))
+        self._reporter = Reporter(self.config, options.get("recorder"))
+        log = JsonlLogger((self.config.folder or Path("runs") / run.run_id) / "metrics.jsonl")
+        loggers = [log, *options.get("loggers", ()), self._reporter]
+        self.loop = TrainingLoop(run, self._plan(), loggers, self._state_file(), own=self._state, shown=shown)
         self._rollout_manager = rollout_manager
         self._sources: Sources | None = None
         self._sampler_correction = SamplerCorrection(run, self.config.temperature, self._reporter)
@@ -187,20 +189,15 @@ class Algorithm(ABC):
                 iteration does not count; minibatches before the failed one have been trained on.
         """
         sources = await self._ready()
-        first, last = self.state.iteration, self.state.iteration + num_iterations
-        history = []
-        label = type(self).__name__.removesuffix("Algorithm")
-        with Progress(label, num_iterations, show=progress_bar) as progress:
-            async with self._source(sources, mode, max_staleness, range(first, last)) as source:
-                for iteration in range(first, last):
-                    started = time.monotonic()
-                    metrics = await self._iteration(iteration, source)
-                    metrics |= await self._after(iteration)
-                    metrics["time/iteration_s"] = time.monotonic() - started
-                    self._reporter.log(iteration, metrics)
-                    history.append(metrics)
-                    progress.update(iteration - first + 1, shown(metrics))
-        return history
+        first, before = self.loop.step, len(self.history)
+        last = first + num_iterations
+        async with self._source(sources, mode, max_staleness, range(first, last)) as source:
+
+            async def step(iteration: int) -> Metrics:
+                return await self._iteration(iteration, source)
+
+            await self.loop.train(last, step, self.evaluate, show=progress_bar)
+        return self.history[before:]
 
     def _source(self, sources: Sources, mode: str, max_staleness: int | None, iterations: range) -> Source:
         if mode == "sync":
@@ -236,7 +233,6 @@ class Algorithm(ABC):
         if self.config.reference_ema is not None:
             await self.run.update_reference(ema=self.config.reference_ema)
         await self._reporter.record(iteration, trained, self._codec)
-        self.state = replace(self.state, iteration=iteration + 1)
         return values_of(merged(metrics))
 
     async def _learn(self, iteration: int, trajectories: list[Trajectory], minibatches: int) -> dict[str, Metric]:
@@ -271,19 +267,6 @@ class Algorithm(ABC):
         if self._inference is not None and can_update(self._inference, self.run):
             await self._inference.update_weights(self.run, self.version)
 
-    async def _after(self, iteration: int) -> Metrics:
-        """Run evaluation and checkpoints if they are due."""
-        config, metrics = self.config, Metrics()
-        if config.eval_every and (iteration + 1) % config.eval_every == 0:
-            metrics = await self.evaluate()
-            if metrics["eval/success"] > self.state.best_success:
-                self.state = replace(self.state, best_success=metrics["eval/success"])
-                if config.folder is not None:
-                    await self.save_checkpoint(best=True)
-        if config.save_every and (iteration + 1) % config.save_every == 0:
-            await self.save_checkpoint()
-        return metrics
-
     @property
     def _codec(self) -> Any:
         return self._inference.codec if self._inference is not None else None
@@ -308,14 +291,7 @@ class Algorithm(ABC):
             name: Name of the server's checkpoint; by default ``iteration-N``.
             best: Keep it as the best so far, under the name ``best``.
         """
-        name = name or ("best" if best else f"iteration-{self.state.iteration}")
-        checkpoint = await self.run.save_checkpoint(name=name, note=type(self).__name__, overwrite=True)
-        state = replace(self.state, checkpoint=checkpoint.path, curriculum=self.curriculum.state())
-        state = replace(state, version=self.version)
-        if self.config.folder is not None:
-            state.save(self.config.folder / ("best.json" if best else "state.json"))
-        self._reporter.saved(self.state.iteration, checkpoint.path)
-        return checkpoint
+        return await self.loop.save(name, best)
 
     async def resume(self, best: bool = False) -> int:
         """Continue from the last checkpoint (or the best); return the number of finished iterations, 0 if none.
@@ -325,25 +301,37 @@ class Algorithm(ABC):
         """
         if self.config.folder is None:
             raise ValueError("resume() needs the checkpoint_dir of the training in the config")
-        file = self.config.folder / ("best.json" if best else "state.json")
-        if not file.exists():
-            self._reporter.forget(0)
-            return 0
-        await self._ready()
-        state = AlgorithmState.read(file)
-        await self.run.load_checkpoint(state.checkpoint)
-        self.state = state
-        self.curriculum.load(state.curriculum)
-        self.version = state.version
-        self._reporter.forget(state.iteration)
-        self._reporter.saved(state.iteration, state.checkpoint)
-        await self._update_weights()
-        return state.iteration
+        state = await self.loop.resume(best)
+        if state:
+            await self._ready()
+            self._restore(state)
+            await self._update_weights()
+        return self.loop.step
+
+    def _plan(self) -> Plan:
+        """When to evaluate and to save."""
+        config, label = self.config, type(self).__name__.removesuffix("Algorithm")
+        return Plan(
+            label, "iteration", first=0, eval_every=config.eval_every, save_every=config.save_every, at_end=False,
+            best_by="success" if config.folder is not None else "",
+        )  # fmt: skip
+
+    def _state_file(self) -> Path | None:
+        return None if self.config.folder is None else self.config.folder / "state.json"
+
+    def _state(self) -> Mapping[str, Any]:
+        """What a resumed training needs besides the checkpoint."""
+        return {"version": self.version, "curriculum": self.curriculum.state()}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`_state` returned."""
+        self.version = state["version"]
+        self.curriculum.load(state["curriculum"])
 
     def close(self) -> None:
         """Close loggers and sandboxes."""
         self.reward.close()
-        self._reporter.close()
+        self.loop.close()
 
     async def __aenter__(self) -> Self:
         return self

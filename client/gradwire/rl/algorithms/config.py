@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from gradwire import schedules
 from gradwire.rl.generation import SamplingParams
 
 
@@ -137,8 +138,7 @@ class AlgorithmConfig:
 
     def rate(self, iteration: int) -> float:
         """Return the learning rate of an iteration."""
-        warm = min(1.0, (iteration + 1) / self.warmup_iterations) if self.warmup_iterations else 1.0
-        return self.learning_rate * warm
+        return schedules.constant(iteration, peak=self.learning_rate, warmup=max(self.warmup_iterations - 1, 0))
 
     def kl_kwargs(self) -> dict[str, Any]:
         """Return the KL arguments of every policy loss."""

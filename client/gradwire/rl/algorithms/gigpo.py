@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from gradwire.rl.metrics import Mean, Metric, Std, Sum
 from gradwire.rl.rewards.computer import by_group
 from gradwire.rl.rows import OF_GROUPS, TrainingBatch, grouped_columns, rows_of, share_prompts
 from gradwire.rl.types import StepData, Task, Trajectory
+from gradwire.wire.options import check_options
 
 logger = logging.getLogger("gradwire.rl.gigpo")
 
@@ -163,16 +164,28 @@ def _explain(
             logger.debug("A_GiG  group %d member %d step %d: %.4g", each.group, each.member, step.index, step.advantage)
 
 
+class GiGPOOptions(AlgorithmOptions, total=False):
+    """The keyword arguments of :class:`GiGPOAlgorithm`: those of every algorithm, and its own.
+
+    Attributes:
+        omega: Weight of the step level, 1 by default; 0 is GRPO over trajectories.
+        gamma: Discount per step; 0.95 by default.
+        state_hashing_function: Maps a step to a key of its state; by default the environment's ``state_key``.
+        default_step_reward: Reward of steps that the reward function does not name; None, the default, leaves it to the
+            reward computer.
+    """
+
+    omega: float
+    gamma: float
+    state_hashing_function: StateHash
+    default_step_reward: float | None
+
+
 class GiGPOAlgorithm(Algorithm):
     """PPO's clipped objective with GiGPO's advantages, computed on the client (loss ``gigpo``).
 
     Args:
-        omega: Weight of the step level; 0 is GRPO over trajectories.
-        gamma: Discount per step.
-        state_hashing_function: Maps a step to a key of its state; by default the environment's ``state_key``.
-        default_step_reward: Reward of steps that the reward function does not name; None leaves it to the reward
-            computer.
-        options: See :class:`~gradwire.rl.AlgorithmOptions`.
+        options: ``omega``, ``gamma`` and others: see :class:`GiGPOOptions`.
     """
 
     corrects = True
@@ -184,17 +197,16 @@ class GiGPOAlgorithm(Algorithm):
         tasks: Any,
         reward: Any,
         config: AlgorithmConfig | None = None,
-        *,
-        omega: float = 1.0,
-        gamma: float = 0.95,
-        state_hashing_function: StateHash = anchor_state,
-        default_step_reward: float | None = None,
-        **options: Unpack[AlgorithmOptions],
+        **options: Unpack[GiGPOOptions],
     ) -> None:
-        super().__init__(service, run, tasks, reward, config, **options)
+        check_options(GiGPOOptions, options, type(self).__name__)
+        omega, gamma = options.pop("omega", 1.0), options.pop("gamma", 0.95)
+        state_hash = options.pop("state_hashing_function", anchor_state)
+        default_step_reward = options.pop("default_step_reward", None)
+        super().__init__(service, run, tasks, reward, config, **cast("AlgorithmOptions", options))
         if not 0 <= gamma <= 1:
             raise ValueError(f"gamma must be from 0 to 1, got {gamma}")
-        self.omega, self.gamma, self.state_hash = omega, gamma, state_hashing_function
+        self.omega, self.gamma, self.state_hash = omega, gamma, state_hash
         if default_step_reward is not None:
             self.reward.default_step_reward = default_step_reward
 

@@ -1,16 +1,15 @@
-"""Reporting of a training: metrics to loggers, trajectories to a recorder, one-time warnings, located failures."""
+"""Reporting of a training: its history, trajectories to a recorder, one-time warnings, located failures."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from gradwire.errors import GradwireError
+from gradwire.loop.warnings import WarnOnce
 from gradwire.rl.algorithms.config import AlgorithmConfig
-from gradwire.rl.loggers import CheckpointLogger, JsonlLogger, MetricLogger
 from gradwire.rl.recording import Recorder, TrajectoryRecorder
 from gradwire.rl.types import Trajectory
 
@@ -41,51 +40,32 @@ class RolloutsFailedError(GradwireError):
 
 
 class Reporter:
-    """The loggers and the recorder of an algorithm.
+    """The history and the recorder of an algorithm, as a logger of its loop.
 
     Args:
-        config: Names the files' folders.
-        run_id: Name of the log's folder if the config has none.
-        loggers: Loggers in addition to the JSONL file.
+        config: Names the recorder's folder.
         recorder: Recorder of trajectories; by default one that follows ``config.record_every``.
     """
 
-    def __init__(
-        self, config: AlgorithmConfig, run_id: str, loggers: Sequence[MetricLogger], recorder: Recorder | None
-    ) -> None:
+    def __init__(self, config: AlgorithmConfig, recorder: Recorder | None) -> None:
         folder = config.folder
-        self._jsonl = JsonlLogger((folder or Path("runs") / run_id) / "metrics.jsonl")
-        self.loggers: list[MetricLogger] = [self._jsonl, *loggers]
         self.recorder = recorder
         if recorder is None and folder is not None and config.record_every:
             self.recorder = TrajectoryRecorder(folder / "trajectories.jsonl", every=config.record_every)
         self.history: list[dict[str, float]] = []
-        self._warned: set[str] = set()
+        self.warn_once = WarnOnce("gradwire.rl")
 
     def forget(self, iteration: int) -> None:
-        """Remove what the files have from this iteration on."""
-        self._jsonl.forget(iteration)
+        """Remove what was recorded from this iteration on."""
         if self.recorder is not None:
             self.recorder.forget(iteration)
 
-    def log(self, iteration: int, metrics: dict[str, float]) -> None:
-        self.history.append(metrics)
-        for each in self.loggers:
-            each.log(iteration, metrics)
-
-    def saved(self, iteration: int, path: str) -> None:
-        for each in self.loggers:
-            if isinstance(each, CheckpointLogger):
-                each.saved(iteration, path)
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self.history.append(dict(metrics))
 
     async def record(self, iteration: int, trajectories: Sequence[Trajectory], codec: Any) -> None:
         if self.recorder is not None:
             await self.recorder.record(iteration, trajectories, codec)
-
-    def warn_once(self, kind: str, message: str, *args: Any) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            logger.warning(message, *args)
 
     def pass_on(self, iteration: int, warnings: Sequence[str], meaningless: Sequence[str]) -> None:
         """Log the service's warnings, each kind once, except those that do not apply to this batch's layout."""
@@ -95,8 +75,6 @@ class Reporter:
                 self.warn_once(kind, "iteration %d: %s", iteration, warning)
 
     def close(self) -> None:
-        for each in self.loggers:
-            each.close()
         if self.recorder is not None:
             self.recorder.close()
 

@@ -10,7 +10,7 @@ from gradwire.rl.generation import (
     TopLogits,
 )
 from gradwire.rl.inference.local import LocalInference
-from gradwire.rl.inference.openai import OpenAIInference
+from gradwire.rl.inference.openai import OpenAIInference, OpenAIOptions
 from gradwire.rl.inference.server import RunInference
 from gradwire.rl.inference.vllm import VLLMInference
 
@@ -19,6 +19,7 @@ __all__ = [
     "InferenceModule",
     "LocalInference",
     "OpenAIInference",
+    "OpenAIOptions",
     "RunInference",
     "SamplingParams",
     "ServiceCodec",

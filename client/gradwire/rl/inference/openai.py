@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
@@ -16,9 +16,39 @@ from gradwire.rl.generation import Generation, SamplingParams, TextCodec, TokenR
 from gradwire.rl.inference.tools import ToolGeneration
 from gradwire.rl.inference.weights import WeightFolder, has_tied_head, is_adapter
 from gradwire.rl.types import FloatArray
+from gradwire.wire.options import check_options
 
 BUSY = frozenset({429, 502, 503, 504})
 """Status codes of an endpoint that may answer later."""
+
+
+class OpenAIOptions(TypedDict, total=False):
+    """The keyword arguments of :class:`OpenAIInference`.
+
+    Attributes:
+        api_key: Sent as a bearer token.
+        send_ids: Also requests the sampled ids (vLLM's ``return_token_ids``); True by default. Without them the text is
+            encoded again, which is close but not exact: good for evaluation and judges, not for training. An endpoint
+            without ids (OpenAI's own, ``transformers serve``) refuses ``top_k`` and ``ignore_eos`` as well.
+        weights: How the endpoint receives new weights, which training needs. ``"adapter"``: a LoRA run's, by
+            ``POST load_lora_adapter``; vLLM needs ``--enable-lora`` and
+            ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``. ``"model"``: all weights, by vLLM's ``POST collective_rpc`` of
+            ``reload_weights``, which needs ``VLLM_SERVER_DEV_MODE=1``; on a CPU only for models with an output head
+            of their own (``tie_word_embeddings`` false). None, the default: not at all.
+        weights_folder: Folder to export weights to; the endpoint must see it under the same path.
+        adapters_url: The endpoint's ``load_lora_adapter``; by default below ``base_url``, as in vLLM (SGLang has
+            it at the root).
+        concurrency: Requests in flight; 16 by default.
+        timeout_s: Time limit of a request; 300 by default.
+    """
+
+    api_key: str
+    send_ids: bool
+    weights: Literal["adapter", "model"] | None
+    weights_folder: Path | str | None
+    adapters_url: str
+    concurrency: int
+    timeout_s: float
 
 
 class OpenAIInference(WeightFolder, ToolGeneration):
@@ -35,39 +65,17 @@ class OpenAIInference(WeightFolder, ToolGeneration):
         model: The endpoint's name of the model.
         codec: The model's tokenizer. Prompts are sent as token ids if ``send_ids`` (vLLM, SGLang), else as text.
             Only :meth:`chat` works without one.
-        api_key: Sent as a bearer token.
-        send_ids: Also requests the sampled ids (vLLM's ``return_token_ids``); without them the text is
-            encoded again, which is close but not exact: good for evaluation and judges, not for training. An endpoint
-            without ids (OpenAI's own, ``transformers serve``) refuses ``top_k`` and ``ignore_eos`` as well.
-        weights: How the endpoint receives new weights, which training needs. ``"adapter"``: a LoRA run's, by
-            ``POST load_lora_adapter``; vLLM needs ``--enable-lora`` and
-            ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``. ``"model"``: all weights, by vLLM's ``POST collective_rpc`` of
-            ``reload_weights``, which needs ``VLLM_SERVER_DEV_MODE=1``; on a CPU only for models with an output head
-            of their own (``tie_word_embeddings`` false). None: not at all.
-        weights_folder: Folder to export weights to; the endpoint must see it under the same path.
-        adapters_url: The endpoint's ``load_lora_adapter``; by default below ``base_url``, as in vLLM (SGLang has
-            it at the root).
-        concurrency: Requests in flight.
-        timeout_s: Time limit of a request.
+        options: ``api_key``, ``weights``, ``send_ids`` and others: see :class:`OpenAIOptions`.
 
     Raises:
         ImportError: ``openai`` is not installed: ``pip install 'gradwire[openai]'``.
     """
 
     def __init__(
-        self,
-        base_url: str,
-        model: str,
-        codec: TextCodec | None = None,
-        *,
-        api_key: str = "",
-        send_ids: bool = True,
-        weights: Literal["adapter", "model"] | None = None,
-        weights_folder: Path | str | None = None,
-        adapters_url: str = "",
-        concurrency: int = 16,
-        timeout_s: float = 300.0,
+        self, base_url: str, model: str, codec: TextCodec | None = None, **options: Unpack[OpenAIOptions]
     ) -> None:
+        check_options(OpenAIOptions, options, "OpenAIInference")
+        weights, weights_folder = options.get("weights"), options.get("weights_folder")
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url must start with http:// or https://, got {base_url!r}")
         if weights not in (None, "adapter", "model"):
@@ -75,19 +83,20 @@ class OpenAIInference(WeightFolder, ToolGeneration):
         self._openai = require("openai", "openai", "OpenAIInference")
         self._client = self._openai.AsyncOpenAI(
             base_url=base_url,
-            api_key=api_key or "none",  # otherwise that of OPENAI_API_KEY, which belongs to another endpoint
-            timeout=timeout_s,
+            api_key=options.get("api_key") or "none",  # not OPENAI_API_KEY, which belongs to another endpoint
+            timeout=options.get("timeout_s", 300.0),
             default_headers={"Connection": "close"},  # an idle connection would belong to one event loop
         )
         self.model = model
         self._base_url = base_url.rstrip("/")
         self._weights = weights
         self.weights_folder = None if weights_folder is None else Path(weights_folder)
-        self._adapters_url = adapters_url or f"{self._base_url}/load_lora_adapter"
+        self._adapters_url = options.get("adapters_url") or f"{self._base_url}/load_lora_adapter"
         self._adapters: tuple[str, ...] = ()
         self._codec = codec
-        self._send_ids = send_ids
-        self._concurrency, self._turns = concurrency, asyncio.Semaphore(concurrency)
+        self._send_ids = options.get("send_ids", True)
+        self._concurrency = options.get("concurrency", 16)
+        self._turns = asyncio.Semaphore(self._concurrency)
 
     @property
     def codec(self) -> TextCodec:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
+from gradwire.loop.loggers import MetricLogger, WandbLogger
 from gradwire.rl import algorithms
-from gradwire.rl.loggers import MetricLogger, WandbLogger
 from gradwire.rl.primitives.background import wait_for
 from gradwire.rl.primitives.backprop import ADAM, BackpropModule
 from gradwire.rl.primitives.environments import BaseEnvironment
@@ -145,7 +145,7 @@ class _Algorithm:
 
         async def saved() -> Path | None:
             algorithm = await self._ready()
-            number = algorithm.state.iteration if iteration is None else iteration
+            number = algorithm.loop.step if iteration is None else iteration
             checkpoint = await algorithm.save_checkpoint(f"iteration-{number}", best)
             folder: Path | None = algorithm.config.folder
             return None if folder is None else folder / checkpoint.path.rsplit("/", 1)[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gradwire.recipes.settings import SettingsError
+from gradwire.errors import InvalidArgumentError
 
 LOWER = ("loss", "nll", "perplexity", "divergence", "kl", "error")
 """Parts of the names of metrics that are better when they are lower."""
@@ -22,15 +22,14 @@ class Best:
     Args:
         metric: Its name, as ``loss``; "" follows none.
         patience: Evaluations without a better value after which the training should end; 0: never.
-        state: As :attr:`state` was when the training was interrupted.
 
     Attributes:
         state: ``value`` and ``step`` of the best evaluation, and ``waited``, the evaluations since.
     """
 
-    def __init__(self, metric: str, patience: int, state: Mapping[str, Any]) -> None:
+    def __init__(self, metric: str, patience: int) -> None:
         self._metric, self._patience = metric.removeprefix("eval/"), patience
-        self.state: dict[str, Any] = dict(state)
+        self.state: dict[str, Any] = {}
 
     @property
     def out_of_patience(self) -> bool:
@@ -41,13 +40,14 @@ class Best:
         """Take the metrics of an evaluation; return whether it is the best so far.
 
         Raises:
-            SettingsError: The evaluation has no such metric.
+            InvalidArgumentError: The evaluation has no such metric.
         """
         if not self._metric:
             return False
-        if self._metric not in metrics:
-            raise SettingsError(f"best_by is {self._metric!r}; evaluations have {', '.join(metrics)}")
-        value = metrics[self._metric]
+        if f"eval/{self._metric}" not in metrics:
+            known = ", ".join(name.removeprefix("eval/") for name in metrics)
+            raise InvalidArgumentError(f"best_by is {self._metric!r}; evaluations have {known}", field="best_by")
+        value = metrics[f"eval/{self._metric}"]
         sign = sign_of(self._metric)
         if "value" not in self.state or sign * value > sign * self.state["value"]:
             self.state = {"value": value, "step": step, "waited": 0}

@@ -109,7 +109,7 @@ class Alerts:
         self._told = {key: at for key, at in self._told.items() if now - at < QUIET_S}
 
     def _post(self, run_id: str, advice: Advice) -> None:
-        name = self._workspace.runs[run_id].info.name or run_id
+        name = self._workspace.runs[run_id].name
         url = f"{self._console}/run/{run_id}"
         text = f"{name}: {advice.what} {advice.remedy} {url}"
         about = {"run_id": run_id, "run": name, "alert": advice.name, "what": advice.what, "remedy": advice.remedy}

@@ -12,8 +12,11 @@ import gradwire
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 from gradwire_http.browsers import BrowserGuard
+from gradwire_shell.frame import RECONNECT_TIMEOUT_S
+from gradwire_shell.policy import ContentPolicy
 from nicegui import app as pages
 from nicegui import ui
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gradwire_console.pages import (
@@ -29,23 +32,14 @@ from gradwire_console.pages import (
     runs,
     server,
     timeline,
+    uploads,
 )
 from gradwire_console.series import AXES
 from gradwire_console.workspace import Workspace, Workspaces
 
-RECONNECT_TIMEOUT_S = 30.0
-HEADERS = {
-    b"content-security-policy": b"default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval';"
-    b" style-src 'self' 'unsafe-inline'; img-src 'self' data:; font-src 'self' data:; connect-src 'self' ws: wss:;"
-    b" frame-ancestors 'none'; base-uri 'self'; form-action 'self'",
-    b"x-content-type-options": b"nosniff",
-    b"referrer-policy": b"same-origin",
-}
-"""NiceGUI's pages carry inline scripts and compile templates, so those two stay allowed; other hosts are not."""
-
 
 class Guarded:
-    """Wrap an application to refuse what browsers send on behalf of other sites' pages, and to bind it to itself."""
+    """Wrap an application to refuse what browsers send on behalf of other sites' pages."""
 
     def __init__(self, app: ASGIApp, guard: BrowserGuard) -> None:
         self.app, self.guard = app, guard
@@ -57,13 +51,8 @@ class Guarded:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
         refused = self.guard.refusal(scope.get("method", "GET"), headers)
 
-        async def with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *HEADERS.items()]
-            await send(message)
-
         if refused is None:
-            await self.app(scope, receive, with_headers)
+            await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": refused[1]})
         else:
@@ -97,6 +86,7 @@ def create_application(workspaces: Workspaces, host: str) -> ASGIApp:
         server,
         jobs,
         playground,
+        uploads,
     ):
         page.register(workspaces)
     ui.run_with(
@@ -106,8 +96,9 @@ def create_application(workspaces: Workspaces, host: str) -> ASGIApp:
         storage_secret=secrets.token_urlsafe(32),  # a session ends with the console, which holds its key
         show_welcome_message=False,
         reconnect_timeout=RECONNECT_TIMEOUT_S,
+        gzip_middleware_factory=None,
     )
-    return Guarded(app, BrowserGuard((host,), pages=True))
+    return GZipMiddleware(ContentPolicy(Guarded(app, BrowserGuard((host,), pages=True))))
 
 
 def _add_json(app: FastAPI, workspaces: Workspaces) -> None:
@@ -182,6 +173,10 @@ def _add_json(app: FastAPI, workspaces: Workspaces) -> None:
         workspace = await workspace_of(request)
         found = timeline.trace(workspace, await timeline.spans(workspace))
         return JSONResponse(found, headers={"Content-Disposition": 'attachment; filename="gradwire-trace.json"'})
+
+    @app.get("/api/uploads")
+    async def list_uploads(request: Request) -> list[dict[str, Any]]:
+        return [dataclasses.asdict(each) for each in await (await workspace_of(request)).uploads()]
 
     @app.get("/api/jobs")
     async def list_jobs(request: Request) -> list[dict[str, Any]]:

@@ -14,10 +14,12 @@ from typing import Any
 import gradwire
 from gradwire.jobs import FILE_SETTINGS
 
+from gradwire_console.workspace import Server
+
 PATIENCE_S = 300.0
 
 
-async def dry_run(service: gradwire.ServiceClient, recipe: str, given: Mapping[str, Any]) -> str:
+async def dry_run(server: Server, service: gradwire.ServiceClient, recipe: str, given: Mapping[str, Any]) -> str:
     """Say what a training takes: rows, tokens, steps, memory and time, by the time of one step.
 
     Args:
@@ -35,10 +37,10 @@ async def dry_run(service: gradwire.ServiceClient, recipe: str, given: Mapping[s
                 path = folder / f"{key}-{Path(file.filename).name}"
                 settings[key] = str(await service.files.download(file.file_id, path))
         config = folder / "settings.yaml"  # JSON is YAML
-        config.write_text(json.dumps(settings | {"address": service.address, "folder": str(folder / "out")}))
+        config.write_text(json.dumps(settings | {"address": server.url, "folder": str(folder / "out")}))
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "gradwire.cli", "train", recipe, str(config), "--dry-run",
-            env=os.environ | {"GRADWIRE_API_KEY": service.api_key},
+            env=os.environ | {"GRADWIRE_API_KEY": service.api_key} | server.trusted,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         try:

@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +37,17 @@ class Server:
     address: str
     ca_cert: Path | None = None
 
+    @property
+    def url(self) -> str:
+        """The address for another process, which trusts the authority by ``trusted``."""
+        secure = self.ca_cert is not None and "://" not in self.address
+        return f"https://{self.address}" if secure else self.address
+
+    @property
+    def trusted(self) -> dict[str, str]:
+        """The environment in which gRPC trusts the server's authority."""
+        return {} if self.ca_cert is None else {"GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": str(self.ca_cert.resolve())}
+
     async def connect(self, key: str) -> gradwire.ServiceClient:
         """Connect with a key; "" for none."""
         return await gradwire.connect(
@@ -50,7 +61,13 @@ class LiveRun:
 
     info: RunInfo
     changed_at: float = 0.0
+    job_name: str = ""
     paces: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4096))
+
+    @property
+    def name(self) -> str:
+        """What it is called: the name of its job, where one trains it, or its own, or its id."""
+        return self.job_name or self.info.name or self.info.run_id
 
     @property
     def state(self) -> str:
@@ -155,6 +172,15 @@ class Workspace:
 
         return await self._answers.of("models", ask, every_s=10.0, stale_s=10.0)
 
+    async def uploads(self) -> list[gradwire.Upload]:
+        """The uploads, oldest first, of which the stream tells nothing: asked every ten seconds."""
+        return await self._answers.of("uploads", self.service.list_uploads, every_s=2.0, stale_s=10.0)
+
+    async def changing_uploads(self, change: Awaitable[object]) -> None:
+        """Wait for a change of the uploads that is made here."""
+        await change
+        self._answers.forget("uploads")
+
     async def activity(self, run_id: str, every_s: float = 1.0) -> gradwire.RunActivity:
         """The newest operations of a run; asked again when one was accepted or has ended."""
         live = self.runs.get(run_id)
@@ -167,7 +193,11 @@ class Workspace:
 
     async def jobs(self) -> Sequence[gradwire.Job]:
         """The jobs, newest first; asked again when one has changed."""
-        return await self._answers.of("jobs", self.service.jobs.list, version=self.jobs_revision, every_s=1.0)
+        found = await self._answers.of("jobs", self.service.jobs.list, version=self.jobs_revision, every_s=1.0)
+        for job in found:
+            if job.name and job.run_id in self.runs:
+                self.runs[job.run_id].job_name = job.name
+        return found
 
     async def job(self, job_id: str) -> FollowedJob:
         """A job with its events and its log; asked again when a job has changed.

@@ -8,6 +8,8 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
 from gradwire_http.browsers import BrowserGuard
+from gradwire_shell.policy import ContentPolicy
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.routing import Match
 
 from gradwire_feedback import pages
@@ -55,4 +57,6 @@ def create_application(context: Context) -> FastAPI:
         )
 
     pages.mount(app, context)
+    app.add_middleware(ContentPolicy)
+    app.add_middleware(GZipMiddleware)
     return app

@@ -28,6 +28,9 @@ KEYS = {
 
 RESPONSE_TIMEOUT_S = 60.0
 """Seconds that a page may take to be made; NiceGUI's three are too few on a machine that trains."""
+RECONNECT_TIMEOUT_S = 120.0
+"""Seconds that a disconnected page keeps its state; then it reloads, and what was typed or said is lost. A browser on a
+machine that trains may be that slow to answer."""
 
 
 def page_at(path: str, *, title: str) -> ui.page:

@@ -118,6 +118,36 @@ def test_checkpoints_have_their_lineage_and_are_exported_and_deleted(
     assert not [each for each in service.list_runs() if each.name == "export"]
 
 
+@pytest.mark.slow
+def test_an_adapter_is_uploaded_and_runs_begin_with_it(
+    console: Console, service: sync.ServiceClient, page: Page, tmp_path: Path
+) -> None:
+    adapter = trained(service, "elsewhere", "kept").export(tmp_path / "adapter").result(60)
+    page.goto(f"{console.url}/uploads")
+    picker = page.locator("input[type=file]")
+    picker.set_input_files(adapter / "adapter_config.json")
+    expect(page.get_by_text("adapter_model.safetensors").filter(has_text="missing").first).to_be_visible()
+    picker.set_input_files([adapter / name for name in ("adapter_config.json", "adapter_model.safetensors")])
+    expect(page.get_by_text("The adapter is on the server.")).to_be_visible()
+    [upload] = service.list_uploads()
+    line = page.get_by_role("region", name="Uploads").locator("tbody tr")
+    expect(line).to_contain_text(upload.upload_id)
+    select(page, upload.upload_id)
+    page.get_by_role("button", name="Begin a run").click()
+    expect(page.get_by_role("dialog")).to_contain_text(f'create_run(from_adapter="{upload.upload_id}")')
+    confirm(page, "Begin")
+    page.wait_for_url("**/run/*")
+    [made] = [run for run in service.list_runs() if run.from_upload == upload.upload_id]
+    assert page.url.endswith(made.run_id)
+    page.goto(f"{console.url}/uploads")
+    expect(line).to_contain_text(f"from {upload.upload_id}")
+    select(page, upload.upload_id)
+    page.get_by_role("button", name="Delete").click()
+    confirm(page, "Delete", upload.upload_id)
+    expect(page.get_by_text("No upload yet.")).to_be_visible()
+    assert service.list_uploads() == [] and made.run_id in {run.run_id for run in service.list_runs()}
+
+
 def test_an_operation_is_cancelled_and_its_script_goes_on(
     console: Console, service: sync.ServiceClient, page: Page
 ) -> None:
@@ -144,6 +174,7 @@ def test_an_operation_is_cancelled_and_its_script_goes_on(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # a page for each button
 def test_a_viewers_key_changes_nothing(tiny_model_path: Path, tmp_path: Path, page: Page) -> None:
     """By every button that asks for something, and by requests made by hand."""
     state = tmp_path / "state"
@@ -159,6 +190,8 @@ def test_a_viewers_key_changes_nothing(tiny_model_path: Path, tmp_path: Path, pa
     ):
         run = trained(service, "of ada", "kept")
         stored = service.files.upload(data)
+        exported = run.export(tmp_path / "adapter").result(60)
+        run_files = [exported / name for name in ("adapter_config.json", "adapter_model.safetensors")]
         settings = {"model": "tiny", "data": stored.file_id, "epochs": 10_000, "batch_size": 1, "max_tokens": 64}
         jobs = {name: service.jobs.submit("sft", settings, name=name).job_id for name in ("going", "ended")}
         service.jobs.cancel(jobs["ended"])
@@ -202,7 +235,10 @@ def test_a_viewers_key_changes_nothing(tiny_model_path: Path, tmp_path: Path, pa
         page.get_by_role("button", name="New training").click()
         page.locator("input[type=file]").set_input_files(data)
         expect(refused).to_be_visible()
-        assert seen() == before
+        page.goto(f"{console.url}/uploads")
+        page.locator("input[type=file]").set_input_files(run_files)
+        expect(refused).to_be_visible()
+        assert seen() == before and service.list_uploads() == []
 
         page.goto(f"{console.url}/server")
         shown = page.get_by_role("region", name="Keys").locator("tbody tr")

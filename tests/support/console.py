@@ -41,6 +41,7 @@ def page_of(browser: Browser, width: int = 1280) -> Iterator[Page]:
 
     context.route("**/*", only_here)
     page = context.new_page()
+    page.on("console", lambda message: print(f"browser at {page.url}: {message.text}"))  # shown where a test fails
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("dialog", lambda dialog: (wrong.append(f"a dialog: {dialog.message}"), dialog.dismiss()))
     yield page

@@ -135,7 +135,7 @@ def forks_of(workspace: Workspace) -> defaultdict[str, list[str]]:
     found: defaultdict[str, list[str]] = defaultdict(list)
     for run in workspace.newest_first():
         if run.info.forked_from:
-            found[run.info.forked_from].append(run.info.name or run.info.run_id)
+            found[run.info.forked_from].append(run.name)
     return found
 
 
@@ -159,7 +159,7 @@ def _show_ancestors(workspace: Workspace, run_id: str) -> None:
             if live is None:
                 plain(f"{name} of {parent}, a run that was deleted or is another key's")
             else:
-                ui.link(f"{name} of {live.info.name or parent}", f"/run/{parent}/checkpoints").classes("gw-link")
+                ui.link(f"{name} of {live.name}", f"/run/{parent}/checkpoints").classes("gw-link")
     oldest = ([run_id, *(each.partition("/")[0] for each in ancestors(workspace, run_id))])[-1]
     if oldest in workspace.runs:
         info = workspace.runs[oldest].info

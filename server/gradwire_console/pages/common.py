@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from urllib.parse import quote
 
 import gradwire
@@ -22,6 +22,7 @@ SECTIONS = (
     ("Timeline", "/timeline"),
     ("Server", "/server"),
     ("Jobs", "/jobs"),
+    ("Uploads", "/uploads"),
     ("Playground", "/playground"),
 )
 RUN_VIEWS = (("Curves", ""), ("Checkpoints", "/checkpoints"), ("Batches", "/batches"), ("Rollouts", "/rollouts"),
@@ -53,6 +54,8 @@ async def opened(
     if found is None:
         return RedirectResponse(f"/login?next={quote(path, safe='')}")
     await found.listed()
+    with suppress(gradwire.GradwireError):  # which the frame shows
+        await found.jobs()  # their names are those of their runs
     with _framed(workspaces, found, section):
         await content(found)
     return None
@@ -118,7 +121,7 @@ def run_head(workspace: Workspace, run_id: str, view: str) -> None:
     """The head of a page about one run: its name, and links to its views."""
     live = workspace.runs[run_id]
     with ui.element("div").classes("gw-head"):
-        title(live.info.name or run_id)
+        title(live.name)
         run_views(run_id, view)
 
 

@@ -41,7 +41,7 @@ def register(workspaces: Workspaces) -> None:
 
 
 def _choice(workspace: Workspace, asked: list[str]) -> None:
-    names = {run.info.run_id: run.info.name or run.info.run_id for run in workspace.newest_first()}
+    names = {run.info.run_id: run.name for run in workspace.newest_first()}
     ui.select(
         names, value=[each for each in asked if each in names], multiple=True, label=f"Runs, {MOST} at most",
         on_change=lambda event: ui.navigate.to("/compare?runs=" + ",".join(event.value[:MOST])),

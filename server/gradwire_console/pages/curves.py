@@ -10,7 +10,9 @@ from nicegui.element import Element
 
 from gradwire_console.series import Record
 
-FIRST = ("loss", "reward_mean", "grad_norm", "learning_rate", "kl", "entropy", "clip_fraction")
+FIRST = ("loss", "loss (forward only)", "reward_mean", "preference_accuracy", "token_accuracy", "grad_norm",
+         "learning_rate", "approx_kl", "entropy", "clip_fraction")  # fmt: skip
+LAST = ("num_tokens", "num_sequences")
 AXES = {"step": "Steps", "tokens": "Tokens", "time": "Time"}
 SMOOTHING = {1: "None", 10: "10 values", 50: "50 values", 250: "250 values"}
 SHOWN_AT_FIRST = 9
@@ -59,7 +61,9 @@ class Curves:
 
     def _names(self) -> list[str]:
         there = dict.fromkeys(name for record in self._records.values() for name in record.metrics)
-        ordered = [name for name in FIRST if name in there] + sorted(name for name in there if name not in FIRST)
+        ordered = [name for name in FIRST if name in there] + sorted(
+            (name for name in there if name not in FIRST), key=lambda name: (name in LAST, name)
+        )
         self._more.set_visibility(len(ordered) > SHOWN_AT_FIRST)
         return ordered if self._all else ordered[:SHOWN_AT_FIRST]
 

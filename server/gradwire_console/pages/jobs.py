@@ -223,7 +223,9 @@ class _Form:
         said: list[str] = []
 
         async def work() -> None:
-            said.append(await dry_run(self._workspace.service, self._recipe.value, self._given()))
+            said.append(
+                await dry_run(self._workspaces.server, self._workspace.service, self._recipe.value, self._given())
+            )
 
         self._estimate.clear()
         with self._estimate:

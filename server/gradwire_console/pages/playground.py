@@ -83,7 +83,7 @@ class _Playground:
         for run in self._workspace.newest_first():
             path = run.info.latest_checkpoint
             if path:
-                names[path] = f"{run.info.name or run.info.run_id}, {path.rpartition('/')[2]}"
+                names[path] = f"{run.name}, {path.rpartition('/')[2]}"
                 self._base[path] = run.info.base_model
         for path in self._first.models:
             names.setdefault(path, path)
@@ -181,6 +181,9 @@ class _Playground:
                         return ""
                     _show_token(place, token)
                     text += token.text
+            if not text and not place.is_deleted:
+                with place:
+                    plain("It ended at once, without a word.", "quiet")
         except gradwire.GradwireError as failure:
             with place:
                 error(str(failure))

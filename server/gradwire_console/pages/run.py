@@ -32,7 +32,7 @@ from gradwire_console.pages.common import act, ago, ask, on_change, opened, run_
 from gradwire_console.pages.curves import Curves
 from gradwire_console.pages.runs import trains
 from gradwire_console.series import Operation, Record
-from gradwire_console.workspace import LiveRun, Workspace, Workspaces
+from gradwire_console.workspace import LiveRun, Server, Workspace, Workspaces
 
 OPERATIONS = (
     Column("seq", "Nr.", "The operation's number in the run", num=True),
@@ -75,7 +75,7 @@ class _Run:
         live = self._live
         assert live is not None
         with ui.element("div").classes("gw-head"):
-            title(live.info.name or self._run_id)
+            title(live.name)
             self._state = ui.element("div")
             run_views(self._run_id, "")
             ui.element("div").classes("grow")
@@ -98,8 +98,8 @@ class _Run:
                     self._saves = ui.element("div").classes("gw-items")
                 with panel("Settings"):
                     _settings(live)
-                with panel("In Python"):
-                    sdk_line(f'run = service.get_training_client("{self._run_id}")')
+                with panel("Resume it in Python"):
+                    sdk_line(resuming(self._workspaces.server, self._run_id))
         await self._refresh()
         on_change(self._workspace, self._refresh)
 
@@ -127,7 +127,7 @@ class _Run:
                 error(str(failure))
             return
         self._advise(record)
-        self._curves.show({live.info.name or self._run_id: record})
+        self._curves.show({live.name: record})
         self._operations.show([_operation(each) for each in reversed(record.operations)])
 
     def _advise(self, record: Record) -> None:
@@ -180,7 +180,7 @@ class _Run:
         live = self._live
         if live is None:
             return
-        name = live.info.name or self._run_id
+        name = live.name
 
         async def do() -> None:
             if await act(self._workspaces, lambda: self._workspace.service.delete_run(self._run_id), "Deleted."):
@@ -205,6 +205,14 @@ def _now(live: LiveRun) -> dict[str, object]:
         "Newest checkpoint": info.latest_checkpoint.rpartition("/")[2],
         "Engine": info.engine,
     }
+
+
+def resuming(server: Server, run_id: str) -> str:
+    """The lines that go on with a run."""
+    trusted = f", ca_cert={str(server.ca_cert)!r}" if server.ca_cert is not None else ""
+    return (
+        f"service = await gradwire.connect({server.address!r}{trusted})\nrun = service.get_training_client({run_id!r})"
+    )
 
 
 def _settings(live: LiveRun) -> None:

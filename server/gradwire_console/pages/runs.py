@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
+import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire_shell.components import Column, Table, button, empty, plain, title
 from gradwire_shell.frame import page_at
@@ -34,7 +36,7 @@ def row_of(run: LiveRun) -> dict[str, Any]:
     return {
         "key": info.run_id,
         "href": f"run/{info.run_id}",
-        "name": info.name or info.run_id,
+        "name": run.name,
         "name_sub": ", ".join(f"{key}={value}" for key, value in info.tags.items()),
         "name_hint": info.run_id,
         "state": run.state,
@@ -60,13 +62,10 @@ def trains(run: LiveRun) -> str:
 def register(workspaces: Workspaces) -> None:
     @page_at("/", title="Runs · gradwire")
     async def runs() -> RedirectResponse | None:
-        async def content(workspace: Workspace) -> None:
-            _show(workspace)
-
-        return await opened(workspaces, "/", "/", content)
+        return await opened(workspaces, "/", "/", _show)
 
 
-def _show(workspace: Workspace) -> None:
+async def _show(workspace: Workspace) -> None:
     chosen: list[str] = []
 
     def compare() -> None:
@@ -88,7 +87,9 @@ def _show(workspace: Workspace) -> None:
         on_chosen=lambda keys: chosen.__setitem__(slice(None), keys),
     )  # fmt: skip
 
-    def show() -> None:
+    async def show() -> None:
+        with suppress(gradwire.GradwireError):
+            await workspace.jobs()
         live = workspace.newest_first()
         states = [run.state for run in live]
         words = [f"{states.count(word)} {word}" for word in ("training", "parked") if word in states]
@@ -98,5 +99,5 @@ def _show(workspace: Workspace) -> None:
         table.set_visibility(bool(live))
         table.show([row_of(run) for run in live])
 
-    show()
+    await show()
     on_change(workspace, show)

@@ -228,7 +228,7 @@ def _run_rows(workspace: Workspace, info: gradwire.ServerInfo) -> list[dict[str,
         {
             "key": run.info.run_id,
             "href": f"run/{run.info.run_id}",
-            "name": run.info.name or run.info.run_id,
+            "name": run.name,
             "owner": run.info.owner,
             "tokens": short(run.info.num_tokens),
             "seconds": f"{run.info.engine_s:.1f} s",

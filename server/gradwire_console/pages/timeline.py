@@ -83,7 +83,7 @@ async def _show(workspace: Workspace) -> None:
 
 def _name(workspace: Workspace, run_id: str) -> str:
     live = workspace.runs.get(run_id)
-    return (live.info.name or run_id) if live is not None else run_id
+    return live.name if live is not None else run_id
 
 
 def _box(lane: int, span: Span) -> list[Any]:

@@ -6,14 +6,13 @@ import os
 import secrets
 
 from fastapi import FastAPI
+from gradwire_shell.frame import RECONNECT_TIMEOUT_S
 from nicegui import ui
 
 from gradwire_feedback.context import Context
 from gradwire_feedback.pages import home, login, offer, policies, rate, ratings
 
 SECRET_FILE = ".session-secret"
-RECONNECT_TIMEOUT_S = 30.0
-"""How long a disconnected page keeps its state; after that it reloads."""
 
 
 def mount(app: FastAPI, context: Context) -> None:
@@ -27,6 +26,7 @@ def mount(app: FastAPI, context: Context) -> None:
         storage_secret=_session_secret(context),
         show_welcome_message=False,
         reconnect_timeout=RECONNECT_TIMEOUT_S,
+        gzip_middleware_factory=None,  # a policy's nonces are written first
     )
 
 

@@ -70,7 +70,7 @@ parity: .venv-parity/.installed
 
 # The unmodified tinker SDK and cookbook against a server, in an environment of their own because they pin other versions.
 tinker: setup .venv-tinker/.installed
-	$(BIN)/python -m pytest tests/end_to_end/test_tinker_sdk.py -m slow
+	$(BIN)/python -m pytest tests/end_to_end/test_tinker_sdk.py tests/end_to_end/test_tinker_recipes.py -m slow
 
 .venv-tinker/.installed: tests/tinker/requirements.txt constraints.txt
 	test -x .venv-tinker/bin/python || $(PYTHON) -m venv .venv-tinker

@@ -82,7 +82,12 @@ class SamplingClient(Connected):
         return TokenStream(self._transport, self._loop, self._request(message, columns))
 
     def compute_logprobs(
-        self, input_ids: Sequence[Any], temperature: float = 1.0, timeout: float | None = None
+        self,
+        input_ids: Sequence[Any],
+        temperature: float = 1.0,
+        timeout: float | None = None,
+        *,
+        images: Sequence[Sequence[Any]] | None = None,
     ) -> Future[list[Array]]:
         """Compute the log-probabilities of each row's tokens but the first, in nats.
 
@@ -90,12 +95,13 @@ class SamplingClient(Connected):
             input_ids: Rows of token ids, or one row.
             temperature: Divides the logits.
             timeout: As for :meth:`sample`.
+            images: Each row's images, as for :meth:`sample`.
         """
 
         def scores(result: pb.OperationResult, columns: Columns) -> list[Array]:
             return columns["prompt_logprobs"].rows()
 
-        return self._asked("compute_logprobs", lambda: _scoring(input_ids, temperature), scores, timeout)
+        return self._asked("compute_logprobs", lambda: _scoring(input_ids, temperature, images=images), scores, timeout)
 
     def compute_top_logprobs(
         self, input_ids: Sequence[Any], k: int, temperature: float = 1.0, timeout: float | None = None
@@ -156,9 +162,11 @@ class SamplingClient(Connected):
         return f"<SamplingClient {self.model}>"
 
 
-def _scoring(input_ids: Prompts, temperature: float, top: int = 0) -> SampleMessage:
+def _scoring(
+    input_ids: Prompts, temperature: float, top: int = 0, images: Sequence[Sequence[Any]] | None = None
+) -> SampleMessage:
     options: SamplingOptions = {"max_tokens": 0, "temperature": temperature}
-    return sample_call(input_ids, options, prompt_logprobs=True, top_prompt_logprobs=top)
+    return sample_call(input_ids, options, prompt_logprobs=True, top_prompt_logprobs=top, images=images)
 
 
 class TokenStream:

@@ -42,6 +42,19 @@ async def steps(service: gradwire.ServiceClient, run: gradwire.TrainingClient, m
     return seen
 
 
+async def sampler_scores_as_forward(service: gradwire.ServiceClient, run: gradwire.TrainingClient, model: str) -> None:
+    """Prompts with an image and without one are scored as rows of the model are."""
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+    (cat,) = await service.render([[*asked, {"role": "assistant", "content": "a cat"}]], model=model)
+    ids = cat["input_ids"].tolist()
+    seen, text = await service.sampling_client(model).compute_logprobs([ids, [5, 6, 7]], images=[[CAT], []])
+    rows = [{"input_ids": ids, "images": [CAT]}, {"input_ids": [5, 6, 7], "images": []}]
+    scored_seen, scored_text = await run.compute_logprobs(rows, model="base")
+    np.testing.assert_allclose(text, scored_text, atol=1e-5)
+    assert len(seen) == len(ids) - 1 == len(scored_seen) + 1  # rows leave the image's token out
+    assert any(np.allclose(np.delete(seen, place), scored_seen, atol=1e-5) for place in range(len(seen)))
+
+
 @pytest.mark.holds_loop("the page's code is compiled and run on the loop")
 @pytest.mark.slow  # three starts
 async def test_the_page_runs_and_a_kill_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +84,9 @@ async def test_the_page_runs_and_a_kill_changes_no_bit(tmp_path: Path, monkeypat
     server.start()
     async with connect(server.address) as service:
         for model in (SMOLVLM, "qwen"):
-            seen[model] += await steps(service, service.get_training_client(runs[model]), model, 1)
+            run = service.get_training_client(runs[model])
+            seen[model] += await steps(service, run, model, 1)
+            await sampler_scores_as_forward(service, run, model)
     assert server.end() == 0
     assert seen == expected
     assert all(np.isfinite(values).all() for values in seen.values())

@@ -1,13 +1,9 @@
-"""The unmodified `tinker` SDK and `tinker-cookbook` against a real server; run by `make tinker`.
-
-They are in an environment of their own, `.venv-tinker` or the one whose interpreter GRADWIRE_TINKER_PYTHON names.
-"""
+"""The unmodified `tinker` SDK and `tinker-cookbook` against a real server; run by `make tinker`."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -20,68 +16,61 @@ import numpy as np
 import pytest
 import torch
 from support.chatty_model import chatty_model
+from support.cookbook import AGAIN, LIMIT_S, MARKS, PYTHON, ROLES, ROOT, environment, ran, run_program, served
 from support.plain_peft import with_adapter
-from support.recording_proxy import RecordingProxy, losses_of, recording_proxy
+from support.recording_proxy import losses_of, recording_proxy
 from support.server import free_port
 from support.tinker import HttpServer
 from support.tiny import tiny_model
 
-ROOT = Path(__file__).parents[2]
-PYTHON = Path(os.environ.get("GRADWIRE_TINKER_PYTHON", ROOT / ".venv-tinker" / "bin" / "python"))
 OLD_PYTHON = ROOT / ".venv-tinker-old" / "bin" / "python"
 MODEL = "Qwen/Qwen3.5-9B-Base"
-LIMIT_S = 900
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(2 * LIMIT_S),
-    pytest.mark.skipif(not PYTHON.exists(), reason=f"{PYTHON} is made by `make tinker`"),
-]
+pytestmark = MARKS
 RECIPES: dict[str, tuple[str, ...]] = {
     "sl_loop": ("batch_size=16", "max_steps=3", "save_every=2"),
     "rl_loop": ("loss_fn=importance_sampling", "batch_size=4", "group_size=4", "max_steps=2", "max_tokens=6"),
     "math_rl.train": (
-        "renderer_name=role_colon", "env=arithmetic", "loss_fn=importance_sampling", "group_size=4",
-        "groups_per_batch=4", "max_tokens=5", "max_steps=2", "behavior_if_log_dir_exists=delete",
+        ROLES, "env=arithmetic", "loss_fn=importance_sampling", "group_size=4",
+        "groups_per_batch=4", "max_tokens=5", "max_steps=2", AGAIN,
     ),
     "chat_sl.train": (
-        "renderer_name=role_colon", "dataset=chat.jsonl", "batch_size=16", "max_length=128", "eval_every=0",
-        "infrequent_eval_every=0", "behavior_if_log_dir_exists=delete",
+        ROLES, "dataset=chat.jsonl", "batch_size=16", "max_length=128", "eval_every=0",
+        "infrequent_eval_every=0", AGAIN,
     ),
     "multiplayer_rl.guess_number.train": (
-        "renderer_name=role_colon", "group_size=2", "batch_size=4", "max_tokens=6", "max_steps=2", "eval_every=0",
-        "behavior_if_log_dir_exists=delete",
+        ROLES, "group_size=2", "batch_size=4", "max_tokens=6", "max_steps=2", "eval_every=0",
+        AGAIN,
     ),
     "preference.dpo.train": (
-        "renderer_name=role_colon", "dataset=hhh", "batch_size=8", "max_length=128", "max_steps=2",
-        "behavior_if_log_dir_exists=delete",
+        ROLES, "dataset=hhh", "batch_size=8", "max_length=128", "max_steps=2",
+        AGAIN,
     ),
     "multiplayer_rl.text_arena.train": (
-        "renderer_name=role_colon", "batch_size=4", "num_train_datapoints=8", "num_test_datapoints=4", "max_tokens=6",
-        "max_steps=2", "eval_every=0", "behavior_if_log_dir_exists=delete",
+        ROLES, "batch_size=4", "num_train_datapoints=8", "num_test_datapoints=4", "max_tokens=6",
+        "max_steps=2", "eval_every=0", AGAIN,
     ),
     "preference.shorter.train": (
-        "renderer_name=role_colon", "batch_size=2", "group_size=4", "max_tokens=6", "max_steps=2", "eval_every=0",
-        "behavior_if_log_dir_exists=delete",
+        ROLES, "batch_size=2", "group_size=4", "max_tokens=6", "max_steps=2", "eval_every=0",
+        AGAIN,
     ),
     "prompt_distillation.train": (
-        "renderer_name=role_colon", "file_path=chat.jsonl", "batch_size=16", "max_length=128", "num_epochs=1",
-        "eval_every=0", "behavior_if_log_dir_exists=delete",
+        ROLES, "file_path=chat.jsonl", "batch_size=16", "max_length=128", "num_epochs=1",
+        "eval_every=0", AGAIN,
     ),
     "sdft.train": (
-        "renderer_name=role_colon", "dataset=toolalpaca", "groups_per_batch=4", "max_tokens=6", "topk=4", "lora_rank=8",
-        "max_steps=2", "eval_every=0", "behavior_if_log_dir_exists=delete",
+        ROLES, "dataset=toolalpaca", "groups_per_batch=4", "max_tokens=6", "topk=4", "lora_rank=8",
+        "max_steps=2", "eval_every=0", AGAIN,
     ),
     "rubric.train": (
-        "renderer_name=role_colon", f"grader_llm_name={MODEL}", "grader_renderer_name=role_colon",
+        ROLES, f"grader_llm_name={MODEL}", "grader_renderer_name=role_colon",
         "train_jsonl_path=example_rubric_train.jsonl", "test_jsonl_path=example_rubric_test.jsonl",
         "loss_fn=importance_sampling", "groups_per_batch=2", "train_group_size=2", "max_tokens=6", "max_steps=2",
-        "eval_every=0", "behavior_if_log_dir_exists=delete",
+        "eval_every=0", AGAIN,
     ),
 }  # fmt: skip
 """The cookbook's recipes that need no network, and their arguments."""
 RUBRIC_DATA = "from tinker_cookbook.recipes.rubric import generate_data as of; of.generate_dataset(16, 2, 1, '.')"
-ROLES, AGAIN = "renderer_name=role_colon", "behavior_if_log_dir_exists=delete"
 LEARNING: dict[str, tuple[tuple[str, ...], str, float]] = {
     "sl_loop": (("batch_size=16", "learning_rate=0.005", "save_every=0"), "train_mean_nll", -0.5),
     "rl_loop": (
@@ -152,36 +141,14 @@ def _write_data(folder: Path, answer: int | None = None) -> None:
     (folder / "openai/gsm8k/README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{splits}---\n")
 
 
-def _served(folder: Path) -> Iterator[HttpServer]:
-    served = HttpServer(folder / MODEL, folder / "state", free_port(), "--threads", "1", name=MODEL)
-    served.start()
-    yield served
-    served.end()
-
-
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[HttpServer]:
-    yield from _served(folder)
-
-
-def _environment(server: HttpServer | RecordingProxy, folder: Path) -> dict[str, str]:
-    offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
-    own = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-any", "TINKER_TELEMETRY": "0"}
-    return os.environ | offline | own | {"HF_HOME": str(folder / "hf"), "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
-
-
-def _run(server: HttpServer | RecordingProxy, folder: Path, *command: str) -> str:
-    done = subprocess.run(
-        [str(PYTHON), *command], cwd=folder, env=_environment(server, folder), capture_output=True, text=True,
-        timeout=LIMIT_S,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    return done.stdout
+    yield from served(folder, MODEL)
 
 
 async def test_the_sdk_trains_as_gradwires_own_does(server: HttpServer, folder: Path) -> None:
     program = Path(__file__).parents[1] / "tinker" / "program.py"
-    found = json.loads((await asyncio.to_thread(_run, server, folder, str(program), MODEL)).splitlines()[-1])
+    found = json.loads((await asyncio.to_thread(run_program, server, folder, str(program), MODEL)).splitlines()[-1])
     tinker = found["sync"]
     async with gradwire.connect(server.address) as service:
         lora = {"rank": 8, "alpha": 32, "target_modules": ["all-linear", "lm_head"]}
@@ -212,13 +179,13 @@ async def test_the_sdk_trains_as_gradwires_own_does(server: HttpServer, folder: 
     assert told["stored"] >= 1 and tinker["path"] in told["audited"]
     assert {"forward_backward", "optim_step"} <= set(told["traced"])
     arguments = ("-m", "tinker.cli", "-f", "json", "checkpoint", "list")
-    listed = json.loads(await asyncio.to_thread(_run, server, folder, *arguments))
+    listed = json.loads(await asyncio.to_thread(run_program, server, folder, *arguments))
     assert tinker["path"] in json.dumps(listed)
 
 
 def test_chunks_sent_in_parallel_or_in_turn_train_as_one_request_does(server: HttpServer, folder: Path) -> None:
     program = Path(__file__).parents[1] / "tinker" / "chunks.py"
-    found = json.loads(_run(server, folder, str(program), MODEL).splitlines()[-1])
+    found = json.loads(run_program(server, folder, str(program), MODEL).splitlines()[-1])
     whole = np.array(found["whole"]["losses"])
     assert found["whole"]["operations"] == 3 * (1 + 1) and (whole[1:] < whole[:-1]).all()
     for way in ("in turn", "parallel"):
@@ -228,9 +195,9 @@ def test_chunks_sent_in_parallel_or_in_turn_train_as_one_request_does(server: Ht
 
 def test_the_command_downloads_what_was_trained(server: HttpServer, folder: Path, tmp_path: Path) -> None:
     program = Path(__file__).parents[1] / "tinker" / "download.py"
-    found = json.loads(_run(server, folder, str(program), MODEL, str(tmp_path / "recipe")).splitlines()[-1])
+    found = json.loads(run_program(server, folder, str(program), MODEL, str(tmp_path / "recipe")).splitlines()[-1])
     command = ("-m", "tinker.cli", "checkpoint", "download", found["path"], "-o", str(tmp_path / "command"))
-    _run(server, folder, *command)
+    run_program(server, folder, *command)
     ids = torch.tensor([found["ids"]])
     for adapter in [file.parent for file in tmp_path.rglob("adapter_config.json")]:
         model = with_adapter(folder / MODEL, adapter)
@@ -245,7 +212,7 @@ def test_the_command_downloads_what_was_trained(server: HttpServer, folder: Path
 def test_the_oldest_sdk_that_is_served_trains(server: HttpServer, folder: Path) -> None:
     command = [str(OLD_PYTHON), str(ROOT / "tests/tinker/old_program.py"), MODEL]
     ran = subprocess.run(
-        command, env=_environment(server, folder), cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
+        command, env=environment(server, folder), cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
     found = json.loads(ran.stdout.splitlines()[-1])
@@ -258,18 +225,29 @@ def test_a_recipe_of_the_cookbook_runs_unchanged(server: HttpServer, folder: Pat
     log = folder / "logs" / recipe
     arguments = ["-m", f"tinker_cookbook.recipes.{recipe}", f"model_name={MODEL}", f"log_path={log}", *RECIPES[recipe]]
     if recipe == "rubric.train":
-        _run(server, folder, "-c", RUBRIC_DATA)
-    _run(server, folder, *arguments)
+        run_program(server, folder, "-c", RUBRIC_DATA)
+    run_program(server, folder, *arguments)
     metrics = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
     assert len(metrics) >= 2
     if recipe == "sl_loop":
         assert metrics[-1]["train_mean_nll"] < metrics[0]["train_mean_nll"]
-        _run(server, folder, *arguments)  # resumes from its newest checkpoint
+        run_program(server, folder, *arguments)  # resumes from its newest checkpoint
+
+
+@pytest.mark.parametrize("recipe", ["rl_loop", "math_rl.train"])
+def test_a_recipe_is_told_what_to_pass_in_place_of_a_loss_that_is_not_public(
+    server: HttpServer, folder: Path, recipe: str
+) -> None:
+    arguments = [each for each in RECIPES[recipe] if not each.startswith("loss_fn=")]
+    log = f"log_path={folder / 'refused' / recipe}"
+    done = ran(server, folder, "-m", f"tinker_cookbook.recipes.{recipe}", f"model_name={MODEL}", log, *arguments)
+    assert done.returncode != 0 and "stable_reinforce" in done.stderr, done.stderr[-3000:]
+    assert "loss_fn=importance_sampling" in done.stderr and "loss_fn=importance_sampling" in RECIPES[recipe]
 
 
 @pytest.fixture(scope="module")
 def chatty_server(chatty: Path) -> Iterator[HttpServer]:
-    yield from _served(chatty)
+    yield from served(chatty, MODEL)
 
 
 @pytest.mark.parametrize("recipe", LEARNING)
@@ -283,7 +261,7 @@ async def test_a_recipe_learns_what_gradwires_own_sdk_learns_from_the_same_rows(
         recording_proxy(chatty_server.url) as proxy,
         gradwire.connect(chatty_server.address) as service,
     ):
-        await asyncio.to_thread(_run, proxy, chatty, *command, *arguments)
+        await asyncio.to_thread(run_program, proxy, chatty, *command, *arguments)
         [(model_id, trained)] = proxy.trained.items()
         [info] = [info for info in await service.list_runs() if info.name == model_id]
         history = await service.get_training_client(info.run_id).history()
@@ -311,7 +289,7 @@ def test_a_recipe_survives_the_kill_of_its_server(folder: Path, tmp_path: Path) 
     recipe = subprocess.Popen(
         command,
         cwd=folder,
-        env=_environment(server, folder),
+        env=environment(server, folder),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

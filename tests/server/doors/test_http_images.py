@@ -137,8 +137,14 @@ async def test_tinkers_chunks_train_and_sample_as_gradwires_own_rows(
             }  # fmt: skip
             found = tinker_pb2.SampleResponse.FromString(await client.done("asample", request))
             assert np.frombuffer(found.sequences[0].tokens, np.int32).tolist() == list(drawn.samples[0][0].token_ids)
-        refused = await client.post("asample", request | {"seq_id": 7, "prompt_logprobs": True}, 400)
-        assert "prompts with images" in refused["detail"]
+        (told,) = await own.compute_logprobs([IDS], images=[[CAT]])
+        np.testing.assert_allclose(told, plain_logprobs(server.model)[:-1], atol=1e-5)  # its last target is not sent
+        shorter = np.delete(told, np.s_[len(BEFORE) - 1 : len(BEFORE) + CAT_TOKENS - 2])
+        for number, (count, expected) in enumerate(((CAT_TOKENS, told), (None, shorter))):
+            prompt = {"chunks": [text[0], shown | {"expected_tokens": count}, text[1]]}
+            scored = request | {"seq_id": 2 + number, "prompt": prompt, "prompt_logprobs": True}
+            found = tinker_pb2.SampleResponse.FromString(await client.done("asample", scored))
+            np.testing.assert_allclose(np.frombuffer(found.prompt_logprobs, np.float32)[1:], expected, rtol=1e-6)
         wrong = {"chunks": [text[0], shown | {"expected_tokens": CAT_TOKENS - 1}, text[1]]}
         refused = await client.done("asample", request | {"seq_id": 8, "prompt": wrong})
         assert f"1 images and {CAT_TOKENS - 1} image tokens" in refused["error"] and refused["category"] == "user"

@@ -191,7 +191,7 @@ def prompts_with_images(prompts: Sequence[Sequence[int]], given: RowImages) -> l
     for row, prompt in enumerate(prompts):
         tokens = _Tokens(replace(given, images=[given.images[number] for number in given.rows[row]]))
         expanded = tokens.add(row, torch.tensor(prompt, dtype=torch.int64), range(len(given.rows[row])))
-        made.append(ImagePrompt(expanded.ids.tolist(), tokens.joined()))
+        made.append(ImagePrompt(expanded.ids.tolist(), tokens.joined(), expanded.sources >= 0))
     return made
 
 

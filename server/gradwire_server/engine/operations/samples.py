@@ -161,15 +161,8 @@ def _begin(
                 field="prompts",
             )
         prompts = tokenizer.encode(call.prompts)
-    prompts = prompts or []
+    sent = prompts = prompts or []
     if images is not None:
-        if call.prompt_logprobs:
-            raise OperationError(
-                training_pb2.ERROR_CODE_UNSUPPORTED,
-                "prompt_logprobs are not computed of prompts with images: score them as rows of a batch, by forward or"
-                " compute_logprobs of a training client",
-                field="prompt_logprobs",
-            )
         prompts = prompts_with_images(prompts, images)
     elif policy.split_model.vision is not None:
         check_without_images(policy, [torch.tensor(prompt) for prompt in prompts])
@@ -180,7 +173,7 @@ def _begin(
         raise invalid(message, "top_prompt_logprobs")
     if candidates and not call.prompt_logprobs:
         raise invalid("prompt_candidates come with prompt_logprobs", "prompt_candidates")
-    wanted = candidate_ids(prompts, candidates, policy.facts.vocab_size) if candidates else None
+    wanted = candidate_ids(sent, candidates, policy.facts.vocab_size) if candidates else None
     if draws is not None and not (call.prompt_logprobs and 0 <= draws.temperature < math.inf):
         raise invalid("prompt_draws come with prompt_logprobs, at a temperature of 0 or more", "prompt_draws")
     job = context.sampler.begin(

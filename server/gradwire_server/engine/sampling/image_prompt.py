@@ -14,15 +14,17 @@ class ImagePrompt(tuple[int, ...]):
 
     Attributes:
         images: The image tokens among them.
+        sent: ``[L]`` bool, whether the caller sent the token; one that he sent for an image is the image's last.
         shift: Number added to a later token's index to get its position for rotary embeddings.
     """
 
     images: ImageTokens
+    sent: torch.Tensor
     shift: int
 
-    def __new__(cls, ids: Iterable[int], images: ImageTokens) -> ImagePrompt:
+    def __new__(cls, ids: Iterable[int], images: ImageTokens, sent: torch.Tensor) -> ImagePrompt:
         prompt = super().__new__(cls, ids)
-        prompt.images = images
+        prompt.images, prompt.sent = images, sent
         prompt.shift = 0 if images.positions is None else int(images.positions.max()) + 1 - len(prompt)
         return prompt
 
@@ -34,7 +36,8 @@ class ImagePrompt(tuple[int, ...]):
         if positions is not None:
             more = torch.arange(len(self), len(self) + count) + self.shift
             positions = torch.cat([positions, more[:, None].expand(-1, 3)])
-        return ImagePrompt((*self, *ids), replace(images, places=places, positions=positions))
+        sent = torch.cat([self.sent, torch.ones(count, dtype=torch.bool)])
+        return ImagePrompt((*self, *ids), replace(images, places=places, positions=positions), sent)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ImagePrompt) and super().__eq__(other) and self.images.key == other.images.key

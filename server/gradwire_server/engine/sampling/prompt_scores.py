@@ -17,6 +17,7 @@ from gradwire_server.engine.errors import invalid
 from gradwire_server.engine.interruption import between_micro_batches
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.sampling.drawing.draw import draw_many
+from gradwire_server.engine.sampling.image_prompt import ImagePrompt, images_of_pieces
 from gradwire_server.engine.sampling.samplers.sampler import TopTokens
 from gradwire_server.engine.scoring.planner import Budget, MicroBatch, split
 from gradwire_server.engine.scoring.token_scores import token_logits
@@ -42,7 +43,7 @@ class Draws:
 class PromptScores:
     """Scores of prompts.
 
-    Legend: ``P`` prompts, ``T`` tokens of all of them but their first, ``K`` candidates in each place.
+    Legend: ``P`` prompts, ``T`` tokens that were sent of all of them but their first, ``K`` candidates in each place.
 
     Attributes:
         lengths: ``[P]`` scored tokens of each prompt, uint32.
@@ -105,13 +106,14 @@ def score_prompts(
     """
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     ids = torch.tensor([token for prompt in prompts for token in prompt])
-    scored = torch.ones(len(ids), dtype=torch.bool)
-    scored[lengths.cumsum(0) - lengths] = False
-    batch = Batch(ids, lengths, scored, torch.ones_like(lengths))
+    images = images_of_pieces([(prompt, 0, len(prompt)) for prompt in prompts])
+    batch = Batch(
+        ids, lengths, torch.cat([_scored(prompt) for prompt in prompts]), torch.ones_like(lengths), images=images
+    )
     longest = int(lengths.max())
 
     def attempt(budget: Budget) -> PromptScores:
-        return _scored(policy, batch, temperature, top, candidates, draws, budget)
+        return _scores(policy, batch, temperature, top, candidates, draws, budget)
 
     while True:
         alone = budget.microbatch_tokens <= longest and budget.logits_elements <= policy.facts.vocab_size
@@ -125,7 +127,7 @@ def score_prompts(
         )
 
 
-def _scored(
+def _scores(
     policy: Policy,
     batch: Batch,
     temperature: float,
@@ -143,7 +145,7 @@ def _scored(
 
     def compute(micro: MicroBatch) -> None:
         part = micro.batch
-        hidden = policy.hidden(part.input_ids, part.lengths, part.read_positions)
+        hidden = policy.hidden(part.input_ids, part.lengths, part.read_positions, images=part.images)
         head, chunk = policy.output_head(), max(1, budget.logits_elements // policy.facts.vocab_size)
         for start in range(0, len(hidden), chunk):
             among = slice(start, start + chunk)
@@ -161,20 +163,28 @@ def _scored(
                 ids = draw_many(log_p, sent(uniform[places], log_p.device), draws.temperature)
                 drawn_ids[places], drawn_logprobs[places] = ids.int().cpu(), log_p.gather(1, ids).float().cpu()
 
+    packing = policy.packing(images=batch.images is not None)
     with torch.no_grad():
-        for micro in split(batch, budget.microbatch_tokens, policy.packing(images=batch.images is not None)):
+        for micro in split(batch, budget.microbatch_tokens, packing, image_cost=budget.image_cost):
             between_micro_batches()
             if not micro.batch.num_scored:
                 continue
             with suited_threads(policy.device, len(micro.batch.input_ids), policy.facts.num_parameters):
                 policy.compute(partial(compute, micro))
     return PromptScores(
-        lengths=(batch.lengths - 1).numpy().astype(np.uint32),
+        lengths=batch.row_lengths.numpy().astype(np.uint32),
         logprobs=logprobs.numpy(),
         top=(top_ids.numpy(), top_logprobs.numpy()) if top else None,
         candidates=None if candidate_logprobs is None else candidate_logprobs.numpy(),
         drawn=(drawn_ids.numpy(), drawn_logprobs.numpy()) if draws else None,
     )
+
+
+def _scored(prompt: Sequence[int]) -> Tensor:
+    """``[L]`` which of a prompt's tokens are scored: those that were sent, but the first."""
+    scored = prompt.sent.clone() if isinstance(prompt, ImagePrompt) else torch.ones(len(prompt), dtype=torch.bool)
+    scored[scored.nonzero()[0]] = False
+    return scored
 
 
 def _uniform(draws: Draws | None, places: int) -> Tensor:

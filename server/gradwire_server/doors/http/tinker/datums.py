@@ -122,7 +122,7 @@ def _check_loss(name: str) -> None:
         return
     known = ", ".join(LOSSES)
     if name == "stable_reinforce":
-        message = f"stable_reinforce is not served: its formula is not public; use importance_sampling (or {known})"
+        message = f"the formula of stable_reinforce is not public: train with loss_fn=importance_sampling (or {known})"
     elif name == "custom":
         message = "losses stored on the server are not served; forward_backward_custom computes yours at the client"
     else:

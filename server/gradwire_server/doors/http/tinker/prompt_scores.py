@@ -144,7 +144,7 @@ async def add_prompt_scores(
     """Score a prompt and add what is wanted to an answer.
 
     Args:
-        sampled: The samples that go with it: their model, and the seed and temperature of drawn tokens.
+        sampled: The samples that go with it: their model, the images, and the seed and temperature of drawn tokens.
 
     Raises:
         ServiceError: As for :meth:`.core.Core.sample`.
@@ -164,8 +164,8 @@ async def add_prompt_scores(
         if sampled.call.HasField("seed"):
             call.seed = sampled.call.seed
         scoring = pb.SampleRequest(
-            model=sampled.model, call=call, prompt_ids=[pb.TokenIds(ids=prompt)],
-            prompt_draws=draws, prompt_draw_temperature=sampled.call.temperature,
+            model=sampled.model, call=call, prompt_ids=[pb.TokenIds(ids=prompt)], images=sampled.images,
+            prompt_images=sampled.prompt_images, prompt_draws=draws, prompt_draw_temperature=sampled.call.temperature,
         )  # fmt: skip
         if ids is not None and ids.size:
             scoring.prompt_candidates.add(ids=np.maximum(ids, 0).ravel().tolist())

@@ -148,17 +148,14 @@ def routes(core: Core, store: TinkerStore, saved: SavedWeights, samplers: Sample
             raise limit_exceeded(f"num_samples is {request.num_samples}", "max_samples", most, "num_samples")
         if request.record_stability_info:
             message = (
-                "record_stability_info goes with the loss stable_reinforce, whose formula is not public: leave it out, "
-                "and train with importance_sampling"
+                "record_stability_info goes with the loss stable_reinforce, whose formula is not public: train with "
+                "loss_fn=importance_sampling, which needs none"
             )
             raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, message, field="record_stability_info")
         model = core.model_info(sampler.base_model)
         images = ChunkImages(model, core.config.limits)
         prompt = request.prompt.ids(images)
         request.check(len(prompt), core.config.limits)
-        if images.contents and request.wants_scores:
-            message = "log-probabilities of prompts with images are not computed by samplers; forward computes them"
-            raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, message, field="prompt_logprobs")
         room = max(1, min(model.context_length - len(prompt), core.config.limits.max_sample_tokens))
         asked = pb.SampleRequest(
             model=samplers.source(sampler), call=_call(request, room), prompt_ids=[pb.TokenIds(ids=prompt)],

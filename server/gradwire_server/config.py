@@ -440,7 +440,7 @@ class ServerConfig(EngineSettings):
     def _host_and_port(cls, address: str) -> str:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit() or int(port) > 65535:
-            raise ValueError(f"the address must be HOST:PORT, not {address!r}")
+            raise ValueError(f"the address must be HOST:PORT, with a port up to 65535, not {address!r}")
         return address
 
     @field_validator("tls_cert", "tls_key", "tls_client_ca", "mirror")

@@ -97,7 +97,7 @@ def test_rows_that_people_have_are_read_or_refused_with_the_reason(tmp_path: Pat
             [{"messages": [{**asked, "content": [*parts, picture]}]}],
             "has an image 'x'; nothing is fetched",
         ),
-        ([{"question": "a", "answer": None}], "answer is null, and the completion would be in it"),
+        ([{"question": "a", "answer": None}], "answer is null; it holds the completion: write it there"),
         (tmp_path / "sheet.xlsx", r"\.xlsx files are not read; save the sheet as \.csv"),
     ]
     for source, words in cases:

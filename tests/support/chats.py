@@ -1,8 +1,10 @@
-"""Small models with chat templates in the forms of five families: the same special tokens, headers and rules."""
+"""Small models with chat templates in the forms of nine families: the same special tokens, headers and rules."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from _support.small_model import PRINTABLE, small_model
@@ -170,25 +172,64 @@ PHI_3 = """
 {%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- else %}{{- eos_token }}{%- endif %}
 """
 
+OLMO = """
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{{- '<|system|>\\n' + message.content + '\\n' }}
+    {%- elif message.role == 'user' %}{{- '<|user|>\\n' + message.content + '\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|assistant|>\\n' + message.content + eos_token }}{%- if not loop.last %}{{- '\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}
+"""
+
+GRANITE = """
+{%- if messages[0].role != 'system' %}
+    {{- '<|start_of_role|>system<|end_of_role|>You are helpful.<|end_of_text|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|start_of_role|>' + message.role + '<|end_of_role|>' + message.content + '<|end_of_text|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}
+"""
+
+GLM_4 = """
+{{- '[gMASK]<sop>' }}
+{%- for message in messages %}
+    {%- if message.role in ('system', 'user', 'assistant') %}
+        {{- '<|' + message.role + '|>\\n' + message.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
+"""
+
 FORMS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "llama": (LLAMA_3, "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
     "qwen": (QWEN_3, "<|im_end|>", ("<|im_start|>", "<|im_end|>")),
     "gemma": (GEMMA_3, "<end_of_turn>", ("<start_of_turn>", "<end_of_turn>")),
     "mistral": (MISTRAL, "</s>", ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]")),
     "phi": (PHI_3, "<|endoftext|>", ("<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>")),
+    "olmo": (OLMO, "<|endoftext|>", ("<|endoftext|>",)),
+    "granite": (GRANITE, "<|end_of_text|>", ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>")),
+    "glm": (GLM_4, "<|endoftext|>", ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|endoftext|>")),
     "marked": (MARKED, "<|im_end|>", ("<|im_start|>", "<|im_end|>")),
 }
 """Name -> template, the token that ends a turn, special tokens."""
+NONE: Mapping[str, Any] = MappingProxyType({})
 TEXTS = ("the answer to the question is four because two and two make four", "think of a number and add one\n\n" * 3)
 
 
-def chat_model(path: Path, form: str, *, padded: int = 0, **settings: Any) -> Path:
-    """A small Llama whose tokenizer has a template in the form of a family: byte-level BPE, or a character a token.
+def chat_model(
+    path: Path, form: str, *, padded: int = 0, architecture: str = "", config: Mapping[str, Any] = NONE, **settings: Any
+) -> Path:
+    """A small model whose tokenizer has a template in the form of a family: byte-level BPE, or a character a token.
 
-    Its vocabulary has ``padded`` ids more than its tokenizer.
+    Its vocabulary has ``padded`` ids more than its tokenizer. It is a Llama, unless ``architecture`` is another
+    ``model_type``, made with ``config``.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     template, end, specials = FORMS[form]
     texts = {"characters": PRINTABLE} if form == "mistral" else {"texts": TEXTS, "vocab_size": 400}
@@ -200,10 +241,14 @@ def chat_model(path: Path, form: str, *, padded: int = 0, **settings: Any) -> Pa
     tokenizer.eos_token = end
     tokenizer.chat_template = template
     tokenizer.save_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path)
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the new rows are random
-        model.resize_token_embeddings(len(tokenizer) + padded, mean_resizing=False)
+        if architecture:
+            sizes = {"vocab_size": len(tokenizer) + padded, "pad_token_id": 0, "bos_token_id": 1, **config}
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes))
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path)
+            model.resize_token_embeddings(len(tokenizer) + padded, mean_resizing=False)
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(path)
     return path

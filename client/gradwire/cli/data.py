@@ -47,7 +47,7 @@ def check(
     """
     rows = _loaded(file, kind, mapping, split)
     found = [error.where for error in rows.skipped]
-    if model:
+    if model and len(rows):
         found += [f"{place}: {why}" for place, why in _measured(rows, model, address, max_tokens)[1].items()]
     for each in found:
         print(plain(each))
@@ -69,6 +69,10 @@ def show(
     from gradwire.data.dataset import duplicates
 
     rows = _loaded(file, kind, mapping, split)
+    if not len(rows):
+        _fail(
+            f"{file}: no row could be used; `gradwire data check` says of each why; the first: {rows.skipped[0].where}"
+        )
     print(f"{len(rows)} {type(rows[0]).__name__.lower()}s, {len(rows.skipped)} unfit rows")
     same, prompts = duplicates(rows)
     print(f"{same} rows are repetitions of an earlier one; {prompts} rows share the prompt of an earlier one")
@@ -110,6 +114,8 @@ def _loaded(file: str, kind: Kind, mapping: Sequence[str] | None, split: str) ->
         return data.LOADERS[chosen](file, mapping=named, split=split, on_error="skip")
     except (ValueError, OSError, ImportError) as error:
         message = str(error)
+        if isinstance(error, data.DataError) and error.skipped:
+            return data.Dataset[Any]([], error.skipped)
         if isinstance(error, data.DataError) and error.unnamed:
             message = f"{error.where}: name its columns, " + " ".join(
                 f"--mapping {field}=COLUMN" for field in error.unnamed

@@ -56,7 +56,7 @@ class Dataset(Sequence[T], Generic[T]):
     @property
     def in_memory(self) -> bool:
         """Whether the rows are; others are read from their files when they are used."""
-        return isinstance(self._rows, list)
+        return isinstance(self._rows, list) or (isinstance(self._rows, Joined) and self._rows.in_memory)
 
     def __repr__(self) -> str:
         left_out = f", {len(self.skipped)} skipped" if self.skipped else ""
@@ -374,14 +374,15 @@ def _load(
             if on_error == "raise":
                 raise problem from None
             skipped.append(problem)
-    if skipped:
+    if skipped and len(found):
         logger.warning(
             "%d of %d rows were skipped: %s%s", len(skipped), len(skipped) + len(found),
             "; ".join(error.where for error in skipped[:TOLD]), "; ..." if len(skipped) > TOLD else "",
         )  # fmt: skip
     if not len(found):
         name = str(source) if isinstance(source, str | Path) else "the source"
-        raise DataError(name, "no row could be used" if skipped else "there are no rows")
+        reason = f"no row could be used; the first: {skipped[0].where}" if skipped else "there are no rows"
+        raise DataError(name, reason, skipped=skipped)
     if order_by:
         found = [found[index] for index in sorted(range(len(found)), key=keys.__getitem__)]
     return Dataset(found, skipped)

@@ -355,7 +355,8 @@ def _messages(value: Any, field: str, images: list[bytes] | None = None) -> list
     """
     value = [value] if isinstance(value, Mapping) else _parsed(value)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise Unfit(f"{field} is a text or a list of messages; this is {value!r:.60}")
+        what = "is empty" if value in ("", [], ()) else f"is {value!r:.60}"
+        raise Unfit(f"{field} {what}; it must be a text or a list of messages")
     found: list[Message] = []
     for number, message in enumerate(value):
         if not isinstance(message, Mapping):
@@ -363,7 +364,8 @@ def _messages(value: Any, field: str, images: list[bytes] | None = None) -> list
         role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
         known = ROLES.get(str(role).lower())
         if known is None:
-            raise Unfit(f"message {number} of {field} has the role {role!r}; known are {', '.join(sorted(ROLES))}")
+            given = "no role" if role is None else f"the role {role!r}"
+            raise Unfit(f"message {number} of {field} has {given}; known are {', '.join(sorted(ROLES))}")
         if isinstance(content, Sequence) and not isinstance(content, str):
             content = _joined(content, f"message {number} of {field}", images)
         if content is None and not message.get("tool_calls"):
@@ -438,7 +440,7 @@ def _missing(row: Row, wanted: str, *fields: str) -> Unfit:
     for each in fields:
         for name in (each, *usual.get(each, ())):
             if name in row and row[name] is None:
-                return Unfit(f"{name} is null, and the {each} would be in it")
+                return Unfit(f"{name} is null; it holds the {each}: write it there, or leave the row out")
     return Unfit(f"no column is recognised as {wanted}; the row has {_columns(row)}", *fields)
 
 

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,10 +32,11 @@ class DataError(ValueError):
         place: Where the row is: a file and its line, or a data set and its row.
         reason: What is wrong with it.
         unnamed: Fields whose columns were not recognised, and which a mapping can name.
+        skipped: Where no row can be used: the errors of all of them.
     """
 
-    def __init__(self, place: str, reason: str, unnamed: Sequence[str] = ()) -> None:
-        self.place, self.reason, self.unnamed = place, reason, tuple(unnamed)
+    def __init__(self, place: str, reason: str, unnamed: Sequence[str] = (), skipped: Sequence[DataError] = ()) -> None:
+        self.place, self.reason, self.unnamed, self.skipped = place, reason, tuple(unnamed), tuple(skipped)
         columns = ", ".join(f'"{field}": "COLUMN"' for field in unnamed)
         super().__init__(f"{self.where}: name its columns, mapping={{{columns}}}" if unnamed else self.where)
 
@@ -168,6 +170,8 @@ def _csv(path: Path) -> Iterator[tuple[str, Row | DataError]]:
     with io.TextIOWrapper(_opened(path), encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
         try:
+            if len(names := list(reader.fieldnames or ())) == 1 and (other := re.search("[;\t|]", names[0])):
+                raise DataError(f"{path}, line 1", f"its columns stand between {other[0]!r}: save it with commas")
             for row in reader:
                 place = f"{path}, line {reader.line_num}"
                 if None in row or None in row.values():

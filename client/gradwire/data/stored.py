@@ -1,4 +1,4 @@
-"""Rows that stay in their file: an index of where each line begins, sixteen bytes a row, and views of several such."""
+"""Rows that stay in their file: an index of where each line begins, sixteen bytes a row, and views of such rows."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from gradwire.data.sources import DataError, Row, json_row
 
 T = TypeVar("T")
+U = TypeVar("U")
 Indices = npt.NDArray[np.int64]
 
 
@@ -74,6 +75,11 @@ class Joined(Sequence[T], Generic[T]):
         self._parts, self._chosen = parts, chosen
         self._ends = np.cumsum([len(each) for each in chosen])
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether all the sequences are."""
+        return all(isinstance(each, list) or (isinstance(each, Joined) and each.in_memory) for each in self._parts)
+
     def __len__(self) -> int:
         return int(self._ends[-1])
 
@@ -84,3 +90,23 @@ class Joined(Sequence[T], Generic[T]):
         part = int(np.searchsorted(self._ends, index, side="right"))
         within = index - (int(self._ends[part - 1]) if part else 0)
         return self._parts[part][int(self._chosen[part][within])]
+
+
+class Viewed(Sequence[U], Generic[T, U]):
+    """Rows as a function makes them of others, each when it is used.
+
+    Args:
+        rows: The others.
+        of: The function.
+    """
+
+    def __init__(self, rows: Sequence[T], of: Callable[[T], U]) -> None:
+        self._rows, self._of = rows, of
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        return self._of(self._rows[index])

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from gradwire.recipes.estimate import Estimate
-from gradwire.recipes.rl import RLSettings, train_with
+from gradwire.recipes.rl import RLSettings, check_group, train_with
 from gradwire.recipes.settings import SettingsError, setting
 from gradwire.rl import GiGPOAlgorithm
 
@@ -29,6 +29,7 @@ class GiGPO(RLSettings):
         super().check()
         if not self.environment:
             raise SettingsError("environment is empty; gigpo compares steps of several turns: name one, or use grpo")
+        check_group(self.group_size, self.loss)
         if not 0 <= self.gamma <= 1:
             raise SettingsError(f"gamma is {self.gamma}; it must be from 0 to 1")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.recipes.estimate import Estimate
-from gradwire.recipes.rl import RLSettings, train_with
+from gradwire.recipes.rl import RLSettings, check_group, train_with
 from gradwire.recipes.settings import setting
 from gradwire.rl import GRPOAlgorithm
 
@@ -18,6 +18,10 @@ class GRPO(RLSettings):
     folder: str = setting("runs/grpo", "metrics, checkpoints' positions and the report; a rerun continues there")
     group_size: int = setting(8, "answers to each problem")
     loss: dict[str, Any] = setting({}, "arguments of grpo: see docs/losses.md")
+
+    def check(self) -> None:
+        super().check()
+        check_group(self.group_size, self.loss)
 
 
 async def train(settings: GRPO, *, dry_run: bool = False) -> Estimate | None:

@@ -150,7 +150,9 @@ def _from_file(file: Path, setting: str) -> ModuleType:
 
 def _told(error: Exception) -> str:
     """An error and the last line that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith("<frozen")]
+    if isinstance(error, SyntaxError):
+        frames = []  # its own text has the line
     return f"{type(error).__name__}: {error}" + (
         f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     )

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import gradwire
 from gradwire import data
+from gradwire.data.stored import Viewed
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.folder import facts_of
 from gradwire.recipes.own_code import REWARDS, check_reward, environment_of, reward_of
 from gradwire.recipes.rows import rows_of
-from gradwire.recipes.settings import Settings, SettingsError, setting
-from gradwire.recipes.tokens import Tokens
+from gradwire.recipes.settings import Settings, SettingsError, learning_rate, setting
+from gradwire.recipes.tokens import RowRefusedError, Tokens
 from gradwire.recipes.training import open_training
 from gradwire.rl import Algorithm, AlgorithmConfig
 from gradwire.rl.datasets import final_answer
 from gradwire.rl.rewards.graders import GraderError, ServiceJudge, grader_of
 from gradwire.rl.types import Message, Task
+
+COMPARING = {*REWARDS} - {"environment"}
+"""Rewards that compare with a problem's answer."""
+RENDERED = 1_024
+"""Prompts that the template writes at once."""
 
 
 @dataclass
@@ -62,15 +67,14 @@ class RLSettings(Settings):
                 raise SettingsError(f"grading: {error}") from None
 
 
-def learning_rate(settings: RLSettings, num_parameters: int) -> float:
-    """The learning rate: 1e-4 for an adapter of a model of 0.6 billion parameters, more for a smaller one.
+def check_group(size: int, loss: Mapping[str, Any]) -> None:
+    """Check that an answer has others of its group to be judged by, unless the loss has another baseline.
 
-    It falls with the square root of a model's width, which grows with the cube root of its size. All weights take a
-    tenth.
+    Raises:
+        SettingsError: It has none.
     """
-    if settings.learning_rate:
-        return settings.learning_rate
-    return (1e-4 if settings.lora_rank else 1e-5) * math.pow(6e8 / max(num_parameters, 1), 1 / 6)
+    if size < 2 and "baseline" not in loss:
+        raise SettingsError("group_size is 1; an answer is judged by the others to its problem: at least 2")
 
 
 async def train_with(
@@ -88,7 +92,9 @@ async def train_with(
     async with open_training(settings, head=head, kind="rl", dry_run=dry_run) as training:
         service, model = training.service, training.model
         tokens = Tokens(service, model, settings.max_tokens, on_error=settings.on_error)
-        tasks = await _tasks(settings, tokens, kept)
+        tasks: Sequence[Task] = Viewed(kept, lambda row: _task(row, settings))
+        if kept.in_memory:  # else a prompt that the template refuses costs its own answers only
+            tasks = await _tasks(settings, tokens, kept)
         problems = await _tasks(settings, tokens, held_out[: settings.eval_problems])
         tokens.tell_of_skipped()
         if not tasks:
@@ -130,11 +136,18 @@ def _config(
 async def _tasks(settings: RLSettings, tokens: Tokens, rows: Sequence[data.Prompt]) -> list[Task]:
     """Problems whose prompts the model's template writes, so that no iteration fails by one that it refuses."""
 
+    compared = {*([settings.reward] if isinstance(settings.reward, str) else settings.reward)} & COMPARING
+
     async def written(part: Sequence[data.Prompt]) -> list[data.Prompt]:
+        for index, each in enumerate(part):
+            if each.answer is None and compared and not settings.grading:
+                reason = f"there is no answer, and the reward {min(compared)} compares with it: write a column answer, "
+                raise RowRefusedError(index, reason + "name another with mapping: {answer: COLUMN}, or set reward")
         await tokens.prompts(part, room=0)
         return list(part)
 
-    return [_task(each, settings) for each in await tokens.fitting(rows, written)]
+    parts = [rows[start : start + RENDERED] for start in range(0, len(rows), RENDERED)]
+    return [_task(each, settings) for part in parts for each in await tokens.fitting(part, written)]
 
 
 async def _estimate(

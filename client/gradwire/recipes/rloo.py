@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.recipes.estimate import Estimate
-from gradwire.recipes.rl import RLSettings, train_with
-from gradwire.recipes.settings import SettingsError, setting
+from gradwire.recipes.rl import RLSettings, check_group, train_with
+from gradwire.recipes.settings import setting
 from gradwire.rl import REINFORCEAlgorithm
 
 
@@ -21,8 +21,7 @@ class RLOO(RLSettings):
 
     def check(self) -> None:
         super().check()
-        if self.group_size < 2:
-            raise SettingsError("group_size is 1; an answer is judged by the others to its problem: at least 2")
+        check_group(self.group_size, {})
 
 
 async def train(settings: RLOO, *, dry_run: bool = False) -> Estimate | None:

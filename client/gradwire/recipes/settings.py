@@ -126,7 +126,7 @@ class Settings(ServiceSettings):
     lora_targets: list[str] = setting(["all-linear"], "modules with an adapter; all-linear, lm_head, vision, or names")
     rslora: bool = setting(False, "scale by alpha / sqrt(rank) instead")
     dropout: float = setting(0.0, "of the model and the adapter")
-    learning_rate: float = setting(1e-4, "at its peak")
+    learning_rate: float = setting(1e-4, "at its peak; 0: by the model's size")
     warmup: int = setting(10, "steps over which the learning rate rises")
     max_grad_norm: float = setting(1.0, "longer gradients are scaled down to it; 0: they are not")
     weight_decay: float = setting(0.0, "of matrices; norms and biases are not decayed")
@@ -166,6 +166,17 @@ class Settings(ServiceSettings):
         """The data sets, each with its ``path`` and what else is said of it."""
         given = [self.data] if isinstance(self.data, str) else self.data
         return [{"path": each} if isinstance(each, str) else each for each in given]
+
+
+def learning_rate(settings: Settings, num_parameters: int) -> float:
+    """The learning rate: 1e-4 for an adapter of a model of 0.6 billion parameters, more for a smaller one.
+
+    It falls with the square root of a model's width, which grows with the cube root of its size. All weights take a
+    tenth.
+    """
+    if settings.learning_rate:
+        return settings.learning_rate
+    return (1e-4 if settings.lora_rank else 1e-5) * math.pow(6e8 / max(num_parameters, 1), 1 / 6)
 
 
 PART: Mapping[str, Any] = {"path": str, "weight": float, "limit": int, "mapping": dict, "split": str}
@@ -245,15 +256,23 @@ def load(kind: type[S], path: Path | str, overrides: Sequence[str] = ()) -> S:
     return built(kind, given.values, given.places)
 
 
-def read_yaml(path: Path | str, overrides: Sequence[str] = ()) -> Given:
+def read_yaml(
+    path: Path | str, overrides: Sequence[str] = (), *, example: str = "gradwire train --example NAME"
+) -> Given:
     """Read a mapping from a YAML file, overridden as :func:`load` says.
+
+    Args:
+        path, overrides: As for :func:`load`.
+        example: The command that writes such a file; empty if there is none.
 
     Raises:
         SettingsError: The file or an override has a mistake; names the line.
     """
     path = Path(path)
     if not path.is_file():
-        raise SettingsError(f"there is no file {path}; `gradwire train --example NAME > {path}` writes one")
+        raise SettingsError(f"there is no file {path}" + (f"; `{example} > {path}` writes one" if example else ""))
+    if path.suffix in (".jsonl", ".csv", ".parquet", ".txt", ".md"):
+        raise SettingsError(f"{path} holds data; name a YAML file of settings, in which `data: {path}` names it")
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -263,7 +282,8 @@ def read_yaml(path: Path | str, overrides: Sequence[str] = ()) -> Given:
         line = f", line {mark.line + 1}" if mark else ""
         raise SettingsError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
     if not isinstance(given, dict):
-        raise SettingsError(f"{path}: settings are a mapping such as `model: NAME`; see `gradwire train --example`")
+        written = f"; see `{example}`" if example else ""
+        raise SettingsError(f"{path}: settings are a mapping such as `model: NAME`{written}")
     places: dict[str, str] = {}
     for key, _ in root.value:
         place = f"{path}, line {key.start_mark.line + 1}"
@@ -328,10 +348,12 @@ def built(kind: type[S], given: Mapping[str, Any], places: Mapping[str, str] = t
 
 
 def _value(hint: Any, value: Any, place: str) -> Any:
+    if value is None and hint is str:
+        return ""
     if isinstance(hint, types.UnionType):
         kinds = tuple(typing.get_origin(each) or each for each in hint.__args__)
         if not isinstance(value, kinds):
-            raise SettingsError(f"{place} is {value!r}; it must be {' or '.join(NAMES[each] for each in kinds)}")
+            raise SettingsError(f"{place} is {_said(value)}; it must be {' or '.join(NAMES[each] for each in kinds)}")
         return value
     kind = typing.get_origin(hint) or hint
     kind = str if kind is typing.Literal else kind
@@ -342,8 +364,12 @@ def _value(hint: Any, value: Any, place: str) -> Any:
     if kind in (dict, list) and value is None:
         value = kind()
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise SettingsError(f"{place} is {value!r}; it must be {NAMES[kind]}")
+        raise SettingsError(f"{place} is {_said(value)}; it must be {NAMES[kind]}")
     return value
+
+
+def _said(value: Any) -> str:
+    return "empty" if value is None else repr(value)
 
 
 NAMES: Mapping[Any, str] = types.MappingProxyType(

@@ -17,7 +17,7 @@ from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.folder import STATE, facts_of
 from gradwire.recipes.report import LOG
 from gradwire.recipes.rows import rows_of
-from gradwire.recipes.settings import RowSettings
+from gradwire.recipes.settings import RowSettings, learning_rate
 from gradwire.recipes.tokens import Tokens
 from gradwire.recipes.training import Training, open_training
 
@@ -108,6 +108,7 @@ class _Steps(Generic[T]):
         self._training, self._settings, self._batches = training, settings, batches
         self._encode, self._loss, self._head = encode, loss, head
         self._total = total_steps(settings, batches)
+        self._peak = learning_rate(settings, training.model.num_parameters)
         self._warn_once = WarnOnce("gradwire.recipes")
 
     async def take(self, evaluate: Callable[[], Awaitable[Metrics]] | None) -> None:
@@ -136,8 +137,7 @@ class _Steps(Generic[T]):
     async def _step(self, step: int) -> Metrics:
         results = [self._loss(await self._next(step)) for _ in range(self._settings.accumulation)]
         stepped = self._optim_step(self.rate(step))
-        losses = [await result for result in results]
-        taken = await stepped
+        *losses, taken = await asyncio.gather(*results, stepped)
         for warning in [each for loss in losses for each in loss.warnings]:
             kind = re.sub(r"\d+", "", warning)  # those that differ in their numbers are one kind
             self._warn_once(kind, "step %d: %s", step + 1, warning)
@@ -162,20 +162,18 @@ class _Steps(Generic[T]):
         """Return the learning rate of a step."""
         settings = self._settings
         if settings.schedule == "constant":
-            return schedules.constant(step, peak=settings.learning_rate, warmup=settings.warmup)
+            return schedules.constant(step, peak=self._peak, warmup=settings.warmup)
         if settings.schedule == "wsd":
             decay = max(1, self._total // 10)
-            return schedules.wsd(
-                step, peak=settings.learning_rate, total=self._total, decay=decay, warmup=settings.warmup
-            )
+            return schedules.wsd(step, peak=self._peak, total=self._total, decay=decay, warmup=settings.warmup)
         schedule = schedules.linear if settings.schedule == "linear" else schedules.cosine
-        return schedule(step, peak=settings.learning_rate, total=self._total, warmup=settings.warmup)
+        return schedule(step, peak=self._peak, total=self._total, warmup=settings.warmup)
 
     def _optim_step(self, rate: float) -> Any:
         settings = self._settings
         more = dict(settings.optimizer_args)
-        if settings.head_learning_rate and self._head and settings.learning_rate:
-            more["head_learning_rate"] = rate * settings.head_learning_rate / settings.learning_rate
+        if settings.head_learning_rate and self._head:
+            more["head_learning_rate"] = rate * settings.head_learning_rate / self._peak
         return self._training.run.optim_step(
             rate, optimizer=settings.optimizer, weight_decay=settings.weight_decay, decay="matrices",
             max_grad_norm=settings.max_grad_norm, **more,
@@ -205,7 +203,8 @@ async def estimate(
         for batch in both:
             began = time.monotonic()
             result = await loss(batch)
-            await training.run.optim_step(settings.learning_rate, optimizer=settings.optimizer)
+            peak = learning_rate(settings, training.model.num_parameters)
+            await training.run.optim_step(peak, optimizer=settings.optimizer)
             measured = time.monotonic() - began
             tokens += share * (await result).num_tokens / len(both)
         seconds += share * measured

@@ -129,12 +129,15 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> tuple[Sweep, list[T
     Raises:
         SettingsError: The file or a training's settings have a mistake.
     """
-    given = read_yaml(path, overrides)
+    given = read_yaml(path, overrides, example="gradwire sweep --example")
     sweep = built(Sweep, given.values, given.places)
     shared = dict(read_yaml(sweep.config).values) | sweep.settings if sweep.config else sweep.settings
-    return sweep, [
-        _trial(sweep, shared, dict(zip(sweep.grid, each))) for each in itertools.product(*sweep.grid.values())
-    ]
+    try:
+        return sweep, [
+            _trial(sweep, shared, dict(zip(sweep.grid, each))) for each in itertools.product(*sweep.grid.values())
+        ]
+    except SettingsError as error:
+        raise SettingsError(f"{path}: {error}") from None
 
 
 def _trial(sweep: Sweep, shared: Mapping[str, Any], values: Mapping[str, Any]) -> Trial:

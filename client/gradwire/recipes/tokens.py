@@ -65,6 +65,8 @@ class Tokens:
         self._service, self._model, self._most = service, model, min(max_tokens, model.context_length)
         self._overlong, self._on_error = overlong, on_error
         self._has_template: bool | None = None
+        self._writes_ends = True
+        self._specials: frozenset[int] = frozenset()
         self._tell = tell
         self._warned: set[str] = set()
         self.cut = 0
@@ -107,6 +109,8 @@ class Tokens:
             return await self._texts(conversations, train_on)
         if await self._chats():
             rows = await self._rendered(conversations, train_on)
+            if train_on != "all" and not self._writes_ends:
+                rows = [self._ended(row) for row in rows]
         else:
             rows = await self._plain([each.messages for each in conversations], train_on)
         if any(each.weight != 1.0 for each in conversations):
@@ -236,7 +240,10 @@ class Tokens:
 
     async def _chats(self) -> bool:
         if self._has_template is None:
-            self._has_template = bool((await self._service.tokenizer_info(self._model.name)).chat_template)
+            info = await self._service.tokenizer_info(self._model.name)
+            self._has_template = bool(info.chat_template)
+            self._specials = frozenset(info.special_token_ids.values()) | {*self._model.eos_token_ids}
+            self._writes_ends = "endgeneration" in info.chat_template  # it says itself what is learned
             if not self._has_template:
                 logger.warning("%s has no chat template: conversations are written as plain text", self._model.name)
         return self._has_template
@@ -260,6 +267,21 @@ class Tokens:
             }
             for before, answer, each in zip(befores, answers, conversations)
         ]
+
+    def _ended(self, row: Any) -> Any:
+        """Learn where an answer ends, of a template as GLM's that writes nothing there but the next message."""
+        ends, ids, mask = self._model.eos_token_ids, row["input_ids"], np.array(row["loss_mask"])
+        if not ends or not mask.any():
+            return row
+        follows = np.flatnonzero((mask[1:] == 0) & (mask[:-1] != 0) & ~np.isin(ids[:-1], list(self._specials))) + 1
+        mask[follows[np.isin(ids[follows], ends)]] = 1
+        if mask[-1] and int(ids[-1]) not in self._specials:
+            self._warn_once(
+                "the chat template of %s ends no answer: the model's end of text is added to the last one of a row",
+                self._model.name,
+            )
+            ids, mask = np.append(ids, ends[0]), np.append(mask, 1)
+        return {**row, "input_ids": ids, "loss_mask": mask}
 
     def _short(self, row: Any, index: int) -> Any:
         if len(row["input_ids"]) <= self._most:

@@ -7,17 +7,22 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from gradwire.data.stored import Viewed
 from gradwire.rl.batching import derive_seed
 from gradwire.rl.types import AnyTask, Task, Trajectory
 
 Tasks = Iterable[AnyTask]
 
 
-def as_tasks(tasks: Tasks) -> list[Task]:
-    """Convert to a list of tasks; an empty set, or a single prompt instead of a list, is an error."""
+def as_tasks(tasks: Tasks) -> Sequence[Task]:
+    """Convert to tasks; an empty set, or a single prompt instead of a list, is an error.
+
+    Those of a :class:`~gradwire.data.stored.Viewed` are made when they are used, so that they may be more than memory
+    holds.
+    """
     if isinstance(tasks, str | Mapping):
         raise TypeError(f"tasks is one {type(tasks).__name__}; give a list of prompts, rows or tasks")
-    result = [Task.of(task) for task in tasks]
+    result = Viewed(tasks, Task.of) if isinstance(tasks, Viewed) else [Task.of(task) for task in tasks]
     if not result:
         raise ValueError("there are no tasks; give at least one")
     return result
@@ -42,13 +47,16 @@ class ShuffledCurriculum:
     def __init__(self, tasks: Tasks, *, seed: int = 0) -> None:
         self.tasks = as_tasks(tasks)
         self._seed = seed
+        self._epoch, self._order = -1, np.zeros(0, np.int64)
 
     def select(self, iteration: int, count: int) -> list[Task]:
         result = []
         for place in range(iteration * count, (iteration + 1) * count):
             epoch, at = divmod(place, len(self.tasks))
-            order = np.random.default_rng(derive_seed(self._seed, "epoch", epoch)).permutation(len(self.tasks))
-            result.append(self.tasks[order[at]])
+            if epoch != self._epoch:
+                seeded = np.random.default_rng(derive_seed(self._seed, "epoch", epoch))
+                self._epoch, self._order = epoch, seeded.permutation(len(self.tasks))
+            result.append(self.tasks[int(self._order[at])])
         return result
 
     def update(self, trajectories: Sequence[Trajectory]) -> None:

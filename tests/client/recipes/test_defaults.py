@@ -1,19 +1,22 @@
-"""What the defaults of trainings on rewards learn: to copy two digits, which the model half knows."""
+"""What the defaults of recipes teach: to copy two digits, which the model half knows, by rewards or from a teacher."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gradwire
 import pytest
-from gradwire.recipes import grpo, ppo, sft
-from gradwire.recipes.rl import learning_rate
+from gradwire.recipes import distill, grpo, ppo, sft
+from gradwire.recipes.settings import learning_rate
 from support.chats import chat_model
 from support.server import Server
+
+COMMON: dict[str, Any] = {"held_out": 0.0, "eval_every": 0, "save_every": 0}
 
 
 def test_the_learning_rate_follows_the_size_of_the_model() -> None:
@@ -24,42 +27,77 @@ def test_the_learning_rate_follows_the_size_of_the_model() -> None:
     assert learning_rate(grpo.GRPO(learning_rate=3e-6), 1) == 3e-6
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-async def test_the_defaults_learn_to_copy(tmp_path: Path) -> None:
-    model, drawn = await asyncio.to_thread(chat_model, tmp_path / "model", "marked"), random.Random(0)
+def data(file: Path, rows: list[dict[str, str]]) -> str:
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return str(file)
 
-    def row(right: float) -> dict[str, str]:
+
+def copies(count: int, right: float, seed: int = 0) -> list[dict[str, str]]:
+    """Questions for two digits to copy; so many of the digits of an answer are right, by more than chance."""
+    drawn, rows = random.Random(seed), []
+    for _ in range(count):
         digits = [drawn.randrange(10) for _ in range(2)]
         said = [each if drawn.random() < right else drawn.randrange(10) for each in digits]
-        return {"prompt": "copy " + "".join(map(str, digits)), "completion": "".join(map(str, said))}
+        rows.append({"prompt": "copy " + "".join(map(str, digits)), "completion": "".join(map(str, said))})
+    return rows
 
-    def data(name: str, rows: list[dict[str, str]]) -> str:
-        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
-        return str(tmp_path / name)
 
-    common: dict[str, Any] = {"held_out": 0.0, "eval_every": 0, "save_every": 0}
-    server = Server(model, tmp_path / "state", "--threads", "1").start()
-    taught = common | {"model": "tiny", "address": server.address, "lora_rank": 0, "batch_size": 64, "epochs": 20}
-    await sft.train(sft.SFT(**taught, learning_rate=1e-2, max_steps=400, folder=str(tmp_path / "clean"),
-                            data=data("clean.jsonl", [row(1.0) for _ in range(4000)])))  # fmt: skip
-    await sft.train(sft.SFT(**taught, learning_rate=1e-3, max_steps=100, folder=str(tmp_path / "noisy"),
-                            data=data("noisy.jsonl", [row(0.25) for _ in range(4000)]),
-                            init_from=str(tmp_path / "clean")))  # fmt: skip
-    async with gradwire.connect(server.address) as service:
-        run = await service.fork_run(json.loads((tmp_path / "noisy" / "state.json").read_text())["checkpoint"])
-        await run.export(tmp_path / "base", "merged")
-    server.end()
-    asked = data("asked.jsonl", [{"prompt": f"copy {n:02}", "answer": f"{n:02}"} for n in range(100)])
-    server = Server(tmp_path / "base", tmp_path / "second", "--threads", "1").start()
-    try:
-        for module, kind in ((grpo, grpo.GRPO), (ppo, ppo.PPO)):
-            folder = tmp_path / kind.__name__
-            await module.train(
-                kind(**common, model="tiny", address=server.address, data=asked, folder=str(folder), max_steps=60)
-            )
-            lines = [json.loads(line)["rewards/reward"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            first, last = sum(lines[:10]) / 10, sum(lines[-10:]) / 10
-            assert first < 0.25 and last > 0.6, (kind.__name__, first, last)
-    finally:
-        server.end()
+async def taught(folder: Path) -> None:
+    """Make two models: ``teacher`` copies digits, ``student`` mostly does not any more."""
+    model = await asyncio.to_thread(chat_model, folder / "model", "marked")
+    with Server(model, folder / "state", "--threads", "1") as server:
+        common = COMMON | {"model": "tiny", "address": server.address, "lora_rank": 0, "batch_size": 64, "epochs": 20}
+        settings = sft.SFT(**common, learning_rate=1e-2, max_steps=400, folder=str(folder / "clean"),
+                           data=data(folder / "clean.jsonl", copies(4000, 1.0)))  # fmt: skip
+        await sft.train(settings)
+        settings = sft.SFT(**common, learning_rate=1e-3, max_steps=100, folder=str(folder / "noisy"),
+                           data=data(folder / "noisy.jsonl", copies(4000, 0.25)),
+                           init_from=str(folder / "clean"))  # fmt: skip
+        await sft.train(settings)
+        async with gradwire.connect(server.address) as service:
+            for name, made in (("clean", "teacher"), ("noisy", "student")):
+                run = await service.fork_run(json.loads((folder / name / "state.json").read_text())["checkpoint"])
+                await run.export(folder / made, "merged")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("defaults")
+    asyncio.run(taught(folder))
+    return folder
+
+
+@pytest.fixture
+def server(models: Path, tmp_path: Path) -> Iterator[Server]:
+    with Server(models / "student", tmp_path / "state", "--model", f"teacher={models / 'teacher'}",
+                "--threads", "1") as running:  # fmt: skip
+        yield running
+
+
+def logged(folder: Path, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("module", "kind"), [(grpo, grpo.GRPO), (ppo, ppo.PPO)])
+async def test_rewards_teach_to_copy(module: Any, kind: Any, models: Path, server: Server, tmp_path: Path) -> None:
+    asked = data(tmp_path / "asked.jsonl", [{"prompt": f"copy {n:02}", "answer": f"{n:02}"} for n in range(100)])
+    common = COMMON | {"model": "tiny", "address": server.address, "folder": str(tmp_path / "run")}
+    await module.train(kind(**common, data=asked, max_steps=60))
+    rewards = logged(tmp_path / "run", "rewards/reward")
+    first, last = sum(rewards[:10]) / 10, sum(rewards[-10:]) / 10
+    assert first < 0.25 and last > 0.6, (first, last)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+async def test_a_teacher_teaches_to_copy(models: Path, server: Server, tmp_path: Path) -> None:
+    settings = distill.Distill(
+        model="tiny", address=server.address, folder=str(tmp_path / "run"), teacher="teacher",
+        data=data(tmp_path / "asked.jsonl", copies(1000, 1.0, seed=1)), eval_every=10,
+    )  # fmt: skip
+    await distill.train(settings)
+    divergence = logged(tmp_path / "run", "eval/divergence")
+    assert divergence[-1] < 0.3 * divergence[0], divergence

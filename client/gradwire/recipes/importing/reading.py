@@ -20,7 +20,7 @@ def imported(file: Path) -> Imported:
     """
     if file.name == "dataset_info.json":
         return from_dataset_info(file)
-    given = read_yaml(file).values
+    given = read_yaml(file, example="").values
     if "base_model" in given:
         made = from_axolotl(given)
     elif "model_name_or_path" in given:
@@ -29,6 +29,8 @@ def imported(file: Path) -> Imported:
         raise SettingsError(
             f"{file} has neither base_model, as Axolotl's configurations, nor model_name_or_path, as LLaMA-Factory's"
         )
+    if not made.settings.get("data"):
+        raise SettingsError(f"{file} names no data: add its datasets (LLaMA-Factory: dataset), and import it again")
     names = {field.name for field in dataclasses.fields(command.settings_kind(made.recipe))}
     command.settings_of(made.recipe, made.for_recipe(names).settings)
     return made

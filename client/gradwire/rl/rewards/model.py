@@ -82,7 +82,11 @@ class EnvironmentReward:
     def _of(self, trajectory: Trajectory) -> EvaluateResult:
         rewards = trajectory.state.data.get("env_rewards") if trajectory.state is not None else None
         if rewards is None:
-            return EvaluateResult(0.0, error="this environment has no rewards of its own")
+            return EvaluateResult(
+                0.0,
+                error='the environment gives no rewards of its own: its step() returns data={"env_rewards": [...]}, '
+                "one number for each step so far; or choose another reward",
+            )
         return EvaluateResult(
             float(sum(rewards)), tuple(StepOutput(index, float(reward)) for index, reward in enumerate(rewards))
         )

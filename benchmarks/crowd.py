@@ -1,9 +1,10 @@
 """A crowd of long samples in a key-value cache with room for half of them, and short requests that arrive meanwhile.
 
-In this process, with the engine's own sampler: 64 streams that sample until their context of 2,048 tokens is full. The
-cache is taken as tokens come; beside that the same streams where each waits until all tokens that it may take are
-reserved for it, first come, first served. Both take turns. Newcomers arrive at chosen steps once the cache is full, and
-their wait is counted in steps of the sampler, which do not depend on the machine."""
+In this process, with the engine's own sampler: 64 streams with a context of 8,192 tokens, which is full when they end.
+They begin 1,024 tokens before, where each holds most of what it takes in the end. Room in the cache is taken as tokens
+come; beside that the same streams where each waits until all tokens that it may take are reserved for it, first come,
+first served. Both take turns. Newcomers arrive at chosen steps while the cache is full, and their wait is counted in
+steps of the sampler, which do not depend on the machine."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from benchmarks.turns import Turns
 from benchmarks.workload import Draw, standard_model
 
 TAKEN, RESERVED = "taken as they come", "reserved"
-NEW_TOKENS = 8
+PROMPT_TOKENS, NEW_TOKENS = 16, 8
 MOST_STEPS = 2
 LEAST_RATE = 0.95
 KEYS = {"one key": 1, "four keys": 4}
@@ -42,22 +43,20 @@ class Crowd:
     """Streams of one model, and a cache that holds half of what they take in the end."""
 
     def __init__(self, model: Path, size: Size) -> None:
-        self.streams, self.context = size.pick(64, 8), size.pick(2048, 128)
-        self.prompt_tokens = 16
+        self.streams, self.context, self.sampled = size.pick(64, 8), size.pick(8192, 128), size.pick(1024, 64)
         self._policy = Policy(ModelPool({"m": str(model)}).get("m"))
         self._draw = Draw.of(0, smoke=size.smoke)
-        self._prompts = [self._draw.tokens(self.prompt_tokens) for _ in range(self.streams)]
+        self._prompts = [self._draw.tokens(self.context - self.sampled) for _ in range(self.streams)]
         self.cache_tokens = self.streams * self.context // 2
 
     @property
     def tokens(self) -> int:
         """Tokens that the streams sample."""
-        return self.streams * (self.context - self.prompt_tokens)
+        return self.streams * self.sampled
 
     def newcomers(self) -> list[Newcomer]:
-        """Two keys in turn, from where the cache is full to where half of the streams are done, at odd distances."""
-        first, distance = self.context // 2 + 20, self.context // 40 + 3
-        steps = range(first, self.context, distance)
+        """Two keys in turn, at odd distances, while all streams last."""
+        steps = range(20, self.sampled, self.sampled // 20 + 3)
         return [Newcomer(step, (OTHER, "key 0")[number % 2]) for number, step in enumerate(steps)]
 
     def run(self, keys: int, newcomers: Sequence[Newcomer] = (), *, reserved: bool = False) -> dict[str, list[float]]:
@@ -72,10 +71,10 @@ class Crowd:
         while waiting or any(not job.done for job in jobs):
             while waiting and sum(not job.done for job in jobs) < room:
                 prompt, owner = waiting.pop(0)
-                jobs.append(self._begin(sampler, prompt, self.context - len(prompt), owner))
+                jobs.append(self._begin(sampler, prompt, self.sampled, owner))
             while arriving and arriving[0].step <= steps:
                 newcomer = arriving.pop(0)
-                job = self._begin(sampler, self._draw.tokens(self.prompt_tokens), NEW_TOKENS, newcomer.owner)
+                job = self._begin(sampler, self._draw.tokens(PROMPT_TOKENS), NEW_TOKENS, newcomer.owner)
                 newer.append((newcomer, job))
             sampler.step()
             steps += 1
@@ -93,10 +92,11 @@ class Crowd:
 def measure(size: Size) -> list[Figure]:
     figures = []
     with tempfile.TemporaryDirectory() as folder:
-        shape = {} if size.smoke else {"hidden_size": 64, "num_layers": 2}
-        length = size.pick(2048, 128)
+        shape = {} if size.smoke else {"hidden_size": 16, "num_layers": 1, "num_heads": 2}
+        length = size.pick(8192, 128)
         crowd = Crowd(standard_model(Path(folder) / "m", smoke=size.smoke, context_length=length, **shape), size)
-        words = f"{crowd.streams} streams to {crowd.context:,} tokens, a cache of {crowd.cache_tokens:,}"
+        words = f"{crowd.streams} streams of {crowd.context - crowd.sampled:,} to {crowd.context:,} tokens"
+        words += f", a cache of {crowd.cache_tokens:,}"
         for name, keys in KEYS.items():
             table, waits = Turns(TAKEN, RESERVED), dict[str, list[float]]()
             for _ in range(size.repeats):

@@ -87,18 +87,23 @@ def _forms() -> Iterator[tuple[str, Callable[[], bytes]]]:
     yield "deep rows", lambda: rows + (b"[" * 900 + b"]" * 900 + b"\n") * 500 + b"\r\n--b--"
 
 
+def json_fields(prefix: str, document: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The fields of each route that takes JSON."""
+    found = {}
+    for path, methods in document["paths"].items():
+        schema = methods.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json", {})
+        if "schema" in schema:
+            found[f"POST {prefix}{path}"] = _resolved(schema["schema"], document).get("properties", {})
+    return found
+
+
 def json_bodies(prefix: str, document: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[Costly]:
     """Bodies of JSON for every route of an OpenAPI document.
 
     Args:
         known: Valid values of fields by name, so that the wrong part is what costs.
     """
-    for path, methods in document["paths"].items():
-        schema = methods.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json", {})
-        if "schema" not in schema:
-            continue
-        route = f"POST {prefix}{path}"
-        fields = _resolved(schema["schema"], document).get("properties", {})
+    for route, fields in json_fields(prefix, document).items():
         valid = {name: known[name] for name in fields if name in known}
         for name in fields:
             others = {key: value for key, value in valid.items() if key != name}
@@ -177,19 +182,19 @@ def services() -> list[ServiceDescriptor]:
 
 
 def _filled(descriptor: Descriptor, size: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    for path in _paths(descriptor, ()):
+    for path in paths_of(descriptor, ()):
         yield ".".join(field.name for field in path), partial(_repeated, path, size)
 
 
 def _repeated(path: tuple[FieldDescriptor, ...], size: int) -> bytes:
-    tag = _varint(path[-1].number << 3 | 2)
+    tag = varint(path[-1].number << 3 | 2)
     content = (tag + b"\0") * (size // (len(tag) + 1))
     for field in reversed(path[:-1]):
-        content = _varint(field.number << 3 | 2) + _varint(len(content)) + content
+        content = varint(field.number << 3 | 2) + varint(len(content)) + content
     return content
 
 
-def _paths(descriptor: Descriptor, before: tuple[FieldDescriptor, ...]) -> Iterator[tuple[FieldDescriptor, ...]]:
+def paths_of(descriptor: Descriptor, before: tuple[FieldDescriptor, ...]) -> Iterator[tuple[FieldDescriptor, ...]]:
     """Ways to the fields with a length in bytes; a message is entered once on each."""
     for field in descriptor.fields:
         if field.type in (FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
@@ -197,10 +202,10 @@ def _paths(descriptor: Descriptor, before: tuple[FieldDescriptor, ...]) -> Itera
                 yield (*before, field)
             inside = field.message_type
             if inside is not None and len(before) < 3 and inside not in [each.containing_type for each in before]:
-                yield from _paths(inside, (*before, field))
+                yield from paths_of(inside, (*before, field))
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
     found = bytearray()
     while value > 0x7F:
         found.append(value & 0x7F | 0x80)
@@ -209,8 +214,8 @@ def _varint(value: int) -> bytes:
     return bytes(found)
 
 
-def drawn(rng: random.Random, bodies: list[Costly]) -> list[Costly]:
-    """All of them in any order, but one of every route first."""
+def drawn(rng: random.Random, bodies: list[Costly]) -> tuple[list[Costly], Iterator[Costly]]:
+    """One body of every route, and the others, in any order."""
     rng.shuffle(bodies)
     first = {body.route: body for body in bodies}
-    return [*first.values(), *(body for body in bodies if first[body.route] is not body)]
+    return list(first.values()), (body for body in bodies if first[body.route] is not body)

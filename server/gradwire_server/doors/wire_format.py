@@ -25,6 +25,10 @@ class TooManyFieldsError(Exception):
     """A message has more fields than its reader takes."""
 
 
+class TooLargeFieldsError(Exception):
+    """The fields that a reader takes whole have too many bytes, or are too many."""
+
+
 async def check_fields(data: bytes, descriptor: Descriptor, limit: int) -> None:
     """Check how many fields a message has, those of messages inside it included, and serve others meanwhile.
 
@@ -69,15 +73,17 @@ def counted(data: bytes, descriptor: Descriptor, limit: int) -> Iterator[None]:
             raise DecodeError("it ends too early")
 
 
-async def without(data: bytes, number: int, most: int, others: int) -> bytes:
+async def without(data: bytes, number: int, most: int, others: int, other_bytes: int) -> bytes:
     """A message without one of its fields, which may be repeated.
 
     Args:
         most: Entries that the field may have.
         others: Further fields that the message may have.
+        other_bytes: Bytes of them.
 
     Raises:
         TooManyFieldsError: More than that.
+        TooLargeFieldsError: More than that of further fields.
         DecodeError: It is no message.
     """
     place, end, kept = 0, len(data), bytearray()
@@ -98,8 +104,10 @@ async def without(data: bytes, number: int, most: int, others: int) -> bytes:
                 await asyncio.sleep(0)
         else:
             others -= 1
+            if others < 0 or len(kept) + place - start > other_bytes:
+                raise TooLargeFieldsError
             kept += data[start:place]
-        if min(most, others) < 0:
+        if most < 0:
             raise TooManyFieldsError
     if place > end:
         raise DecodeError("it ends too early")

@@ -132,11 +132,13 @@ def _unzstd(body: bytes, limit: BodyLimit) -> bytes:
 
 def _gunzip(body: bytes, limit: BodyLimit) -> bytes:
     decoder = zlib.decompressobj(wbits=31)
-    whole, rest = io.BytesIO(), body
-    while rest and not decoder.eof:
-        whole.write(decoder.decompress(rest, READ_BYTES))
-        rest = decoder.unconsumed_tail
-        limit.check(whole.tell())
+    whole, view = io.BytesIO(), memoryview(body)
+    for start in range(0, len(view), READ_BYTES):
+        rest: bytes | memoryview = view[start : start + READ_BYTES]
+        while rest and not decoder.eof:  # what is left over is copied, so it is a part of the body at most
+            whole.write(decoder.decompress(rest, READ_BYTES))
+            rest = decoder.unconsumed_tail
+            limit.check(whole.tell())
     if not decoder.eof:
         raise EOFError("it ends too early")
     return whole.getvalue()

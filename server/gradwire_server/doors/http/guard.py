@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import time
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
@@ -292,25 +293,22 @@ class _Headers:
 async def _body(headers: _Headers, receive: Receive, limit: BodyLimit) -> bytes:
     if headers.encoding not in ENCODINGS:
         raise unknown_encoding(headers.encoding)
-    parts: list[bytes] = []
-    size, more = 0, True
+    received = io.BytesIO()  # parts beside the whole would be the body twice
+    more = True
     try:
         if headers.length.isdigit() and int(headers.length) > limit.bytes:
             raise limit.exceeded(headers.length)
         while more:
             part, more = await _part(receive)
-            size += len(part)
-            parts.append(part)
-            limit.check(size)
+            received.write(part)
+            limit.check(received.tell())
     except ServiceError as error:
-        beginning = b""
-        for part in parts:
-            beginning += part[: BEGINNING_BYTES - len(beginning)]
-        parts.clear()
+        beginning = received.getvalue()[:BEGINNING_BYTES]
+        received.close()
         if more and not headers.waits:
             beginning += await _discard(receive, BEGINNING_BYTES - len(beginning))
         raise OversizedBodyError(error, beginning, headers.encoding) from None
-    return await decompressed(b"".join(parts), headers.encoding, limit)
+    return await decompressed(received.getvalue(), headers.encoding, limit)
 
 
 async def _part(receive: Receive) -> tuple[bytes, bool]:

@@ -47,12 +47,12 @@ from gradwire_server.doors.http.tinker.training_requests import (
     SaveForSamplerRequest,
     SaveWeightsRequest,
 )
-from gradwire_server.doors.wire_format import SMALL_BYTES, TooManyFieldsError, without
+from gradwire_server.doors.wire_format import SMALL_BYTES, TooLargeFieldsError, TooManyFieldsError, without
 from gradwire_server.errors import ServiceError, limit_exceeded
 from gradwire_server.journal.checkpoint_records import SNAPSHOT
 
 ALPHA = 32.0
-MAX_SETTINGS = 1024
+MAX_SETTINGS, SETTINGS_BYTES = 1024, 1 << 20
 """Fields of a large batch beside its data: the model, the loss and its settings."""
 
 
@@ -266,10 +266,15 @@ async def _asked(body: bytes, limits: Limits) -> tinker_pb2.ForwardBackwardReque
     request = tinker_pb2.ForwardBackwardRequest
     try:
         if len(body) > SMALL_BYTES:
-            body = await without(body, request.DATA_FIELD_NUMBER, limits.max_rows, MAX_SETTINGS)
+            body = await without(body, request.DATA_FIELD_NUMBER, limits.max_rows, MAX_SETTINGS, SETTINGS_BYTES)
         return request.FromString(body)
     except TooManyFieldsError:
         raise limit_exceeded("the batch has more data", "max_rows", limits.max_rows, "data") from None
+    except TooLargeFieldsError:
+        message = (
+            f"beside its data the request has more than {MAX_SETTINGS:,} fields, or {SETTINGS_BYTES:,} bytes of them"
+        )
+        raise _invalid(message, "loss_fn_config") from None
     except DecodeError:
         message = "the body is not the protobuf message that this route takes"
         raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message) from None

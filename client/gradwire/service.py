@@ -121,7 +121,8 @@ class ServiceClient(Connected):
 
         Args:
             by: What to divide it by; nothing: one sum.
-            start, end: Unix times: what was used in the hours that begin between them. ``end`` is now by default.
+            start: Unix time; counted are the hours that begin from then on.
+            end: Unix time until which they begin; now by default.
         """
         request = pb.GetUsageRequest(start=start, end=end or 0.0, by=by)
         answer = await self._transport.unary(lambda stub: stub.GetUsage, request)
@@ -328,7 +329,8 @@ class ServiceClient(Connected):
             name: A label for people.
             with_optimizer: Also copy the optimizer's moments and the step count.
             num_labels: Number of classes, with ``head="classification"``.
-            dropout, neftune_noise_alpha: As for ``create_run``; None: those of the checkpoint's run.
+            dropout: As for ``create_run``; None: that of the checkpoint's run.
+            neftune_noise_alpha: As for ``create_run``; None: that of the checkpoint's run.
         """
         request = message(
             pb.ForkRunRequest,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,19 @@ def test_everything_exported_is_documented() -> None:
     for kind in (sync.ServiceClient, sync.TrainingClient):
         for member, method in inspect.getmembers(kind, inspect.isfunction):
             assert member.startswith("_") or method.__doc__, member
+
+
+def test_documented_arguments_are_those_of_the_signature() -> None:
+    """The site refuses ``a, b: ...``, which describes an argument of neither name."""
+    for name in gradwire.__all__:
+        value = getattr(gradwire, name)
+        functions = inspect.getmembers(value, inspect.isfunction) if inspect.isclass(value) else [(name, value)]
+        for member, function in functions:
+            _, _, section = (inspect.getdoc(function) or "").partition("Args:\n")
+            documented = re.findall(r"^    (\S[^:]*):", section.partition("\n\n")[0], re.MULTILINE)
+            if documented:
+                known = inspect.signature(function).parameters
+                assert {each.lstrip("*") for each in documented} <= known.keys(), f"{name}.{member}: {documented}"
 
 
 @pytest.mark.slow

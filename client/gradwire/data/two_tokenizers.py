@@ -47,7 +47,8 @@ def gold_fields(student: Expectations, teacher: Expectations, shared: Mapping[in
     that the teacher has not.
 
     Args:
-        student, teacher: Of the same text.
+        student: The student's expectations of a text.
+        teacher: The teacher's, of the same text.
         shared: :func:`shared_tokens`.
 
     Returns:

@@ -184,7 +184,8 @@ class TrainingOperations(Submitter):
             timeout: Seconds after its acceptance by the server from which on the operation fails with
                 ``DeadlineExceededError`` if it waits or computes gradients; the optimizer's step, once begun, is
                 finished. None for no limit.
-            learning_rate, options: As for :meth:`optim_step`.
+            learning_rate: As for :meth:`optim_step`.
+            options: As for :meth:`optim_step`.
 
         Returns:
             A future of the loss with its metrics, and of the step: gradient norm, learning rate, number of steps.

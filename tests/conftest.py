@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before torch or a server process is started: the suite shares a few cores, and results must not depend on how many.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,9 +17,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 from support.blocking import DETECTOR, BlockingDetector
+from support.chromium import launched
 from support.seeds import choose_seed, session_seed, torch_seed
 from support.server import Server
 from support.tiny import tiny_model
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 DETECTOR.install()
 choose_seed()
@@ -89,6 +94,12 @@ def server(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     running = Server(tiny_model_path, tmp_path_factory.mktemp("state")).start()
     yield running
     assert running.end() == 0
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with launched() as browser:
+        yield browser
 
 
 def pytest_collection_finish() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tarfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import gradwire
@@ -12,39 +11,13 @@ import httpx
 import pytest
 from gradwire import sync
 from gradwire_server.access.keys import KeyFile
-from playwright.sync_api import Browser, Page, expect
-from support.chromium import PATIENCE_MS, launched
-from support.console import Console, page_of
+from playwright.sync_api import Page, expect
+from support.console import Console
 from support.server import Server
 
 pytestmark = pytest.mark.browser
 
-expect.set_options(timeout=PATIENCE_MS)
 ROWS = {"input_ids": [[5, 6, 7, 8, 9, 10]] * 2}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with launched() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
-def service(server: Server) -> Iterator[sync.ServiceClient]:
-    with gradwire.sync.connect(server.address) as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def console(server: Server) -> Iterator[Console]:
-    with Console(server.address) as console:
-        yield console
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    with page_of(browser) as page:
-        yield page
 
 
 def trained(service: sync.ServiceClient, name: str, *checkpoints: str) -> sync.TrainingClient:

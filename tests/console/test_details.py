@@ -8,14 +8,12 @@ from typing import Any
 import gradwire
 import pytest
 from gradwire import sync
-from playwright.sync_api import Browser, Page, expect
-from support.chromium import PATIENCE_MS, launched
-from support.console import Console, page_of
+from playwright.sync_api import Page, expect
+from support.console import Console
 from support.server import Server
 
 pytestmark = pytest.mark.browser
 
-expect.set_options(timeout=PATIENCE_MS)
 EVIL = "<img src=x onerror=alert(1)>"
 GROUP: dict[str, Any] = {
     "prompt_ids": [[5, 6, 7]],
@@ -39,12 +37,6 @@ def rollout(group: int, member: int, reward: float) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with launched() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
 def shown(server: Server) -> Iterator[tuple[Console, sync.TrainingClient]]:
     with Console(server.address) as console, gradwire.sync.connect(server.address) as service:
         run = service.create_run("tiny", lora={"rank": 2}, name=f"inside {EVIL}", record_batches=1.0)
@@ -54,12 +46,6 @@ def shown(server: Server) -> Iterator[tuple[Console, sync.TrainingClient]]:
             run.forward_backward({"input_ids": [[5, 6, 700_000]]}, "causal_lm").result(60)
         run.record_rollouts(4, [rollout(0, 0, 1.0), rollout(0, 1, 0.0), rollout(1, 0, 0.5), rollout(1, 1, 0.5)])
         yield console, run
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    with page_of(browser) as page:
-        yield page
 
 
 def test_a_batch_is_shown_token_by_token(shown: tuple[Console, sync.TrainingClient], page: Page) -> None:

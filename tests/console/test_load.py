@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import gradwire
@@ -14,7 +13,7 @@ import pytest
 from gradwire import sync
 from playwright.sync_api import Browser, Page, expect
 from prometheus_client.parser import text_string_to_metric_families
-from support.chromium import PATIENCE_MS, launched
+from support.chromium import PATIENCE_MS
 from support.console import Console
 from support.server import Server, free_port
 
@@ -26,12 +25,6 @@ TRAINING = {"Submit", "Results", "AckResults", "OpenRun"}
 PER_S = {"GetServerInfo": 0.5, "ListQueues": 0.5, "GetUsage": 0.1, "ListKeys": 1 / 30, "ListOperations": 1.0,
          "ListCheckpoints": 1.0}  # fmt: skip
 """Most calls a second, for all pages together, while a run trains; of anything else, none."""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with launched() as browser:
-        yield browser
 
 
 def calls(metrics: str) -> Counter[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,11 @@ import gradwire
 import pytest
 from gradwire import sync
 from playwright.sync_api import Browser, Page, expect
-from support.chromium import PATIENCE_MS, launched
 from support.console import Console, page_of
 from support.server import Server
 
 pytestmark = pytest.mark.browser
 
-expect.set_options(timeout=PATIENCE_MS)
 ROWS = {"input_ids": [[5, 6, 7, 8, 9, 10]] * 2}
 AXE = Path(__file__).parents[2] / "node_modules/axe-core/axe.min.js"
 PAYLOADS = (
@@ -28,30 +25,6 @@ PAYLOADS = (
     "{{constructor.constructor('alert(3)')()}}",
     '"><svg onload=alert(4)>',
 )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with launched() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
-def service(server: Server) -> Iterator[sync.ServiceClient]:
-    with gradwire.sync.connect(server.address) as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def console(server: Server) -> Iterator[Console]:
-    with Console(server.address) as console:
-        yield console
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    with page_of(browser) as page:
-        yield page
 
 
 def train(run: sync.TrainingClient, steps: int, learning_rate: float = 1e-3) -> None:

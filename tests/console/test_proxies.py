@@ -11,13 +11,11 @@ import gradwire
 import pytest
 from gradwire import sync
 from playwright.sync_api import Browser, expect
-from support.chromium import PATIENCE_MS, launched
 from support.console import Console, page_of
 from support.server import Server
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-expect.set_options(timeout=PATIENCE_MS)
 ROWS = {"input_ids": [[5, 6, 7, 8, 9, 10]] * 2}
 
 
@@ -64,12 +62,6 @@ def forwarded(url: str, prefix: str = "") -> Iterator[str]:
     yield f"http://127.0.0.1:{found[0]}{prefix}"
     loop.call_soon_threadsafe(loop.stop)
     thread.join(30)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with launched() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from gradwire import sync
 from playwright.sync_api import expect
-from support.chromium import PATIENCE_MS, launched
+from support.chromium import launched
 from support.console import Console, page_of
 from support.feedback import FeedbackService
 from support.server import Server
@@ -27,11 +27,11 @@ def test_answers_of_the_playground_are_handed_over_and_rated(
         with page.expect_popup() as opened:
             page.get_by_role("link", name="Rate these answers").click()
         offer = opened.value
-        expect(offer.get_by_text("Say <b>1</b> & 2")).to_be_visible(timeout=PATIENCE_MS)
+        expect(offer.get_by_text("Say <b>1</b> & 2")).to_be_visible()
         expect(offer.get_by_role("heading", name="Answer 2")).to_be_visible()
         offer.get_by_label("Agent").fill("no such name")
         offer.get_by_role("button", name="Ask people").click()
-        expect(offer.get_by_text("Name the agent")).to_be_visible(timeout=PATIENCE_MS)
+        expect(offer.get_by_text("Name the agent")).to_be_visible()
         offer.get_by_label("Agent").fill("handed")
         offer.get_by_role("button", name="Ask people").click()
         offer.wait_for_url("**/rate/handed")
@@ -39,12 +39,12 @@ def test_answers_of_the_playground_are_handed_over_and_rated(
         offer.get_by_role("button", name="Continue").click()
         offer.get_by_role("button", name="1 A is better").click()
         offer.get_by_role("button", name="Next (Enter)").click()
-        expect(offer.get_by_text("Nothing to rate now")).to_be_visible(timeout=PATIENCE_MS)
+        expect(offer.get_by_text("Nothing to rate now")).to_be_visible()
         page.goto(f"{service.url}/offer#%zz")
-        expect(page.get_by_text("Nothing was handed over.")).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_text("Nothing was handed over.")).to_be_visible()
         page.goto("about:blank")
         page.goto(f'{service.url}/offer#{{"prompt": "", "response": "Yes."}}')
-        expect(page.get_by_text("What was handed over cannot be rated: prompt")).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_text("What was handed over cannot be rated: prompt")).to_be_visible()
     (pair,) = api.get("/handed/pairs").json()
     assert pair["prompt"] == "Say <b>1</b> & 2" and pair["rater"] == "Ann"
 

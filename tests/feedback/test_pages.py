@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 import pytest
 from playwright.sync_api import Browser, Locator, Page, Route, expect
-from support.chromium import PATIENCE_MS, launched
+from support.chromium import PATIENCE_MS
 from support.contrast import chart_contrasts
 from support.feedback import QUICK, FeedbackService, run_keys, scores
 from support.server import Server
@@ -30,12 +30,6 @@ CHARTS = {
 }  # fmt: skip
 SCREENSHOTS = os.environ.get("GRADWIRE_SCREENSHOTS")
 """A folder for screenshots of the documentation; none are made without it."""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with launched() as browser:
-        yield browser
 
 
 @pytest.fixture
@@ -102,45 +96,45 @@ def test_rating_by_keyboard_and_mouse(service: FeedbackService, api: httpx.Clien
     add_item(api, "kettle", "What is the capital of Peru?", "Lima.")
     page.goto(f"{service.url}/rate/kettle")
     introduce(page, "Ann")
-    expect(page.get_by_text("How do I descale a kettle?")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("How do I descale a kettle?")).to_be_visible()
     assert "v1" not in page.content() and "base" not in page.locator("body").inner_text(), "blind to the version"
     page.keyboard.press("4")
-    expect(page.get_by_role("button", name="Next (Enter)")).to_be_enabled(timeout=PATIENCE_MS)
+    expect(page.get_by_role("button", name="Next (Enter)")).to_be_enabled()
     page.get_by_label("Note (optional)").fill("4 is not pressed here, nor s or u")
     page.keyboard.press("Escape")
     page.keyboard.press("Enter")
-    expect(page.get_by_text("Answer B")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("Answer B")).to_be_visible()
     with pressing(page.get_by_role("button", name="5 Excellent").nth(1)):
         page.keyboard.press("2")
         chosen = page.get_by_role("button", name="2 Weak").first
-        expect(chosen).to_have_attribute("aria-pressed", "true", timeout=PATIENCE_MS)
+        expect(chosen).to_have_attribute("aria-pressed", "true")
         expect(chosen).to_contain_text("✓")
-    expect(page.get_by_role("button", name="Next (Enter)")).to_be_enabled(timeout=PATIENCE_MS)
+    expect(page.get_by_role("button", name="Next (Enter)")).to_be_enabled()
     keep(page, "feedback-rate")
     page.get_by_label("Note (optional)").fill("B says how")
     page.get_by_role("button", name="Next (Enter)").click()
-    expect(page.get_by_text("capital of Peru")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("capital of Peru")).to_be_visible()
     page.keyboard.press("u")
-    expect(page.get_by_label("Note (optional)")).to_have_value("B says how", timeout=PATIENCE_MS)
+    expect(page.get_by_label("Note (optional)")).to_have_value("B says how")
     assert api.get("/kettle/pairs").json() == []
     for key in ("1", "4"):
         page.keyboard.press(key)
         page.wait_for_timeout(300)
-    expect(page.get_by_role("button", name="Next (Enter)")).to_be_enabled(timeout=PATIENCE_MS)
+    expect(page.get_by_role("button", name="Next (Enter)")).to_be_enabled()
     page.keyboard.press("Enter")
-    expect(page.get_by_text("capital of Peru")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("capital of Peru")).to_be_visible()
     page.keyboard.press("s")
-    expect(page.get_by_text("Nothing to rate now")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("Nothing to rate now")).to_be_visible()
     (pair,) = api.get("/kettle/pairs").json()
     assert pair["rejected"] == "Plants eat sunlight."
     assert "3 feedback samples" in api.post("/train_policy/kettle", json={}).json()["detail"]
     page.goto(f"{service.url}/ratings/kettle")
-    expect(page.get_by_text("by Ann").first).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("by Ann").first).to_be_visible()
     page.get_by_label("Score").first.fill("0.1")
     with pressing(page.get_by_role("button", name="Correct").first):
         page.get_by_role("button", name="Withdraw").last.dispatch_event("click")
-        expect(page.get_by_text(re.compile("Withdrawn: score 0.75, by Ann"))).to_be_visible(timeout=PATIENCE_MS)
-    expect(page.get_by_text(re.compile("^score 0.1, by Ann"))).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_text(re.compile("Withdrawn: score 0.75, by Ann"))).to_be_visible()
+    expect(page.get_by_text(re.compile("^score 0.1, by Ann"))).to_be_visible()
     assert "2 feedback samples" in api.post("/train_policy/kettle", json={}).json()["detail"]
 
 
@@ -151,34 +145,34 @@ def test_pairs_and_rankings_by_keyboard_and_mouse(service: FeedbackService, api:
     )
     page.goto(f"{service.url}/rate/order")
     introduce(page, "Ann")
-    expect(page.get_by_role("button", name="1 A is better")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_role("button", name="1 A is better")).to_be_visible()
     expect(page.get_by_role("button", name="2 Weak")).to_have_count(0)
     page.keyboard.press("2")
-    expect(page.get_by_role("button", name="B: place 1 of 2 ✓")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_role("button", name="B: place 1 of 2 ✓")).to_be_visible()
     page.keyboard.press("0")
-    expect(page.get_by_role("button", name="Equally good (0) ✓")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_role("button", name="Equally good (0) ✓")).to_be_visible()
     page.get_by_role("button", name="Clear (C)").focus()
     page.keyboard.press("Enter")  # the button's own
     page.get_by_role("button", name="1 A is better").click()
-    expect(page.get_by_role("button", name="B: place 2 of 2 ✓")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_role("button", name="B: place 2 of 2 ✓")).to_be_visible()
     page.keyboard.press("Enter")
     for place, (number, letter) in enumerate(((3, "C"), (1, "A")), 1):
         page.get_by_role("button", name=f"{number} {letter} is the next best").click()
         placed = page.get_by_role("button", name=f"{letter}: place {place} of 3 ✓")
-        expect(placed).to_be_visible(timeout=PATIENCE_MS)
-    expect(page.get_by_role("button", name="B: place 3 of 3 ✓")).to_be_visible(timeout=PATIENCE_MS)
+        expect(placed).to_be_visible()
+    expect(page.get_by_role("button", name="B: place 3 of 3 ✓")).to_be_visible()
     page.get_by_role("button", name="Next (Enter)").click()
-    expect(page.get_by_text("Nothing to rate now")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("Nothing to rate now")).to_be_visible()
     page.keyboard.press("u")
-    expect(page.get_by_role("button", name="C: place 1 of 3 ✓")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_role("button", name="C: place 1 of 3 ✓")).to_be_visible()
     page.keyboard.press("Enter")
-    expect(page.get_by_text("Nothing to rate now")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("Nothing to rate now")).to_be_visible()
     pairs = [(pair["chosen"], pair["rejected"]) for pair in api.get("/order/pairs").json()]
     assert pairs == [("Yes.", "No."), ("Three.", "One."), ("Three.", "Two."), ("One.", "Two.")]
     page.goto(f"{service.url}/ratings/order")
-    expect(page.get_by_text("1. Three.").first).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("1. Three.").first).to_be_visible()
     page.get_by_role("button", name="Withdraw").first.click()
-    expect(page.get_by_text("Withdrawn: by Ann")).to_have_count(2, timeout=PATIENCE_MS)
+    expect(page.get_by_text("Withdrawn: by Ann")).to_have_count(2)
     assert len(api.get("/order/pairs").json()) == 1
 
 
@@ -194,14 +188,14 @@ def test_older_pages_show_each_rating_and_ranking_once(service: FeedbackService,
     seen = []
     for first in ("Ranked 30", "Ranked 1", "Say 2"):
         panels = page.locator("section.gw-panel")
-        expect(panels.first).to_contain_text(first, timeout=PATIENCE_MS)
+        expect(panels.first).to_contain_text(first)
         seen += panels.all_inner_texts()
         if first != "Say 2":
             page.get_by_role("button", name="Older").click()
     assert len(seen) == len(set(seen)) == 63
     expect(page.get_by_role("button", name="Older")).to_be_hidden()
     page.get_by_role("button", name="Newest").click()
-    expect(page.get_by_text("Ranked 30")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("Ranked 30")).to_be_visible()
 
 
 def test_the_start_page_and_the_api_documentation_need_no_internet(
@@ -214,7 +208,7 @@ def test_the_start_page_and_the_api_documentation_need_no_internet(
     page.wait_for_url("**/policies/welcome")
     page.get_by_role("link", name="Agents").click()
     page.get_by_role("link", name="The API and its documentation").click()
-    expect(page.get_by_text("Submit Feedback")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("Submit Feedback")).to_be_visible()
 
 
 @pytest.mark.slow
@@ -238,7 +232,7 @@ def test_everybody_can_use_the_pages_on_a_phone_too(
             page.get_by_role("button", name="2 Weak").first.click()
         expect(page.get_by_role("heading", level=1)).to_be_visible()
         if path.startswith("offer"):
-            expect(page.get_by_text("Ask people")).to_be_visible(timeout=PATIENCE_MS)
+            expect(page.get_by_text("Ask people")).to_be_visible()
         assert page.evaluate("document.documentElement.lang") == "en-US"
         page.wait_for_timeout(500)  # what fades in is pale until then
         page.evaluate(AXE.read_text())
@@ -267,20 +261,20 @@ def test_two_raters_never_hold_the_same_item(
     for rater, number in ((ann, 1), (bob, 2)):
         rater.goto(f"{service.url}/rate/two")
         introduce(rater, f"Rater {number}")
-        expect(rater.get_by_text(f"Prompt number {number}")).to_be_visible(timeout=PATIENCE_MS)
+        expect(rater.get_by_text(f"Prompt number {number}")).to_be_visible()
     cleo = open_page(browser, refused)
     cleo.goto(f"{service.url}/rate/two")
     introduce(cleo, "Cleo")
-    expect(cleo.get_by_text("Other people hold the rest: 2 of the waiting answers")).to_be_visible(timeout=PATIENCE_MS)
+    expect(cleo.get_by_text("Other people hold the rest: 2 of the waiting answers")).to_be_visible()
     cleo.context.close()
     for rater, grade in ((ann, "5"), (bob, "4")):
         rater.keyboard.press(grade)
-        expect(rater.get_by_role("button", name="Next (Enter)")).to_be_enabled(timeout=PATIENCE_MS)
+        expect(rater.get_by_role("button", name="Next (Enter)")).to_be_enabled()
     for rater in (ann, bob):
         rater.keyboard.press("Enter")
     for rater in (ann, bob):
         shown = rater.get_by_text(re.compile("Nothing to rate now|Prompt number")).filter(visible=True)
-        expect(shown).to_be_visible(timeout=PATIENCE_MS)
+        expect(shown).to_be_visible()
     deadline = time.monotonic() + 60
     while api.get("/two/agreement").json()["answers"] < 2:
         assert time.monotonic() < deadline
@@ -301,9 +295,9 @@ def test_two_raters_never_hold_the_same_item(
 def test_training_deploying_and_rolling_back(service: FeedbackService, api: httpx.Client, page: Page) -> None:
     api.post("/feedback/shop", json=scores(6))
     page.goto(f"{service.url}/policies/shop")
-    expect(page.get_by_text("4 are missing")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("4 are missing")).to_be_visible()
     page.get_by_role("button", name="Train", exact=True).click()
-    expect(page.get_by_text("training needs 10")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("training needs 10")).to_be_visible()
     api.post("/feedback/shop", json=scores(34, 6))
     assert api.post("/train_policy/shop", json=QUICK | {"maxSteps": 12}).status_code == 200
     typed = page.get_by_label("v40 %", exact=True)
@@ -314,40 +308,40 @@ def test_training_deploying_and_rolling_back(service: FeedbackService, api: http
             expect(page.get_by_text(re.compile(rf"v40.1: training the policy, step [{step}-9]"))).to_be_visible(
                 timeout=PATIENCE_MS
             )
-    expect(page.get_by_text("The last training was cancelled.")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("The last training was cancelled.")).to_be_visible()
     typed.focus()
     begun = api.post("/train_policy/shop", json=QUICK | {"maxSteps": 12}, headers={"Prefer": "respond-async"})
-    expect(page.get_by_text("v40.1: training")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("v40.1: training")).to_be_visible()
     with api.stream("GET", f"/jobs/{begun.json()['id']}/events") as stream:
         assert "event: end" in list(stream.iter_lines())
-    expect(page.get_by_text("The last training made v40.1.")).to_be_visible(timeout=PATIENCE_MS)
-    expect(page.get_by_label("v40.1 %", exact=True)).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("The last training made v40.1.")).to_be_visible()
+    expect(page.get_by_label("v40.1 %", exact=True)).to_be_visible()
     expect(typed).to_be_focused()
     expect(typed).to_have_value("30")
     api.put("/shop/deployment", json={"v40.1": 1.0})  # somebody else
-    expect(page.get_by_text("Answers come from: v40.1 100%")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("Answers come from: v40.1 100%")).to_be_visible()
     expect(page.get_by_label("v40.1 %", exact=True)).to_have_value("100")
     expect(typed).to_have_value("30")
     for version, share in (("base", "0"), ("v40", "50"), ("v40.1", "50")):
         page.get_by_label(f"{version} %", exact=True).fill(share)
     page.get_by_role("button", name="Deploy", exact=True).click()
-    expect(page.get_by_text("Answers come from: v40 50%, v40.1 50%")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("Answers come from: v40 50%, v40.1 50%")).to_be_visible()
     rng = np.random.default_rng(0)
     for user in range(60):
         answer = api.post("/shop/generate", json={"prompt": "Say 1", "userId": f"u{user}", "maxNewTokens": 4}).json()
         score = float(rng.choice([0.75, 1.0] if answer["version"] == "v40.1" else [0.0, 0.25]))
         body = {"prompt": "Say 1", "response": answer["response"], "score": score, "runId": answer["runId"]}
         assert api.post("/feedback/shop", json=body).status_code == 201
-    expect(page.get_by_text("v40.1 is better than v40.")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("v40.1 is better than v40.")).to_be_visible()
     expect(page.get_by_text(re.compile(r"Reward model on \d+ held-out ratings: correlation"))).to_be_visible(
         timeout=PATIENCE_MS
     )
-    expect(page.get_by_text("by people, of")).to_be_visible(timeout=PATIENCE_MS)
-    expect(page.get_by_role("heading", name="Answers before and after")).to_be_visible(timeout=PATIENCE_MS)
-    expect(page.get_by_text("v40.1 is newer")).to_be_visible(timeout=PATIENCE_MS)  # the report is not changed by itself
+    expect(page.get_by_text("by people, of")).to_be_visible()
+    expect(page.get_by_role("heading", name="Answers before and after")).to_be_visible()
+    expect(page.get_by_text("v40.1 is newer")).to_be_visible()  # the report is not changed by itself
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
-        expect(page.locator(f"body.body--{scheme}")).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.locator(f"body.body--{scheme}")).to_be_visible()
         page.wait_for_timeout(500)  # colours fade
         measured = chart_contrasts(page)
         assert {(each.chart, each.kind) for each in measured} >= {
@@ -360,7 +354,7 @@ def test_training_deploying_and_rolling_back(service: FeedbackService, api: http
     assert page.evaluate("document.documentElement.scrollWidth") <= 400, "the table of versions scrolls by itself"
     page.set_viewport_size({"width": 1100, "height": 640})
     page.get_by_role("button", name="Roll back").click()
-    expect(page.get_by_text("Answers come from: v40 100%")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("Answers come from: v40 100%")).to_be_visible()
     expect(typed).to_have_value("100")
     assert api.get("/shop/deployment").json()["weights"] == {"v40": 1.0}
 
@@ -372,11 +366,11 @@ def test_keys_are_asked_for(server: Server, tmp_path: Path, page: Page) -> None:
         page.wait_for_url("**/login?next=*")
         page.get_by_label("API key").fill("gwf_wrong")
         page.get_by_role("button", name="Sign in").click()
-        expect(page.get_by_text("This key is not valid.")).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_text("This key is not valid.")).to_be_visible()
         page.get_by_label("API key").fill(rater)
         page.get_by_role("button", name="Sign in").click()
         page.wait_for_url("**/rate/bot")
-        expect(page.get_by_text("Nothing to rate now")).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_text("Nothing to rate now")).to_be_visible()
         page.get_by_role("button", name="Sign out").click()
         page.wait_for_url("**/login")
         page.goto(f"{service.url}/rate/bot")
@@ -388,10 +382,10 @@ def test_keys_are_asked_for(server: Server, tmp_path: Path, page: Page) -> None:
         page.goto(f"{service.url}/offer#behind")
         page.get_by_label("API key").fill(rater)
         page.get_by_role("button", name="Sign in").click()
-        expect(page.get_by_text("has the role rate; this page needs train")).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_text("has the role rate; this page needs train")).to_be_visible()
         assert page.url == f"{service.url}/offer#behind"
         page.goto(f"{service.url}/policies/bot")
-        expect(page.get_by_text("has the role rate; this page needs read")).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_text("has the role rate; this page needs read")).to_be_visible()
         run_keys(service, "revoke", "ann")
         page.goto(f"{service.url}/rate/bot")
         page.wait_for_url("**/login?next=*")

@@ -21,8 +21,9 @@ def launched(*args: str) -> Iterator[Browser]:
     """Start Chromium with these arguments."""
     if _CHROMIUM is None:
         pytest.skip("Chromium is not installed: apt-get install chromium")
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox", *args])
         yield browser

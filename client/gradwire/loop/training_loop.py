@@ -77,6 +77,7 @@ class TrainingLoop:
             nowhere, so that the training cannot be resumed.
         own: Returns the training's own state, JSON data that are written with the position.
         shown: Selects the numbers of the progress line from a step's metrics.
+        save: Called with ``name`` and ``best`` when a checkpoint is due, and calls :meth:`save`; by default that alone.
 
     Attributes:
         step: Number of finished steps.
@@ -94,12 +95,13 @@ class TrainingLoop:
         *,
         own: Callable[[], Mapping[str, Any]] = dict,
         shown: Callable[[Metrics], Mapping[str, float]] = dict,
+        save: Callable[[str, bool], Awaitable[Any]] | None = None,
     ) -> None:
         self.run, self.plan, self.loggers, self.file = run, plan, loggers, file
         self.step, self.checkpoint = 0, ""
         self.best = Best(plan.best_by, plan.patience)
         self.facts: Mapping[str, Any] = {}
-        self._own, self._shown = own, shown
+        self._own, self._shown, self._save = own, shown, save or self.save
         self._saved_at = self._logged_at = time.monotonic()
         self._save_s = 0.0
 
@@ -159,7 +161,7 @@ class TrainingLoop:
                 last = last or self.best.out_of_patience
                 stopping = self._stops and not last
                 if stopping or self._saves(last):
-                    await self.save()
+                    await self._save("", False)
                 if stopping:
                     raise TrainingStopped(f"stopped after step {self.step} of {total}")
 
@@ -181,7 +183,7 @@ class TrainingLoop:
     async def _evaluated(self, evaluate: Evaluate) -> Metrics:
         metrics = dict(await evaluate())
         if self.best.is_better(metrics, self.step):
-            await self.save(best=True)
+            await self._save("", True)
         return metrics
 
     def _log(self, number: int, metrics: Metrics) -> None:

@@ -146,7 +146,9 @@ class Algorithm(ABC):
         self._reporter = Reporter(self.config, options.get("recorder"))
         log = JsonlLogger((self.config.folder or Path("runs") / run.run_id) / "metrics.jsonl")
         loggers = [log, *options.get("loggers", ()), self._reporter]
-        self.loop = TrainingLoop(run, self._plan(), loggers, self._state_file(), own=self._state, shown=shown)
+        self.loop = TrainingLoop(
+            run, self._plan(), loggers, self._state_file(), own=self._state, shown=shown, save=self.save_checkpoint
+        )
         self._rollout_manager = rollout_manager
         self._sources: Sources | None = None
         self._sampler_correction = SamplerCorrection(run, self.config.temperature, self._reporter)

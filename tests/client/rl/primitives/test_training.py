@@ -143,7 +143,7 @@ def test_ppo_trains_and_saves(loaded: Loaded, tmp_path: Path) -> None:
         np.testing.assert_array_equal(ours.detach(), theirs.detach())
     assert {"iteration-10", "iteration-20", "best.json", "state.json"} <= {each.name for each in tmp_path.iterdir()}
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 20
-    assert json.loads((tmp_path / "state.json").read_text())["iteration"] == 20
+    assert json.loads((tmp_path / "state.json").read_text())["step"] == 20
     assert algo.resume() == 20
     algo.close()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import replace
 
 from gradwire_proto.v1 import engine_pb2
@@ -36,6 +37,9 @@ from gradwire_server.scheduling.samples_in_parts import end
 from gradwire_server.scheduling.spread_samples import SpreadSamples
 from gradwire_server.scheduling.states import OperationState
 from gradwire_server.stores.store import Store
+
+AT_ENGINE: ContextVar[Callable[[], object]] = ContextVar("gradwire_at_engine", default=lambda: None)
+"""Called when a request outside any run's queue has a place in an engine."""
 
 
 class Dispatcher:
@@ -299,6 +303,7 @@ class Dispatcher:
                 await self._executor.hold(run)
                 visit = replace(visit, given=asyncio.get_running_loop().create_future())
                 there = await self.enter(visit)
+            AT_ENGINE.get()()
             engine: Interruptible = there.engine
             spread = self.spread.outside(request.sample, visit, there, on_frame)
             if spread is not None:

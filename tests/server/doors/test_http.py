@@ -23,9 +23,11 @@ from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import VERSION
 from gradwire_server.doors.http import heads
 from gradwire_server.doors.http.errors import HTTP_STATUS
-from gradwire_server.doors.http.openai import events
+from gradwire_server.doors.http.openai import answers, events
+from gradwire_server.scheduling import fairness
 from gradwire_server.server import Server
 from support.front import Start
+from support.scripted import until
 
 CONFIG = "/api/v1/client/config"
 
@@ -95,6 +97,23 @@ async def test_who_waits_for_a_turn_hears_that_it_waits(start: Start, monkeypatc
             assert [await anext(lines) for _ in range(4)] == [": waiting", "", ": waiting", ""]
             door.engine.gate.set()
             assert [line async for line in lines if line.startswith("data")] == ["data: [DONE]"]
+
+
+async def test_who_waits_for_an_engine_without_a_stream_is_told_to_come_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fairness, "SAMPLES_AHEAD", 1)
+    async with start(http="127.0.0.1:0") as door, _http(door.server) as http:
+        asked = {"model": "tiny", "prompt": [1, 2], "max_tokens": 3}
+        door.engine.gate.clear()
+        first = asyncio.create_task(http.post("/v1/completions", json=asked))
+        await until(lambda: door.server.core.scheduler.placement.engines[0].fair_queue.load == 1)
+        monkeypatch.setattr(answers, "TURN_S", 0.1)
+        refused = await http.post("/v1/completions", json=asked)
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "15"
+        assert "waited 0 s for its turn behind others" in refused.json()["error"]["message"]
+        assert not first.done(), "who is at an engine is not refused"
+        first.cancel()
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "zstd"])

@@ -197,6 +197,30 @@ async def test_checkpoints_that_take_long_to_save_are_taken_less_often_which_is_
     assert client.run_id in said and "takes 9 s" in said and "every 90 s of work, not every 60 s" in said
 
 
+async def test_waiting_for_room_is_no_cost_of_a_checkpoint(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Saves that waited for room on the disk, and one that found none, leave the time between two as it was."""
+    monkeypatch.setattr(executor, "FULL_PAUSE_S", 0.05)
+    async with start(prepare=slow) as door:
+        door.engine.seconds["save_checkpoint"] = 1.0
+        client = await (await door.client()).begin()
+        door.engine.disk_full = True
+        for seq in range(1, 4):
+            await client.fb(seq, "slow")
+        await client.results(3)
+        await until(lambda: len(door.engine.overwrites) >= 1)  # the automatic one
+        await client.submit(4, save_checkpoint=pb.SaveCheckpoint(name="mine"))
+        await until(lambda: len(door.engine.overwrites) >= 8)
+        door.engine.disk_full = False
+        assert (await client.statuses(1, 4)) == ["ok"]
+        for seq in range(5, 8):
+            await client.fb(seq, "slow")
+        await client.results(3, 5)
+        await saved(client, "mine", "auto-7")
+    assert not [record for record in caplog.records if "--max-recovery-seconds" in record.getMessage()]
+
+
 @pytest.mark.parametrize("damage", ["newest", "both"])
 async def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     start: Start, tmp_path: Path, damage: str

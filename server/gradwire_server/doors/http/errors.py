@@ -71,7 +71,7 @@ HTTP_STATUS: dict[Code, int] = {
 PASSING = (
     "queued_operations", "queued_bytes", "tokens_per_minute", "max_incoming_bytes", "max_queued_operations",
     "max_queued_bytes", "max_window", "max_window_bytes", "key_waiting_calls", "key_streams", "samples_in_progress",
-    "sample_tokens_per_minute",
+    "sample_tokens_per_minute", "samples_waiting",
 )  # fmt: skip
 """Limits under which the same request fits later: 429, not 400."""
 
@@ -95,7 +95,7 @@ def status_of(error: pb.Error) -> int:
 def _retry_after_s(status: int, error: pb.Error) -> int | None:
     """Seconds after which the same request may fit; None where a client knows better, or where it never will."""
     if status == 429 and error.code == pb.ERROR_CODE_LIMIT_EXCEEDED:
-        return 15 if error.rule.partition(" ")[0].endswith("tokens_per_minute") else 1
+        return 15 if error.rule.partition(" ")[0].endswith(("tokens_per_minute", "samples_waiting")) else 1
     return 5 if status == 503 else None
 
 

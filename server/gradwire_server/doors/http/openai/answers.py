@@ -19,10 +19,13 @@ from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.errors import in_public_names
 from gradwire_server.errors import ServiceError
+from gradwire_server.scheduling.dispatcher import AT_ENGINE
 
 R = TypeVar("R")
 
 DECODED_TOGETHER = 2048
+TURN_S = 60.0
+"""Seconds for which a request without a stream waits for an engine: many clients and proxies wait no longer."""
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
@@ -103,11 +106,13 @@ async def sampled(core: Core, caller: Caller, asked: pb.SampleRequest, name: str
 
 
 async def unless_left(work: Coroutine[Any, Any, R], http: Request) -> R:
-    """The result of some work, which is cancelled when the client leaves.
+    """The result of some work, which is cancelled when the client leaves, or has to wait for too long.
 
     Raises:
-        ServiceError: CANCELLED; nobody reads it.
+        ServiceError: CANCELLED, which nobody reads; LIMIT_EXCEEDED if no engine has taken it within ``TURN_S``.
     """
+    begun = asyncio.Event()
+    AT_ENGINE.set(begun.set)
 
     async def left() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -115,6 +120,13 @@ async def unless_left(work: Coroutine[Any, Any, R], http: Request) -> R:
 
     working, leaving = asyncio.create_task(work), asyncio.create_task(left())
     try:
+        await asyncio.wait([working, leaving], timeout=TURN_S, return_when=asyncio.FIRST_COMPLETED)
+        if not (begun.is_set() or working.done() or leaving.done()):
+            message = (
+                f"the request has waited {TURN_S:.0f} s for its turn behind others; send it again later,"
+                " or with stream=true, which waits for longer and says so"
+            )
+            raise ServiceError(pb.ERROR_CODE_LIMIT_EXCEEDED, message, rule="samples_waiting")
         await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ServiceError(pb.ERROR_CODE_CANCELLED, "the client has left")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import gradwire
@@ -13,39 +13,13 @@ import numpy as np
 import pytest
 from gradwire import rl, sync
 from gradwire.router.world import World
-from playwright.sync_api import Browser, Page, expect
-from support.chromium import PATIENCE_MS, launched
-from support.console import Console, page_of
+from playwright.sync_api import Page, expect
+from support.console import Console
 from support.server import Server
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-expect.set_options(timeout=PATIENCE_MS)
 QUESTIONS = [(f"{a}+{b}=", str(a + b)) for a in range(5) for b in range(5)]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with launched() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
-def service(server: Server) -> Iterator[sync.ServiceClient]:
-    with gradwire.sync.connect(server.address) as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def console(server: Server) -> Iterator[Console]:
-    with Console(server.address) as console:
-        yield console
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    with page_of(browser) as page:
-        yield page
 
 
 def encoded(service: sync.ServiceClient, texts: list[str], special: bool = True) -> list[list[int]]:

@@ -27,7 +27,7 @@ from gradwire_server.doors.http.heads import BoundedHeads
 from gradwire_server.doors.http.openai import app as openai
 from gradwire_server.doors.http.openai import errors as openai_errors
 from gradwire_server.doors.http.openai import tokens
-from gradwire_server.doors.http.protocol import Protocol
+from gradwire_server.doors.http.protocol import HttpProtocol
 from gradwire_server.doors.http.tinker import app as tinker
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class HttpDoor(Door):
             listener.close()
             raise SystemExit(f"gradwire: HTTP cannot be served on {config.http}: {self._serving.exception()}")
 
-    def protocols(self) -> tuple[Protocol, ...]:
+    def protocols(self) -> tuple[HttpProtocol, ...]:
         """Build every protocol's routes, which takes FastAPI a few tenths of a second."""
         return (
             tinker.protocol(self._tinker),
@@ -147,7 +147,7 @@ class _Server(uvicorn.Server):
         self.up.set()
 
 
-def _root(core: Core, protocols: Sequence[Protocol], stopping: asyncio.Event) -> ASGIApp:
+def _root(core: Core, protocols: Sequence[HttpProtocol], stopping: asyncio.Event) -> ASGIApp:
     """The application that gives each request to the protocol of its path."""
     guards = [(protocol, GuardedProtocol(core, protocol)) for protocol in protocols]
     known = ", ".join(f"{protocol.prefix}{protocol.paths[0].rstrip('/')} ({protocol.name})" for protocol in protocols)

@@ -33,7 +33,7 @@ from gradwire_server.doors.http.bodies import (
     unknown_encoding,
 )
 from gradwire_server.doors.http.errors import LOGGED, error_response, internal_error
-from gradwire_server.doors.http.protocol import DirectCall, ErrorBody, Protocol
+from gradwire_server.doors.http.protocol import DirectCall, ErrorBody, HttpProtocol
 from gradwire_server.errors import ServiceError
 
 DISCARD_BYTES, DISCARD_S = 1 << 30, 20.0
@@ -47,7 +47,7 @@ _ROUTE = "gradwire.route"
 class GuardedProtocol:
     """A protocol's application behind keys and limits; an ASGI application."""
 
-    def __init__(self, core: Core, protocol: Protocol) -> None:
+    def __init__(self, core: Core, protocol: HttpProtocol) -> None:
         self._core, self._protocol = core, protocol
         self.error_body = protocol.error_body
 

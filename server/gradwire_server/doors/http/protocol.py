@@ -37,7 +37,7 @@ None for a request that is answered with the reason.
 
 
 @dataclass(frozen=True)
-class Protocol:
+class HttpProtocol:
     """One protocol.
 
     Attributes:

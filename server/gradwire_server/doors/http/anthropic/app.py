@@ -20,7 +20,7 @@ from gradwire_server.doors.http.openai.conversations import Conversation
 from gradwire_server.doors.http.openai.errors import invalid_field
 from gradwire_server.doors.http.openai.events import event_stream
 from gradwire_server.doors.http.openai.requests import named
-from gradwire_server.doors.http.protocol import CallerOf, Protocol
+from gradwire_server.doors.http.protocol import CallerOf, HttpProtocol
 
 PARAMETERS = dict.fromkeys(("prompts", "texts", "conversations", "images"), "messages")
 PARAMETERS |= {"stop": "stop_sequences", "json_schema": "tool_choice"}
@@ -45,7 +45,7 @@ class AnthropicErrorAnswer(BaseModel):
     request_id: str
 
 
-def protocol(core: Core) -> Protocol:
+def protocol(core: Core) -> HttpProtocol:
     """The protocol over a core."""
     app = application("gradwire for Anthropic's clients", AnthropicErrorAnswer, error_body)
 
@@ -70,7 +70,7 @@ def protocol(core: Core) -> Protocol:
             call = await Conversation(core, caller, asked.chat()).request()
         return {"input_tokens": len(call.prompt_ids[0].ids)}
 
-    return Protocol("anthropic", "/v1", app, error_body, paths=("/messages",))
+    return HttpProtocol("anthropic", "/v1", app, error_body, paths=("/messages",))
 
 
 def error_body(status: int, error: pb.Error) -> Mapping[str, Any]:

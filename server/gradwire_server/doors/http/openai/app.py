@@ -17,11 +17,11 @@ from gradwire_server.doors.http.openai.names import PREFIX, described, find_mode
 from gradwire_server.doors.http.openai.requests import unsupported
 from gradwire_server.doors.http.openai.responses import routes as responses
 from gradwire_server.doors.http.openai.tuned_models import find_tuned, tuned_name
-from gradwire_server.doors.http.protocol import CallerOf, Protocol
+from gradwire_server.doors.http.protocol import CallerOf, HttpProtocol
 from gradwire_server.errors import ServiceError
 
 
-def protocol(core: Core, stopping: asyncio.Event) -> Protocol:
+def protocol(core: Core, stopping: asyncio.Event) -> HttpProtocol:
     """The protocol over a core; ``stopping`` is set when the server is about to stop."""
     app = application("gradwire for OpenAI's clients", OpenAIErrorAnswer, error_body)
 
@@ -67,4 +67,4 @@ def protocol(core: Core, stopping: asyncio.Event) -> Protocol:
         )
         raise ServiceError(pb.ERROR_CODE_UNKNOWN_MODEL, message, field="model")
 
-    return Protocol("openai", "/v1", app, error_body, uploads=("/files", "/uploads/*/parts"))
+    return HttpProtocol("openai", "/v1", app, error_body, uploads=("/files", "/uploads/*/parts"))

@@ -13,7 +13,7 @@ from gradwire_server.doors.http.openai.conversations import Conversation
 from gradwire_server.doors.http.openai.errors import OpenAIErrorAnswer, error_body, explain_bodies
 from gradwire_server.doors.http.openai.names import find_model
 from gradwire_server.doors.http.openai.requests import ChatRequest, TokenId, check_encodable, invalid, named
-from gradwire_server.doors.http.protocol import CallerOf, Protocol
+from gradwire_server.doors.http.protocol import CallerOf, HttpProtocol
 
 
 class TokenizeRequest(BoundedModel):
@@ -56,7 +56,7 @@ class Detokenized(BaseModel):
     prompt: str
 
 
-def protocol(core: Core) -> Protocol:
+def protocol(core: Core) -> HttpProtocol:
     """The routes as a protocol."""
     app = application("gradwire's tokenizers", OpenAIErrorAnswer, error_body)
     explain_bodies(app)
@@ -90,4 +90,4 @@ def protocol(core: Core) -> Protocol:
             (text,) = await core.texts.decode(caller, base, [asked.tokens], skip_special_tokens=False)
         return Detokenized(prompt=text)
 
-    return Protocol("tokenizers", "", app, error_body, paths=("/tokenize", "/detokenize"))
+    return HttpProtocol("tokenizers", "", app, error_body, paths=("/tokenize", "/detokenize"))

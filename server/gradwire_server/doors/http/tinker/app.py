@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.direct import direct_routes
 from gradwire_server.doors.http.errors import application
-from gradwire_server.doors.http.protocol import Protocol
+from gradwire_server.doors.http.protocol import HttpProtocol
 from gradwire_server.doors.http.tinker import (
     audit,
     checkpoints,
@@ -76,7 +76,7 @@ class Tinker:
         await self.store.close()
 
 
-def protocol(tinker: Tinker) -> Protocol:
+def protocol(tinker: Tinker) -> HttpProtocol:
     """The protocol over the door's state."""
 
     def in_its_names(status: int, error: pb.Error) -> Mapping[str, Any]:
@@ -101,7 +101,7 @@ def protocol(tinker: Tinker) -> Protocol:
     direct = direct_routes(routers, EACH_STEP)
     oversized = {"/forward_backward": oversized_batch(tinker.models)}
     open_paths = ("/healthz", external_weights.SIGNED, weights_upload.SIGNED, traces.SIGNED)
-    return Protocol("tinker", "/api/v1", app, in_its_names, open_paths, direct, oversized)
+    return HttpProtocol("tinker", "/api/v1", app, in_its_names, open_paths, direct, oversized)
 
 
 def error_body(status: int, error: pb.Error) -> Mapping[str, Any]:

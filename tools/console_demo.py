@@ -20,9 +20,9 @@ FOLDER = Path("out/console_demo")
 TEXTS = [f"{a} is the capital of {b}. " * 2 for a, b in (
     ("Lima", "Peru"), ("Paris", "France"), ("Rome", "Italy"), ("Oslo", "Norway"), ("Cairo", "Egypt"),
 )]  # fmt: skip
-RUNS = (("sft-baseline", 16, 1e-3), ("sft-rank-4", 4, 1e-3), ("sft-hot", 16, 1e-2), ("sft-cold", 16, 1e-4))
+RUNS = (("sft-baseline", 16, 3e-3), ("sft-rank-4", 4, 3e-3), ("sft-hot", 16, 3e-2), ("sft-cold", 16, 3e-4))
 REINFORCED = "grpo-even-digits"
-STEPS = 80
+STEPS = 160
 
 
 async def train(service: gradwire.ServiceClient, name: str, rank: int, rate: float) -> None:
@@ -36,7 +36,7 @@ async def train(service: gradwire.ServiceClient, name: str, rank: int, rate: flo
         loss = run.forward_backward(batch, "causal_lm")
         await run.optim_step(learning_rate=rate * min(1.0, (step + 1) / 10) * (1 - step / STEPS))
         await loss
-        if step % 40 == 39:
+        if step % 80 == 79:
             await run.save_checkpoint(f"step-{step + 1}")
 
 

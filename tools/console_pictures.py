@@ -36,11 +36,11 @@ async def runs_of_the_demo(service: gradwire.ServiceClient) -> dict[str, gradwir
         await reinforce(service)
     there = {run.name: run for run in await service.list_runs()}
     if FORK not in there:
-        run = await service.fork_run(f"{there[RUNS[0][0]].run_id}/step-40", name=FORK, with_optimizer=True)
+        run = await service.fork_run(f"{there[RUNS[0][0]].run_id}/step-80", name=FORK, with_optimizer=True)
         rows = await service.encode("capitals", TEXTS)
         for _ in range(40):
             run.forward_backward({"input_ids": rows}, "causal_lm")
-            await run.optim_step(learning_rate=1e-3)
+            await run.optim_step(learning_rate=3e-3)
     return {run.name: run for run in await service.list_runs()}
 
 
@@ -65,13 +65,13 @@ async def jobs_of_the_demo(service: gradwire.ServiceClient) -> None:
 def pages(runs: dict[str, gradwire.RunInfo]) -> dict[str, str]:
     """Name of a picture -> path of its page."""
     first, second, reinforced = (f"run/{runs[name].run_id}" for name in (RUNS[0][0], RUNS[2][0], REINFORCED))
-    models = ",".join(["capitals", *(f"{runs[name].run_id}/step-80" for name in (RUNS[0][0], RUNS[1][0]))])
+    models = ",".join(["capitals", *(f"{runs[name].run_id}/step-160" for name in (RUNS[0][0], RUNS[1][0]))])
     compared = ",".join(runs[name].run_id for name, *_ in RUNS)
     return {
-        "runs": "", "run": first, "checkpoints": f"{first}/checkpoints", "batches": f"{reinforced}/batches",
+        "timeline": "timeline", "runs": "", "run": first, "checkpoints": f"{first}/checkpoints",
+        "batches": f"{reinforced}/batches",
         "rollouts": f"{reinforced}/rollouts", "journal": f"{second}/journal", "compare": f"compare?runs={compared}",
-        "timeline": "timeline", "server": "server", "jobs": "jobs",
-        "playground": f"playground?models={models}&tokens=24",
+        "server": "server", "jobs": "jobs", "playground": f"playground?models={models}&tokens=24&temperature=0.4",
     }  # fmt: skip
 
 

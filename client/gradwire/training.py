@@ -53,13 +53,16 @@ class TrainingClient(Operations):
             await self._transport.unary(lambda stub: stub.GetRun, pb.GetRunRequest(run_id=self.run_id))
         )
 
-    async def history(self) -> History:
+    async def history(self, at_most: int = 0) -> History:
         """What this run's operations measured: loss, metrics, learning rate, gradient norm, tokens and seconds.
 
         The server keeps it as long as the run: it outlives the program that trains, and a restart of the server. An
         operation shows once its result can be awaited. Of a fork it begins with the source's, up to the checkpoint.
+
+        Args:
+            at_most: About so many operations of a longer history, evenly spaced; 0 for all.
         """
-        return History.from_wire(await self._transport.history(self.run_id))
+        return History.from_wire(await self._transport.history(self.run_id, at_most))
 
     async def activity(self, limit: int = 100) -> RunActivity:
         """Fetch the run's newest operations with their states and times, and what a recovery of it would cost now.

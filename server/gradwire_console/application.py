@@ -129,7 +129,7 @@ def _add_json(app: FastAPI, workspaces: Workspaces) -> None:
     async def metrics(request: Request, run_id: str, axis: str = "step", smooth: int = 1) -> dict[str, Any]:
         if axis not in AXES:
             raise HTTPException(422, f"axis is one of {', '.join(AXES)}")
-        record = await (await workspace_of(request)).record(run_id)
+        record = await (await workspace_of(request)).whole_record(run_id)
         return {name: record.curve(name, axis, smooth) for name in record.metrics}
 
     @app.get("/api/runs/{run_id}/checkpoints")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections import deque
@@ -17,11 +18,14 @@ from gradwire import History, RunInfo, TrainingClient
 from gradwire_console.answers import Answers
 from gradwire_console.series import Record, Records, only
 
+log = logging.getLogger(__name__)
 RATE_S = 20.0
 TRAINING_S = 5.0
 PATIENCE_S = 5.0
 AGAIN_S = 1.0
 ACTIVITY = 256
+OVERVIEW = 4000
+"""Operations of a long record that are shown while all of it is fetched."""
 USAGE_S = 30 * 86_400.0
 EVENTS, LOG_CHARS = 500, 20_000
 """What is kept of a job that is looked at: its newest events, and the end of its log."""
@@ -117,7 +121,9 @@ class Workspace:
         self._checked_at = 0.0
         self._records = Records()
         self._clients: dict[str, TrainingClient] = {}
-        self._loading: dict[str, asyncio.Lock] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._overviews: dict[str, Record] = {}
+        self._loading: dict[str, asyncio.Task[None]] = {}
         self._meanwhile: dict[str, list[History]] = {}  # what came while a run's record is fetched
         self._followers: list[Callable[[str, History], object]] = []
         self._listed = asyncio.Event()
@@ -226,8 +232,10 @@ class Workspace:
         return await self._answers.of(f"job {job_id}", ask, version=version, every_s=1.0, stale_s=stale_s)
 
     async def close(self) -> None:
-        self._watching.cancel()
-        await asyncio.gather(self._watching, return_exceptions=True)
+        tasks = [self._watching, *self._loading.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.service.close()
 
     def on_history(self, take: Callable[[str, History], object]) -> None:
@@ -263,23 +271,52 @@ class Workspace:
         self.revision += 1
 
     async def record(self, run_id: str) -> Record:
-        """What a run measured: fetched at the first call, and followed from then on.
+        """What a run measured: at first an overview if it is long, all of it soon after, and followed from then on.
 
         Raises:
             GradwireError: The run is not there, or the server is away.
         """
-        async with self._loading.setdefault(run_id, asyncio.Lock()):
-            record = self._records.get(run_id)
+        async with self._locks.setdefault(run_id, asyncio.Lock()):
+            record = self._records.get(run_id) or self._overviews.get(run_id)
             if record is None:
                 meanwhile = self._meanwhile[run_id] = []
                 try:
-                    record = Record(await self.client(run_id).history())
-                finally:
+                    record = Record(await self.client(run_id).history(OVERVIEW))
+                except BaseException:
                     del self._meanwhile[run_id]
-                for history in meanwhile:
-                    record.append(history)
-                self._records.put(run_id, record)
+                    raise
+                if 2 * len(record) > OVERVIEW:  # it may have been thinned
+                    self._overviews[run_id] = record
+                    self._loading[run_id] = asyncio.create_task(self._load(run_id, meanwhile))
+                else:
+                    self._keep(run_id, record, meanwhile)
             return record
+
+    async def whole_record(self, run_id: str) -> Record:
+        """The record of a run without an overview before it."""
+        record = await self.record(run_id)
+        if run_id in self._loading:
+            await asyncio.shield(self._loading[run_id])
+            record = await self.record(run_id)
+        return record
+
+    async def _load(self, run_id: str, meanwhile: list[History]) -> None:
+        try:
+            history = await self.client(run_id).history()
+            self._keep(run_id, await asyncio.to_thread(Record, history), meanwhile)
+        except gradwire.GradwireError as error:
+            del self._meanwhile[run_id]
+            log.warning("the record of %s could not be read: %s", run_id, error)
+        finally:
+            del self._overviews[run_id], self._loading[run_id]
+            self.revision += 1
+
+    def _keep(self, run_id: str, record: Record, meanwhile: list[History]) -> None:
+        """Keep a record with what came while it was fetched, and follow it from now on."""
+        del self._meanwhile[run_id]
+        for history in meanwhile:
+            record.append(history)
+        self._records.put(run_id, record)
 
     async def _watch(self) -> None:
         cursor = ""

@@ -25,6 +25,7 @@ class Column:
         num: Whether its cells are numbers.
         link: Whether its cells link to the row's ``href``.
         state: Whether its cells are states, shown with a mark.
+        sparse: Whether it is left out while no row has a value.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Column:
     num: bool = False
     link: bool = False
     state: bool = False
+    sparse: bool = False
 
 
 class Table(Element, component="table.js"):

@@ -11,7 +11,7 @@ export default {
         <table>
           <thead><tr>
             <td v-if="selectable"></td>
-            <th v-for="c in columns" :key="c.name" :class="{num: c.num}" scope="col">
+            <th v-for="c in filled" :key="c.name" :class="{num: c.num}" scope="col">
               <abbr v-if="c.hint" :title="c.hint">{{ c.label }}</abbr><template v-else>{{ c.label }}</template>
             </th>
           </tr></thead>
@@ -19,7 +19,7 @@ export default {
             <tr v-for="(row, i) in shown" :key="row.key" :class="{at: i === at}" :data-key="row.key">
               <td v-if="selectable"><input type="checkbox" :checked="chosen.includes(row.key)"
                   :aria-label="'select ' + row.key" @change="choose(row.key)"></td>
-              <td v-for="c in columns" :key="c.name" :class="{num: c.num}" :title="row[c.name + '_hint'] || null">
+              <td v-for="c in filled" :key="c.name" :class="{num: c.num}" :title="row[c.name + '_hint'] || null">
                 <a v-if="row.href && c.link" :href="row.href">{{ row[c.name] }}</a>
                 <span v-else-if="c.state" :class="['gw-state', row[c.name]]">{{ row[c.name] }}</span>
                 <template v-else>{{ row[c.name] }}</template>
@@ -35,6 +35,9 @@ export default {
            searchable: Boolean, selectable: Boolean },
   data: () => ({ sought: "", at: -1, chosen: [] }),
   computed: {
+    filled() {
+      return this.columns.filter((c) => !c.sparse || this.rows.some((row) => row[c.name] !== "" && row[c.name] != null));
+    },
     shown() {
       const words = this.sought.toLowerCase().split(/\s+/).filter(Boolean);
       return this.rows.filter((row) => {

@@ -27,7 +27,8 @@ class Console(Child):
 
 @contextmanager
 def page_of(browser: Browser, width: int = 1280) -> Iterator[Page]:
-    """A page of a browser of its own; fails if it asked another host for something, or a script failed."""
+    """A page of a browser of its own; fails if it asked another host for something, or a script failed or
+    was kept from running."""
     wrong: list[str] = []
     context = browser.new_context(viewport={"width": width, "height": 800})
     context.set_default_timeout(PATIENCE_MS)
@@ -41,7 +42,13 @@ def page_of(browser: Browser, width: int = 1280) -> Iterator[Page]:
 
     context.route("**/*", only_here)
     page = context.new_page()
-    page.on("console", lambda message: print(f"browser at {page.url}: {message.text}"))  # shown where a test fails
+
+    def said(text: str) -> None:
+        print(f"browser at {page.url}: {text}")  # shown where a test fails
+        if "Content Security Policy" in text:
+            wrong.append(text)
+
+    page.on("console", lambda message: said(message.text))
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("dialog", lambda dialog: (wrong.append(f"a dialog: {dialog.message}"), dialog.dismiss()))
     yield page

@@ -340,10 +340,10 @@ class Transport:
         self.check_loop()
         return _frames(self._stub.StreamSample(request, metadata=self._metadata), self.address)
 
-    async def history(self, run_id: str) -> list[pb.HistoryPoint]:
+    async def history(self, run_id: str, at_most: int) -> list[pb.HistoryPoint]:
         """The points of a run's record in order; asked for again from the first while the server is away."""
         self.check_loop()
-        request, backoff = pb.GetHistoryRequest(run_id=run_id), self.backoff()
+        request, backoff = pb.GetHistoryRequest(run_id=run_id, at_most=at_most), self.backoff()
         while True:
             points: list[pb.HistoryPoint] = []
             call = self._stub.GetHistory(request, metadata=self._metadata)

@@ -28,13 +28,13 @@ COLUMNS = (
     Column("name", "Checkpoint", "Opens it in the playground", link=True),
     Column("step", "Step", "Optimizer steps before it", num=True),
     *(
-        Column(name, label, f"The last {name} with its weights, or before", num=True)
+        Column(name, label, f"The last {name} with its weights, or before", num=True, sparse=True)
         for name, label in MEASURED.items()
     ),
-    Column("forks", "Forks", "Runs that began with its weights"),
+    Column("forks", "Forks", "Runs that began with its weights", sparse=True),
     Column("size", "Size", "With the state of the optimizer", num=True),
     Column("age", "Age", num=True),
-    Column("note", "Note"),
+    Column("note", "Note", sparse=True),
 )
 MOST_TRIED = 5
 MOST_ANCESTORS = 16

@@ -115,7 +115,7 @@ def differences(infos: list[RunInfo]) -> list[tuple[str, list[str]]]:
 async def report(workspace: Workspace, run_ids: list[str]) -> str:
     """The comparison as one HTML file."""
     infos = [workspace.runs[run_id].info for run_id in run_ids]
-    records = {label: await workspace.record(run_id) for run_id, label in labels(infos).items()}
+    records = {label: await workspace.whole_record(run_id) for run_id, label in labels(infos).items()}
     return await asyncio.to_thread(page, records, infos, differences(infos))
 
 

@@ -40,9 +40,9 @@ COLUMNS = (
     Column("recipe", "Recipe"),
     Column("steps", "Steps", num=True),
     Column("tokens", "Tokens", "Tokens of the batches that were trained on", num=True),
-    Column("owner", "Owner"),
+    Column("owner", "Owner", sparse=True),
     Column("age", "Age", num=True),
-    Column("error", "Error"),
+    Column("error", "Error", sparse=True),
 )
 LOOK_S = 1.0
 MAIN = ("data", "learning_rate", "batch_size", "epochs", "max_steps", "lora_rank")

@@ -19,7 +19,7 @@ COLUMNS = (
     Column("operation", "Operation"),
     Column("loss_fn", "Loss function"),
     Column("state", "State", "waiting: for a missing number; queued: for its turn at the engine", state=True),
-    Column("error", "Error"),
+    Column("error", "Error", sparse=True),
     Column("front", "Front", "The journal on disk, the way to the engine and back", num=True),
     Column("queue", "Queue", "Waiting for earlier operations, and for other runs", num=True),
     Column("engine", "Engine", "Computing", num=True),

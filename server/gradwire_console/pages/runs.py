@@ -25,7 +25,7 @@ COLUMNS = (
            num=True),
     Column("base", "Base model"),
     Column("trains", "Trains"),
-    Column("owner", "Owner", "Name of the key that created the run"),
+    Column("owner", "Owner", "Name of the key that created the run", sparse=True),
     Column("age", "Age", num=True),
 )  # fmt: skip
 EXAMPLE = 'run = await service.create_run("MODEL", lora={"rank": 16}, name="first")'

@@ -20,7 +20,7 @@ from gradwire_console.workspace import LiveRun, Workspace, Workspaces
 LOOK_S = 1.0
 QUEUES = (
     Column("name", "Run", link=True),
-    Column("owner", "Key"),
+    Column("owner", "Key", sparse=True),
     Column("state", "State", state=True),
     Column("operation", "First operation"),
     Column("executing", "At the engine", "Operations that are computed, or about to be", num=True),
@@ -36,7 +36,9 @@ USAGE = (
     Column("tokens", "Tokens", "Tokens that went through a model, in training and in sampling", num=True),
     Column("seconds", "Engine", "Seconds of engines; of what is computed together, each has its share", num=True),
     Column("share", "Share", "Of the engines' seconds", num=True),
-    Column("cost", "Cost", "By the price of an hour of an engine: gradwire serve --price-per-hour", num=True),
+    Column(
+        "cost", "Cost", "By the price of an hour of an engine: gradwire serve --price-per-hour", num=True, sparse=True
+    ),
     Column("recovery", "Recovery", "What bringing its runs back would take now", num=True),
 )
 KEYS = (
@@ -44,7 +46,7 @@ KEYS = (
     Column("role", "Role", "user: its own runs; viewer: reads everything; admin: everything; engine: lends an engine"),
     Column("state", "State", state=True),
     Column("runs", "Runs", num=True),
-    Column("quota", "Quota", "Its limits, where they are not the server's"),
+    Column("quota", "Quota", "Its limits, where they are not the server's", sparse=True),
     Column("age", "Age", num=True),
 )
 KEYS_LOOK_S = 10.0
@@ -218,7 +220,7 @@ def key_rows(workspace: Workspace, keys: Sequence[gradwire.KeyInfo]) -> list[dic
 
 
 def _run_columns() -> tuple[Column, ...]:
-    return (Column("name", "Run", link=True), Column("owner", "Key"), *USAGE[3:])
+    return (Column("name", "Run", link=True), Column("owner", "Key", sparse=True), *USAGE[3:])
 
 
 def _run_rows(workspace: Workspace, info: gradwire.ServerInfo) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ COLUMNS = (
     Column("rank", "Rank", num=True),
     Column("runs", "Runs", "Runs that began with its weights"),
     Column("size", "Size", num=True),
-    Column("owner", "Owner"),
+    Column("owner", "Owner", sparse=True),
     Column("age", "Age", num=True),
 )
 

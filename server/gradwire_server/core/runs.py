@@ -219,13 +219,16 @@ class Runs:
         self._scheduler.feed.touch(run_id)
         return record.to_proto()
 
-    async def history(self, caller: Caller, run_id: str) -> AsyncGenerator[list[pb.HistoryPoint]]:
+    async def history(self, caller: Caller, run_id: str, at_most: int = 0) -> AsyncGenerator[list[pb.HistoryPoint]]:
         """Yield the points of a run's record in order, in lists of at least one.
+
+        Args:
+            at_most: About so many points of a longer record, evenly thinned; 0 for all.
 
         Raises:
             ServiceError: UNKNOWN_RUN.
         """
-        pages = self._scheduler.history(self._records.get(run_id, caller))
+        pages = self._scheduler.history(self._records.get(run_id, caller), at_most)
         while True:
             async with self._calls.slice(caller.name):
                 points = await anext(pages, None)

@@ -15,7 +15,8 @@ import hashlib
 import sqlite3
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import chain
 
 from gradwire_proto.v1 import training_pb2 as pb
 
@@ -231,15 +232,27 @@ def delete(connection: sqlite3.Connection, run_id: str) -> None:
         connection.execute(f"DELETE FROM {table} WHERE run_id = ?", (run_id,))
 
 
-def page(connection: sqlite3.Connection, run_id: str, after: int) -> tuple[list[pb.HistoryPoint], int]:
+def spacing(connection: sqlite3.Connection, run_id: str, at_most: int) -> dict[str, int]:
+    """For each kind of operation, which of its numbers to read so that a record has about this many points; else {}."""
+    query = "SELECT operation, kept, every FROM history_kinds WHERE run_id = ?"
+    kinds = connection.execute(query, (run_id,)).fetchall()
+    more = -(-sum(kept for _, kept, _ in kinds) // at_most)
+    return {operation: every * more for operation, _, every in kinds} if more > 1 else {}
+
+
+def page(
+    connection: sqlite3.Connection, run_id: str, after: int, spacing: Mapping[str, int]
+) -> tuple[list[pb.HistoryPoint], int]:
     """The next points of a record and the position of the last; a point that was damaged on disk is left out.
 
     Args:
         after: Position after which to read; 0 for the beginning.
+        spacing: As from :func:`spacing`; empty for every point.
     """
+    chosen = " OR ".join("(operation = ? AND number % ? = 0)" for _ in spacing)
     rows = connection.execute(
         "SELECT position, point, digest = digest(made_by, seq, operation, number, point) FROM history"
-        " WHERE run_id = ? AND position > ? ORDER BY position LIMIT ?",
-        (run_id, after, PAGE_POINTS),
+        f" WHERE run_id = ? AND position > ? {f'AND ({chosen})' if chosen else ''} ORDER BY position LIMIT ?",
+        (run_id, after, *chain.from_iterable(spacing.items()), PAGE_POINTS),
     ).fetchall()
     return [pb.HistoryPoint.FromString(point) for _, point, whole in rows if whole], rows[-1][0] if rows else after

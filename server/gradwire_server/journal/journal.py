@@ -323,8 +323,11 @@ class Journal:
 
         return self.store.write(work, within_s=LATER_S)
 
-    async def history(self, run_id: str) -> AsyncIterator[list[pb.HistoryPoint]]:
+    async def history(self, run_id: str, at_most: int = 0) -> AsyncIterator[list[pb.HistoryPoint]]:
         """Yield the points of a run's record in order; each list holds at least one.
+
+        Args:
+            at_most: About so many points of a longer record, evenly thinned; 0 for all.
 
         Where the disk is full, the newest points may be more than the record will keep of them.
         """
@@ -337,10 +340,11 @@ class Journal:
             except ServiceError as error:
                 if error.code != pb.ERROR_CODE_STORAGE_FULL:
                     raise
+        spacing = await self.store.read(partial(history.spacing, run_id=run_id, at_most=at_most)) if at_most else {}
         after, last = 0, -1
         while after != last:
             last = after
-            points, after = await self.store.read(partial(history.page, run_id=run_id, after=last))
+            points, after = await self.store.read(partial(history.page, run_id=run_id, after=last, spacing=spacing))
             if points:
                 yield points
         if waiting:

@@ -368,9 +368,9 @@ class Scheduler:
         """The resources that a key's runs hold at this moment."""
         return self._usages.setdefault(owner, Usage(owner, self._limits, self._quota_of))
 
-    def history(self, record: RunRecord) -> AsyncIterator[list[pb.HistoryPoint]]:
+    def history(self, record: RunRecord, at_most: int = 0) -> AsyncIterator[list[pb.HistoryPoint]]:
         """The points of a run's record; see :meth:`.Journal.history`."""
-        return self._journal.history(record.run_id)
+        return self._journal.history(record.run_id, at_most)
 
     def _new_queue(self, record: RunRecord) -> RunQueue:
         changed = partial(self.feed.touch, record.run_id)

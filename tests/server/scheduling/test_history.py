@@ -11,8 +11,8 @@ from gradwire_proto.v1 import training_pb2 as pb
 from support.front import Client, Start, error_of
 
 
-async def record(client: Client, run_id: str = "") -> list[pb.HistoryPoint]:
-    pages = client.stub.GetHistory(pb.GetHistoryRequest(run_id=run_id or client.run_id))
+async def record(client: Client, run_id: str = "", at_most: int = 0) -> list[pb.HistoryPoint]:
+    pages = client.stub.GetHistory(pb.GetHistoryRequest(run_id=run_id or client.run_id, at_most=at_most))
     return [point async for page in pages for point in page.points]
 
 
@@ -45,6 +45,19 @@ async def test_it_holds_what_succeeded_in_order_and_survives_the_results(start: 
         assert {point.run_id for point in points} == {run_id}
     async with start() as door:
         assert await record(await door.client(), run_id) == points
+
+
+async def test_an_overview_has_every_nth_operation_of_each_kind(start: Start) -> None:
+    async with start() as door:
+        client = await (await door.client()).begin()
+        await client.submit(1, save_checkpoint=pb.SaveCheckpoint(name="first"))
+        await steps(client, 20, 2)
+        whole = await record(client)
+        assert await record(client, at_most=41) == whole and await record(client, at_most=1000) == whole
+        few = await record(client, at_most=11)
+        of_kind = {kind: [p.seq for p in few if p.operation == kind] for kind in ("forward_backward", "optim_step")}
+        assert of_kind == {"forward_backward": [2, 10, 18, 26, 34], "optim_step": [3, 11, 19, 27, 35]}
+        assert [point for point in whole if point in few] == few and few[0].operation == "save_checkpoint"
 
 
 async def test_beyond_its_limit_each_kind_is_thinned_evenly(start: Start) -> None:

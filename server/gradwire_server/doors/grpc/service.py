@@ -110,7 +110,7 @@ class TrainingService(TrainingServiceServicer):
         return await self._core.runs.share(CALLER.get(), request.run_id, request.reader, revoke=request.revoke)
 
     async def GetHistory(self, request: pb.GetHistoryRequest, context: Any) -> AsyncIterator[pb.HistoryPage]:
-        async with aclosing(self._core.runs.history(CALLER.get(), request.run_id)) as pages:
+        async with aclosing(self._core.runs.history(CALLER.get(), request.run_id, request.at_most)) as pages:
             async for points in pages:
                 yield pb.HistoryPage(points=points)
 

@@ -23,6 +23,7 @@ from playwright.async_api import Browser, Page, async_playwright
 IMAGES = Path("docs/images")
 WIDTHS = (400, 1280, 2560)
 HEIGHT = 900
+PATIENCE_MS = 300_000
 SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 FORK = "sft-continued"
 PROMPT = "Lima is the capital of"
@@ -94,6 +95,7 @@ async def take(browser: Browser, url: str, name: str, path: str) -> None:
     for scheme in SCHEMES:
         for width in WIDTHS:
             context = await browser.new_context(viewport={"width": width, "height": HEIGHT}, color_scheme=scheme)
+            context.set_default_timeout(PATIENCE_MS)
             page = await context.new_page()
             await page.goto(f"{url}/{path}")
             await prepare(page, name)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from gradwire.errors import NonFiniteError
 from gradwire.loop.loggers import read_jsonl
+from gradwire.loop.training_loop import TrainingStopped
 from gradwire.rl import GRPOAlgorithm, REINFORCEAlgorithm, SandboxLimits, reward_function
 from gradwire.rl.curricula import ShuffledCurriculum
 from gradwire.rl.types import Task
@@ -171,6 +172,31 @@ async def test_a_reward_function_may_do_anything(
     assert "2 of 8 trajectories: treacherous: took more than 1 s and was killed" in caplog.text
     assert "1 of 8 trajectories: treacherous: crashed: killed by SIGABRT" in caplog.text
     assert "1 of 8 trajectories: treacherous: TypeError: object cannot be sent back" in caplog.text
+
+
+class Stopping:
+    """A logger that wants the training to stop after an iteration, as a job's worker does when it is paused."""
+
+    stop_wanted = False
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self.stop_wanted = iteration == 1
+
+    def close(self) -> None:
+        self.stop_wanted = False
+
+
+async def test_a_logger_stops_the_training_at_a_checkpoint(tmp_path: Path, rule_inference: Callable[..., Any]) -> None:
+    run, options = CheckingRun(), {"environment": Doors(), "inference": rule_inference(walk)}
+    arguments = (None, run, ["a"], arrived, config(checkpoint_dir=tmp_path))
+    algorithm = GRPOAlgorithm(*arguments, loggers=[Stopping()], **options)
+    with pytest.raises(TrainingStopped, match="stopped after step 2 of 4"):
+        await algorithm.train(4, progress_bar=False)
+    algorithm.close()
+    again = GRPOAlgorithm(*arguments, **options)
+    assert await again.resume() == 2 and run.saved == {"iteration-2": 2}
+    await again.train(2, progress_bar=False)
+    assert [line["iteration"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
 async def test_errors_of_the_service_are_raised(rule_inference: Callable[..., Any]) -> None:

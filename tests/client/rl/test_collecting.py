@@ -273,7 +273,7 @@ async def test_a_training_in_which_everything_fails_stops(rule_inference: Callab
     assert "iteration 0: 8 of 8 episodes failed" in told and "KeyError: 'no such door' (File" in told
     assert f'{Path(__file__).name}", line' in told and "Traceback" in raised.value.traceback
     assert isinstance(raised.value, gradwire.GradwireError) and "\n" not in told
-    assert algorithm.history == [] and algorithm.state.iteration == 0
+    assert algorithm.history == [] and algorithm.loop.step == 0
     assert len(await make(heads, Broken(), on_failure="warn").train(2, progress_bar=False)) == 2
 
     @reward_function(sandboxed=False)

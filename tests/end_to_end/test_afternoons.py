@@ -38,6 +38,7 @@ gradient_accumulation_steps: 2
 num_epochs: 12
 learning_rate: 0.02
 sample_packing: true
+sequence_len: 64
 flash_attention: true
 warmup_steps: 2
 val_set_size: 0
@@ -114,11 +115,12 @@ def test_another_programs_configuration_is_trained(name: str, folder: Path) -> N
     (folder / "theirs.yaml").write_text(AXOLOTL if name == "axolotl" else FACTORY)
     report = gradwire(folder, "import-config", "theirs.yaml")
     if name == "axolotl":
-        assert "sample_packing: not needed" in report
+        assert "sample_packing: the server packs rows" in report
     said = gradwire(folder, "train", "sft", "sft.yaml")
     assert f"gradwire chat runs/{name}" in said
     made = yaml.safe_load((folder / "sft.yaml").read_text())
-    assert (made["lora_rank"], made["batch_size"], made["learning_rate"]) == (8, 8, 0.02)
+    assert (made["lora_rank"], made["learning_rate"]) == (8, 0.02)
+    assert made.get("batch_tokens") == 8 * 64 if name == "axolotl" else made["batch_size"] == 8
     assert "four" in gradwire(folder, "chat", f"runs/{name}", "--temperature", "0", said="7 and two?\n\n")
 
 

@@ -102,7 +102,15 @@ class Dataset(Sequence[T], Generic[T]):
         kept = [row for index, row in enumerate(self._rows) if index not in held]
         return Dataset(kept), Dataset([self._rows[index] for index in sorted(held)])
 
-    def batches(self, size: int, *, seed: int = 0, epochs: int | None = None, shuffle: bool = True) -> Batches[T]:
+    def batches(
+        self,
+        size: int,
+        *,
+        seed: int = 0,
+        epochs: int | None = None,
+        shuffle: bool = True,
+        lengths: Sequence[int] | None = None,
+    ) -> Batches[T]:
         """Return the rows in batches, in a different order in each epoch.
 
         Args:
@@ -110,12 +118,13 @@ class Dataset(Sequence[T], Generic[T]):
             seed: Seed of the orders.
             epochs: Number of epochs; None goes on without end.
             shuffle: False keeps the rows' own order.
+            lengths: Length of each row: ``size`` is then the sum of a batch's lengths at most, or one longer row.
         """
         if size < 1:
             raise ValueError(f"a batch has at least one row; size is {size}")
         if not len(self._rows):
             raise ValueError("the data set is empty")
-        return Batches(self._rows, size, seed, epochs, shuffle)
+        return Batches(self._rows, size, seed, epochs, shuffle, lengths)
 
 
 class Batches(Iterator[list[T]], Generic[T]):
@@ -125,10 +134,19 @@ class Batches(Iterator[list[T]], Generic[T]):
         position: ``{"epoch": ..., "row": ...}``, to be stored with a checkpoint; assigning one continues from there.
     """
 
-    def __init__(self, rows: Sequence[T], size: int, seed: int, epochs: int | None, shuffle: bool) -> None:
+    def __init__(
+        self,
+        rows: Sequence[T],
+        size: int,
+        seed: int,
+        epochs: int | None,
+        shuffle: bool,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
         self._rows, self._size, self._seed, self._epochs, self._shuffle = rows, size, seed, epochs, shuffle
+        self._lengths = np.ones(len(rows), np.int64) if lengths is None else np.asarray(lengths, np.int64)
         self._epoch, self._row = 0, 0
-        self._order = self._order_of(0)
+        self._begin(0)
 
     @property
     def num_rows(self) -> int:
@@ -137,8 +155,20 @@ class Batches(Iterator[list[T]], Generic[T]):
 
     @property
     def per_epoch(self) -> int:
-        """Batches of one epoch."""
-        return -(-len(self._rows) // self._size)
+        """Batches of the first epoch."""
+        return self.count(1)
+
+    def count(self, epochs: int) -> int:
+        """Return the number of batches of the first epochs; with lengths, that of an epoch depends on its order."""
+        if (self._lengths == 1).all():
+            return epochs * -(-len(self._rows) // self._size)
+        batches = 0
+        for epoch in range(epochs):
+            sums = np.cumsum(self._lengths[self._order_of(epoch)])
+            row = 0
+            while row < len(sums):
+                row, batches = _end(sums, row, self._size), batches + 1
+        return batches
 
     @property
     def position(self) -> dict[str, int]:
@@ -150,20 +180,30 @@ class Batches(Iterator[list[T]], Generic[T]):
         if epoch < 0 or not 0 <= row <= len(self._rows):
             raise ValueError(f"{dict(position)} is no position in {len(self._rows)} rows: is this the same data set?")
         self._epoch, self._row = epoch, row
-        self._order = self._order_of(epoch)
+        self._begin(epoch)
 
     def __next__(self) -> list[T]:
         if self._row >= len(self._rows):
             self._epoch, self._row = self._epoch + 1, 0
-            self._order = self._order_of(self._epoch)
+            self._begin(self._epoch)
         if self._epochs is not None and self._epoch >= self._epochs:
             raise StopIteration
-        chosen = self._order[self._row : self._row + self._size]
+        chosen = self._order[self._row : _end(self._sums, self._row, self._size)]
         self._row += len(chosen)
         return [self._rows[index] for index in chosen]
 
+    def _begin(self, epoch: int) -> None:
+        self._order = self._order_of(epoch)
+        self._sums = np.cumsum(self._lengths[self._order])
+
     def _order_of(self, epoch: int) -> Indices:
         return _order(len(self._rows), self._seed, epoch) if self._shuffle else np.arange(len(self._rows))
+
+
+def _end(sums: Indices, row: int, size: int) -> int:
+    """The row behind those of a batch that begins with this one, of rows whose lengths have these sums."""
+    before = int(sums[row - 1]) if row else 0
+    return max(row + 1, int(np.searchsorted(sums, before + size, side="right")))
 
 
 def split_together(parts: Sequence[Dataset[T]], share: float, seed: int = 0) -> tuple[list[Dataset[T]], Dataset[T]]:

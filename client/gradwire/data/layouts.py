@@ -28,6 +28,8 @@ RENDERED = ("messages", "tools", "add_generation_prompt", "model", "train_on")
 """What a template gets otherwise."""
 UNREAD = ("images", "image", "videos", "video", "audio", "audios")
 """Columns of what is no text."""
+UNSAID: tuple[Any, ...] = (None, "", "[]", "{}", [], {}, (), 1, "1")
+"""Values of a column that say nothing; a weight of 1 changes nothing."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Preference:
         prompt: The messages before the answers.
         chosen, rejected: The messages of the better and of the worse answer.
         tools: JSON schemas of the tools that they may call, if the row has any.
+        template_kwargs: Further variables of the chat template.
         place: File and line that it came from.
     """
 
@@ -75,6 +78,7 @@ class Preference:
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
     tools: tuple[Any, ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     place: str = field(default="", compare=False)
 
 
@@ -114,12 +118,15 @@ class Rating:
         prompt: The messages before the answer.
         completion: The messages of the answer.
         label: Whether it is good.
+        tools, template_kwargs: As those of :class:`Preference`.
         place: File and line that it came from.
     """
 
     prompt: tuple[Message, ...]
     completion: tuple[Message, ...]
     label: bool
+    tools: tuple[Any, ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     place: str = field(default="", compare=False)
 
 
@@ -162,8 +169,7 @@ def conversation(row: Row, mapping: Mapped) -> Conversation:
         Unfit: The row is none of these, or has what is not learned here: a column of images, or a completion that it
             calls bad.
     """
-    if unread := [name for name in UNREAD if row.get(name)]:
-        raise Unfit(f"there is more than text, in {unread[0]}, which would be left out; drop the column, or the row")
+    _check_used(row)
     if str(row.get("label")).lower() == "false":
         raise Unfit(
             "label is false: the completion is a bad one, and it would be learned; leave such rows out, or train by kto"
@@ -191,11 +197,8 @@ def conversation(row: Row, mapping: Mapped) -> Conversation:
     if not any(message["role"] == "assistant" for message in messages):
         raise Unfit("there is no message of the assistant to learn from")
     tools = _pick(row, mapping, "tools", ("tools",)) or ()
-    variables = _parsed(row.get("chat_template_kwargs") or {})
-    if not isinstance(variables, Mapping) or any(name in variables for name in RENDERED):
-        raise Unfit(f"chat_template_kwargs maps variables of the template, none of {', '.join(RENDERED)}, to values")
     weight = _weight(row, mapping)
-    return Conversation(tuple(messages), tuple(_parsed(tools)), variables, weight, images=tuple(images))
+    return Conversation(tuple(messages), tuple(_parsed(tools)), _variables(row), weight, images=tuple(images))
 
 
 def preference(row: Row, mapping: Mapped) -> Preference:
@@ -230,7 +233,9 @@ def preference(row: Row, mapping: Mapped) -> Preference:
         raise _missing(row, "prompt", "prompt")
     if shared in (len(better), len(worse)):
         raise Unfit("one answer is the beginning of the other")
-    return Preference(tuple(asked), tuple(better[shared:]), tuple(worse[shared:]), tuple(_parsed(tools) or ()))
+    _check_used(row, "weight")
+    answers = tuple(better[shared:]), tuple(worse[shared:])
+    return Preference(tuple(asked), *answers, tuple(_parsed(tools) or ()), _variables(row))
 
 
 def rating(row: Row, mapping: Mapped) -> Rating:
@@ -242,19 +247,21 @@ def rating(row: Row, mapping: Mapped) -> Rating:
     label = _pick(row, mapping, "label", ("label",))
     if label is None:
         raise _missing(row, "label", "label")
+    _check_used(row, "weight")
+    more: Any = (tuple(_parsed(row.get("tools")) or ()), _variables(row))
     answer = _pick(row, mapping, "completion", ANSWERS)
     given = _pick(row, mapping, "messages", CONVERSATIONS)
     if given is not None:
         messages = [*_system(row, mapping), *_messages(given, "messages")]
         if messages[-1]["role"] != "assistant":
             raise Unfit("the last message is not the assistant's, which the label is about")
-        return Rating(tuple(messages[:-1]), (messages[-1],), _flag(label, "label"))
+        return Rating(tuple(messages[:-1]), (messages[-1],), _flag(label, "label"), *more)
     asked = _pick(row, mapping, "prompt", PROMPTS)
     if asked is None or answer is None:
         absent = [name for name, value in (("prompt", asked), ("completion", answer)) if value is None]
         raise _missing(row, " and ".join(absent), *absent)
     before = (*_system(row, mapping), *_turn(asked, "user", "prompt"))
-    return Rating(before, tuple(_turn(answer, "assistant", "completion")), _flag(label, "label"))
+    return Rating(before, tuple(_turn(answer, "assistant", "completion")), _flag(label, "label"), *more)
 
 
 def steps(row: Row, mapping: Mapped) -> Steps:
@@ -273,6 +280,7 @@ def steps(row: Row, mapping: Mapped) -> Steps:
         raise Unfit("completions is a list of texts, one for each step")
     if not isinstance(labels, Sequence) or len(labels) != len(texts):
         raise Unfit(f"there are {len(texts)} completions, and labels is {labels!r:.60}: one for each")
+    _check_used(row, "weight", "tools", "chat_template_kwargs")
     before = (*_system(row, mapping), *_turn(asked, "user", "prompt"))
     return Steps(before, tuple(texts), tuple(_flag(each, "labels") for each in labels))
 
@@ -291,8 +299,29 @@ def prompt(row: Row, mapping: Mapped) -> Prompt:
         messages.pop()
     if not messages:
         raise Unfit("the prompt is empty")
+    _check_used(row, "tools", "chat_template_kwargs")
     answer = _pick(row, mapping, "answer", ("answer", "ground_truth", "solution", *ANSWERS))
     return Prompt(tuple(messages), answer, dict(row))
+
+
+def _check_used(row: Row, *unused: str) -> None:
+    """Check that a row has nothing that this kind of rows does not use.
+
+    Raises:
+        Unfit: It has; names the column.
+    """
+    for name in (*UNREAD, *unused):
+        if row.get(name) not in UNSAID:
+            more = "more than text, in " if name in UNREAD else ""
+            raise Unfit(f"there is {more}{name}, which would be left out here; drop the column, or the row")
+
+
+def _variables(row: Row) -> Mapping[str, Any]:
+    """Variables of the chat template that a row sets."""
+    variables = _parsed(row.get("chat_template_kwargs") or {})
+    if not isinstance(variables, Mapping) or any(name in variables for name in RENDERED):
+        raise Unfit(f"chat_template_kwargs maps variables of the template, none of {', '.join(RENDERED)}, to values")
+    return variables
 
 
 def _pick(row: Row, mapping: Mapped, field: str, usual: Sequence[str]) -> Any:

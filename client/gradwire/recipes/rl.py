@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import gradwire
 from gradwire import data
 from gradwire.data.stored import Viewed
+from gradwire.loop.best import Best
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.folder import facts_of
 from gradwire.recipes.own_code import REWARDS, check_reward, environment_of, reward_of
+from gradwire.recipes.rates import learning_rate, scheduled
 from gradwire.recipes.rows import rows_of
-from gradwire.recipes.settings import Settings, SettingsError, learning_rate, setting
+from gradwire.recipes.settings import Settings, SettingsError, setting
 from gradwire.recipes.tokens import RowRefusedError, Tokens
 from gradwire.recipes.training import open_training
 from gradwire.rl import Algorithm, AlgorithmConfig
@@ -36,7 +38,8 @@ class RLSettings(Settings):
     data: str | list[Any] = setting(
         "train.jsonl", "a file or data set of problems, with answers if the reward compares with them"
     )
-    learning_rate: float = setting(0.0, "after the warmup; it stays there; 0: by the model's size")
+    learning_rate: float = setting(0.0, "at its peak; 0: by the model's size")
+    schedule: str = setting("constant", "constant, linear, cosine or wsd")
     weight_decay: float = setting(0.0, "of AdamW, decoupled, of all weights")
     batch_size: int = setting(8, "problems of an iteration")
     max_steps: int = setting(0, "iterations at most; 0: as the epochs have")
@@ -52,6 +55,7 @@ class RLSettings(Settings):
     environment_args: dict[str, Any] = setting({}, "what the environment is made with")
     turns: int = setting(16, "answers of an episode at most, if the environment does not end it before")
     on_failure: Literal["stop", "warn"] = setting("stop", "stop, or warn: what to do when every answer failed")
+    patience: int = setting(0, "evaluations without a better success after which the training ends; 0: never")
     eval_problems: int = setting(64, "held-out problems of an evaluation at most; answered greedily")
 
     def check(self) -> None:
@@ -102,6 +106,7 @@ async def train_with(
         per_epoch = -(-len(tasks) // settings.batch_size)
         total = settings.max_steps or per_epoch * settings.epochs
         config = _config(settings, model, group_size, per_epoch, evaluated=bool(problems), dry_run=dry_run)
+        config = replace(config, **_optimizer(settings, config.learning_rate, total, bool(head)))
         reward = own_reward or grader_of(settings.grading, judge=ServiceJudge(service))
         arguments = (service, training.run, tasks, reward, config)
         more = {"environment": environment, "eval_tasks": problems, "loggers": training.loggers}
@@ -109,6 +114,8 @@ async def train_with(
             if dry_run:
                 return await _estimate(settings, trained, model, len(tasks), total)
             trained.loop.facts = facts_of(settings)
+            trained.loop.plan = replace(trained.loop.plan, eval_first=settings.eval_first, keep=settings.keep)
+            trained.loop.best = Best("success", settings.patience)
             done = await trained.resume()
             training.begin(total)
             if not done:
@@ -131,6 +138,14 @@ def _config(
         save_every=0 if dry_run else settings.save_every or per_epoch, on_failure=settings.on_failure,
         checkpoint_dir=None if dry_run else Path(settings.folder),
     )  # fmt: skip
+
+
+def _optimizer(settings: RLSettings, peak: float, total: int, has_head: bool) -> dict[str, Any]:
+    more = {"head_learning_rate": settings.head_learning_rate} if settings.head_learning_rate and has_head else {}
+    chosen = {"optimizer": settings.optimizer, "optimizer_args": settings.optimizer_args | more}
+    if settings.schedule == "constant":
+        return chosen
+    return chosen | {"schedule": lambda iteration: scheduled(settings, iteration, peak=peak, total=total)}
 
 
 async def _tasks(settings: RLSettings, tokens: Tokens, rows: Sequence[data.Prompt]) -> list[Task]:

@@ -29,6 +29,7 @@ LEAST = {
         "warmup",
         "weight_decay",
         "max_steps",
+        "batch_tokens",
         "eval_every",
         "eval_problems",
         "save_every",
@@ -127,6 +128,10 @@ class Settings(ServiceSettings):
     rslora: bool = setting(False, "scale by alpha / sqrt(rank) instead")
     dropout: float = setting(0.0, "of the model and the adapter")
     learning_rate: float = setting(1e-4, "at its peak; 0: by the model's size")
+    schedule: str = setting("cosine", "constant, linear, cosine or wsd")
+    optimizer: str = setting("adamw", "adamw, adamw8bit, sgd or muon")
+    optimizer_args: dict[str, Any] = setting({}, "betas, eps, momentum: as for optim_step")
+    head_learning_rate: float = setting(0.0, "of a reward or value head; 0: learning_rate")
     warmup: int = setting(10, "steps over which the learning rate rises")
     max_grad_norm: float = setting(1.0, "longer gradients are scaled down to it; 0: they are not")
     weight_decay: float = setting(0.0, "of matrices; norms and biases are not decayed")
@@ -135,7 +140,9 @@ class Settings(ServiceSettings):
     max_steps: int = setting(0, "steps at most; 0: as the epochs have")
     max_tokens: int = setting(2048, "longest row; what is longer is treated as overlong says")
     eval_every: int = setting(50, "steps between evaluations; the last step is always evaluated; 0: never")
+    eval_first: bool = setting(False, "evaluate before the first step as well")
     save_every: int = setting(50, "steps between checkpoints; the last step is always saved; 0: those of an epoch")
+    keep: int = setting(0, "newest checkpoints to keep; 0: all; `best` is kept besides")
     loggers: list[str] = setting([], "of tensorboard, wandb, trackio, mlflow; metrics.jsonl is always written")
     wandb: dict[str, Any] = setting({}, "project, name, entity, tags: what wandb.init takes, of the logger wandb")
     loss: dict[str, Any] = setting({}, "arguments of the loss: see docs/losses.md")
@@ -158,6 +165,11 @@ class Settings(ServiceSettings):
         if not isinstance(self.data, str):
             for part in self.data:
                 check_part(part)
+        self.check_choice("schedule", ("constant", "linear", "cosine", "wsd"))
+        self.check_choice("optimizer", ("adamw", "adamw8bit", "sgd", "muon"))
+        unknown = sorted({*self.optimizer_args} - {"betas", "eps", "momentum"})
+        if unknown:
+            raise SettingsError(f"optimizer_args has {unknown[0]!r}; there are betas, eps, momentum")
         if not 0 <= self.held_out < 1:
             raise SettingsError(f"held_out is {self.held_out}; it must be at least 0 and less than 1")
 
@@ -166,17 +178,6 @@ class Settings(ServiceSettings):
         """The data sets, each with its ``path`` and what else is said of it."""
         given = [self.data] if isinstance(self.data, str) else self.data
         return [{"path": each} if isinstance(each, str) else each for each in given]
-
-
-def learning_rate(settings: Settings, num_parameters: int) -> float:
-    """The learning rate: 1e-4 for an adapter of a model of 0.6 billion parameters, more for a smaller one.
-
-    It falls with the square root of a model's width, which grows with the cube root of its size. All weights take a
-    tenth.
-    """
-    if settings.learning_rate:
-        return settings.learning_rate
-    return (1e-4 if settings.lora_rank else 1e-5) * math.pow(6e8 / max(num_parameters, 1), 1 / 6)
 
 
 PART: Mapping[str, Any] = {"path": str, "weight": float, "limit": int, "mapping": dict, "split": str}
@@ -204,28 +205,19 @@ def check_part(part: Any) -> None:
 class RowSettings(Settings):
     """Settings of trainings on the rows of a data set."""
 
-    schedule: str = setting("cosine", "constant, linear, cosine or wsd")
-    optimizer: str = setting("adamw", "adamw, adamw8bit, sgd or muon")
-    optimizer_args: dict[str, Any] = setting({}, "betas, eps, momentum: as for optim_step")
-    head_learning_rate: float = setting(0.0, "of a reward or value head; 0: learning_rate")
+    batch_tokens: int = setting(0, "tokens of a batch at most, which takes rows until then; 0: batch_size rows")
     accumulation: int = setting(1, "batches of a step")
     order_by: str = setting("", "column of numbers: each epoch takes the smallest first; empty: rows are shuffled")
+    neftune_noise_alpha: float = setting(0.0, "noise on the embeddings, as NEFTune's; 5 is usual, 0: none")
     overlong: str = setting("cut", "cut (at the end, with a warning), cut_start, skip or raise")
-    eval_first: bool = setting(False, "evaluate before the first step as well")
     best_by: str = setting("", "metric of evaluations, as loss, by which a checkpoint `best` is kept; empty: none is")
     patience: int = setting(0, "evaluations without a better best_by after which the training ends; 0: never")
-    keep: int = setting(0, "newest checkpoints to keep; 0: all; `best` is kept besides")
 
     def check(self) -> None:
         super().check()
-        self.check_choice("schedule", ("constant", "linear", "cosine", "wsd"))
-        self.check_choice("optimizer", ("adamw", "adamw8bit", "sgd", "muon"))
         self.check_choice("overlong", ("cut", "cut_start", "skip", "raise"))
         if self.patience and not self.best_by:
             raise SettingsError("patience is set, and needs best_by, the metric that should get better, as loss")
-        unknown = sorted({*self.optimizer_args} - {"betas", "eps", "momentum"})
-        if unknown:
-            raise SettingsError(f"optimizer_args has {unknown[0]!r}; there are betas, eps, momentum")
 
 
 @dataclass(frozen=True)
@@ -336,6 +328,8 @@ def built(kind: type[S], given: Mapping[str, Any], places: Mapping[str, str] = t
         if name not in hints:
             near = difflib.get_close_matches(str(name), hints, n=1)
             meant = f"; did you mean {near[0]}?" if near else f"; it takes {', '.join(hints)}"
+            if "dora" in str(name).lower():
+                meant = ": DoRA's magnitudes are not exact with grouped and paged runs; rslora is there"
             raise SettingsError(f"{place}: there is no setting {name!r}{meant}".removeprefix(": "))
         values[name] = _value(hints[name], value, f"{place}: {name}".removeprefix(": "))
     settings = kind(**values)

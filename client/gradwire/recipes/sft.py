@@ -17,7 +17,6 @@ class SFT(RowSettings):
 
     folder: str = setting("runs/sft", "metrics, checkpoints' positions and the report; a rerun continues there")
     train_on: str = setting("assistant", "assistant: all that it writes; last: its last message; all: every token")
-    neftune_noise_alpha: float = setting(0.0, "noise on the embeddings, as NEFTune's; 5 is usual, 0: none")
     loss: dict[str, Any] = setting({}, "arguments of causal_lm: see docs/losses.md")
 
     def check(self) -> None:

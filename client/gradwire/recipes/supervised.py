@@ -8,20 +8,22 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from gradwire import schedules
 from gradwire.data import Batches, DataError, Dataset
 from gradwire.loop.loggers import JsonlLogger
 from gradwire.loop.training_loop import Metrics, Plan, TrainingLoop
 from gradwire.loop.warnings import WarnOnce
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.folder import STATE, facts_of
+from gradwire.recipes.rates import learning_rate, scheduled
 from gradwire.recipes.report import LOG
 from gradwire.recipes.rows import rows_of
-from gradwire.recipes.settings import RowSettings, learning_rate
+from gradwire.recipes.settings import RowSettings
 from gradwire.recipes.tokens import Tokens
 from gradwire.recipes.training import Training, open_training
 
 T = TypeVar("T")
+MEASURED = 256
+"""Rows whose tokens are counted at once."""
 Encode = Callable[[Tokens, Sequence[T]], Awaitable[list[Any]]]
 Sample = Callable[[Training, Tokens, Sequence[T], int], Awaitable[list[Any] | None]]
 """Rows that the policy itself writes at a step; None where the given rows are trained on."""
@@ -51,13 +53,17 @@ async def train_rows(
         sampled_share: Share of the steps that they replace, for the estimate.
     """
     kept, held_out = rows_of(load, settings)
-    batches = kept.batches(settings.batch_size, seed=settings.seed, shuffle=not settings.order_by)
     async with open_training(settings, head=head, num_labels=num_labels, dry_run=dry_run) as training:
         tokens = Tokens(training.service, training.model, settings.max_tokens, settings.overlong, settings.on_error)
         evaluated: list[Any] = []
 
         async def given(batch: Sequence[T], step: int = 0) -> list[Any]:
             return await tokens.fitting(batch, lambda rows: encode(tokens, rows))
+
+        size, lengths = settings.batch_size, None
+        if settings.batch_tokens:
+            size, lengths = settings.batch_tokens, await _lengths(kept, given)
+        batches = kept.batches(size, seed=settings.seed, shuffle=not settings.order_by, lengths=lengths)
 
         async def drawn(batch: Sequence[T], step: int = 0) -> list[Any]:
             own = await sampled(training, tokens, batch, step) if sampled is not None else None
@@ -86,6 +92,22 @@ async def train_rows(
         await _Steps(training, settings, batches, drawn, loss, head).take(evaluate if held_out else None)
         tokens.tell_of_skipped()
     return None
+
+
+async def _lengths(rows: Sequence[T], encode: Callable[[Sequence[T]], Awaitable[list[Any]]]) -> list[int]:
+    """Tokens of each row; of one that is skipped none, so that any batch may have it."""
+    found: list[int] = []
+    for start in range(0, len(rows), MEASURED):
+        part = rows[start : start + MEASURED]
+        encoded = [[each] for each in await encode(part)]
+        if len(encoded) != len(part):  # some are skipped, or texts of several rows
+            encoded = [await encode([row]) for row in part]
+        found += [sum(_tokens(row) for row in each) for each in encoded]
+    return found
+
+
+def _tokens(row: Mapping[str, Any]) -> int:
+    return sum(len(value) for name, value in row.items() if name.endswith("input_ids"))
 
 
 class _Steps(Generic[T]):
@@ -136,7 +158,7 @@ class _Steps(Generic[T]):
 
     async def _step(self, step: int) -> Metrics:
         results = [self._loss(await self._next(step)) for _ in range(self._settings.accumulation)]
-        stepped = self._optim_step(self.rate(step))
+        stepped = self._optim_step(scheduled(self._settings, step, peak=self._peak, total=self._total))
         *losses, taken = await asyncio.gather(*results, stepped)
         for warning in [each for loss in losses for each in loss.warnings]:
             kind = re.sub(r"\d+", "", warning)  # those that differ in their numbers are one kind
@@ -157,17 +179,6 @@ class _Steps(Generic[T]):
             if rows := await self._encode(batch, step):
                 return rows
         raise DataError(str(self._settings.data), "no row could be used: all were skipped")
-
-    def rate(self, step: int) -> float:
-        """Return the learning rate of a step."""
-        settings = self._settings
-        if settings.schedule == "constant":
-            return schedules.constant(step, peak=self._peak, warmup=settings.warmup)
-        if settings.schedule == "wsd":
-            decay = max(1, self._total // 10)
-            return schedules.wsd(step, peak=self._peak, total=self._total, decay=decay, warmup=settings.warmup)
-        schedule = schedules.linear if settings.schedule == "linear" else schedules.cosine
-        return schedule(step, peak=self._peak, total=self._total, warmup=settings.warmup)
 
     def _optim_step(self, rate: float) -> Any:
         settings = self._settings
@@ -218,7 +229,7 @@ async def estimate(
 
 def total_steps(settings: RowSettings, batches: Batches[Any]) -> int:
     """Number of steps of the whole training."""
-    return settings.max_steps or -(-batches.per_epoch * settings.epochs // settings.accumulation)
+    return settings.max_steps or -(-batches.count(settings.epochs) // settings.accumulation)
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:

@@ -158,7 +158,7 @@ class Tokens:
 
     async def ratings(self, ratings: Sequence[Rating]) -> list[dict[str, Any]]:
         """Encode rated answers into rows for ``kto``; each has the next one's answer, too, to estimate the KL."""
-        talks = [Conversation((*each.prompt, *each.completion)) for each in ratings]
+        talks = [Conversation((*each.prompt, *each.completion), each.tools, each.template_kwargs) for each in ratings]
         rows = await self.rows(talks, "last")
         found = []
         for index, (row, each) in enumerate(zip(rows, ratings)):
@@ -205,8 +205,11 @@ class Tokens:
 
     async def pairs(self, preferences: Sequence[Preference]) -> list[dict[str, Any]]:
         """Encode pairs into rows with the ids of both answers and the length of their common prompt."""
-        both = [Conversation((*each.prompt, *each.chosen), each.tools) for each in preferences]
-        both += [Conversation((*each.prompt, *each.rejected), each.tools) for each in preferences]
+        both = [
+            Conversation((*each.prompt, *answer), each.tools, each.template_kwargs)
+            for answers in ([each.chosen for each in preferences], [each.rejected for each in preferences])
+            for each, answer in zip(preferences, answers)
+        ]
         try:
             rows = await self.rows(both, "last")
         except RowRefusedError as refused:

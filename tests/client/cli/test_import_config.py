@@ -90,7 +90,7 @@ def test_an_axolotl_configuration(tmp_path: Path) -> None:
     made = load(command.settings_kind("sft"), tmp_path / "sft.yaml")
     assert yaml.safe_load((tmp_path / "sft.yaml").read_text()) == {
         "model": "org/model", "held_out": 0.05, "max_tokens": 4096, "lora_rank": 32, "lora_alpha": 16.0,
-        "batch_size": 8, "epochs": 3, "optimizer": "adamw8bit", "schedule": "cosine", "learning_rate": 2e-4,
+        "batch_tokens": 32768, "epochs": 3, "optimizer": "adamw8bit", "schedule": "cosine", "learning_rate": 2e-4,
         "folder": "./out", "neftune_noise_alpha": 5.0,
         "data": [
             {"path": "talks.jsonl", "mapping": {"messages": "turns"}},
@@ -100,11 +100,11 @@ def test_an_axolotl_configuration(tmp_path: Path) -> None:
     assert len(made.parts) == 2
     for words in (
         "adapter: qlora: the base is quantized by the server",
-        "sample_packing: not needed: the server packs rows",
+        "sample_packing: the server packs rows",
         "warmup_ratio: set warmup to 0.1 of the steps",
         "evals_per_epoch: no counterpart is known; '4' is left out",
         "datasets: org/set: format: no counterpart is known",
-        "gradient_accumulation_steps: batch_size is micro_batch_size times it",
+        "gradient_accumulation_steps: batch_tokens is micro_batch_size times it, times the longest row",
         f"next: gradwire train sft {tmp_path / 'sft.yaml'} --dry-run",
     ):
         assert words in said, (words, said)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gradwire.data import DataError, Dataset, conversations, preferences, prompts
+from gradwire.data import DataError, Dataset, conversations, preferences, prompts, ratings, steps
 from gradwire.data.layouts import Conversation, Prompt
 
 USER = {"role": "user", "content": "2+2?"}
@@ -104,6 +105,14 @@ def test_prompts_with_answers_and_a_mapping() -> None:
         prompts([{"q": "?"}], mapping={"promt": "q"})
 
 
+def test_what_other_rows_say_to_the_template_is_kept() -> None:
+    said = {"tools": [{"name": "add"}], "chat_template_kwargs": {"enable_thinking": False}}
+    (pair,) = preferences([{"prompt": "a", "chosen": "b", "rejected": "c", "weight": 1.0, **said}])
+    (rated,) = ratings([{"prompt": "a", "completion": "b", "label": True, "images": [], **said}])
+    for each in (pair, rated):
+        assert each.tools == ({"name": "add"},) and each.template_kwargs == {"enable_thinking": False}
+
+
 MISTAKES: list[tuple[Any, Any, str]] = [
     (
         conversations,
@@ -135,6 +144,11 @@ MISTAKES: list[tuple[Any, Any, str]] = [
     (conversations, {"prompt": "a", "completion": "b", "label": False}, "label is false: the completion is a bad one"),
     (conversations, {"messages": TALK, "chat_template_kwargs": {"model": "b"}}, "chat_template_kwargs maps variables"),
     (preferences, {"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
+    (preferences, {"prompt": "a", "chosen": "b", "rejected": "c", "weight": 0}, "there is weight, which would be left"),
+    (preferences, {"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]}, "more than text, in images"),
+    (ratings, {"prompt": "a", "completion": "b", "label": 1, "image": "a.png"}, "more than text, in image"),
+    (steps, {"prompt": "a", "completions": ["b"], "labels": [1], "tools": [{}]}, "there is tools, which would be left"),
+    (prompts, {"prompt": "a", "chat_template_kwargs": {"enable_thinking": False}}, "there is chat_template_kwargs"),
     (prompts, ["a"], "a row is a mapping from column to value; this is list"),
 ]
 
@@ -251,3 +265,23 @@ def test_batches_go_on_where_they_were() -> None:
         next(again)
     with pytest.raises(ValueError, match="is no position in 10 rows: is this the same data set"):
         again.position = {"epoch": 0, "row": 11}
+
+
+def test_batches_by_length_are_filled_and_counted() -> None:
+    rows = conversations([{"prompt": f"{n}?", "completion": "a"} for n in range(40)])
+    lengths = [1 + n % 7 for n in range(39)] + [50]
+    at = {row.prompt[0]["content"]: length for row, length in zip(rows, lengths)}
+
+    def sizes(batches: Any) -> list[list[int]]:
+        return [[at[row.prompt[0]["content"]] for row in batch] for batch in batches]
+
+    found = sizes(rows.batches(20, seed=1, epochs=3, lengths=lengths))
+    assert len(found) == rows.batches(20, seed=1, lengths=lengths).count(3) and sum(map(len, found)) == 120
+    assert all(sum(batch) <= 20 or batch == [50] for batch in found)
+    first = sizes(rows.batches(20, seed=1, epochs=1, lengths=lengths))
+    assert all(sum(batch) + following[0] > 20 for batch, following in itertools.pairwise(first))
+    begun, again = (rows.batches(20, seed=1, epochs=2, lengths=lengths) for _ in range(2))
+    for _ in range(9):
+        next(begun)
+    again.position = begun.position
+    assert list(again) == list(begun)

@@ -12,7 +12,7 @@ from typing import Any
 import gradwire
 import pytest
 from gradwire.recipes import distill, grpo, ppo, sft
-from gradwire.recipes.settings import learning_rate
+from gradwire.recipes.rates import learning_rate
 from support.chats import chat_model
 from support.server import Server
 

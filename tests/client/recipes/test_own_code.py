@@ -117,7 +117,7 @@ def test_mistakes_in_environments_are_named(code: Path, tmp_path: Path) -> None:
         ({"reward": {"last_number": "much"}}, "reward has the weight 'much' for last_number; it must be a number"),
         ({"reward": 3}, "reward is 3; it must be a text or a mapping"),
         ({"environment_args": {"turns": 2}}, "environment_args is set, and environment is empty"),
-        ({"schedule": "cosine"}, "there is no setting 'schedule'"),
+        ({"order_by": "level"}, "there is no setting 'order_by'"),
         ({"group_size": 1}, "group_size is 1; an answer is judged by the others"),
     ],
 )

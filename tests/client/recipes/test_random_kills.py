@@ -50,7 +50,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, P
         yield server, folder
 
 
-def settings(recipe: str, folder: Path, **more: Any) -> Path:
+def settings(recipe: str, where: Path, **more: Any) -> Path:
     """Write a configuration of a longer training than the recipe's own."""
     given = RECIPES[recipe] | {"held_out": 0.0, "save_every": 1, "eval_every": 2, "lora_rank": 4} | more
     given["max_steps"] *= 3
@@ -59,7 +59,7 @@ def settings(recipe: str, folder: Path, **more: Any) -> Path:
         given["teacher"] = "teacher"
     if "answer_tokens" in given and recipe != "distill":
         given["eval_problems"] = 2
-    file = folder / f"{Path(given['folder']).name}.yaml"
+    file = where / f"{Path(given['folder']).name}.yaml"
     file.write_text(json.dumps(given))
     return file
 

@@ -246,7 +246,7 @@ def test_the_extra_of_mlflow_logs(tmp_path: Path) -> None:
     python, root = tmp_path / "venv" / "bin" / "python", Path(__file__).parents[3]
     subprocess.run([python, "-m", "pip", "install", "--quiet", f"{root}[mlflow]"], check=True, timeout=600)
     code = (
-        "from gradwire.rl import loggers; import mlflow; each = loggers.MlflowLogger(run_name='a');"
+        "from gradwire.rl import MlflowLogger; import mlflow; each = MlflowLogger(run_name='a');"
         "each.log(3, {'eval/pass@1': 0.5}); each.close();"
         "print(mlflow.MlflowClient().search_runs(['0'])[0].data.metrics)"
     )

@@ -22,7 +22,7 @@ import pytest
 from gradwire.recipes import evaluate
 from gradwire.recipes.dpo import DPO
 from gradwire.recipes.grpo import GRPO
-from gradwire.recipes.settings import learning_rate
+from gradwire.recipes.rates import learning_rate
 from gradwire.recipes.sft import SFT
 from gradwire_proto.v1 import jobs_pb2
 from gradwire_proto.v1 import training_pb2 as pb

@@ -18,6 +18,9 @@ REASONS: Mapping[str, tuple[str, ...]] = {
         "packing",
         "neat_packing",
         "eval_sample_packing",
+        "sample_packing_group_size",
+        "sample_packing_bin_size",
+        "sample_packing_sequentially",
     ),
     "not needed: nothing is padded": ("pad_to_sequence_len", "group_by_length"),
     "not needed: every step is logged, and report.html has the curves": ("logging_steps", "plot_loss"),
@@ -34,6 +37,8 @@ REASONS: Mapping[str, tuple[str, ...]] = {
     "no counterpart: DoRA's magnitudes are not computed": ("peft_use_dora", "use_dora"),
 }  # fmt: skip
 """Why keys have no setting here -> the keys."""
+PACKING = ("sample_packing", "packing", "neat_packing")
+"""Keys by which others fill sequences with several rows, so that a batch has many more rows than sequences."""
 SERVERS = {key: reason for reason, keys in REASONS.items() for key in keys}
 OPTIMIZERS = {
     "adamw": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw",
@@ -123,12 +128,21 @@ class Imported:
 
     def take_batch(self, given: dict[str, Any], per_device: str) -> None:
         """Take the sizes of a batch: here one number, which the server divides by its memory."""
+        packed = [key for key in PACKING if given.get(key)]
         small, times = given.pop(per_device, None), given.pop("gradient_accumulation_steps", None)
         if small is not None or times is not None:
             self.settings["batch_size"] = int(1 if small is None else small) * int(1 if times is None else times)
             self.notes["gradient_accumulation_steps"] = (
                 f"batch_size is {per_device} times it, for one device; the server divides it by its memory"
             )
+        if packed and "max_tokens" in self.settings:
+            rows = self.settings.pop("batch_size", 1)
+            self.settings["batch_tokens"] = rows * self.settings["max_tokens"]
+            self.notes[packed[0]] = "the server packs rows, which do not see each other"
+            self.notes["gradient_accumulation_steps"] = (
+                f"batch_tokens is {per_device} times it, times the longest row: what a step's packed rows held"
+            )
+            given.pop(packed[0])
 
     def note_rest(self, given: Mapping[str, Any]) -> None:
         """Note the keys that nothing took."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,10 +22,13 @@ class AlgorithmConfig:
         num_minibatches: Minibatches per pass, one optimizer step each; groups stay whole.
         gradient_accumulation_steps: Minibatches per optimizer step; they may come from several passes, and
             the last step of an iteration takes the rest.
-        learning_rate: Learning rate of AdamW.
+        learning_rate: Learning rate of the optimizer.
         warmup_iterations: Iterations over which the learning rate rises to its value.
+        schedule: Iteration -> learning rate, in place of the warmup; None: it stays at its value.
+        optimizer: As for ``optim_step``.
+        optimizer_args: Further arguments of ``optim_step``; ``head_learning_rate`` rises and falls with the other.
         max_grad_norm: Gradient clipping norm.
-        weight_decay: Weight decay of AdamW.
+        weight_decay: Weight decay of the optimizer.
         loss_kwargs: Arguments of the loss; they override those that the algorithm sets.
         reference_model: Reference of the KL: ``"base"``, ``"ema"``, a checkpoint, a model; None: no KL.
         beta: Weight of the KL.
@@ -67,6 +70,9 @@ class AlgorithmConfig:
     gradient_accumulation_steps: int = 1
     learning_rate: float = 1e-4
     warmup_iterations: int = 0
+    schedule: Callable[[int], float] | None = None
+    optimizer: str = "adamw"
+    optimizer_args: Mapping[str, Any] = field(default_factory=dict)
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -138,7 +144,16 @@ class AlgorithmConfig:
 
     def rate(self, iteration: int) -> float:
         """Return the learning rate of an iteration."""
+        if self.schedule is not None:
+            return self.schedule(iteration)
         return schedules.constant(iteration, peak=self.learning_rate, warmup=max(self.warmup_iterations - 1, 0))
+
+    def optimizer_kwargs(self, rate: float) -> dict[str, Any]:
+        """Return the arguments of ``optim_step`` besides the learning rate."""
+        more = {"max_grad_norm": self.max_grad_norm, "weight_decay": self.weight_decay, **self.optimizer_args}
+        if "head_learning_rate" in more:
+            more["head_learning_rate"] *= rate / self.learning_rate
+        return {"optimizer": self.optimizer, "on_nonfinite": "skip", **more}
 
     def kl_kwargs(self) -> dict[str, Any]:
         """Return the KL arguments of every policy loss."""

@@ -47,14 +47,7 @@ async def update(
             parts_left -= 1
             if parts_left and len(results) % config.gradient_accumulation_steps:
                 continue
-            steps.append(
-                run.optim_step(
-                    rate,
-                    max_grad_norm=config.max_grad_norm,
-                    weight_decay=config.weight_decay,
-                    on_nonfinite="skip",
-                )
-            )
+            steps.append(run.optim_step(rate, **config.optimizer_kwargs(rate)))
             stepped()
     losses, taken, failure = [], [], None
     for result in results:

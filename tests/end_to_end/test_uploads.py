@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import struct
@@ -215,6 +216,24 @@ async def test_mistakes_are_said_before_anything_is_sent(
     with pytest.raises(kind, match=message):
         await service.upload_adapter(folder)
     assert await service.list_uploads() == known
+
+
+async def test_links_are_sent_as_what_they_lead_to_and_broken_ones_are_told(
+    service: gradwire.ServiceClient, adapter: Path, tmp_path: Path
+) -> None:
+    """The Hub's cache is made of links. Nothing on the server is a link of the client's."""
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for file in list(adapter.glob("*")):  # noqa: ASYNC240
+        (linked / file.name).symlink_to(file)
+    upload = await service.upload_adapter(linked)
+    assert upload.upload_id in {each.upload_id for each in await service.list_uploads()}
+    weights = linked / "adapter_model.safetensors"
+    for target in (tmp_path / "gone", tmp_path, Path("/dev/zero"), weights):
+        weights.unlink()
+        weights.symlink_to(target)
+        with pytest.raises((gradwire.GradwireError, OSError), match=re.escape(weights.name)):
+            await service.upload_adapter(linked)
 
 
 async def test_the_base_model_may_be_named(

@@ -136,6 +136,8 @@ def _files(kind: Kind, folder: Path) -> list[pb.UploadFile]:
 
 
 def _describe(file: Path) -> pb.UploadFile:
+    if not file.is_file():
+        raise _wrong(f"{file} is no file, nor a link to one")
     digest, size = hashlib.blake2b(digest_size=32), 0
     with file.open("rb") as stream:
         if file.suffix == ".json":

@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse
 from gradwire_proto.v1 import training_pb2 as pb
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from gradwire_server.doors.http.protocol import ErrorBody
 from gradwire_server.errors import Code, ServiceError
@@ -171,6 +172,11 @@ def _install(app: FastAPI, body: ErrorBody) -> None:
     async def unforeseen(request: Request, error: Exception) -> JSONResponse:
         request.scope[LOGGED] = True
         return error_response(internal_error(error, request.url.path), body)
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(_request: Request, _error: ClientDisconnect) -> JSONResponse:
+        message = "the body ended before its Content-Length: send it again"  # read by who has closed one side only
+        return error_response(pb.Error(code=pb.ERROR_CODE_INVALID_ARGUMENT, message=message), body)
 
     @app.exception_handler(ServiceError)
     async def refused(_request: Request, error: ServiceError) -> JSONResponse:

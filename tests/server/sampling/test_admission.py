@@ -144,6 +144,19 @@ def test_many_keys_share_a_cache_that_holds_few_rows(policy: Policy) -> None:
     assert all(job.done and job.error is None for of_owner in jobs.values() for job in of_owner)
 
 
+@pytest.mark.parametrize("owner", list("ABCD"))
+def test_a_short_request_passes_long_ones_of_other_keys_that_find_no_room(policy: Policy, owner: str) -> None:
+    """Whichever key holds the least, and is next with a row too long for what is free."""
+    stage = Stage(policy, pages=40)
+    for number in range(16):
+        stage.begin([1, *range(4, 60 + number)], 50, owner="ABCD"[number % 4])
+    for _ in range(20):
+        stage.step()
+    assert stage.batch._waiting
+    assert stage.steps_to_first_token(stage.begin([1, 33], 2, owner=owner)) <= 2
+    stage.finish()
+
+
 def test_a_long_prompt_waits_for_no_short_ones_for_ever(policy: Policy) -> None:
     stage = Stage(policy, pages=10)
     long = stage.begin([*range(4, 60), *range(4, 50)], 10)  # seven pages

@@ -6,7 +6,8 @@ tokens, because their random numbers belong to them (Kwon et al. 2023, arXiv:230
 API keys come first: the next row is one of the key that holds the least of the cache, and a key that holds more than an
 equal part of it gives way to one that would hold no more than that. Within a key, the row with the earliest deadline is
 next: the step at which its request arrived plus the tokens that the request may take up to the end of this row. Short
-requests so pass long ones, and no row waits for ever, because later requests have later deadlines.
+requests so pass long ones, and no row waits for ever, because later requests have later deadlines. The same holds
+between keys while there is no room for the row that is next.
 """
 
 from __future__ import annotations
@@ -52,9 +53,14 @@ class WaitingRows:
         """Add a row; one that left the batch comes back as it was."""
         heapq.heappush(self._of_owner.setdefault(waiting.job.owner, []), waiting)
 
-    def next(self, held: Callable[[str], float]) -> Waiting:
-        """The next row, given what each key holds of the cache."""
-        return min((rows[0] for rows in self._of_owner.values()), key=lambda first: (held(first.job.owner), first))
+    def next(self, held: Callable[[str], float], before: Waiting | None) -> Waiting | None:
+        """The next row, given what each key holds of the cache.
+
+        Args:
+            before: A row for which there is no room: only those with an earlier deadline may pass it.
+        """
+        first = [rows[0] for rows in self._of_owner.values() if before is None or rows[0] < before]
+        return min(first, key=lambda each: (held(each.job.owner), each), default=None)
 
     def pop(self, waiting: Waiting) -> None:
         """Remove the row that :meth:`next` has returned."""

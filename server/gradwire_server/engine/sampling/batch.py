@@ -191,8 +191,8 @@ class Batch:
         held, room = self._held(), self._room()
         longest = 0
         prompts: set[tuple[Policy, tuple[int, ...]]] = set()
-        while self._waiting:
-            first = self._waiting.next(held.of)
+        blocked: Waiting | None = None
+        while (first := self._waiting.next(held.of, blocked)) is not None:
             prompt, shared = self._prompt(first), self._shared(first)
             count = len(self._rows) + len(admitted)
             if count >= self._most:
@@ -202,10 +202,11 @@ class Batch:
             # Another page for each row in progress, so that who joins does not have to leave at once.
             missing = with_row + PAGE * count - self._cache_tokens
             if count and missing > 0:
-                if admitted or not (giving := self._giving_way(held, first, needs, missing)):
-                    break
-                self._leave(giving)
-                held, room = self._held(), self._room()
+                if not admitted and (giving := self._giving_way(held, first, needs, missing)):
+                    self._leave(giving)
+                    held, room = self._held(), self._room()
+                else:
+                    blocked = first
                 continue
             prompts.add((first.job.policy, prompt))
             longest = max(longest, len(prompt))

@@ -1,4 +1,4 @@
-"""The agreement of an engine of several ranks: collectives of ``torch.distributed``.
+"""The agreement of an engine of several ranks: messages that each tells all others.
 
 Every rank executes the same decisions in the same order, so all of them come to the same agreements in the same order.
 A piece of work that changes nothing (:meth:`GroupAgreement.together`) may fail on one rank: all raise its error then.
@@ -8,9 +8,10 @@ because a rank may have changed its run where another one has not.
 
 from __future__ import annotations
 
+import socket
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch import Tensor
 from gradwire_server.engine.agreement import Agreement, Failure
 from gradwire_server.engine.errors import GroupBroken, OperationError
 from gradwire_server.engine.failures import is_fatal, is_out_of_memory, to_error
+from gradwire_server.engine.group_messages import GroupMessages, Told
 from gradwire_server.engine_link.crash_marks import CrashMarks
 
 T = TypeVar("T")
@@ -31,7 +33,7 @@ PATIENCE = timedelta(days=7)
 """How long a collective may wait. Long, because a rank may compute for long; the watch ends a group that is stuck."""
 LAYER_PATIENCE = timedelta(minutes=10)
 """How long a rank waits for the others to make a layer whole. They compute the same, so none is late by much."""
-LATEST = timedelta(seconds=20)
+LATEST_S = 20.0
 """How long a rank that failed waits for the others in lock step; one that is later waits for its part of a layer."""
 _COMPARED = ("loss", "optim_step", "train_step", "sample")
 """Kinds of results that every rank computes."""
@@ -61,17 +63,20 @@ class GroupAgreement(Agreement):
         self.rank, self.ranks, self.lock_step = rank, ranks, divides is not None
         self._device = divides
         self.models: dist.ProcessGroup | None = None
+        self._messages = GroupMessages(rank, ())
         self._apart = False  # within a piece of work, in which ranks do different things
         self._error: Exception | None = None
         self.collective, self.inside = 0, False
         self.waited_s = 0.0
 
-    def join(self, store: Path) -> None:
+    def join(self, store: Path, sockets: Sequence[socket.socket]) -> None:
         """Wait until all ranks have joined.
 
         Args:
             store: A file that all ranks know, in a folder that exists until this returns.
+            sockets: As for :class:`.group_messages.GroupMessages`.
         """
+        self._messages = GroupMessages(self.rank, sockets)
         dist.init_process_group(
             "gloo",
             init_method=store.as_uri(),
@@ -88,14 +93,13 @@ class GroupAgreement(Agreement):
     def check(self, request: engine_pb2.EngineRequest) -> None:
         """See :class:`.agreement.Agreement`: rank 0 looks, and the others learn it at the end of a piece of work."""
         if self._apart and not self.lock_step:
-            self._check_first(request)
-        else:
-            with self.together("check"):
-                self._check_first(request)
-
-    def _check_first(self, request: engine_pb2.EngineRequest) -> None:
-        if self.rank == 0:
-            super().check(request)
+            if self.rank == 0:
+                super().check(request)
+            return
+        error = self.ended(request) if self.rank == 0 else None
+        told = self._first_told("check", b"" if error is None else error.to_proto().SerializeToString())
+        if told:
+            raise OperationError.from_proto(training_pb2.Error.FromString(told))
 
     def defer(self, error: Exception) -> bool:
         """Take note that memory ran out within a layer, to be raised at the end of the piece of work.
@@ -185,14 +189,7 @@ class GroupAgreement(Agreement):
 
     def gathered(self, own: bytes) -> list[bytes]:
         """See :class:`.agreement.Agreement`."""
-        sizes = self._numbers("sizes", len(own))
-        if not any(sizes):
-            return [own] * self.ranks
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else padded[:0]
-        found = [torch.empty_like(padded) for _ in sizes]
-        self._collective(lambda: dist.all_gather(found, padded))
-        return [each[:size].numpy().tobytes() for each, size in zip(found, sizes, strict=True)]
+        return [each.content for each in self._told("bytes", 0, own)]
 
     def exchanged(self, peer: int, own: Tensor, theirs: Tensor) -> Tensor:
         """See :class:`.agreement.Agreement`."""
@@ -216,21 +213,31 @@ class GroupAgreement(Agreement):
         Raises:
             GroupBroken: The ranks are in different places.
         """
-        found = torch.empty(self.ranks, 2, dtype=torch.int64)
-        mine = torch.tensor([zlib.crc32(what.encode()), own])
-        patience = (LATEST,) if self.lock_step and error is not None else ()
-        self._collective(lambda: dist.all_gather(list(found), mine, async_op=True).wait(*patience))
-        if (found[:, 0] != found[0, 0]).any():
-            raise GroupBroken(f"the ranks are out of step; rank {self.rank} is in {what!r}, after {error!r}") from error
-        return [int(each) for each in found[:, 1]]
+        return [each.number for each in self._told(what, own, error=error)]
 
-    def _collective(self, work: Callable[[], object]) -> None:
+    def _told(self, what: str, number: int, content: bytes = b"", error: Exception | None = None) -> list[Told]:
+        mine = Told(zlib.crc32(what.encode()), number, content)
+        patience = LATEST_S if self.lock_step and error is not None else None
+        found = self._collective(lambda: self._messages.all_told(mine, patience))
+        if len({each.place for each in found}) > 1:
+            raise GroupBroken(f"the ranks are out of step; rank {self.rank} is in {what!r}, after {error!r}") from error
+        return found
+
+    def _first_told(self, what: str, content: bytes) -> bytes:
+        """What rank 0 tells the others."""
+        mine = Told(zlib.crc32(what.encode()), 0, content)
+        found = self._collective(lambda: self._messages.first_told(mine))
+        if found.place != mine.place:
+            raise GroupBroken(f"the ranks are out of step; rank {self.rank} is in {what!r}")
+        return found.content
+
+    def _collective(self, work: Callable[[], T]) -> T:
         self.collective += 1
         self.inside = True
         since = time.perf_counter()
         try:
-            work()
-        except RuntimeError as error:
+            return work()
+        except (OSError, RuntimeError) as error:
             raise GroupBroken(f"rank {self.rank} lost the others: {error}") from error
         finally:
             self.inside = False

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -79,22 +80,22 @@ class Ranks:
 
     def _start(self, settings: EngineSettings, agreement: GroupAgreement, share: Share, pulses: int) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
-        sockets = []
+        sockets, messages = [], []
         with tempfile.TemporaryDirectory(prefix="gradwire-ranks-") as folder:
             store = Path(folder) / "store"
             for rank in range(1, settings.num_ranks):
-                ours, theirs = socket.socketpair()
-                with theirs:
+                (ours, theirs), (my_messages, their_messages) = socket.socketpair(), socket.socketpair()
+                with theirs, their_messages:
+                    fds = [theirs.fileno(), their_messages.fileno(), pulses]
                     process = subprocess.Popen(
-                        command(settings, share, rank, theirs.fileno(), pulses, store),
-                        pass_fds=[theirs.fileno(), pulses],
-                        stdin=subprocess.DEVNULL,
+                        command(settings, share, rank, fds, store), pass_fds=fds, stdin=subprocess.DEVNULL
                     )
                 threading.Thread(target=self._wait, args=[rank, process], name=f"rank {rank}", daemon=True).start()
                 sockets.append(ours)
+                messages.append(my_messages)
             os.close(pulses)
             self._followers = Followers(sockets)
-            agreement.join(store)
+            agreement.join(store, messages)
 
     def _wait(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
@@ -113,19 +114,19 @@ def divided_device(settings: EngineSettings, rank: int) -> torch.device | None:
     return torch.device(device_of(settings, rank)) if settings.shard == "on" else None
 
 
-def command(settings: EngineSettings, share: Share, rank: int, fd: int, pulses: int, store: Path) -> list[str]:
-    """The command line of a rank's process."""
-    words = [sys.executable, "-m", "gradwire_server.engine.process.follower", "--rank", str(rank), "--fd", str(fd)]
-    return [
-        *words,
-        "--pulses",
-        str(pulses),
-        "--store",
-        str(store),
-        "--number",
-        str(share.number),
-        "--engines",
-        str(share.engines),
-        "--settings",
-        settings.model_dump_json(),
-    ]
+def command(settings: EngineSettings, share: Share, rank: int, fds: Sequence[int], store: Path) -> list[str]:
+    """The command line of a rank's process.
+
+    Args:
+        fds: Its sockets, of decisions, messages and pulses.
+    """
+    options = {
+        "--rank": rank,
+        "--fds": ",".join(map(str, fds)),
+        "--store": store,
+        "--number": share.number,
+        "--engines": share.engines,
+        "--settings": settings.model_dump_json(),
+    }
+    words = [str(word) for option in options.items() for word in option]
+    return [sys.executable, "-m", "gradwire_server.engine.process.follower", *words]

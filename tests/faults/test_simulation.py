@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -91,6 +92,8 @@ def test_ten_thousand_seeds_see_a_sequential_server(engines: int, machines: int)
 
 def test_a_seed_repeats_itself() -> None:
     first, second = simulated(17), simulated(17)
+    left = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+    assert not [file for file in left if "/state-" in file and (".segment" in file or "/lock" in file)]
     assert first.trace == second.trace and len(first.trace) > 20
     assert simulated(18).trace != first.trace
 

@@ -166,6 +166,7 @@ class World:
     def _clean_up(self) -> None:
         self.network.break_probability = self.disk.crash_in_commit = 0.0
         self.loop.finish()
+        self.disk.close_files()
 
     def numbered(self) -> int:
         """Return a number that is unique in this simulation."""

@@ -149,7 +149,7 @@ def timed(page: Page, console: Console, act: str) -> tuple[float, float]:
     begun, used = time.monotonic(), cpu_s(console.process.pid)
     before = page.evaluate(DRAWN)
     page.get_by_label("Axis" if act in ("Tokens", "Steps") else "Mean over").click()
-    page.get_by_role("option", name=act).click()
+    page.get_by_role("option", name=act, exact=True).click()
     begun = time.monotonic()
     page.wait_for_function(f"(before) => {DRAWN}.every((each, n) => each && each !== before[n])", arg=before[:1])
     return 1000 * (time.monotonic() - begun), 1000 * (cpu_s(console.process.pid) - used)
@@ -163,7 +163,7 @@ def time_plots(count: int, folder: Path) -> bool:
     fill(folder / "state" / DATABASE, runs)
     print(f"{count} records of {POINTS:,} operations in {time.monotonic() - begun:.0f} s", flush=True)
     found: dict[str, list[tuple[float, float]]] = {}
-    with server.start() and server, Console(server.address) as console, launched() as browser:
+    with server, Console(server.address) as console, launched() as browser:
         page = new_page(browser)
         page.goto(console.url)
         page.locator("tbody tr").nth(count - 1).wait_for()

@@ -52,6 +52,9 @@ async def jobs_of_the_demo(service: gradwire.ServiceClient) -> None:
             await service.jobs.cancel(job.job_id)
         await service.jobs.wait(job.job_id, 60)
         await service.jobs.delete(job.job_id)
+    for run in await service.list_runs():
+        if run.name.startswith("ftjob-"):
+            await service.delete_run(run.run_id)
     data = FOLDER / "capitals.jsonl"
     data.write_text("".join(json.dumps({"prompt": text[:9], "completion": text[9:]}) + "\n" for text in TEXTS * 20))
     stored = await service.files.upload(data)

@@ -12,6 +12,7 @@ from nicegui.elements import echart as _library  # noqa: F401  it offers the lib
 from nicegui.events import GenericEventArguments
 
 E = TypeVar("E", bound=Element)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -119,11 +120,27 @@ class Plot(Element, component="plot.js", default_classes="gw-plot"):
             self.on("range", select)
 
     def show(self, curves: Sequence[Curve], *, time: bool | None = None) -> None:
-        """Show other curves."""
-        self._props["series"] = [vars(curve) for curve in curves]
-        if time is not None:
-            self._props["time"] = time
-        self.update()
+        """Show other curves, if they are others: drawing costs a browser most."""
+        series, time = [vars(curve) for curve in curves], self._props["time"] if time is None else time
+        if (series, time) != (self._props["series"], self._props["time"]):
+            self._props |= {"series": series, "time": time}
+            self.update()
+
+
+class Drawn(Element):
+    """A place whose content is drawn anew only when what it shows is another."""
+
+    def __init__(self) -> None:
+        super().__init__("div")
+        self._shown: object = None
+
+    def show(self, value: T, draw: Callable[[T], object]) -> None:
+        """Draw a value that is not None."""
+        if value != self._shown:
+            self._shown = value
+            self.clear()
+            with self:
+                draw(value)
 
 
 class Lines(Element):

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from nicegui import app, events, ui
+from nicegui import Client, app, events, ui
 from nicegui.element import Element
 
 from gradwire_shell.components import button, named, plain, title
@@ -31,6 +31,10 @@ RESPONSE_TIMEOUT_S = 60.0
 RECONNECT_TIMEOUT_S = 120.0
 """Seconds that a disconnected page keeps its state; then it reloads, and what was typed or said is lost. A browser on a
 machine that trains may be that slow to answer."""
+UNCONNECTED_S = 600.0
+"""Seconds from the beginning of a page that its browser has to connect. NiceGUI's minute, for which it has no setting,
+can be over on a busy machine before the scripts are loaded, and then the page reloads."""
+Client.prune_instances.__func__.__kwdefaults__["client_age_threshold"] = UNCONNECTED_S  # type: ignore[attr-defined]
 
 
 def page_at(path: str, *, title: str) -> ui.page:

@@ -213,7 +213,7 @@ def test_nothing_stands_in_the_way_of_assistive_technology(
     runs[0].record_rollouts(1, [{"group": 0, "member": n, "reward": n, "steps": []} for n in range(3)])
     paths = {
         "": "", f"run/{runs[0].run_id}": "Delete", f"compare?runs={runs[0].run_id},{runs[1].run_id}": "",
-        "jobs": "New training", "playground": "", "run/none": "", "timeline": "", "server": "",
+        "jobs": "New training", "playground": "", "run/none": "", "timeline": "", "server": "", "uploads": "",
         f"run/{runs[0].run_id}/batches?n=1": "", f"run/{runs[0].run_id}/rollouts": "",
         f"run/{runs[0].run_id}/journal": "", f"run/{runs[0].run_id}/checkpoints": "Save checkpoint",
     }  # fmt: skip

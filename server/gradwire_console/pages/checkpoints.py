@@ -8,7 +8,7 @@ from typing import Any
 
 import gradwire
 from fastapi.responses import RedirectResponse
-from gradwire_shell.components import Column, Table, button, empty, error, panel, plain, sdk_line, title
+from gradwire_shell.components import Column, Drawn, Table, button, empty, error, panel, plain, sdk_line, title
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
@@ -82,7 +82,7 @@ class _Checkpoints:
                 )  # fmt: skip
             with ui.element("div"):
                 with panel("Where it comes from"):
-                    self._ancestors = ui.element("div").classes("gw-items")
+                    self._ancestors = Drawn().classes("gw-items")
                 with panel("In Python"):
                     sdk_line(f'await service.get_training_client("{self._run_id}").list_checkpoints()')
         await self._refresh()
@@ -125,9 +125,10 @@ class _Checkpoints:
         self._found = {each.name: each for each in found}
         forks = forks_of(self._workspace)
         self._table.show([_row(each, record, forks[each.path]) for each in reversed(found)])
-        self._ancestors.clear()
-        with self._ancestors:
-            _show_ancestors(self._workspace, self._run_id)
+        self._ancestors.show(
+            ancestors(self._workspace, self._run_id),
+            lambda _: _show_ancestors(self._workspace, self._run_id),
+        )
 
 
 def forks_of(workspace: Workspace) -> defaultdict[str, list[str]]:

@@ -8,7 +8,7 @@ from typing import Any
 import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire import RunInfo
-from gradwire_shell.components import Column, Table, button, empty, error, panel, plain, sdk_line, title
+from gradwire_shell.components import Column, Drawn, Table, button, empty, error, panel, plain, sdk_line, title
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
@@ -68,7 +68,7 @@ async def _show(workspace: Workspace, found: list[str]) -> None:
     place = ui.element("div")
     curves = Curves()
     with panel("Last figures"):
-        figures = ui.element("div")
+        figures = Drawn()
     with panel("Settings that differ"):
         _differences([workspace.runs[run_id].info for run_id in found], shown)
     sdk_line("histories = [await service.get_training_client(run_id).history() for run_id in " + repr(found) + "]")
@@ -85,20 +85,18 @@ async def _show(workspace: Workspace, found: list[str]) -> None:
                 error(str(failure))
             return
         curves.show(records)
-        figures.clear()
-        with figures:
-            _figures(records)
+        figures.show({label: record.last for label, record in records.items()}, _figures)
 
     await refresh()
     on_change(workspace, refresh)
 
 
-def _figures(records: dict[str, Record]) -> None:
-    names = list(dict.fromkeys(name for record in records.values() for name in record.metrics))
+def _figures(records: dict[str, dict[str, float]]) -> None:
+    names = list(dict.fromkeys(name for record in records.values() for name in record))
     columns = [Column("metric", "Metric"), *(Column(f"r{n}", label, num=True) for n, label in enumerate(records))]
     rows: list[dict[str, Any]] = []
     for name in names:
-        lasts = [record.last.get(name) for record in records.values()]
+        lasts = [record.get(name) for record in records.values()]
         values = {f"r{n}": "" if last is None else f"{last:.5g}" for n, last in enumerate(lasts)}
         rows.append({"key": name, "metric": name} | values)
     Table(columns, rows, label="Last figures", none="Nothing measured yet.")

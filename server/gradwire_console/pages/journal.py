@@ -7,7 +7,7 @@ from typing import Any
 import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire import OperationInfo
-from gradwire_shell.components import Column, Table, button, empty, error, facts, panel, plain, sdk_line, title
+from gradwire_shell.components import Column, Drawn, Table, button, empty, error, facts, panel, plain, sdk_line, title
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
@@ -57,7 +57,7 @@ async def _show(workspaces: Workspaces, workspace: Workspace, run_id: str) -> No
             )  # fmt: skip
         with ui.element("div"):
             with panel("A recovery now"):
-                cost = ui.element("div")
+                cost = Drawn()
             with panel("In Python"):
                 sdk_line(f'activity = await service.get_training_client("{run_id}").activity()')
                 plain("The server keeps the newest 256 that have a result.", "quiet")
@@ -72,9 +72,7 @@ async def _show(workspaces: Workspaces, workspace: Workspace, run_id: str) -> No
                 error(str(failure))
             return
         table.show([_row(each) for each in activity.operations])
-        cost.clear()
-        with cost:
-            facts(_cost(activity, live))
+        cost.show(_cost(activity, live), facts)
 
     await refresh()
     on_change(workspace, refresh)

@@ -10,6 +10,7 @@ import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire_shell.components import (
     Column,
+    Drawn,
     Table,
     button,
     empty,
@@ -76,7 +77,7 @@ class _Run:
         assert live is not None
         with ui.element("div").classes("gw-head"):
             title(live.name)
-            self._state = ui.element("div")
+            self._state = Drawn()
             run_views(self._run_id, "")
             ui.element("div").classes("grow")
             button("Save checkpoint", self._save)
@@ -93,7 +94,7 @@ class _Run:
                     self._operations = Table(OPERATIONS, (), label="Operations", none="None yet.")
             with ui.element("div"):
                 with panel("Now"):
-                    self._now = ui.element("div")
+                    self._now = Drawn()
                 with panel("Checkpoints"):
                     self._saves = ui.element("div").classes("gw-items")
                 with panel("Settings"):
@@ -110,12 +111,8 @@ class _Run:
             with self._away:
                 error("The run was deleted, or is no longer shared with this key.")
             return
-        for place in (self._state, self._now):
-            place.clear()
-        with self._state:
-            state(live.state, live.info.parked)
-        with self._now:
-            facts(_now(live))
+        self._state.show((live.state, live.info.parked), lambda shown: state(*shown))
+        self._now.show(_now(live), facts)
         try:
             record = await self._workspace.record(self._run_id)
             found = await self._workspace.checkpoints(self._run_id)

@@ -10,7 +10,7 @@ from typing import Any
 import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire import EngineInfo, QueuedRun
-from gradwire_shell.components import Column, Table, error, facts, panel, plain, sdk_line, state, title
+from gradwire_shell.components import Column, Drawn, Table, error, facts, panel, plain, sdk_line, state, title
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
@@ -78,8 +78,8 @@ async def _show(workspace: Workspace) -> None:
             sdk_line("queues, used = await service.list_queues(), await service.usage(['owner'])")
         with ui.element("div"):
             with panel("This connection"):
-                about = ui.element("div")
-            engines = ui.element("div").classes("gw-stack")
+                about = Drawn()
+            engines = Drawn().classes("gw-stack")
             sdk_line("info = await service.server_info()")
 
     async def look() -> None:
@@ -93,13 +93,8 @@ async def _show(workspace: Workspace) -> None:
         queues.show(queue_rows(waiting))
         usage.show(usage_rows(workspace, info, used))
         runs.show(_run_rows(workspace, info))
-        about.clear()
-        with about:
-            facts(_about(info))
-        engines.clear()
-        with engines:
-            for engine in info.engines:
-                _engine(engine)
+        about.show(_about(info), facts)
+        engines.show(info.engines, _engines)
 
     async def look_at_keys() -> None:
         with contextlib.suppress(gradwire.GradwireError):  # which look() shows
@@ -122,6 +117,11 @@ def _about(info: gradwire.ServerInfo) -> dict[str, object]:
         "Up": f"{info.uptime_s / 3600:.1f} h",
         "Durability": info.durability,
     }
+
+
+def _engines(engines: Sequence[EngineInfo]) -> None:
+    for engine in engines:
+        _engine(engine)
 
 
 def _engine(engine: EngineInfo) -> None:

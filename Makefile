@@ -69,7 +69,7 @@ parity: .venv-parity/.installed
 	touch $@
 
 # The unmodified tinker SDK and cookbook against a server, in an environment of their own because they pin other versions.
-tinker: setup .venv-tinker/.installed
+tinker: setup .venv-tinker/.installed .venv-axolotl/.installed
 	$(BIN)/python -m pytest tests/end_to_end/test_tinker_sdk.py tests/end_to_end/test_tinker_recipes.py -m slow
 
 .venv-tinker/.installed: tests/tinker/requirements.txt constraints.txt
@@ -78,6 +78,12 @@ tinker: setup .venv-tinker/.installed
 	.venv-tinker/bin/python -m pip install --quiet --no-deps tinker-cookbook==0.6.1
 	test -x .venv-tinker-old/bin/python || $(PYTHON) -m venv .venv-tinker-old
 	.venv-tinker-old/bin/python -m pip install --quiet tinker==0.23.0
+	touch $@
+
+.venv-axolotl/.installed: tests/tinker/axolotl.txt
+	test -x .venv-axolotl/bin/python || $(PYTHON) -m venv .venv-axolotl
+	.venv-axolotl/bin/python -m pip install --quiet --requirement $<
+	.venv-axolotl/bin/python -m pip install --quiet --no-deps axolotl==0.19.0 bitsandbytes==0.50.2
 	touch $@
 
 # Programs that speak OpenAI's API or Anthropic's against a server, as they are on PyPI and npm, each in the environment of

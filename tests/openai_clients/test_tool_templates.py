@@ -34,14 +34,13 @@ ASKED = [{"role": "user", "content": "Add."}]
 NOT_READ = {
     "command_a": "writes no calls",
     "falcon_h1": "writes no calls",
-    "ibm-granite-granite-3.3-2B-Instruct": "writes no calls",
     "meetkai-functionary-medium-v3.2": "its form is not read",
     "llama-cpp-deepseek-r1": "is llama.cpp's own, and Jinja2 refuses it",
     "fireworks-ai-llama-3-firefunction-v2": "wants functions in place of tools",
     "Kimi-K2-Instruct": "appends to a list, which no sandbox of Jinja2's lets it",
     "Kimi-K2-Thinking": "appends to a list, which no sandbox of Jinja2's lets it",
 }
-NOT_WRITTEN = {"FunctionGemma", "Granite 3, Phi-4-mini"}
+NOT_WRITTEN = {"FunctionGemma", "Granite 3.0, 3.2 and 3.3, Phi-4-mini"}
 """Forms of which no package has a template that writes calls."""
 ENDS = re.compile(r"(\s|</s>|<\|(im_end|eot_id|eot|eom|END_OF_TURN_TOKEN|CHATBOT_TOKEN|START_OF_TURN_TOKEN)\|>)*$")
 
@@ -91,6 +90,18 @@ def test_a_call_is_read_as_the_template_writes_it(name: str, tmp_path: Path) -> 
     answer = answered(tmp_path, template, {"tool_calls": [CALL]})
     _, calls = read_answer(answer, template, [TOOL])
     assert [json.loads(each["function"]["arguments"]) for each in calls] == [SEEN], answer
+
+
+@pytest.mark.skipif(not TEMPLATES, reason="needs the environments of `make openai`")
+def test_a_call_is_read_as_granites_template_asks_for_it() -> None:
+    (file,) = ENVIRONMENT.rglob("ibm-granite-granite-3.3-2B-Instruct.jinja")
+    template = file.read_text()  # it writes no calls
+    assert "respond only with <|tool_call|> followed by a JSON list of tools" in template
+    answer = f"<|tool_call|>[{json.dumps({'name': 'add', 'arguments': SEEN})}]"
+    for text in (answer, answer.removesuffix("]") + ", " + answer.removeprefix("<|tool_call|>[")):
+        content, calls = read_answer(text, template, [TOOL])
+        assert content is None
+        assert [json.loads(each["function"]["arguments"]) for each in calls] == [SEEN] * text.count('"name"')
 
 
 @pytest.mark.skipif(not TEMPLATES, reason="needs the environments of `make openai`")

@@ -28,8 +28,10 @@ def served(folder: Path, name: str) -> Iterator[HttpServer]:
     """A server of the model that lies in this folder under its name on the hub."""
     server = HttpServer(folder / name, folder / "state", free_port(), "--threads", "1", name=name)
     server.start()
-    yield server
-    server.end()
+    try:
+        yield server
+    finally:
+        server.end()
 
 
 def environment(server: HttpServer | RecordingProxy, folder: Path) -> dict[str, str]:
@@ -40,17 +42,19 @@ def environment(server: HttpServer | RecordingProxy, folder: Path) -> dict[str, 
 
 
 def ran(
-    server: HttpServer | RecordingProxy, folder: Path, *command: str, **more: str
+    server: HttpServer | RecordingProxy, folder: Path, *command: str, python: Path = PYTHON, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """What became of a program; ``more`` is added to its environment."""
     return subprocess.run(
-        [str(PYTHON), *command], cwd=folder, env=environment(server, folder) | more, capture_output=True, text=True,
+        [str(python), *command], cwd=folder, env=environment(server, folder) | more, capture_output=True, text=True,
         timeout=LIMIT_S,
     )  # fmt: skip
 
 
-def run_program(server: HttpServer | RecordingProxy, folder: Path, *command: str, **more: str) -> str:
+def run_program(
+    server: HttpServer | RecordingProxy, folder: Path, *command: str, python: Path = PYTHON, **more: str
+) -> str:
     """What a program that ended well printed."""
-    done = ran(server, folder, *command, **more)
+    done = ran(server, folder, *command, python=python, **more)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     return done.stdout

@@ -77,6 +77,7 @@ WRITTEN: list[tuple[str, str, str]] = [
         f'<tool_call>\n{{"name": "add", "arguments": {JSON}}}\n</tool_call>',
         "So.\n",
     ),
+    ("<tool_call> followed by a JSON list", f'<tool_call> [{{"name": "add", "arguments": {JSON}}}]', "So.\n"),
     (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{JSON}\n```<｜tool▁call▁end｜>"

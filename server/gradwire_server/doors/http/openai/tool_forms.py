@@ -139,9 +139,9 @@ FORMS = (
         ("<tool_calls>",),
     ),
     ToolForm(
-        "Hermes, Qwen2.5, Qwen3, Granite 4, EXAONE 4",
+        "Hermes, Qwen2.5, Qwen3, Granite 3.1 and 4, EXAONE 4",
         ("<tool_call>",),
-        written(r"<tool_call>\s*(?=\{)", r"\s*</tool_call>"),
+        written(r"<tool_call>\s*(?=[{\[])", r"\s*</tool_call>|(?<=\])"),  # Granite 3.1 closes no list
         ("<tool_call>",),
     ),
     ToolForm(
@@ -186,7 +186,7 @@ FORMS = (
         ("Action:",),
     ),
     ToolForm(
-        "Granite 3, Phi-4-mini",
+        "Granite 3.0, 3.2 and 3.3, Phi-4-mini",
         ("<|tool_call|>",),
         written(r"<\|tool_call\|>\s*(?=[{\[])", r"\s*(?:<\|/tool_call\|>)?"),
         ("<|tool_call|>",),

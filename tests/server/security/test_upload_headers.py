@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from support import routes
 from support.served import Served
 from support.tinker import TinkerClient
 
@@ -110,3 +112,19 @@ async def test_a_form_that_is_not_what_its_type_says_is_refused(served: Served, 
         answer = await http.post("/v1/files", content=body, headers={"Content-Type": content_type})
         assert 400 <= answer.status_code < 500 and answer.json()["error"]["message"], answer.text
         assert files(served) == before
+
+
+async def test_nothing_that_a_client_sends_becomes_a_header_of_the_answer(served: Served, tmp_path: Path) -> None:
+    """Ends of lines in every path, query and header, encoded and raw, on every route."""
+    end = "%0d%0aInjected:%20yes%0d%0a"
+    async with served.http("other") as http:
+        for document in routes.documents(tmp_path).values():
+            prefix = document["servers"][0]["url"].rstrip("/")
+            for path, methods in document["paths"].items():
+                for method in methods:
+                    target = re.sub(r"\{\w+\}", f"a{end}", prefix + path) + f"?a={end}&limit={end}"
+                    sent = {"X-Request-Id": "a\tInjected: yes", "traceparent": "00-\x85Injected: yes", "Origin": ""}
+                    headers = [(name.encode(), value.encode("latin-1")) for name, value in sent.items() if value]
+                    answer = await http.request(method, target, headers=headers)
+                    assert "injected" not in answer.headers and answer.status_code != 500, (method, target, answer.text)
+                    assert not any("njected" in value for value in answer.headers.values()), answer.headers

@@ -7,7 +7,7 @@ import tempfile
 import typing
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gradwire
 from fastapi.responses import RedirectResponse
@@ -168,6 +168,7 @@ class _Form:
                 line, reason = next(iter(stored.problems.items()))
                 raise ValueError(f"{stored.num_problems} rows cannot be used; line {line}: {reason}")
 
+        cast(ui.upload, event.sender).reset()  # else it leaves out a file that is chosen again after a failure
         await act(self._workspaces, work, "The file is on the server.")
 
     def _build(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gradwire
 from fastapi.responses import RedirectResponse
@@ -86,6 +86,7 @@ class _Uploads:
                     await file.save(Path(folder) / Path(file.name).name)
                 await self._workspace.changing_uploads(self._workspace.service.upload_adapter(folder))
 
+        cast(ui.upload, event.sender).reset()  # else it leaves out files that are chosen again after a failure
         if await act(self._workspaces, work, "The adapter is on the server."):
             await self._refresh()
 

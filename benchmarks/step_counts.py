@@ -29,7 +29,7 @@ from benchmarks.workload import small_model
 Step = Callable[[gradwire.TrainingClient, dict[str, Any]], Awaitable[float]]
 WRITES = ("write", "pwrite64", "writev", "pwritev")
 SYNCS = ("fsync", "fdatasync")
-TARGETS = {"cpu": 1.5, "switches": 20.0, "writes": 12.0, "syncs": 2.0}
+TARGETS = {"cpu": 1.5, "switches": 20.0, "writes": 8.0, "syncs": 1.0}
 
 
 class Strace:

@@ -117,7 +117,7 @@ def lie(folder: Path) -> None:
         if record.seq == 5:
             record.outcome.result.loss.loss += 0.25
         payload = old.read(Location(number, found.location.offset))
-        new.append([payload], record.SerializeToString(), due=False)
+        new.append([payload], record.SerializeToString())
     new.close()
     [file] = (folder / "journal").iterdir()
     next((folder / "new").iterdir()).rename(file)

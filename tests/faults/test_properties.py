@@ -86,7 +86,7 @@ class JournalMachine(RuleBasedStateMachine):
             raise OSError(28, "No space left on device")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.journal.store, "_before_commit", lambda: full(self.journal.segments))
+            patch.setattr(Segments, "sync", full)
             with pytest.raises(ServiceError, match="disk is full"):
                 self.do(append(self.journal, operation(self.run_id, self.accepted + 1, size=3), b"abc"))
 

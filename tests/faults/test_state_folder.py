@@ -17,6 +17,7 @@ from typing import Any
 
 import gradwire
 import pytest
+from gradwire_server.journal.schema import connect
 from support.server import Server
 from support.stage import Stage, kill, wait_for
 
@@ -115,13 +116,15 @@ def test_a_missing_database_is_refused_and_rebuilt_bit_for_bit(
 
 
 @pytest.mark.faults
-def test_an_old_copy_of_the_database_is_refused_and_rebuilt_bit_for_bit(
+@pytest.mark.parametrize("whole", [True, False], ids=["all segments", "a segment less"])
+def test_an_old_copy_of_the_database_is_brought_up_to_date_or_refused_and_rebuilt_bit_for_bit(
     own_stage: Stage,
     tiny_model_path: Path,
     tmp_path: Path,
     seed: int,
     rng: random.Random,
     left_alone: Callable[[int, int], Calm],
+    whole: bool,
 ) -> None:
     stage, state = own_stage, own_stage.folder / "state"
     run_id, calm = killed_at_work(stage, seed, rng, left_alone)
@@ -137,6 +140,12 @@ def test_an_old_copy_of_the_database_is_refused_and_rebuilt_bit_for_bit(
     for name in DATABASE:
         (state / name).unlink(missing_ok=True)
     shutil.copy(tmp_path / "copy.db", state / "gradwire.db")
+    if whole:  # the segments say what the copy lacks
+        goes_on(stage, run_id, calm)
+        return
+    with closing(connect(state / "gradwire.db")) as database:
+        database.execute("UPDATE runs SET commits = commits - 100")  # older than the oldest segment
+        database.execute("UPDATE state SET commits = commits - 100")
     said = refusal(tiny_model_path, state)
     assert "is an older copy: it ends at commit" in said and "gradwire repair" in said
     done = gradwire_command("repair", "--state-dir", state)
@@ -157,6 +166,7 @@ def test_a_database_from_before_a_run_is_refused(tiny_model_path: Path, tmp_path
     for name in DATABASE:
         (state / name).unlink(missing_ok=True)
     shutil.copy(tmp_path / "copy.db", state / "gradwire.db")
+    shutil.rmtree(state / "journal")  # else the segments would say what the copy lacks
     assert run_id in refusal(tiny_model_path, state)
 
 

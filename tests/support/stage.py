@@ -8,12 +8,16 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import gradwire
+from gradwire_server.journal.commit_log import bring_up_to_date
+from gradwire_server.journal.segments import Segments
 
 from support import program
 from support.server import Server, free_port
@@ -110,12 +114,17 @@ class Stage:
         return program.read_lines(self.out)
 
     def query(self, sql: str, *values: Any) -> list[Any]:
-        """Query the server's database from outside."""
-        connection = sqlite3.connect(f"file:{self.state_dir}/gradwire.db?mode=ro", uri=True, timeout=10)
-        try:
-            return connection.execute(sql, values).fetchall()
-        finally:
-            connection.close()
+        """Query a copy of the server's database, with every commit that is durable."""
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / "gradwire.db"
+            with (
+                closing(sqlite3.connect(f"file:{self.state_dir}/gradwire.db?mode=ro", uri=True, timeout=10)) as live,
+                closing(sqlite3.connect(copy)) as copied,
+            ):
+                live.backup(copied)
+            bring_up_to_date(copy, Segments(self.state_dir / "journal"))
+            with closing(sqlite3.connect(copy)) as copied:
+                return copied.execute(sql, values).fetchall()
 
     def applied(self, run_id: str) -> int:
         return int(self.query("SELECT applied_seq FROM runs WHERE run_id = ?", run_id)[0][0])

@@ -36,6 +36,7 @@ class JournalRecord(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
+    STATEMENTS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     seq: _builtins.int
     at: _builtins.float
@@ -54,6 +55,10 @@ class JournalRecord(_message.Message):
 
     @_builtins.property
     def outcome(self) -> Global___Outcome: ...
+    @_builtins.property
+    def statements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Statement]:
+        """The record that ends a commit has only this: what the commit changed in the database."""
+
     def __init__(
         self,
         *,
@@ -67,14 +72,70 @@ class JournalRecord(_message.Message):
         failure: _builtins.str = ...,
         status: _training_pb2.Status.ValueType = ...,
         outcome: Global___Outcome | None = ...,
+        statements: _abc.Iterable[Global___Statement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "outcome", b"outcome", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "failure", b"failure", "failure_seq", b"failure_seq", "operation", b"operation", "outcome", b"outcome", "result", b"result", "run_id", b"run_id", "seq", b"seq", "status", b"status", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "failure", b"failure", "failure_seq", b"failure_seq", "operation", b"operation", "outcome", b"outcome", "result", b"result", "run_id", b"run_id", "seq", b"seq", "statements", b"statements", "status", b"status", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JournalRecord: _TypeAlias = JournalRecord  # noqa: Y015
+
+@_typing.final
+class Statement(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SQL_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    sql: _builtins.str
+    @_builtins.property
+    def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___Value]:
+        """of its parameters"""
+
+    def __init__(
+        self,
+        *,
+        sql: _builtins.str = ...,
+        values: _abc.Iterable[Global___Value] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sql", b"sql", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Statement: _TypeAlias = Statement  # noqa: Y015
+
+@_typing.final
+class Value(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTEGER_FIELD_NUMBER: _builtins.int
+    REAL_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    BLOB_FIELD_NUMBER: _builtins.int
+    integer: _builtins.int
+    real: _builtins.float
+    text: _builtins.str
+    blob: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        integer: _builtins.int = ...,
+        real: _builtins.float = ...,
+        text: _builtins.str = ...,
+        blob: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob", "integer", b"integer", "kind", b"kind", "real", b"real", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob", "integer", b"integer", "kind", b"kind", "real", b"real", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["integer", "real", "text", "blob"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___Value: _TypeAlias = Value  # noqa: Y015
 
 @_typing.final
 class RunDescription(_message.Message):

@@ -1,8 +1,9 @@
 """Copies of a state folder: one that is taken while its server runs, and a folder made from one.
 
-A copy holds the database as it was at one moment, the records that its rows refer to, and the checkpoints that it
-lists. Files that no longer change are linked, not copied, where the copy is on the same file system. Checkpoints that
-are in a store (``gradwire serve --store``) stay there; the copy says where, and it is checked that they are there.
+A copy holds the database as it was at one moment, brought up to date with the segments, the records that its rows refer
+to, and the checkpoints that it lists. Files that no longer change are linked, not copied, where the copy is on the same
+file system. Checkpoints that are in a store (``gradwire serve --store``) stay there; the copy says where, and it is
+checked that they are there.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from gradwire_server.access.signing import SIGNING_KEY
 from gradwire_server.checkpoint_files import MANIFEST, DamagedCheckpoint, read_manifest, read_sealed, sealed
 from gradwire_server.durable_files import make_folder, sync, sync_tree
 from gradwire_server.journal.checkpoint_records import ORIGIN
+from gradwire_server.journal.commit_log import bring_up_to_date
 from gradwire_server.journal.run_files import RUN_FILE
-from gradwire_server.journal.schema import check_version, connect, newest_commit, version_of
+from gradwire_server.journal.schema import check_version, connect, version_of
 from gradwire_server.journal.segments import CorruptRecord, Segments
 from gradwire_server.journal.state_folder import DATABASE, RUNS, SEGMENTS, StateFolderError
 from gradwire_server.stores.claim import NOTE as CLAIM
@@ -143,16 +145,17 @@ def _copy(state_dir: Path, partial: Path, say: Callable[[str], object]) -> Copie
     with closing(connect(state_dir / DATABASE)) as live, closing(connect(partial / DATABASE)) as database:
         check_version(live)
         live.backup(database)
-        commits = newest_commit(database)
+    for number in Segments(source).numbers():
+        if not (target / f"{number:08d}.segment").exists():
+            _copy_whole(source, target, number)
+    bring_up_to_date(partial / DATABASE, Segments(target))
+    with closing(connect(partial / DATABASE)) as database:
         runs = [run_id for (run_id,) in database.execute("SELECT run_id FROM runs WHERE ready = 1")]
         listed = {f"{run_id}/{name}" for run_id, name in database.execute("SELECT run_id, name FROM checkpoints")}
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     for file in _contents(state_dir):
         (partial / FILES).mkdir(exist_ok=True)
         _link(file, partial / FILES)
-    for number in Segments(source).numbers():
-        if not (target / f"{number:08d}.segment").exists():
-            _copy_up_to(source, target, number, commits)
     for run_id in runs:
         (partial / RUNS / run_id).mkdir(parents=True, exist_ok=True)
         _link(state_dir / RUNS / run_id / RUN_FILE, partial / RUNS / run_id)
@@ -308,13 +311,11 @@ def _link(file: Path, folder: Path) -> None:
         shutil.copy2(file, place)
 
 
-def _copy_up_to(source: Path, target: Path, number: int, commits: int) -> None:
-    """Copy what a segment that is being written, or was torn by a crash, holds up to a commit."""
+def _copy_whole(source: Path, target: Path, number: int) -> None:
+    """Copy the whole records of a segment that is being written, or was torn by a crash."""
     end = 0
     try:
         for record in Segments(source).records(number):
-            if record.commit > commits:
-                break
             end = record.end
     except CorruptRecord:  # the record that is being written at this moment, or what a crash tore
         pass

@@ -3,12 +3,16 @@
 Writes that arrive while a commit is being fsynced go into the next one, so many concurrent writes cost one fsync, and
 the event loop never waits for the disk. Writes are executed in the order in which they were requested, each in its own
 savepoint, so that one that fails does not affect the others.
+
+A commit is durable by its record in the segments (:mod:`.commit_log`). SQLite's own transaction goes over many of them:
+its pages are written once for all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import sqlite3
 import threading
@@ -24,8 +28,10 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.durable_files import is_full
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal.mirror import MirroredConnection, copy_database
+from gradwire_server.journal.commit_log import Statement, description_of
+from gradwire_server.journal.mirror import JournalConnection, copy_database
 from gradwire_server.journal.schema import connect, connect_as, migrate, newest_commit
+from gradwire_server.journal.segments import Segments
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +41,9 @@ Work = Callable[[sqlite3.Connection], T]
 MAX_GROUP = 512
 RAN_EVERY_S = 10.0
 """How much of the time for which servers ran a crash may lose."""
+OPEN_S = 1.0
+OPEN_BYTES = 4 << 20
+"""How long SQLite's transaction stays open, and how much it may change: what a start after a crash does again."""
 FULL_SAID_EVERY_S = 60.0
 """The log says that often that the disk is full, as long as it is."""
 
@@ -43,15 +52,16 @@ FULL_SAID_EVERY_S = 60.0
 class _Item:
     work: Work[Any]
     done: asyncio.Future[Any]
+    into_file: bool = False
+    """Whether SQLite's transaction ends with it."""
 
 
 class Database:
     """The database. Create it on a running event loop.
 
     Args:
-        path: The database file.
-        before_commit: Called in the writer thread before each commit; an ``OSError`` from it fails the whole group.
-        on_failed_group: Called in the writer thread when a whole group has failed.
+        path: The database file, up to date with the segments.
+        segments: Where commits are recorded, after the records that their writes have added; used in the writer thread.
         mirror: A second database file in which every change is made as well, until that fails.
 
     Attributes:
@@ -64,14 +74,14 @@ class Database:
     def __init__(
         self,
         path: Path,
-        before_commit: Callable[[], object],
-        on_failed_group: Callable[[], object],
+        segments: Segments,
         mirror: Path | None = None,
     ) -> None:
         self._mirror = mirror
-        self._path, self._before_commit, self._on_failed_group = path, before_commit, on_failed_group
+        self._path, self._segments = path, segments
         self.on_commit: Callable[[int, float, bool], object] = lambda writes, seconds, committed: None
         self._began, self.noted = time.monotonic(), False
+        self._open, self._open_bytes, self._open_until_s = list[Statement](), 0, math.inf
         self._full_said_s = -FULL_SAID_EVERY_S
         self._loop = asyncio.get_running_loop()
         connection = connect(self._path)
@@ -97,15 +107,17 @@ class Database:
         Args:
             within_s: Seconds for which it may wait for another write to commit with.
         """
-        done: asyncio.Future[T] = self._loop.create_future()
-        self._asked.append(_Item(work, done))
+        return self._ask(_Item(work, self._loop.create_future()), within_s)
+
+    def _ask(self, item: _Item, within_s: float = 0.0) -> asyncio.Future[Any]:
+        self._asked.append(item)
         if within_s:
-            self._loop.call_later(within_s, self._hand_over_if, done)
+            self._loop.call_later(within_s, self._hand_over_if, item.done)
         elif not self._handing_over:
             # Hand over after the loop's other callbacks, or the writer competes with them for the GIL.
             self._handing_over = True
             self._loop.call_soon(self._hand_over)
-        return done
+        return item.done
 
     def _hand_over_if(self, done: asyncio.Future[Any]) -> None:
         if any(item.done is done for item in self._asked):
@@ -129,12 +141,38 @@ class Database:
                 self._reading = connect(self._path)
             return query(self._reading)
 
-        return await self._loop.run_in_executor(self._reader, run)
+        if await self._is_in_file():
+            return await self._loop.run_in_executor(self._reader, run)
+        return await self.write(query)
 
-    def read_apart(self, query: Work[T]) -> T:
-        """Run a query that takes long in the calling thread; it sees the state that was committed when it started."""
-        with closing(connect(self._path)) as connection:
-            return query(connection)
+    async def read_apart(self, query: Work[T]) -> T:
+        """Run a query that takes long in a thread of its own; it sees the state that was committed when it started."""
+
+        def run() -> T:
+            with closing(connect(self._path)) as connection:
+                return query(connection)
+
+        if await self._is_in_file():
+            return await asyncio.to_thread(run)
+        return await self.write(query)
+
+    async def put_into_file(self) -> None:
+        """Let other connections see every commit.
+
+        Raises:
+            ServiceError: STORAGE_FULL.
+            sqlite3.Error, OSError: The disk failed otherwise.
+        """
+        if self._open:
+            await self._ask(_Item(lambda connection: None, self._loop.create_future(), into_file=True))
+
+    async def _is_in_file(self) -> bool:
+        """Whether other connections see every commit; if the disk is full or fails, only the writer may."""
+        try:
+            await self.put_into_file()
+        except (ServiceError, sqlite3.Error, OSError):
+            return False
+        return True
 
     async def close(self) -> None:
         """Finish the requested writes, then stop the threads."""
@@ -142,56 +180,111 @@ class Database:
         self._queue.put(None)
         await asyncio.to_thread(self._writer.join)
         if self._reading is not None:
-            await self.read(lambda connection: connection.close())
+            await self._loop.run_in_executor(self._reader, self._reading.close)
         self._reader.shutdown()
 
     def _write(self) -> None:
-        connection = connect_as(MirroredConnection, self._path)
+        connection = connect_as(JournalConnection, self._path)
         if self._mirror is not None:
             connection.mirror, connection.mirror_folder = connect(self._mirror), self._mirror.parent
         ending = False
         while not ending:
             items: list[_Item] = []
-            while not items or (len(items) < MAX_GROUP and not self._queue.empty()):
-                asked = self._queue.get()
-                if asked is None:
-                    ending = True
-                    break
-                items += asked
+            wait_s = max(0.0, self._open_until_s - time.monotonic())
+            try:
+                while not items or (len(items) < MAX_GROUP and not self._queue.empty()):
+                    asked = self._queue.get(timeout=wait_s if wait_s < math.inf else None)
+                    if asked is None:
+                        ending = True
+                        break
+                    items += asked
+            except queue.Empty:
+                pass
             if items:
                 outcomes = self._commit(connection, items)
                 self._loop.call_soon_threadsafe(_deliver, items, outcomes)
+            if ending or time.monotonic() >= self._open_until_s:
+                try:
+                    self._put_into_file(connection)
+                except (sqlite3.Error, OSError) as error:  # the segments have every commit
+                    if self._storage_error(error) is error:
+                        log.error("%s is not written, and tried again: %s", self._path, error)
         if connection.mirror is not None:
             connection.mirror.close()
         connection.close()
 
-    def _commit(self, connection: sqlite3.Connection, items: list[_Item]) -> list[Any]:
+    def _commit(self, connection: JournalConnection, items: list[_Item]) -> list[Any]:
         outcomes: list[Any] = []
         began = time.perf_counter()
+        before, self.noted, ran_s = self.commit, False, self.ran_s()
         try:
-            connection.execute("BEGIN IMMEDIATE")
-            self.commit, self.noted, ran_s = self.commit + 1, False, self.ran_s()
+            if self._open_bytes > OPEN_BYTES:
+                self._put_into_file(connection)
+            self._begin_transaction(connection)
+            self.commit += 1
             for item in items:
+                made = len(connection.statements)
                 connection.execute("SAVEPOINT item")
                 try:
                     outcomes.append((item.work(connection), None))
                 except Exception as error:  # passed on to the caller through the future
+                    if not connection.in_transaction:  # SQLite took back the whole: the disk is full, or fails
+                        raise
                     connection.execute("ROLLBACK TO item")
+                    del connection.statements[made:]
                     outcomes.append((None, self._storage_error(error)))
                 connection.execute("RELEASE item")
-            if not self.noted or ran_s >= self._noted_s + RAN_EVERY_S:
-                connection.execute("UPDATE state SET commits = ?, ran_s = ?", (self.commit, ran_s))
-                self._noted_s = ran_s
-            self._before_commit()
-            connection.execute("COMMIT")
-        except (sqlite3.Error, OSError) as error:
-            self.commit -= 1
+            if connection.statements:
+                if not self.noted or ran_s >= self._noted_s + RAN_EVERY_S:
+                    connection.execute("UPDATE state SET commits = ?, ran_s = ?", (self.commit, ran_s))
+                    self._noted_s = ran_s
+                description = description_of(connection.statements)
+                self._segments.append((), description, self.commit)
+                self._segments.sync()
+                self._open += connection.statements
+                self._open_bytes += len(description)
+                self._open_until_s = min(self._open_until_s, time.monotonic() + OPEN_S)
+            else:
+                self.commit = before
+                if not self._open:
+                    connection.rollback()
+        except Exception as error:  # passed on to all callers
+            self.commit = before
             connection.rollback()
-            self._on_failed_group()
+            self._segments.abandon()
             self.on_commit(len(items), time.perf_counter() - began, False)
             return [(None, self._storage_error(error))] * len(items)
+        if any(item.into_file for item in items):
+            try:
+                self._put_into_file(connection)
+            except (sqlite3.Error, OSError) as error:
+                failed = None, self._storage_error(error)
+                outcomes = [failed if item.into_file else each for item, each in zip(items, outcomes, strict=True)]
         self.on_commit(len(items), time.perf_counter() - began, True)
         return outcomes
+
+    def _begin_transaction(self, connection: JournalConnection) -> None:
+        """Go on in SQLite's transaction, or begin one with what was committed since the last one that was written."""
+        if not connection.in_transaction:
+            connection.execute("BEGIN IMMEDIATE")
+            for sql, values in self._open:
+                connection.execute(sql, values)
+        connection.statements.clear()
+
+    def _put_into_file(self, connection: JournalConnection) -> None:
+        """End SQLite's transaction. If that fails, its statements stay for the next one.
+
+        Raises:
+            sqlite3.Error, OSError: It failed.
+        """
+        self._open_until_s = time.monotonic() + OPEN_S
+        try:
+            self._begin_transaction(connection)
+            connection.execute("COMMIT")
+        except (sqlite3.Error, OSError):
+            connection.rollback()
+            raise
+        self._open, self._open_bytes, self._open_until_s = [], 0, math.inf
 
     def _storage_error(self, error: Exception) -> Exception:
         """The error that callers get; a full disk is the operator's to mend, so the log has it as well."""

@@ -1,7 +1,8 @@
 """The journal: operations on disk before they are acknowledged, results on disk before they are delivered.
 
 Operations and results are rows of the database, and records in segment files beside it, which hold their payloads and
-all that is needed to make the rows again (:mod:`.repair`). In an operation's row, ``segment`` names the file that is
+all that is needed to make the rows again: after a crash (:mod:`.commit_log`), and where the database is lost
+(:mod:`.repair`). In an operation's row, ``segment`` names the file that is
 kept for its record, and ``offset`` is NULL where that has no payload; a result's record is kept for its payload only,
 and that of a failure for as long as the operation's row. The scheduler
 decides the order of operations; the journal only enforces it: an operation is appended only if the previous number is
@@ -26,6 +27,7 @@ from gradwire_server.crash_points import crash_point
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal import history
 from gradwire_server.journal.checkpoint_records import uses
+from gradwire_server.journal.commit_log import bring_up_to_date
 from gradwire_server.journal.database import Database
 from gradwire_server.journal.entries import JournalEntry, RunMarks, StoredResult, lost_result
 from gradwire_server.journal.retention import Retention
@@ -36,7 +38,7 @@ from gradwire_server.journal.state_folder import DATABASE, SEGMENTS
 
 log = logging.getLogger(__name__)
 
-LATER_S = 0.02
+LATER_S = 0.25
 """How long a release of results waits for another write; the call that asks for it holds its turn meanwhile."""
 READ_BYTES = 8 << 20
 """Approximate number of bytes of result payloads that are read at a time."""
@@ -71,7 +73,8 @@ class Journal:
         second = None if mirror is None else mirror / SEGMENTS
         self.segments = Segments(state_dir / SEGMENTS, segment_bytes, second)
         second = None if mirror is None else mirror / DATABASE
-        self.store = Database(state_dir / DATABASE, self.segments.sync, self.segments.abandon, second)
+        bring_up_to_date(state_dir / DATABASE, self.segments)
+        self.store = Database(state_dir / DATABASE, self.segments, second)
         self.retention = Retention(self.store, self.segments)
         self.facts = RunFacts(self.store, accept_changes)
         self.keep_payloads, self._history_points = keep_payloads, history_points
@@ -232,10 +235,7 @@ class Journal:
                 record.step, record.failure_seq, record.failure = marks.step, marks.failure_seq, marks.failure
                 if result.status != pb.STATUS_SUCCEEDED:
                     record.operation.MergeFromString(_header_of(connection, run_id, result.seq))
-                # A replay gives the results of repeatable operations again, so the records of those without tensors
-                # need not be durable as soon as their rows.
-                due = not repeatable or result.status != pb.STATUS_SUCCEEDED or any(map(len, payload))
-                location = self._record(record, payload, due=due)
+                location = self._record(record, payload)
             header = result.SerializeToString()
             place = _columns(location, payload) if any(map(len, payload)) else (None, None)
             digest = row_digest(run_id, result.seq, header, *place)
@@ -366,8 +366,8 @@ class Journal:
 
         return self.store.write(work)
 
-    def _record(self, record: journal_pb2.JournalRecord, payload: Sequence[Buffer], due: bool = True) -> Location:
-        return self.segments.append(payload, record.SerializeToString(), self.store.commit, due=due)
+    def _record(self, record: journal_pb2.JournalRecord, payload: Sequence[Buffer]) -> Location:
+        return self.segments.append(payload, record.SerializeToString(), self.store.commit)
 
     async def close(self) -> None:
         """Finish the requested writes and close the files."""

@@ -13,12 +13,13 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gradwire_server.durable_files import make_folder, replacing_file, sync_tree
+from gradwire_server.journal.commit_log import TRANSACTIONS, Statement, bring_up_to_date
 from gradwire_server.journal.schema import (
     GIVE_BACK,
     OPERATION,
@@ -36,12 +37,13 @@ from gradwire_server.journal.state_folder import DATABASE, SEGMENTS, StateFolder
 log = logging.getLogger(__name__)
 
 
-class MirroredConnection(sqlite3.Connection):
-    """A connection whose changes are made in a second database as well.
+class JournalConnection(sqlite3.Connection):
+    """A connection whose changes are made in a second database as well, and noted to be made again after a crash.
 
-    The statements of the journal depend on nothing but their values and the tables, so both databases stay the same.
+    The statements of the journal depend on nothing but their values and the tables, so all databases become the same.
 
     Attributes:
+        statements: The changes since whoever uses the connection emptied this list.
         mirror: The second database; None without one, and from its first failure on.
         mirror_folder: The folder that it is in.
     """
@@ -49,10 +51,18 @@ class MirroredConnection(sqlite3.Connection):
     mirror: sqlite3.Connection | None = None
     mirror_folder: Path = Path()
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.statements: list[Statement] = []
+
     def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
         """Execute a statement here and, unless it only reads, in the mirror."""
         cursor = super().execute(sql, parameters)
-        if self.mirror is not None and (sql.startswith(GIVE_BACK) or not sql.startswith(("SELECT", "PRAGMA"))):
+        if sql.startswith(("SELECT", "PRAGMA")) and not sql.startswith(GIVE_BACK):
+            return cursor
+        if not sql.startswith(TRANSACTIONS):
+            self.statements.append((sql, parameters))
+        if self.mirror is not None:
             try:
                 self.mirror.execute(sql, parameters).fetchall()
             except sqlite3.Error as error:
@@ -104,6 +114,9 @@ def reconcile(state_dir: Path, mirror: Path) -> None:
     """
     make_folder(mirror / SEGMENTS, 0o700)
     make_folder(state_dir / SEGMENTS, 0o700)
+    for folder in (state_dir, mirror):
+        with suppress(sqlite3.DatabaseError):  # its health says so
+            bring_up_to_date(folder / DATABASE, Segments(folder / SEGMENTS))
     ours, theirs = _health(state_dir / DATABASE), _health(mirror / DATABASE)
     if ours is None and theirs is None:
         return

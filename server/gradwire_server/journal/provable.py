@@ -148,8 +148,8 @@ async def _write_entry(journal: Journal, segments: Segments, run_id: str, entry:
             raise _lacks(run_id, f"the batch of its operation {header.seq} is damaged on disk: {error}") from error
 
     def append() -> None:
-        segments.append([payload], record.SerializeToString(), due=False)
-        segments.sync()
+        segments.append([payload], record.SerializeToString())
+        segments.write()
 
     await asyncio.to_thread(append)
 

@@ -123,7 +123,7 @@ def repair(state_dir: Path, owner: str, say: Callable[[str], object], *, tidy: b
                 f"{log.old} records of version 1 hold batches without their operations; the runs that they belong to go"
                 " on from their newest checkpoints"
             )
-        salvaged = salvage(state_dir / DATABASE)
+        salvaged = salvage(state_dir)
         new = state_dir / f"{DATABASE}.new"
         _remove(new)
         repaired = []
@@ -135,7 +135,7 @@ def repair(state_dir: Path, owner: str, say: Callable[[str], object], *, tidy: b
                 if description is not None:
                     kept = salvaged.get(description.run_id, Salvaged())
                     repaired.append(_enter(connection, store, description, log, kept, say))
-            for table, rows in salvage_jobs(state_dir / DATABASE).items():
+            for table, rows in salvage_jobs(state_dir).items():
                 for row in rows:
                     connection.execute(f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * len(row))})", row)
             connection.execute("UPDATE state SET commits = ?", (log.commits + 1,))
@@ -160,6 +160,8 @@ def _read_log(segments: Segments) -> _Log:
                     log.old += 1
                     continue
                 record = journal_pb2.JournalRecord.FromString(place.description)
+                if record.statements:
+                    continue  # what they change is made of the other records
                 found = _Found(record, place)
                 if record.HasField("result"):
                     log.results.setdefault(record.run_id, {}).setdefault(record.seq, found)

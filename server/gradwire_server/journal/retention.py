@@ -66,8 +66,9 @@ class Retention:
             return self._segments.closed()
 
         if closed := await self._store.write(end):
-            # Only what is on disk is read, so that no deleted row can come back after a crash.
-            kept = await asyncio.to_thread(self._store.read_apart, _referred_to)
+            # No closed segment has changes then that the database lacks.
+            await self._store.put_into_file()
+            kept = await self._store.read_apart(_referred_to)
             await asyncio.to_thread(self._segments.forget, closed - kept)
 
 

@@ -15,8 +15,11 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.journal.commit_log import bring_up_to_date
 from gradwire_server.journal.history import parse_waiting
 from gradwire_server.journal.schema import connect
+from gradwire_server.journal.segments import Segments
+from gradwire_server.journal.state_folder import DATABASE, SEGMENTS
 
 JOB_TABLES = ("jobs", "job_events", "files")
 Facts = tuple[int, float, str, str]
@@ -36,10 +39,10 @@ class Salvaged:
     points: list[pb.HistoryPoint] = field(default_factory=list)
 
 
-def salvage(database: Path) -> dict[str, Salvaged]:
+def salvage(state_dir: Path) -> dict[str, Salvaged]:
     """Read what can be read of a database, by run; it may be missing, damaged, or of an earlier version."""
     found: dict[str, Salvaged] = {}
-    with _copied(database) as copy:
+    with _copied(state_dir) as copy:
         for read in (_read_facts, _read_points, _read_waiting_points):
             # What was read up to an error is kept; what is missing is said of each run.
             with suppress(sqlite3.DatabaseError), closing(connect(copy)) as connection:
@@ -47,10 +50,10 @@ def salvage(database: Path) -> dict[str, Salvaged]:
     return found
 
 
-def salvage_jobs(database: Path) -> dict[str, list[tuple[Any, ...]]]:
+def salvage_jobs(state_dir: Path) -> dict[str, list[tuple[Any, ...]]]:
     """Read the rows of jobs, their events and files that can be read, by table; only the database has them."""
     found: dict[str, list[tuple[Any, ...]]] = {table: [] for table in JOB_TABLES}
-    with _copied(database) as copy:
+    with _copied(state_dir) as copy:
         for table in JOB_TABLES:
             with suppress(sqlite3.DatabaseError), closing(connect(copy)) as connection:
                 if _has(connection, table):
@@ -60,14 +63,17 @@ def salvage_jobs(database: Path) -> dict[str, list[tuple[Any, ...]]]:
 
 
 @contextmanager
-def _copied(database: Path) -> Iterator[Path]:
+def _copied(state_dir: Path) -> Iterator[Path]:
     """Provide a copy of a database to read, as opening one changes its files; an empty one if it is missing."""
     with tempfile.TemporaryDirectory(prefix="gradwire-repair-") as folder:
         for suffix in ("", "-wal"):
-            part = database.with_name(database.name + suffix)
+            part = state_dir / (DATABASE + suffix)
             if part.exists():
                 shutil.copy(part, Path(folder) / part.name)
-        yield Path(folder) / database.name
+        copy = Path(folder) / DATABASE
+        with suppress(sqlite3.DatabaseError):
+            bring_up_to_date(copy, Segments(state_dir / SEGMENTS))
+        yield copy
 
 
 def _read_facts(connection: sqlite3.Connection, found: dict[str, Salvaged]) -> None:

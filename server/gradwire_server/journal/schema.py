@@ -231,7 +231,10 @@ _EIGHTH = (
 )
 """Version 8: what keys have used."""
 
-MIGRATIONS = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH, _SEVENTH, _EIGHTH)
+_NINTH: tuple[str, ...] = ()
+"""Version 9: segments say what each commit changed, and the tables may be some commits behind them."""
+
+MIGRATIONS = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH, _SEVENTH, _EIGHTH, _NINTH)
 VERSION = len(MIGRATIONS)
 
 
@@ -282,6 +285,7 @@ def connect_as(kind: type[C], path: Path) -> C:
     connection = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False, factory=kind)
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a database that is about to be made
     connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA temp_store = MEMORY")  # the disk may be full
     connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
     connection.text_factory = lambda raw: raw.decode(errors="replace")  # row digests detect flipped bits
     connection.create_function("digest", -1, row_digest, deterministic=True)

@@ -1,8 +1,8 @@
 """Append-only files of records, beside the database that refers to them.
 
-A record is a header, a description and a payload; the BLAKE2b-128 digest in the header is of everything else. It is
-valid once a committed row refers to it. A record torn by a crash has no row, and nothing is appended after it: each
-opening of the folder starts a new file.
+A record is a header, a description and a payload; the BLAKE2b-128 digest in the header is of everything else. The last
+record of a commit makes the records before it valid (:mod:`.commit_log`). Nothing is appended after a record that was
+torn by a crash: each opening of the folder starts a new file.
 
 Records of version 1 of the state folder have another magic word, no commit and no description.
 """
@@ -14,7 +14,7 @@ import logging
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -92,7 +92,7 @@ class Segments:
         self._fd = -1
         self._size = 0
         self._gathered, self._gathered_bytes = list[Buffer](), 0  # counted in ``_size`` already
-        self._unsynced = self._due = False
+        self._synced_size = 0
         numbers = self.numbers()
         self._current = numbers[-1] if numbers else 0
 
@@ -100,14 +100,8 @@ class Segments:
         """Numbers of the existing segments, oldest first."""
         return sorted(int(path.stem) for path in self.folder.glob("*.segment"))
 
-    def append(
-        self, payload: Sequence[Buffer], description: bytes = b"", commit: int = 0, *, due: bool = True
-    ) -> Location:
-        """Add a record; it is in the file from the next :meth:`sync` on. Its buffers must not change until then.
-
-        Args:
-            due: Whether the next :meth:`sync` makes it durable, and not only the first one after a record that is due.
-        """
+    def append(self, payload: Sequence[Buffer], description: bytes = b"", commit: int = 0) -> Location:
+        """Add a record; it is in the file from the next :meth:`sync` on. Its buffers must not change until then."""
         if self._fd < 0 or self._size >= self._segment_bytes:
             self._roll()
         header = _HEADER.pack(_MAGIC, bytes(16), commit, len(description), sum(map(len, payload)))
@@ -115,25 +109,24 @@ class Segments:
         for buffer in (description, *payload):
             digest.update(buffer)
         location = Location(self._current, self._size)
-        self._unsynced, self._due = True, self._due or due
         for buffer in (header[:4] + digest.digest() + header[20:] + description, *payload):
             if len(buffer):
                 self._gathered.append(buffer)
                 self._gathered_bytes += len(buffer)
                 self._size += len(buffer)
-        self._mirrored(lambda mirror: mirror.append(payload, description, commit, due=due), location)
+        self._mirrored(lambda mirror: mirror.append(payload, description, commit), location)
         return location
 
     def sync(self) -> None:
-        """Write every record added so far, and make them durable if one of them is due."""
-        if self._due:
-            self._sync()
-        else:
-            self._write()
-            self._mirrored(lambda mirror: mirror._write())
+        """Make every record added so far durable."""
+        if self._size > self._synced_size:
+            self.write()
+            os.fsync(self._fd)
+            self._synced_size = self._size
+            self._mirrored(lambda mirror: mirror.sync())
 
-    def _write(self) -> None:
-        """Write the gathered records, by one system call; they stay gathered if that fails."""
+    def write(self) -> None:
+        """Write the records added so far, by one system call, and do not wait until they are durable."""
         left = [memoryview(buffer).cast("B") for buffer in self._gathered]
         try:
             while left:
@@ -147,19 +140,14 @@ class Segments:
             raise
         self._gathered, self._gathered_bytes = [], 0
 
-    def _sync(self) -> None:
-        if self._unsynced:
-            self._write()
-            os.fsync(self._fd)
-            self._unsynced = self._due = False
-            self._mirrored(lambda mirror: mirror._sync())
-
     def abandon(self) -> None:
-        """Close the current file and continue in a new one: after a failed fsync, the old file's content is unknown."""
+        """Take back what was added since the last sync, and go on in a new file: the old one's content is unknown."""
         if self._fd >= 0:
+            with suppress(OSError):  # what is left of a commit has no successor in this file
+                os.ftruncate(self._fd, self._synced_size)
             os.close(self._fd)
-        self._fd, self._unsynced, self._due = -1, False, False
-        self._gathered, self._gathered_bytes = [], 0
+        self._fd = -1
+        self._gathered, self._gathered_bytes, self._size = [], 0, self._synced_size
         self._mirrored(lambda mirror: mirror.abandon())
 
     def _mirrored(self, change: Callable[[Segments], Location | None], expected: Location | None = None) -> None:
@@ -217,7 +205,7 @@ class Segments:
     def end_file(self, least_bytes: int = 0) -> None:
         """End the current file if it has at least this size; the next record begins another one."""
         if self._fd >= 0 and self._size >= least_bytes:
-            self._sync()
+            self.sync()
             os.close(self._fd)
             self._fd, self._size = -1, 0
             self._mirrored(lambda mirror: mirror.end_file())
@@ -234,8 +222,7 @@ class Segments:
 
     def close(self) -> None:
         """Make every record durable and close the file."""
-        self._sync()
-        self.abandon()
+        self.end_file()
 
     @contextmanager
     def _opened(self, number: int) -> Iterator[int]:
@@ -253,7 +240,7 @@ class Segments:
 
     def _roll(self) -> None:
         self.end_file()
-        self._size = 0
+        self._size = self._synced_size = 0
         self._current += 1
         self._fd = os.open(self._path(self._current), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
         sync(self.folder)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from gradwire_server.journal.commit_log import bring_up_to_date
 from gradwire_server.journal.run_files import described_runs
 from gradwire_server.journal.schema import NewerDatabase, check_version, connect, newest_commit, version_of
 from gradwire_server.journal.segments import Segments
@@ -55,7 +56,7 @@ def locked(state_dir: Path) -> Iterator[None]:
 
 
 def check(state_dir: Path) -> None:
-    """Check that a state folder's database is there, and as new as what lies beside it.
+    """Check that a state folder's database is there, and make it as new as what lies beside it.
 
     A server that started on an empty or an old database would delete segments that no row refers to.
 
@@ -77,6 +78,7 @@ def check(state_dir: Path) -> None:
                 f" was changed; {remedy}"
             )
         return
+    bring_up_to_date(database, segments)
     with closing(connect(database)) as connection:
         try:
             check_version(connection)

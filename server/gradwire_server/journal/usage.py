@@ -51,9 +51,9 @@ _ADD = (
     + ", ".join(f"{name} = {name} + excluded.{name}" for name in COUNTS)
 )
 _THERE = "run_id IN (SELECT run_id FROM runs)"
-_RUN, _OLD = f"iif({_THERE}, run_id, '')", f"(hour < :hour OR NOT {_THERE})"
+_RUN, _OLD = f"iif({_THERE}, run_id, '')", f"(hour < ?2 OR NOT {_THERE})"
 _MERGES = (
-    (DAY_S, "hour < :hour", ("run_id", "label")),
+    (DAY_S, "hour < ?2", ("run_id", "label")),
     (DAY_S, _OLD, (_RUN, f"iif({_THERE}, label, '')")),
     (MONTH_S, _OLD, (_RUN, "''")),
 )
@@ -155,12 +155,11 @@ class Usage:
         names, new = (*columns, *COUNTS), json.dumps(_rows(self._new))
 
         def found(connection: sqlite3.Connection) -> list[pb.UsageEntry]:
-            connection.execute("PRAGMA temp_store = MEMORY")  # the disk may be full
             rows = connection.execute(query, (new, start, end, owner)).fetchall()
             entries = [pb.UsageEntry(**dict(zip(names, row, strict=True))) for row in rows]
             return sorted((each for each in entries if each.operations), key=lambda each: (each.start, -each.engine_s))
 
-        entries = await asyncio.to_thread(self._store.read_apart, found)
+        entries = await self._store.read_apart(found)
         if len(entries) > MAX_ENTRIES:
             message = f"the answer has over {MAX_ENTRIES:,} entries; ask for fewer hours, or divide by less"
             raise ServiceError(pb.ERROR_CODE_LIMIT_EXCEEDED, message, field="by")
@@ -176,8 +175,8 @@ def _merge(connection: sqlite3.Connection) -> None:
     too_many = "SELECT owner FROM usage GROUP BY owner HAVING count(*) > ?"
     for period, which, names in _MERGES:
         for (owner,) in connection.execute(too_many, (MOST_ROWS,)).fetchall():
-            of = {"owner": owner, "hour": int(time.time()) // HOUR_S * HOUR_S}
-            where = f"WHERE owner = :owner AND {which}"
+            of = (owner, int(time.time()) // HOUR_S * HOUR_S)
+            where = f"WHERE owner = ?1 AND {which}"
             columns = (f"hour - hour % {period}", "owner", *names, "base_model", *(f"sum({name})" for name in COUNTS))
             query = f"SELECT {', '.join(columns)} FROM usage {where} GROUP BY 1, 2, 3, 4, 5"
             merged = connection.execute(query, of).fetchall()

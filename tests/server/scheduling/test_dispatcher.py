@@ -88,7 +88,7 @@ async def test_what_the_engine_made_of_operations_that_could_not_be_written_is_u
     client = await (await door.client()).begin()
     await client.fb(1, "a")
     await client.results(1)
-    store = door.server.core.storage.journal.store
+    journal = door.server.core.storage.journal
     meanwhile = set[int]()
 
     def full() -> None:
@@ -99,7 +99,7 @@ async def test_what_the_engine_made_of_operations_that_could_not_be_written_is_u
         raise OSError(errno.ENOSPC, "full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_before_commit", full)
+        patch.setattr(journal.segments, "sync", full)
         for seq in (2, 3, 4):
             await send(client, seq, "lost", 0)
         refused = [(await client.ack()).error.code for _ in range(3)]

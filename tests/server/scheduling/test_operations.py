@@ -364,7 +364,7 @@ async def test_a_result_stays_out_where_its_operation_cannot_be_written(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = await (await door.client()).begin()
-    store = door.server.core.storage.journal.store
+    journal = door.server.core.storage.journal
 
     def full() -> None:
         raise OSError(errno.ENOSPC, "full")
@@ -372,7 +372,7 @@ async def test_a_result_stays_out_where_its_operation_cannot_be_written(
     [frame] = client.frames(1, forward_backward=pb.LossCall(loss_fn="lost"))
     frame.patient = True
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_before_commit", full)
+        patch.setattr(journal.segments, "sync", full)
         await client.send(frame)
         assert (await client.ack()).error.code == pb.ERROR_CODE_STORAGE_FULL
     assert (await client.fb(1, "kept")).seq == 1

@@ -285,7 +285,7 @@ class Machine(RuleBasedStateMachine):
         async def work() -> None:
             await self.send_again()
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(self.core.storage.journal.store, "_before_commit", full)
+                patch.setattr(self.core.storage.journal.segments, "sync", full)
                 for kind in kinds:
                     self.send(self.model.add(kind, 0))
                 if cancel:

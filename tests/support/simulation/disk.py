@@ -14,6 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from gradwire_server.journal import database
+from gradwire_server.journal.commit_log import bring_up_to_date
+from gradwire_server.journal.segments import Segments
 
 SECTOR = 512
 
@@ -69,8 +71,11 @@ class Disk:
             self._tear_segment()
         else:
             before, untouched = (log.read_bytes() if log.exists() else b""), main.stat().st_mtime_ns
+            synced = dict(self._synced)
             journal.commit_now(connection, items)
-            if fate == "torn" and main.stat().st_mtime_ns == untouched:  # else the log was synced before this
+            if fate == "torn" and (not log.exists() or log.read_bytes() == before):
+                self._synced = synced  # it died before the segment was synced
+            elif fate == "torn" and main.stat().st_mtime_ns == untouched:  # else the log was synced before this
                 self._torn[log.name] = self._mixed(before, log.read_bytes())
         self._crash()
         return None
@@ -102,6 +107,7 @@ class Disk:
         aside.mkdir(exist_ok=True)
         for name in ("gradwire.db", "gradwire.db-wal"):
             shutil.copyfile(self.state_dir / name, aside / name)
+        bring_up_to_date(aside / "gradwire.db", Segments(self.state_dir / "journal"))
         with closing(database.connect(aside / "gradwire.db")) as connection:
             return connection.execute(query).fetchall()
 
@@ -130,17 +136,17 @@ class SimulatedDatabase(database.Database):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._connection = database.connect_as(database.MirroredConnection, self._path)
+        self._connection = database.connect_as(database.JournalConnection, self._path)
         self._waiting: list[Any] = []
         self._busy = False
-        synced = self._before_commit
+        synced = self._segments.sync
 
-        def before_commit() -> object:
+        def sync() -> None:
             if self.disk.full:
                 raise OSError(errno.ENOSPC, "the simulated disk is full")
-            return synced()
+            synced()
 
-        self._before_commit = before_commit
+        self._segments.sync = sync  # type: ignore[method-assign]
 
     def _hand_over(self) -> None:
         self._handing_over = False
@@ -166,4 +172,7 @@ class SimulatedDatabase(database.Database):
 
     def commit_now(self, connection: sqlite3.Connection, items: list[Any]) -> list[Any]:
         """Do the work of the writer thread."""
-        return self._commit(connection, items)
+        outcomes = self._commit(connection, items)
+        if not self.disk.full and self.rng.random() < 0.2:
+            self._put_into_file(self._connection)
+        return outcomes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ STEP = OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_de
 class Sharded(Placement):
     """Placement that shards each layer and the rest of a module over the ranks."""
 
-    def place(self, module: nn.Module) -> None:
+    def place(self, module: nn.Module, layers: Sequence[nn.Module] = ()) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for layers in [part for part in module.modules() if isinstance(part, nn.ModuleList)]:
             for layer in layers:

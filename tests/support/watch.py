@@ -36,7 +36,7 @@ class Watch:
 
 @asynccontextmanager
 async def watching(client: Client, cursor: str = "", secret: str = "") -> AsyncIterator[Watch]:
-    metadata = [("authorization", f"Bearer {secret}")] if secret else None
-    call = client.stub.WatchRuns(pb.WatchRunsRequest(cursor=cursor, with_points=True), metadata=metadata)
+    own: dict[str, Any] = {"metadata": [("authorization", f"Bearer {secret}")]} if secret else {}
+    call = client.stub.WatchRuns(pb.WatchRunsRequest(cursor=cursor, with_points=True), **own)
     yield Watch(call)
     call.cancel()

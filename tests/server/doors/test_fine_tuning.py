@@ -554,7 +554,10 @@ def test_files(client: openai.OpenAI, other: openai.OpenAI) -> None:
     ("content", "sentence"),
     [
         (talks(9), "the file has 9 rows; 10 at least"),
-        (talks(12) + b'\n{"messages": 1}', "1 of 13 rows cannot be used: line 13: messages is a text or a list"),
+        (
+            talks(12) + b'\n{"messages": 1}',
+            "1 of 13 rows cannot be used: line 13: messages is 1; it must be a text or a list",
+        ),
         (pairs(), "line 1: no column is recognised as completion"),
     ],
 )

@@ -118,7 +118,8 @@ async def test_nothing_that_a_client_sends_becomes_a_header_of_the_answer(served
     """Ends of lines in every path, query and header, encoded and raw, on every route."""
     end = "%0d%0aInjected:%20yes%0d%0a"
     async with served.http("other") as http:
-        for document in routes.documents(tmp_path).values():
+        documents = await asyncio.to_thread(routes.documents, tmp_path)  # schemas take a while
+        for document in documents.values():
             prefix = document["servers"][0]["url"].rstrip("/")
             for path, methods in document["paths"].items():
                 for method in methods:

@@ -62,11 +62,11 @@ class Storage:
                 mirror=config.mirror,
                 accept_changes=config.accept_changes,
             )
+            self.usage = Usage(self.journal.store)
             self.folders = await asyncio.to_thread(claimed, config)
             self.records = RunRecords(self.journal.store, config.state_dir, config.limits.max_runs, self.folders)
             self.checkpoints = CheckpointRecords(self.records, self.journal.store, self.folders)
             self.jobs, self.files = JobRecords(self.journal.store), FileRecords(self.journal.store)
-            self.usage = Usage(self.journal.store)
             return await self.records.load()
         except (StateFolderError, StoreError) as error:
             raise SystemExit(f"gradwire: {error}") from error

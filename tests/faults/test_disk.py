@@ -19,6 +19,7 @@ import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import ServerConfig
 from gradwire_server.errors import ServiceError
+from gradwire_server.journal.commit_log import bring_up_to_date
 from gradwire_server.journal.entries import RunMarks
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_records import RunRecords
@@ -80,6 +81,7 @@ def snapshot(live: Path, copy: Path) -> None:
 async def opened(folder: Path, run_id: str, payloads: dict[int, bytes]) -> tuple[int, int, int]:
     """How many operations and results a journal has; each is right or known to be damaged, and counted as such."""
     damaged = 0
+    bring_up_to_date(folder / "gradwire.db", Segments(folder / "journal"))
     journal = Journal(folder)
     try:
         entries = await journal.entries(run_id, 0, 1000)

@@ -17,6 +17,7 @@ from gradwire_server.access.keys import Quota
 from gradwire_server.access.quotas import Usage
 from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError
+from gradwire_server.journal.commit_log import bring_up_to_date
 from gradwire_server.journal.entries import RunMarks, identity
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_row import RunRecord
@@ -57,6 +58,7 @@ class JournalMachine(RuleBasedStateMachine):
 
     def open(self, folder: Path) -> None:
         async def make() -> Journal:
+            bring_up_to_date(folder / "gradwire.db", Segments(folder / "journal"))
             return Journal(folder, segment_bytes=500)
 
         self.journal = self.do(make())

@@ -38,30 +38,34 @@ def description_of(statements: Sequence[Statement]) -> bytes:
     return record.SerializeToString()
 
 
-def bring_up_to_date(database: Path, segments: Segments) -> None:
+def bring_up_to_date(database: Path, segments: Segments) -> int:
     """Execute in a database what the segments have of the commits after its newest one.
 
     Nothing is changed where the segments do not have all of them: then the database is an older copy
     (:func:`.state_folder.check`). The newest commit may be torn by the crash; nobody was told that it was done.
 
+    Returns:
+        The newest commit of which the segments have a whole record; 0 for a database from before they had any.
+
     Raises:
         sqlite3.DatabaseError: The database cannot be read.
     """
     if not database.exists():
-        return
+        return 0
     with closing(connect(database)) as connection:
         if not 2 <= version_of(connection) <= VERSION:
-            return
+            return 0
         newest, last = newest_commit(connection), segments.last_commit()
         commits = _commits_after(newest, segments) if last > newest else {}
         if not commits or any(number not in commits for number in range(newest + 1, last)):
-            return
+            return last
         connection.execute("BEGIN IMMEDIATE")
         for _, statements in sorted(commits.items()):
             for sql, values in statements:
                 connection.execute(sql, values).fetchall()
         connection.execute("COMMIT")
     log.info("%s: the changes of %d commits are made again, which a crash had left out", database, len(commits))
+    return last
 
 
 def _commits_after(newest: int, segments: Segments) -> dict[int, list[Statement]]:

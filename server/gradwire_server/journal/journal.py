@@ -27,7 +27,6 @@ from gradwire_server.crash_points import crash_point
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal import history
 from gradwire_server.journal.checkpoint_records import uses
-from gradwire_server.journal.commit_log import bring_up_to_date
 from gradwire_server.journal.database import Database
 from gradwire_server.journal.entries import JournalEntry, RunMarks, StoredResult, lost_result
 from gradwire_server.journal.retention import Retention
@@ -48,7 +47,7 @@ class Journal:
     """The journal of all runs of a state folder.
 
     Args:
-        state_dir: Folder of ``gradwire.db`` and ``journal/``.
+        state_dir: Folder of ``gradwire.db`` and ``journal/``, which :func:`.state_folder.check` has brought up to date.
         keep_payloads: False for ``durability=checkpoint``: operations are recorded, but cannot be replayed.
         segment_bytes: Size in bytes from which on a new segment file is begun.
         history_points: Points of a run's record; see :mod:`.history`.
@@ -73,7 +72,6 @@ class Journal:
         second = None if mirror is None else mirror / SEGMENTS
         self.segments = Segments(state_dir / SEGMENTS, segment_bytes, second)
         second = None if mirror is None else mirror / DATABASE
-        bring_up_to_date(state_dir / DATABASE, self.segments)
         self.store = Database(state_dir / DATABASE, self.segments, second)
         self.retention = Retention(self.store, self.segments)
         self.facts = RunFacts(self.store, accept_changes)

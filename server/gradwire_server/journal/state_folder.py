@@ -78,7 +78,7 @@ def check(state_dir: Path) -> None:
                 f" was changed; {remedy}"
             )
         return
-    bring_up_to_date(database, segments)
+    newest = bring_up_to_date(database, segments)
     with closing(connect(database)) as connection:
         try:
             check_version(connection)
@@ -90,7 +90,6 @@ def check(state_dir: Path) -> None:
             return
         commits = newest_commit(connection)
         known = {run_id for (run_id,) in connection.execute("SELECT run_id FROM runs")}
-    newest = segments.last_commit()
     if newest > commits + 1:  # the last one may have been torn by a crash
         raise StateFolderError(
             f"{database} is an older copy: it ends at commit {commits}, the journal beside it at {newest}. Nothing was"

@@ -252,6 +252,7 @@ async def test_what_sqlite_cannot_write_is_kept_in_the_segments(tmp_path: Path, 
     await append(journal, operation(run_id, accepted + 1))
     assert [entry.header.seq for entry in await journal.entries(run_id, 0, 999)] == list(range(1, accepted + 2))
     await journal.close()
+    state_folder.check(left)
     journal = Journal(left)
     assert [entry.header.seq for entry in await journal.entries(run_id, 0, 999)] == list(range(1, accepted + 1))
     await journal.close()

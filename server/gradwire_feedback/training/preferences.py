@@ -142,7 +142,7 @@ async def train_on_preferences(
     loggers: list[MetricLogger] = [Curves(), ProgressLogger(on_progress, "preferences", config.max_steps)]
     loop = TrainingLoop(
         run, Plan("preferences", save_every=None, keep=1), loggers, state.file(POLICY),
-        own=lambda: {"curves": curves, "before": before}, shown=dict,
+        own=lambda: {"curves": curves, "before": before},
     )  # fmt: skip
     if earlier := await loop.resume():
         curves, before = earlier["curves"], earlier["before"]

@@ -29,7 +29,11 @@ def command(model: Path, state_dir: Path, *more: str) -> list[str]:
 
 @asynccontextmanager
 async def serving(model: Path, state_dir: Path, end: signal.Signals = signal.SIGTERM) -> AsyncIterator[str]:
-    with subprocess.Popen(command(model, state_dir), stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
+    def heeds_hangup() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored, also by the server
+
+    words = command(model, state_dir)
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=heeds_hangup) as process:  # noqa: ASYNC220
         try:
             assert process.stdout is not None
             line = await asyncio.to_thread(process.stdout.readline)

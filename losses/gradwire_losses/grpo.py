@@ -45,7 +45,7 @@ GRPO_METRICS = {
     "clip_fraction": "share of tokens whose ratio is clipped; 0 without clipping",
     "advantage_mean": "mean advantage per response (or per token, if tokens have their own), before whitening and "
     "planning_alpha",
-    "advantage_std": "its standard deviation",
+    "advantage_std": "standard deviation of the advantages",
     "reward_mean": "mean reward per response",
     "group_reward_mean": "mean over groups of the group's mean reward",
     "group_reward_std": "mean over groups of the standard deviation of the group's rewards",

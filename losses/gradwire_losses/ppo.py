@@ -117,7 +117,7 @@ PPO_METRICS = {
     "approx_kl": "mean KL per token from the policy of old_log_probs to the current one, by k3 (nats)",
     "clip_fraction": "share of tokens whose ratio is clipped, which give no gradient",
     "advantage_mean": "mean advantage per token in the surrogate, normalised by default",
-    "advantage_std": "its standard deviation",
+    "advantage_std": "standard deviation of the advantages",
     "advantage_mean_raw": "mean advantage per token before whiten_advantages",
     "advantage_std_raw": "its standard deviation",
     "explained_variance": "share of the returns' variance explained by the values that the advantages were estimated "

@@ -67,7 +67,7 @@ METRICS = {
     "approx_kl": "mean KL per token from the policy of old_log_probs to the current one, by k3 (nats)",
     "clip_fraction": "share of tokens whose ratio is clipped; 0 without clipping",
     "advantage_mean": "mean advantage per token before whitening",
-    "advantage_std": "its standard deviation",
+    "advantage_std": "standard deviation of the advantages",
     "return_mean": "mean over tokens of the rewards to go, minus the KL penalty",
     "reward_mean": "mean over rows of the row's total reward",
     **SAMPLER_METRICS,

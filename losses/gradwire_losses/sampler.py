@@ -60,7 +60,7 @@ SAMPLER_METRICS = {
     "sampler_kl": "mean KL per token from the sampler to the trainer, by k3 (nats): from sampler_log_probs to "
     "old_log_probs, or without sampler_log_probs from old_log_probs to this call, which is the same until the first "
     "step on a batch",
-    "sampler_logprob_diff_max": "largest difference of a token's log-probability between these two",
+    "sampler_logprob_diff_max": "largest difference of a token's log-probability, of the policies of sampler_kl",
 }
 SAMPLER_RATIO_METRIC = {"sampler_ratio_mean": "mean weight per token of sampler_correction; NaN without it"}
 
@@ -70,7 +70,7 @@ def sampler_metrics_of(field: str) -> dict[str, str]:
     return {
         "sampler_kl": f"mean KL per token from the policy of {field} to the current one, by k3 (nats); NaN without. "
         "Until the first step on a batch: from the sampler to the trainer",
-        "sampler_logprob_diff_max": "largest difference of a token's log-probability between these two",
+        "sampler_logprob_diff_max": "largest difference of a token's log-probability, of the policies of sampler_kl",
     }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import pickle
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +14,10 @@ from typing import Any, Generic, Literal, TypeVar, overload
 
 import numpy as np
 
-from gradwire.data import layouts
+from gradwire.data import layouts, sources
 from gradwire.data.layouts import Conversation, Mapped, Preference, Prompt, Rating, Steps, Unfit
 from gradwire.data.sources import DataError, Row, Source, is_large, read
-from gradwire.data.stored import Indices, Joined, Lines
+from gradwire.data.stored import Copied, Indices, Joined, Lines
 
 T = TypeVar("T")
 OnError = Literal["raise", "skip"]
@@ -23,6 +25,8 @@ TOLD = 3
 """Skipped rows that the warning describes."""
 HELD_OUT = 2_000
 """Rows to evaluate on at most, about, of a data set that is not in memory."""
+WEIGHED = 64
+"""Every so-manieth row is weighed, to know when they are too many for memory."""
 logger = logging.getLogger("gradwire.data")
 
 
@@ -38,7 +42,7 @@ class Dataset(Sequence[T], Generic[T]):
     """
 
     def __init__(self, rows: Sequence[T], skipped: Sequence[DataError] = ()) -> None:
-        self._rows: Sequence[T] = rows if isinstance(rows, Lines | Joined) else list(rows)
+        self._rows: Sequence[T] = rows if isinstance(rows, Lines | Copied | Joined) else list(rows)
         self.skipped = tuple(skipped)
 
     def __len__(self) -> int:
@@ -268,7 +272,7 @@ def conversations(
             column or function.
         limit: Maximum number of rows.
         on_error: ``"raise"`` stops at the first row that does not fit; ``"skip"`` counts them in ``skipped``.
-        order_by: Column of numbers by which rows are sorted, the smallest first; not for files of 512 MiB and more.
+        order_by: Column of numbers by which rows are sorted, the smallest first.
 
     Raises:
         DataError: A row does not fit; names file, line and reason.
@@ -359,10 +363,10 @@ def kind_of(source: Source, *, split: str = "train", mapping: Mapped | None = No
 def duplicates(rows: Sequence[Any]) -> tuple[int, int]:
     """Count the rows that equal an earlier one, and those whose prompt alone an earlier one has."""
     seen: set[int] = set()
-    prompts: set[str] = set()
+    prompts: set[int] = set()
     same = shared = 0
     for row in rows:
-        whole, prompt = hash(repr(replace(row, place=""))), _prompt_key(row)
+        whole, prompt = hash(repr(replace(row, place=""))), hash(_prompt_key(row))
         if whole in seen:
             same += 1
         elif prompt in prompts:
@@ -394,12 +398,11 @@ def _load(
             raise row
         return replace(of(row, mapping or {}), place=place)  # type: ignore[type-var]  # rows are dataclasses
 
-    keys: list[float] = []
-    found: list[T] | Lines[T] = []
+    keys = array("d")
+    found: list[T] | Lines[T] | Copied[T] = []
     if isinstance(source, str | Path) and is_large(Path(source)):
-        if order_by:
-            raise ValueError(f"{source} is not held in memory, and order_by would have to be: sort the file itself")
         found = Lines(Path(source), row_of)
+    size, in_memory = 0, isinstance(source, Sequence) and not isinstance(source, str)
     skipped: list[DataError] = []
     for place, row in found.read() if isinstance(found, Lines) else read(source, split=split, **options):
         if limit is not None and len(found) >= limit:
@@ -409,6 +412,9 @@ def _load(
             if order_by and not isinstance(row, DataError):
                 keys.append(_key(row, order_by))
             found.append(read_row)
+            if isinstance(found, list) and not in_memory and len(found) % WEIGHED == 1:
+                size += WEIGHED * len(pickle.dumps(read_row))
+                found = Copied(found) if size > sources.LARGE_BYTES else found
         except (DataError, Unfit) as error:
             problem = error if isinstance(error, DataError) else DataError(place, str(error), error.unnamed)
             if on_error == "raise":
@@ -424,7 +430,7 @@ def _load(
         reason = f"no row could be used; the first: {skipped[0].where}" if skipped else "there are no rows"
         raise DataError(name, reason, skipped=skipped)
     if order_by:
-        found = [found[index] for index in sorted(range(len(found)), key=keys.__getitem__)]
+        return Dataset(Joined([found], [np.argsort(keys, kind="stable")]), skipped)
     return Dataset(found, skipped)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -474,4 +475,5 @@ def _missing(row: Row, wanted: str, *fields: str) -> Unfit:
 
 
 def _columns(row: Row) -> str:
-    return ", ".join(f"{name} (empty)" if value is None else str(name) for name, value in row.items()) or "no columns"
+    names = (f"{name!s:.60} (empty)" if value is None else f"{name!s:.60}" for name, value in row.items())
+    return ", ".join(itertools.islice(names, 30)) or "no columns"

@@ -20,7 +20,7 @@ Source = str | Path | Iterable[Row]
 The path of a folder of such files, or of one that ``save_to_disk`` wrote. The name of a data set for
 ``datasets.load_dataset`` (needs ``gradwire[data]``). Or an iterable of rows."""
 LARGE_BYTES = 1 << 29
-"""A ``.jsonl`` file of so many bytes is not held in memory: its rows are read when they are used."""
+"""Rows of so many bytes are not held in memory, but read from disk when they are used."""
 TEXT_CHARS = 8_000
 """Files of text become rows of about so many characters, cut between paragraphs."""
 
@@ -80,7 +80,7 @@ def read(source: Source, *, split: str = "train", **options: Any) -> Iterator[tu
 
 
 def is_large(path: Path) -> bool:
-    """Whether a file's rows are to be read when they are used: a JSONL file of at least LARGE_BYTES."""
+    """Whether a file's rows can stay in it: a JSONL file of at least LARGE_BYTES."""
     return path.suffix.lower() == ".jsonl" and path.is_file() and path.stat().st_size >= LARGE_BYTES
 
 
@@ -125,7 +125,11 @@ def _json(path: Path) -> Iterator[tuple[str, Row | DataError]]:
             yield from _json_lines(path)
             return
         file.seek(0)
-        text = file.read()
+        text = file.read(LARGE_BYTES + 1)
+    if len(text) > LARGE_BYTES:
+        raise DataError(
+            str(path), f"a list of {LARGE_BYTES >> 20} MiB is not read whole; make a .jsonl of it, a row a line"
+        )
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
@@ -189,7 +193,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row | DataError]]:
     except ValueError as error:
         raise DataError(str(path), f"not a Parquet file: {str(error).splitlines()[0]}") from None
     number = 0
-    for batch in file.iter_batches():
+    for batch in file.iter_batches(batch_size=128):
         for row in batch.to_pylist():
             yield f"{path}, row {number}", row
             number += 1

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import json
 import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from gradwire.data import DataError, Dataset, conversations, sources
+import zstandard
+from gradwire.data import DataError, Dataset, conversations, sources, stored
 from gradwire.recipes.rows import rows_of
 from gradwire.recipes.settings import SettingsError
 from gradwire.recipes.sft import SFT
@@ -58,18 +63,84 @@ def test_a_file_is_split_and_its_unfit_rows_are_said(tmp_path: Path, monkeypatch
     assert len(conversations(file, limit=5)) == 5
 
 
-def test_a_file_is_read_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    large(monkeypatch)
-    file, line = tmp_path / "rows.jsonl", json.dumps({"prompt": "q" * 500, "completion": "a" * 1500}) + "\n"
-    file.write_text(line * 1_500)
+def in_form(name: str, rows: list[dict[str, Any]], folder: Path) -> Path:
+    """Rows in a file or a folder of a form."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if name == "folder":
+        half = len(rows) // 2
+        in_form("a.jsonl", rows[:half], folder / "parts")
+        return in_form("b.csv", rows[half:], folder / "parts").parent
+    path = folder / f"rows.{name}"
+    if name == "parquet":
+        pytest.importorskip("pyarrow.parquet", reason="the extra data is not installed").write_table(
+            pytest.importorskip("pyarrow").Table.from_pylist(rows), path
+        )
+        return path
+    opened: Any = {".gz": gzip.open, ".zst": zstandard.open}.get(path.suffix, open)
+    with opened(path, "wt", encoding="utf-8", newline="") as file:
+        if ".csv" in path.name:
+            written = csv.DictWriter(file, list(rows[0]))
+            written.writeheader()
+            written.writerows(rows)
+        elif {".txt", ".md"} & set(path.suffixes):
+            file.write("\n".join(f"{row['prompt']} {row['completion']}\n" for row in rows))
+        else:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return path
+
+
+FORMS = ("jsonl", "jsonl.gz", "jsonl.zst", "csv", "csv.gz", "txt", "md.zst", "parquet", "folder")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_read_in_bounded_memory(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = np.random.default_rng(0).integers(0, 26, (1_500, 1_500), np.uint8) + ord("a")
+    rows = [{"prompt": f"{n} " + "q" * 500, "completion": each.tobytes().decode()} for n, each in enumerate(noise)]
+    file = in_form(form, rows, tmp_path)
+    whole = conversations(file)
+    expected = [(row.messages, row.text, row.place) for row in whole]
+    monkeypatch.setattr(sources, "LARGE_BYTES", 200_000)
     tracemalloc.start()
-    rows = conversations(file)
-    batches = rows.batches(16)
+    read = conversations(file)
+    batches = read.batches(16)
     for _ in range(20):
         next(batches)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert file.stat().st_size > 3_000_000 and peak < 600_000, peak
+    assert whole.in_memory and not read.in_memory and peak < 2_000_000, peak  # of more than 3,000,000
+    assert [(row.messages, row.text, row.place) for row in read] == expected
+    kept, held_out = read.split(0.1)
+    assert len(kept) + len(held_out) == len(read) and len(held_out)
+
+
+def test_rows_on_disk_are_ordered_by_a_column_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"prompt": f"{n}?", "completion": "yes", "hard": n * 7 % 90} for n in range(90)]
+    for form in ("jsonl", "csv.gz"):
+        file = in_form(form, rows, tmp_path / form)
+        monkeypatch.setattr(sources, "LARGE_BYTES", 1 << 29)
+        whole = conversations(file, order_by="hard")
+        large(monkeypatch)
+        stored = conversations(file, order_by="hard")
+        assert not stored.in_memory and list(stored) == list(whole) and stored[1].prompt[0]["content"] == "13?"
+        some = stored.batches(8, seed=1)
+        for _ in range(17):
+            next(some)
+        again = conversations(file, order_by="hard").batches(8, seed=1)  # as after a restart
+        again.position = some.position
+        assert [next(again) for _ in range(5)] == [next(some) for _ in range(5)]
+
+
+def test_a_full_disk_and_a_long_list_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"prompt": f"{n}?", "completion": "yes " * 99} for n in range(2_000)]
+    one = tmp_path / "rows.json"
+    one.write_text(json.dumps(rows))
+    large(monkeypatch)
+    with pytest.raises(DataError, match=r"rows\.json: a list of .* is not read whole; make a \.jsonl of it"):
+        conversations(one)
+    file = in_form("csv", rows, tmp_path)
+    monkeypatch.setattr(stored.tempfile, "TemporaryFile", lambda dir: io.FileIO("/dev/full", "r+"))
+    with pytest.raises(DataError, match="copied there: No space left on device; TMPDIR names another folder"):
+        conversations(file)
 
 
 def settings(data: list[Any], **more: Any) -> SFT:

@@ -160,7 +160,7 @@ class LocalEngine(Driver):
 
     def _sampled(self, request: Request) -> Answer:
         """Sample like the engine's loop: token by token, until the answer is complete."""
-        self._samples.begin(self.context.decisions.sample(request), request)
+        list(self._samples.begin(self.context.decisions.sample(request), request))
         while not (answers := self._samples.finished()):
             self._samples.step(self.context.decisions.step_samples(self._samples.messages()))
         return answers[0]

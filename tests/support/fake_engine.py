@@ -110,7 +110,7 @@ class FakeEngine:
         on_frame: Callable[[pb.SampleFrame], None] | None = None,
     ) -> asyncio.Future[EngineAnswer]:
         answer = asyncio.get_running_loop().create_future()
-        self._unanswered[answer] = asyncio.create_task(self._answer(answer, request, payload, self.holder))
+        self._unanswered[answer] = asyncio.create_task(self._answer(answer, request, payload, self.holder, on_frame))
         self.most_in_pipe = max(self.most_in_pipe, len(self._unanswered))
         return answer
 
@@ -133,12 +133,15 @@ class FakeEngine:
         request: engine_pb2.EngineRequest,
         payload: Sequence[bytes],
         holder: Holder,
+        on_frame: Callable[[pb.SampleFrame], None] | None,
     ) -> None:
         try:
             async with self._turn:
                 if not holder.alive:
                     raise EngineDied(suspect=self.all_suspect)
                 self._begun, self.newest = answer, request
+                if request.tells_start and on_frame is not None:
+                    on_frame(pb.SampleFrame())
                 await self.work(request)
                 if not holder.alive:
                     raise EngineDied(suspect=False)

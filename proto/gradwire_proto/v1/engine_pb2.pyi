@@ -54,6 +54,7 @@ class EngineRequest(_message.Message):
     FIRST_PROMPT_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     IN_RUN_FIELD_NUMBER: _builtins.int
+    TELLS_START_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     streams: _builtins.bool
     """of a sample: frames of its new tokens come before the result"""
@@ -65,6 +66,8 @@ class EngineRequest(_message.Message):
     """of a part of a sample: the number of its first prompt in the whole"""
     in_run: _builtins.bool
     """of a sample: it is part of an operation, and computed alone where those are"""
+    tells_start: _builtins.bool
+    """of a sample: a frame without tokens says that it is being computed"""
     @_builtins.property
     def create_run(self) -> Global___EngineCreateRun: ...
     @_builtins.property
@@ -116,10 +119,11 @@ class EngineRequest(_message.Message):
         first_prompt: _builtins.int = ...,
         weights: Global___EngineSharedWeights | None = ...,
         in_run: _builtins.bool = ...,
+        tells_start: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "import_upload", b"import_upload", "kind", b"kind", "operation", b"operation", "sample", b"sample", "share_weights", b"share_weights", "shutdown", b"shutdown", "stop", b"stop", "verify_checkpoint", b"verify_checkpoint", "weights", b"weights", "withdraw", b"withdraw"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "first_prompt", b"first_prompt", "id", b"id", "import_upload", b"import_upload", "in_run", b"in_run", "kind", b"kind", "operation", b"operation", "owner", b"owner", "sample", b"sample", "sampled_run", b"sampled_run", "share_weights", b"share_weights", "shutdown", b"shutdown", "stop", b"stop", "streams", b"streams", "verify_checkpoint", b"verify_checkpoint", "weights", b"weights", "withdraw", b"withdraw"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "first_prompt", b"first_prompt", "id", b"id", "import_upload", b"import_upload", "in_run", b"in_run", "kind", b"kind", "operation", b"operation", "owner", b"owner", "sample", b"sample", "sampled_run", b"sampled_run", "share_weights", b"share_weights", "shutdown", b"shutdown", "stop", b"stop", "streams", b"streams", "tells_start", b"tells_start", "verify_checkpoint", b"verify_checkpoint", "weights", b"weights", "withdraw", b"withdraw"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["create_run", "drop_run", "operation", "sample", "verify_checkpoint", "shutdown", "check_upload", "import_upload", "share_weights", "withdraw", "stop"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
@@ -1099,8 +1103,11 @@ class EngineSampledJob(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     DELTAS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    BEGUN_FIELD_NUMBER: _builtins.int
     place: _builtins.int
     """of the request in the batch"""
+    begun: _builtins.bool
+    """a row of it has been computed"""
     @_builtins.property
     def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineEndedSample]: ...
     @_builtins.property
@@ -1118,10 +1125,11 @@ class EngineSampledJob(_message.Message):
         ended: _abc.Iterable[Global___EngineEndedSample] | None = ...,
         deltas: _abc.Iterable[_training_pb2.SampleDelta] | None = ...,
         error: _training_pb2.Error | None = ...,
+        begun: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "ended", b"ended", "error", b"error", "place", b"place"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "deltas", b"deltas", "ended", b"ended", "error", b"error", "place", b"place"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
@@ -38,8 +39,8 @@ from gradwire_server.scheduling.spread_samples import SpreadSamples
 from gradwire_server.scheduling.states import OperationState
 from gradwire_server.stores.store import Store
 
-AT_ENGINE: ContextVar[Callable[[], object]] = ContextVar("gradwire_at_engine", default=lambda: None)
-"""Called when a request outside any run's queue has a place in an engine."""
+ON_START: ContextVar[Callable[[], object] | None] = ContextVar("gradwire_on_start", default=None)
+"""Called when an engine begins to compute a request outside any run's queue."""
 
 
 class Dispatcher:
@@ -303,13 +304,12 @@ class Dispatcher:
                 await self._executor.hold(run)
                 visit = replace(visit, given=asyncio.get_running_loop().create_future())
                 there = await self.enter(visit)
-            AT_ENGINE.get()()
             engine: Interruptible = there.engine
-            spread = self.spread.outside(request.sample, visit, there, on_frame)
+            if (on_start := ON_START.get()) is not None:
+                request.tells_start, on_frame = True, partial(_heard, on_start, on_frame)
+            spread = self.spread.outside(request, visit, there, on_frame)
             if spread is not None:
                 engine, answer = spread, spread.answer
-            elif on_frame is None:
-                answer = there.engine.request(request)
             else:
                 answer = there.engine.request(request, (), on_frame)
             if run is not None:
@@ -323,3 +323,11 @@ class Dispatcher:
                 raise
         finally:
             usage.operations -= 1
+
+
+def _heard(
+    on_start: Callable[[], object], on_frame: Callable[[pb.SampleFrame], None] | None, frame: pb.SampleFrame
+) -> None:
+    on_start()
+    if on_frame is not None:
+        on_frame(frame)

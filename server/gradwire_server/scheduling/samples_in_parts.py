@@ -50,6 +50,7 @@ class Asked:
         sample: The request, with a seed.
         run: The run whose current weights are read; None for the request's model.
         operation: The run's operation that this is; None outside its queue.
+        streams, tells_start: As of ``EngineRequest``.
     """
 
     owner: str
@@ -57,6 +58,8 @@ class Asked:
     sample: pb.SampleRequest
     run: RunQueue | None = None
     operation: QueuedOperation | None = None
+    streams: bool = False
+    tells_start: bool = False
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,8 @@ class SamplesInParts:
         return engine_pb2.EngineRequest(
             sample=part.sample,
             owner=self._asked.owner,
-            streams=self._on_frame is not None,
+            streams=self._asked.streams,
+            tells_start=self._asked.tells_start,
             first_prompt=part.start,
             in_run=self._asked.operation is not None,
         )

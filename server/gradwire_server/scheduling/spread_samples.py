@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Sequence
 
 from gradwire_proto import codec
+from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.journal.segments import Buffer
@@ -75,20 +76,25 @@ class SpreadSamples:
         return self.begin(asked, self._placement.of(queue.record.run_id))
 
     def outside(
-        self, sample: pb.SampleRequest, visit: Visit, there: EngineQueue, on_frame: OnFrame | None
+        self, request: engine_pb2.EngineRequest, visit: Visit, there: EngineQueue, on_frame: OnFrame | None
     ) -> SamplesInParts | None:
         """Begin samples outside a run's queue; None if they are not to be spread.
 
         Args:
+            request: As it would go to one engine.
             visit: The visit that has a place in an engine for them.
             there: That engine.
-            on_frame: Takes the new tokens of samples that stream.
+            on_frame: Takes the frames that the request asks for.
         """
+        sample = request.sample
         if self._count(visit.model, sample.call, max(len(sample.prompt_ids), len(sample.call.prompts))) < 2:
             return None
         if not sample.call.HasField("seed"):
             sample.call.seed = secrets.randbits(62)
-        return self.begin(Asked(visit.owner, visit.model, sample, visit.run), there, on_frame)
+        asked = Asked(
+            visit.owner, visit.model, sample, visit.run, streams=request.streams, tells_start=request.tells_start
+        )
+        return self.begin(asked, there, on_frame)
 
     def begin(self, asked: Asked, there: EngineQueue, on_frame: OnFrame | None = None) -> SamplesInParts:
         """Begin samples; the part of the engine ``there`` is sent at once, ahead of whatever that is sent next."""

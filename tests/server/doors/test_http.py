@@ -99,10 +99,11 @@ async def test_who_waits_for_a_turn_hears_that_it_waits(start: Start, monkeypatc
             assert [line async for line in lines if line.startswith("data")] == ["data: [DONE]"]
 
 
-async def test_who_waits_for_an_engine_without_a_stream_is_told_to_come_again(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ahead", [1, fairness.SAMPLES_AHEAD], ids=["for an engine", "in an engine"])
+async def test_who_waits_without_a_stream_is_told_to_come_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
-    monkeypatch.setattr(fairness, "SAMPLES_AHEAD", 1)
+    monkeypatch.setattr(fairness, "SAMPLES_AHEAD", ahead)
     async with start(http="127.0.0.1:0") as door, _http(door.server) as http:
         asked = {"model": "tiny", "prompt": [1, 2], "max_tokens": 3}
         door.engine.gate.clear()
@@ -112,7 +113,7 @@ async def test_who_waits_for_an_engine_without_a_stream_is_told_to_come_again(
         refused = await http.post("/v1/completions", json=asked)
         assert refused.status_code == 429 and refused.headers["retry-after"] == "15"
         assert "waited 0 s for its turn behind others" in refused.json()["error"]["message"]
-        assert not first.done(), "who is at an engine is not refused"
+        assert not first.done(), "what an engine computes is not refused"
         first.cancel()
 
 

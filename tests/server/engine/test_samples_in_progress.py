@@ -47,20 +47,29 @@ class Looped(LocalEngine):
             )
         else:
             message.sample.CopyFrom(kind["sample"])
+            message.tells_start = True
         self._given.put(Request(message, columns or {}, None))
         return number
 
     def work(self) -> dict[int, Answer]:
-        """Answers by id, in the order in which they came."""
+        """Answers by id, in the order in which they came; beside them the ids of ``started``."""
         self._given.put(Request(engine_pb2.EngineRequest(id=1, shutdown={}), {}, None))
         answers: dict[int, Answer] = {}
+        self.started: dict[int, int] = {}
+
+        def take(answer: Answer) -> None:
+            if answer.reply.HasField("sample_frame"):
+                self.started[answer.reply.id] = len(answers)
+            else:
+                answers[answer.reply.id] = answer
+
         Loop(
             self.context.decisions,
             self.engine,
             SamplesInProgress(self.context),
             self._given,
             Ranks(EngineSettings()),
-            lambda answer: answers.__setitem__(answer.reply.id, answer),
+            take,
             nullcontext,
         ).run()
         return answers
@@ -125,6 +134,17 @@ def test_samples_outside_runs_share_their_steps(engine: Looped) -> None:
         tokens, logprobs = told(answers[number])
         assert alone["token_ids"].values.tolist() == tokens
         assert alone["logprobs"].values.tolist() == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_a_request_is_said_to_start_when_it_has_room(tiny_model_path: Path, tmp_path: Path) -> None:
+    engine = Looped({"tiny": tiny_model_path}, tmp_path, sampling_cache=1)
+    prompt = [pb.TokenIds(ids=[1, 2])]
+    waiting = [pb.SampleRequest(model="tiny", call=call(tokens, seed=1), prompt_ids=prompt) for tokens in (9, 5, 7)]
+    scored = pb.SampleRequest(model="tiny", call=call(prompt_logprobs=True, max_tokens=0), prompt_ids=prompt)
+    ids = [engine.give("", sample=request) for request in (*waiting, scored)]
+    answered = list(engine.work())
+    assert engine.started == {ids[3]: 0, ids[1]: 0, ids[2]: 2, ids[0]: 3}, "behind so many answers of others"
+    assert answered[:4] == [ids[3], ids[1], ids[2], ids[0]]
 
 
 def test_a_checkpoint_that_is_sampled_from_stays_in_memory(tiny_model_path: Path, tmp_path: Path) -> None:

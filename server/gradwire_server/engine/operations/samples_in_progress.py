@@ -7,7 +7,7 @@ run's other requests wait for the last of them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -39,6 +39,7 @@ class _Sampling:
 
     Attributes:
         used_s: Seconds of computing, of those that it shared its share.
+        told: Whether the front knows, or need not know, that it is being computed.
     """
 
     message: engine_pb2.EngineRequest
@@ -47,6 +48,7 @@ class _Sampling:
     started: Started | None = None
     answer: Answer | None = None
     used_s: float = 0.0
+    told: bool = False
 
     @property
     def ended(self) -> bool:
@@ -72,10 +74,10 @@ class SamplesInProgress:
         """Whether samples of this run are in progress, also those outside its queue, which read its weights."""
         return run_id in self._runs or any(sampling.message.sampled_run == run_id for sampling in self._outside)
 
-    def begin(self, decision: Decision, request: Request) -> None:
-        """Begin a request of a decision; an error becomes its answer."""
+    def begin(self, decision: Decision, request: Request) -> Iterator[Answer]:
+        """Begin a request of a decision; an error becomes its answer. Yields that prompts are about to be scored."""
         message = request.message
-        sampling = _Sampling(message)
+        sampling = _Sampling(message, told=not message.tells_start)
         run = self._context.runs.get(message.operation.run_id)
         if run is None:
             self._outside.append(sampling)
@@ -84,6 +86,8 @@ class SamplesInProgress:
         if not begins(self._context, decision, message):
             sampling.answer = not_started()
             return
+        if not sampling.told and message.sample.call.prompt_logprobs:
+            yield _start(sampling)
         try:
             if request.error is not None:
                 raise request.error
@@ -113,7 +117,8 @@ class SamplesInProgress:
 
     def finished(self) -> list[Answer]:
         """Take the answers that can be sent now, behind the new tokens of samples that stream."""
-        answers = [frame for sampling in self._all() if sampling.message.streams for frame in _new_tokens(sampling)]
+        answers = [_start(each) for each in self._all() if not each.told and each.started and each.started.job.begun]
+        answers += [frame for sampling in self._all() if sampling.message.streams for frame in _new_tokens(sampling)]
         for sampling in [sampling for sampling in self._outside if sampling.ended]:
             self._outside.remove(sampling)
             answers.append(self._answer(sampling))
@@ -184,6 +189,11 @@ class SamplesInProgress:
             if unless_failed and run.failed_seq >= unless_failed and sampling.started is not None:
                 self._context.sampler.cancel(sampling.started.job)
                 sampling.started, sampling.answer = None, not_started()
+
+
+def _start(sampling: _Sampling) -> Answer:
+    sampling.told = True
+    return Answer(engine_pb2.EngineReply(id=sampling.message.id, sample_frame=training_pb2.SampleFrame()), [])
 
 
 def _new_tokens(sampling: _Sampling) -> list[Answer]:

@@ -23,7 +23,7 @@ from gradwire_server.engine.process.ranks import Ranks
 def carried_out(decision: Decision, engine: Engine, samples: SamplesInProgress) -> Iterator[Answer]:
     """Execute a decision, as every process of the engine does; yields the answers that are there, one by one."""
     for request in decision.samples:
-        samples.begin(decision, request)
+        yield from samples.begin(decision, request)
     if decision.steps_samples:
         samples.step(decision)
         yield from samples.finished()

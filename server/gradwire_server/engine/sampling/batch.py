@@ -253,6 +253,7 @@ class Batch:
             self._formed = self._steps
         states = self.values.prefill(policies, prompts, np.array(spread))
         for each in joining:
+            each.job.begun = True
             self._left.pop((each.job, each.row), None)
         if len(self._rows):
             room = max(self._rows.tokens.shape[1], new.tokens.shape[1])

@@ -44,6 +44,7 @@ class LocalJob:
         ends: Tokens that end a sample.
         limits: ``[R]`` maximum tokens of each sample.
         error: The error that ended the job, or None.
+        begun: Whether the prompt of one of its samples has been computed.
         own: The rows that this process computes; all of them, unless they are divided among ranks.
 
     Raises:
@@ -69,9 +70,10 @@ class LocalJob:
             [min(params.max_tokens, facts.context_length - len(prompt)) for prompt in prompts], params.n
         )
         self.error: Exception | None = None
+        self.begun = False
         self.own: Sequence[int] = range(len(self.limits))
         self._news: list[int] = []
-        self._told_error = False
+        self._told_error = self._told_begun = False
         self._deltas: list[training_pb2.SampleDelta] = []
         self._eos = eos - stops
         self._ended: list[_Ended | None] = [None] * len(self.limits)
@@ -164,7 +166,9 @@ class LocalJob:
             ended=[_on_the_wire(row, found) for row in ended if (found := self._ended[row]) is not None],
             deltas=self.new_tokens() if deltas else [],
             error=None if self.error is None else to_error(self.error, "request sample"),
+            begun=self.begun and not self._told_begun,
         )
+        self._told_begun = self.begun
         return told if told.ByteSize() else None
 
     def learn(self, told: engine_pb2.EngineSampledJob, *, own: bool) -> None:
@@ -177,6 +181,7 @@ class LocalJob:
             self._told_error, self.error = True, OperationError.from_proto(told.error)
         if own:
             return
+        self.begun |= told.begun
         for each in told.ended:
             self._left -= self._ended[each.row] is None
             self._ended[each.row] = _from_the_wire(each)

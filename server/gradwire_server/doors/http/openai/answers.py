@@ -19,7 +19,7 @@ from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.errors import in_public_names
 from gradwire_server.errors import ServiceError
-from gradwire_server.scheduling.dispatcher import AT_ENGINE
+from gradwire_server.scheduling.dispatcher import ON_START
 
 R = TypeVar("R")
 
@@ -109,10 +109,10 @@ async def unless_left(work: Coroutine[Any, Any, R], http: Request) -> R:
     """The result of some work, which is cancelled when the client leaves, or has to wait for too long.
 
     Raises:
-        ServiceError: CANCELLED, which nobody reads; LIMIT_EXCEEDED if no engine has taken it within ``TURN_S``.
+        ServiceError: CANCELLED, which nobody reads; LIMIT_EXCEEDED if no engine has begun it within ``TURN_S``.
     """
     begun = asyncio.Event()
-    AT_ENGINE.set(begun.set)
+    ON_START.set(begun.set)
 
     async def left() -> None:
         while (await http.receive())["type"] != "http.disconnect":

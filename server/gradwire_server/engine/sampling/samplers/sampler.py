@@ -225,6 +225,10 @@ class Job(Protocol):
     @property
     def done(self) -> bool: ...
 
+    @property
+    def begun(self) -> bool:
+        """Whether one of its samples has, or had, a place among those in progress."""
+
     def new_tokens(self) -> list[training_pb2.SampleDelta]:
         """Take what the samples have grown by since the last call, if their parameters say ``stream``."""
 

@@ -210,6 +210,7 @@ class _Served:
 
     def add(self, job: LocalJob, policy: Policy, adapter: Any) -> None:
         self._policies[job] = policy
+        job.begun = True  # vLLM does not tell when it begins
         params = job.params
         for number, prompt in enumerate(job.prompts):
             request_id = str(next(self._ids))

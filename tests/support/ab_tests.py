@@ -1,6 +1,6 @@
 """Simulated A/B tests, many at once, with a look at the comparison after every rating.
 
-``python tests/support/ab_tests.py [SIMULATIONS]`` prints the table of docs/feedback.md.
+``python tests/support/ab_tests.py [SIMULATIONS]`` prints the first table of benchmarks/measurements.md.
 
 Letters in comments: S simulations, U users.
 """

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -365,29 +365,68 @@ PAGE = Path(__file__).parent.parent / "docs" / "architectures.md"
 HEAD = f"""# Architectures
 
 Every architecture below trains and samples with the numbers of transformers alone, or is refused when a run is
-created, with a sentence. `make architectures` made this table with transformers {__version__}: each line is a tiny
-random model with all that makes the architecture different. The figure is the largest difference of log-probabilities
-and gradients (relative to the largest) of all weights and of LoRA in float64, of rows of different lengths and of
-each alone, and of samples in float32. Where transformers computes a part in float32 itself, or its own cache of a
-recurrent state rounds more than a forward, the figure is of that size.
+created, with a sentence. `make architectures` made this page with transformers {__version__}: each entry is a tiny
+random model with all that makes the architecture different, and `model_type` where the name does not tell it. Compared
+are log-probabilities and gradients of all weights and of LoRA in float64, of rows of different lengths and of each
+alone, and samples in float32. A model is checked in the same way when it is loaded, whatever its name.
 
-*Form*: whether rows are packed without padding and share prefixes (fastest), and whether samples grow in pages of keys
-and values or in transformers' own cache. A model is checked in the same way when it is loaded, whatever its name.
+Rows are packed without padding and share prefixes (fastest) where the model allows it. Samples grow in pages of keys
+and values, or in transformers' own cache.
 
-| architecture | | largest difference | form | refused, and notes |
-| --- | --- | --- | --- | --- |
+| rows and samples | architectures |
+| --- | --- |
 """
+ORDINARY = 1e-5
+"""Differences, relative to the largest value, of which the page says no more."""
 
 
-def row_of(name: str, found: Found) -> str:
-    """A line of the table."""
+class Line(NamedTuple):
+    """What the page says of an architecture: ``form`` is empty where it is refused."""
+
+    label: str
+    form: str
+    difference: float
+    notes: list[str]
+
+
+def label_of(name: str) -> str:
+    """An architecture's name, with its variant, or its model_type where the name does not tell it."""
     kind, _ = CONFIGURATIONS[name]
+    if ", " in name:
+        return f"{name.replace(', ', ' (', 1)})"
+    same = "".join(filter(str.isalnum, name)).lower() == "".join(filter(str.isalnum, kind))
+    return name if same else f"{name} (`{kind}`)"
+
+
+def line_of(name: str, found: Found) -> Line:
+    """The line of an architecture that was checked."""
+    label = label_of(name)
     notes = [*found.limits, *found.wrong, *([found.refusal] if found.refusal else [])]
     form = [FORMS[note] for note in notes if note in FORMS] + ["own cache" for note in notes if note == "own cache"]
-    said = [note.replace("model 'm' ", "") for note in notes if note not in FORMS and note != "own cache"]
-    worst = max((value for key, value in found.figures.items() if "bfloat" not in key), default=None)
-    figure = "" if worst is None or found.refusal else f"{worst:.0e}"
-    return f"| {name} (`{kind}`) | {found.verdict} | {figure} | {', '.join(form)} | {'; '.join(said)} |\n"
+    said = [
+        "compared in float32" if note == "float32" else note.replace("model 'm' ", "")
+        for note in notes
+        if note not in FORMS and note != "own cache"
+    ]
+    worst = max((value for key, value in found.figures.items() if "bfloat" not in key), default=0.0)
+    return Line(label, "" if found.refusal else ", ".join(form), 0.0 if found.refusal else worst, said)
+
+
+def page_of(lines: Sequence[Line]) -> str:
+    """The page: architectures by form, then those of which there is more to say."""
+    forms = sorted({line.form for line in lines if line.form}, reverse=True)
+    table = "".join(f"| {form} | {', '.join(line.label for line in lines if line.form == form)} |\n" for form in forms)
+    beyond = [f"{line.label} {line.difference:.0e}" for line in lines if line.difference > ORDINARY]
+    notes = [
+        f"- {line.label}{'' if line.form else ', refused'}: {'; '.join(line.notes)}." for line in lines if line.notes
+    ]
+    rest = "\n".join(notes)
+    return f"""{HEAD}{table}
+Numbers differ by {ORDINARY:.0e} of the largest at most. It is more where transformers computes a part in float32
+itself, or its own cache of a recurrent state rounds more than a forward: {", ".join(beyond)}.
+
+{rest}
+"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -399,15 +438,15 @@ def main(arguments: Sequence[str]) -> int:
     load_builtin_losses()
     names = list(arguments) or list(CONFIGURATIONS)
     counts: dict[str, int] = {}
-    lines = []
+    lines: list[Line] = []
     for name in names:
         found = check(name)
         counts[found.verdict] = counts.get(found.verdict, 0) + 1
-        lines.append(row_of(name, found))
-        print(lines[-1], end="", flush=True)
+        lines.append(line_of(name, found))
+        print(name, found.verdict, *lines[-1], sep=", ", flush=True)
     print(counts)
     if not arguments:
-        PAGE.write_text(HEAD + "".join(lines))
+        PAGE.write_text(page_of(lines))
     return int("wrong" in counts)
 
 

@@ -8,9 +8,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
+from gradwire_proto.history import METRIC, TEXTS, to_columns
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire import html
@@ -60,32 +61,38 @@ class History:
     seq: Array
 
     @staticmethod
-    def from_wire(points: Sequence[pb.HistoryPoint]) -> History:
-        def numbers(name: Literal["loss", "learning_rate", "grad_norm"]) -> Array:
-            return np.array([getattr(one, name) if one.HasField(name) else math.nan for one in points], np.float64)
+    def from_wire(pages: Sequence[pb.HistoryPage]) -> History:
+        """Join pages; those of an older server have points."""
+        counts, parts = list[int](), list[dict[str, Array]]()
+        for page in pages or [pb.HistoryPage()]:
+            columns = page.columns if page.HasField("columns") else to_columns(page.points)
+            values = np.frombuffer(columns.values, "<f8").reshape(len(columns.names), -1)
+            part: dict[str, Array] = dict(zip(columns.names, values))
+            texts = np.array([*columns.texts, ""], object)
+            for name in TEXTS:
+                part[name] = texts[part[name].astype(np.int64)]
+            counts.append(values.shape[1])
+            parts.append(part)
 
-        def column(name: str, dtype: Any) -> Array:
-            return np.array([getattr(one, name) for one in points], dtype)
+        def joined(name: str) -> Array:
+            return np.concatenate([
+                part[name] if name in part else np.full(count, math.nan) for part, count in zip(parts, counts)
+            ])  # fmt: skip
 
-        metrics: dict[str, Array] = {}
-        for index, one in enumerate(points):
-            for name, value in one.metrics.items():
-                if name not in metrics:
-                    metrics[name] = np.full(len(points), math.nan)
-                metrics[name][index] = value
+        metrics = sorted({name for part in parts for name in part if name.startswith(METRIC)})
         return History(
-            step=column("step", np.int64),
-            operation=column("operation", object),
-            loss=numbers("loss"),
-            metrics=dict(sorted(metrics.items())),
-            learning_rate=numbers("learning_rate"),
-            grad_norm=numbers("grad_norm"),
-            tokens=column("tokens", np.int64),
-            seconds=column("seconds", np.float64),
-            loss_fn=column("loss_fn", object),
-            time=column("time", np.float64),
-            run_id=column("run_id", object),
-            seq=column("seq", np.int64),
+            step=joined("step").astype(np.int64),
+            operation=joined("operation"),
+            loss=joined("loss"),
+            metrics={name.removeprefix(METRIC): joined(name) for name in metrics},
+            learning_rate=joined("learning_rate"),
+            grad_norm=joined("grad_norm"),
+            tokens=joined("tokens").astype(np.int64),
+            seconds=joined("seconds"),
+            loss_fn=joined("loss_fn"),
+            time=joined("time"),
+            run_id=joined("run_id"),
+            seq=joined("seq").astype(np.int64),
         )
 
     @property

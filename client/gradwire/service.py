@@ -163,7 +163,7 @@ class ServiceClient(Connected):
                 yield RunUpdates(
                     runs=tuple(map(RunInfo.from_message, update.runs)),
                     gone=tuple(update.gone),
-                    history=History.from_wire(update.points),
+                    history=History.from_wire([pb.HistoryPage(points=update.points)]),
                     cursor=update.cursor,
                     whole=update.whole,
                     jobs_changed=update.jobs_changed,

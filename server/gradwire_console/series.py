@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from gradwire import History
@@ -75,6 +76,10 @@ class Operation:
     time: float
 
 
+def _extend(column: array[Any], values: NDArray[Any]) -> None:
+    column.frombytes(values.astype(column.typecode).tobytes())
+
+
 class Record:
     """What one run measured, with the operation of every value.
 
@@ -92,19 +97,21 @@ class Record:
 
     def append(self, history: History) -> None:
         """Add operations behind the others; those that are there already are left out."""
-        fresh = []
-        for n, (run_id, seq) in enumerate(zip(history.run_id.tolist(), history.seq.tolist())):
-            if seq > self._last.get(run_id, 0):
-                self._last[run_id] = seq
-                fresh.append(n)
-                trained = history.loss_fn[n] != "" and history.operation[n] != "forward"
-                self.non_finite += bool(trained and not np.isfinite(history.loss[n]))
-        if not fresh:
+        new = np.zeros(len(history), bool)
+        for run_id in dict.fromkeys(history.run_id.tolist()):
+            own = (history.run_id == run_id) & (history.seq > self._last.get(run_id, 0))
+            if own.any():
+                self._last[run_id] = int(history.seq[own].max())
+                new |= own
+        fresh = np.flatnonzero(new)
+        if not len(fresh):
             return
+        trained = new & (history.loss_fn != "") & (history.operation != "forward")
+        self.non_finite += int((trained & ~np.isfinite(history.loss)).sum())
         begin, tokens = len(self._axes["step"]), self._axes["tokens"][-1] if self._axes["tokens"] else 0.0
-        self._axes["step"].extend(history.step[fresh].astype(float))
-        self._axes["time"].extend(history.time[fresh])
-        self._axes["tokens"].extend(tokens + np.cumsum(history.tokens[fresh]).astype(float))
+        _extend(self._axes["step"], history.step[fresh])
+        _extend(self._axes["time"], history.time[fresh])
+        _extend(self._axes["tokens"], tokens + np.cumsum(history.tokens[fresh]))
         for n in fresh[-NEWEST:]:
             loss = float(history.loss[n])
             self.operations.append(
@@ -124,8 +131,8 @@ class Record:
             finite = np.flatnonzero(np.isfinite(values[fresh]))
             if len(finite):
                 metric = self._metrics.setdefault(name, _Metric())
-                metric.at.extend((begin + finite).tolist())
-                metric.values.extend(values[fresh][finite])
+                _extend(metric.at, begin + finite)
+                _extend(metric.values, values[fresh][finite])
 
     def __len__(self) -> int:
         return len(self._axes["step"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import gradwire
 import numpy as np
 import pytest
+from gradwire_proto.v1 import training_pb2 as pb
 from support.batches import VOCAB, causal_lm, ppo
 from support.server import Server
 
@@ -36,6 +37,19 @@ async def test_it_outlives_the_program_and_a_kill_of_the_server(killable: Server
     assert (np.diff(history.time) >= 0).all() and history["perplexity"][0] == pytest.approx(np.exp(seen[0][0]))
 
 
+async def as_points(run: gradwire.TrainingClient, history: gradwire.History) -> None:
+    """The same, of the points that an older client asks for and an older server answers with."""
+    pages = run._transport._stub.GetHistory(pb.GetHistoryRequest(run_id=run.run_id), metadata=run._transport._metadata)
+    found = [page async for page in pages]
+    assert all(page.points and not page.HasField("columns") for page in found)
+    split = [pb.HistoryPage(points=[point]) for page in found for point in page.points]
+    for again in (gradwire.History.from_wire(found), gradwire.History.from_wire(split)):
+        assert list(again.columns) == list(history.columns)
+        for name, values in history.columns.items():
+            np.testing.assert_array_equal(again[name], values, name)
+            assert again[name].dtype == values.dtype
+
+
 @pytest.mark.holds_loop("matplotlib draws")
 async def test_a_fork_begins_with_it_and_files_hold_it(
     service: gradwire.ServiceClient, tmp_path: Path, rng: np.random.Generator
@@ -53,6 +67,7 @@ async def test_a_fork_begins_with_it_and_files_hold_it(
     assert history.run_id.tolist() == [run.run_id] * 3 + [fork.run_id] * 2
     assert history.loss_fn.tolist() == ["causal_lm", "", "", "enhanced_ppo", ""]
     assert {name: history[name][3] for name in result.metrics} == pytest.approx(dict(result.metrics), nan_ok=True)
+    await as_points(fork, history)
 
     with history.to_csv(tmp_path / "new" / "run.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))

@@ -340,18 +340,18 @@ class Transport:
         self.check_loop()
         return _frames(self._stub.StreamSample(request, metadata=self._metadata), self.address)
 
-    async def history(self, run_id: str, at_most: int) -> list[pb.HistoryPoint]:
-        """The points of a run's record in order; asked for again from the first while the server is away."""
+    async def history(self, run_id: str, at_most: int) -> list[pb.HistoryPage]:
+        """The pages of a run's record in order; asked for again from the first while the server is away."""
         self.check_loop()
-        request, backoff = pb.GetHistoryRequest(run_id=run_id, at_most=at_most), self.backoff()
+        request, backoff = pb.GetHistoryRequest(run_id=run_id, at_most=at_most, columns=True), self.backoff()
         while True:
-            points: list[pb.HistoryPoint] = []
+            found: list[pb.HistoryPage] = []
             call = self._stub.GetHistory(request, metadata=self._metadata)
             try:
                 async with contextlib.aclosing(_frames(call, self.address)) as pages:
                     async for page in pages:
-                        points += page.points
-                return points
+                        found.append(page)
+                return found
             except errors.RETRYABLE as error:
                 await backoff.pause(error)
                 self.check_alive()

@@ -2132,18 +2132,22 @@ class GetHistoryRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     AT_MOST_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     at_most: _builtins.int
     """of a longer record, every n-th operation of each kind, about so many; 0: all"""
+    columns: _builtins.bool
+    """answer with columns, which take a client less time to read"""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         at_most: _builtins.int = ...,
+        columns: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_most", b"at_most", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_most", b"at_most", "columns", b"columns", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2154,20 +2158,60 @@ class HistoryPage(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POINTS_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___HistoryPoint]: ...
+    @_builtins.property
+    def columns(self) -> Global___HistoryColumns:
+        """instead of points, if the request asks for them"""
+
     def __init__(
         self,
         *,
         points: _abc.Iterable[Global___HistoryPoint] | None = ...,
+        columns: Global___HistoryColumns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["points", b"points"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "points", b"points"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HistoryPage: _TypeAlias = HistoryPage  # noqa: Y015
+
+@_typing.final
+class HistoryColumns(_message.Message):
+    """Operations as columns, numbers alone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMES_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    values: _builtins.bytes
+    """float64, little-endian, a column after the other; NaN where there is no value"""
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """fields of HistoryPoint, then "metrics.NAME" """
+
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """what columns of texts number, from 0"""
+
+    def __init__(
+        self,
+        *,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+        values: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "texts", b"texts", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HistoryColumns: _TypeAlias = HistoryColumns  # noqa: Y015
 
 @_typing.final
 class HistoryPoint(_message.Message):

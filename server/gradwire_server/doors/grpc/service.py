@@ -9,6 +9,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from gradwire_proto.history import to_columns
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.training_pb2_grpc import TrainingServiceServicer
 
@@ -112,7 +113,10 @@ class TrainingService(TrainingServiceServicer):
     async def GetHistory(self, request: pb.GetHistoryRequest, context: Any) -> AsyncIterator[pb.HistoryPage]:
         async with aclosing(self._core.runs.history(CALLER.get(), request.run_id, request.at_most)) as pages:
             async for points in pages:
-                yield pb.HistoryPage(points=points)
+                if request.columns:
+                    yield pb.HistoryPage(columns=to_columns(points))
+                else:
+                    yield pb.HistoryPage(points=points)
 
     # ---- what people see ----
 

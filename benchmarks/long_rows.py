@@ -34,7 +34,7 @@ class Way:
         name: What the result then says of them.
         gradient_checkpointing: The run's setting; None leaves it to the engine.
         server_args: Arguments of ``gradwire serve``.
-        most_mib: Bound of the peak that is stated in docs/memory.md; None for none.
+        most_mib: Bound of the peak that is stated in benchmarks/measurements.md; None for none.
     """
 
     name: str

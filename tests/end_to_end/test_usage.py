@@ -6,10 +6,12 @@ import time
 from pathlib import Path
 
 import gradwire
+import httpx
 import pytest
 from gradwire.cli.app import app
 from gradwire_server.access.keys import KeyFile
-from support.server import Server
+from support.server import Server, free_port
+from support.tinker import HttpServer
 from typer.testing import CliRunner
 
 BATCH = {"input_ids": [[5, 9, 23, 7, 11], [3, 14, 15, 9]]}
@@ -76,4 +78,42 @@ def test_what_keys_used_is_counted_and_kept(tiny_model_path: Path, tmp_path: Pat
     assert (total[0], total[1], total[3]) == ("all", "18", "1,286")
     (_, only) = printed(server, keys["bob"])
     assert only[0] == "none" and only[3] == "6"
+    assert server.end() == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="one engine"),
+        pytest.param(("--ranks", "2"), id="two ranks", marks=pytest.mark.slow),
+        pytest.param(("--engines", "2"), id="two engines", marks=pytest.mark.slow),
+    ],
+)
+def test_what_was_sampled_for_who_leaves_is_counted(
+    tiny_model_path: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    key = KeyFile(tmp_path).create("ann")
+    server = HttpServer(tiny_model_path, tmp_path, free_port(), *options).start()
+
+    def counted(operations: int) -> gradwire.Usage:
+        deadline = time.monotonic() + 60
+        while not (found := used(server, key)) or found[0].operations < operations:
+            assert time.monotonic() < deadline, "what was stopped is not counted"
+            time.sleep(0.05)
+        return found[0]
+
+    with gradwire.sync.connect(server.address, api_key=key) as service:
+        sampler = service.sampling_client("tiny")
+        stream = iter(sampler.stream([5, 9, 7], max_tokens=3000, ignore_eos=True))
+        seen = [next(stream) for _ in range(5)]
+        del stream
+        streamed = counted(1)
+        assert streamed.prompt_tokens == 3 and len(seen) <= streamed.sampled_tokens < 3000 and streamed.engine_s > 0
+    asked = {"model": "tiny", "prompt": PROMPTS * 4, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    headers = {"Authorization": f"Bearer {key}"}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, headers=headers, timeout=60) as answer:
+        assert any(line.startswith("data:") for line in answer.iter_lines())
+    whole = counted(2)
+    assert whole.prompt_tokens == 3 + 4 * 5
+    assert 0 < whole.sampled_tokens - streamed.sampled_tokens < 8 * 3000 and whole.engine_s > streamed.engine_s
     assert server.end() == 0

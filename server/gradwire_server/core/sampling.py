@@ -124,11 +124,17 @@ class Sampling:
         queue = self._scheduler.queue(source) if source is not None and current else None
         usage, base = self._scheduler.usage(caller.name), _base(asked, source)
         try:
-            reply, payload = await self._scheduler.dispatcher.sample(asked, usage, base, queue, on_frame)
+            reply, payload = await self._scheduler.dispatcher.sample(
+                asked,
+                usage,
+                base,
+                queue,
+                on_frame,
+                count=lambda result: self._usage.count(caller.name, source, result, label=label, base_model=base),
+            )
         except EngineDied as error:
             message = "the engine ended while it sampled; it is being started again, try again"
             raise ServiceError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, message) from error
-        self._usage.count(caller.name, source, reply.result, label=label, base_model=base)
         return StoredResult(reply.result, payload)
 
 

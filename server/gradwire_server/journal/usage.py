@@ -1,8 +1,9 @@
 """What keys have used: tokens, seconds of the engines and checkpoints, by hour, run and model.
 
 An operation counts when its result is known, for the owner of its run; sampling outside a run's queue for the key that
-asked. What a recovery repeats does not count again. The counts of the last seconds are in memory only, so a kill loses
-them; they are in a backup, and not in what ``gradwire repair`` builds again.
+asked, also what was computed before its caller left. What a recovery repeats does not count again. The counts of the
+last seconds are in memory only, so a kill loses them; they are in a backup, and not in what ``gradwire repair`` builds
+again.
 
 A key has a bounded number of rows. Beyond it hours are merged into days, then what is gone into one row for each day
 and model, then days into months. Sums stay what they are.

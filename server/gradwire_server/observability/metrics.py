@@ -222,6 +222,9 @@ class Metrics:
         if result.HasField("timings"):
             self._queue_s(kind).observe(result.timings.queue_s)
             self._engine_s(kind).observe(result.timings.engine_s)
+        if result.HasField("sample"):  # also of one whose caller has left
+            self._tokens("prompt").inc(result.sample.num_prompt_tokens)
+            self._tokens("sampled").inc(result.sample.num_sampled_tokens)
         if result.status != pb.STATUS_SUCCEEDED:
             return
         if has_loss(result):
@@ -233,9 +236,6 @@ class Metrics:
             self._grad_norm(run).set(step.grad_norm)
             if run:
                 self._run_step(run).set(step.step)
-        elif result.HasField("sample"):
-            self._tokens("prompt").inc(result.sample.num_prompt_tokens)
-            self._tokens("sampled").inc(result.sample.num_sampled_tokens)
 
     def _evaluated(self, run_id: str, trained: bool, loss: str, result: pb.LossResult) -> None:
         self._tokens("trained" if trained else "scored").inc(result.num_tokens)

@@ -34,7 +34,7 @@ from gradwire_server.scheduling.parking import CannotRestore, Parking
 from gradwire_server.scheduling.placement import EngineQueue, Placement, Visit
 from gradwire_server.scheduling.results import Results
 from gradwire_server.scheduling.run_queue import RunQueue
-from gradwire_server.scheduling.samples_in_parts import end
+from gradwire_server.scheduling.samples_in_parts import end, tell_result
 from gradwire_server.scheduling.spread_samples import SpreadSamples
 from gradwire_server.scheduling.states import OperationState
 from gradwire_server.stores.store import Store
@@ -255,6 +255,8 @@ class Dispatcher:
         model: str,
         run: RunQueue | None = None,
         on_frame: Callable[[pb.SampleFrame], None] | None = None,
+        *,
+        count: Callable[[pb.OperationResult], object],
     ) -> EngineAnswer:
         """Sample outside any run's queue, when it is the owner's turn. A caller who is cancelled ends the generation.
 
@@ -262,6 +264,7 @@ class Dispatcher:
             model: Name of the base model of what is sampled from.
             run: The run whose current weights are sampled from, instead of the request's model.
             on_frame: Takes new tokens as they are generated.
+            count: Takes the result, or what was computed before the caller left, which may be after this has returned.
 
         Raises:
             ServiceError: LIMIT_EXCEEDED, SHUTTING_DOWN, or the engine's own error.
@@ -275,9 +278,12 @@ class Dispatcher:
         if run is not None:
             request.sampled_run = run.record.run_id
         visit = Visit(usage.owner, Load(given, samples=not asked.call.prompt_logprobs), run, model)
-        reply, payload = await self._outside(request, usage, visit, tokens, on_frame)
-        self._metrics.finished("", pb.Operation(sample=asked.call), reply.result)
-        return reply, payload
+
+        def finished(result: pb.OperationResult) -> None:
+            self._metrics.finished("", pb.Operation(sample=asked.call), result)
+            count(result)
+
+        return await self._outside(request, usage, visit, tokens, on_frame, finished)
 
     async def _outside(
         self,
@@ -285,13 +291,15 @@ class Dispatcher:
         usage: Usage,
         visit: Visit,
         tokens: int,
-        on_frame: Callable[[pb.SampleFrame], None] | None = None,
+        on_frame: Callable[[pb.SampleFrame], None] | None,
+        finished: Callable[[pb.OperationResult], None],
     ) -> EngineAnswer:
         """Execute a request that belongs to no run, counted as ``tokens`` of the quota.
 
         Args:
             visit: Where it goes. If it is to a run, the engine must hold that, because the request reads it.
             on_frame: Takes the frames of a request that streams.
+            finished: Takes the result; that of a caller who has left says how much was computed.
         """
         usage.check(0, tokens)
         usage.operations += 1
@@ -307,7 +315,7 @@ class Dispatcher:
             engine: Interruptible = there.engine
             if (on_start := ON_START.get()) is not None:
                 request.tells_start, on_frame = True, partial(_heard, on_start, on_frame)
-            spread = self.spread.outside(request, visit, there, on_frame)
+            spread = self.spread.outside(request, visit, there, on_frame, finished)
             if spread is not None:
                 engine, answer = spread, spread.answer
             else:
@@ -316,6 +324,7 @@ class Dispatcher:
                 run.reads(answer)
             answer.add_done_callback(retrieved)
             answer.add_done_callback(lambda _: self.leave(visit))  # also if the caller has left meanwhile
+            answer.add_done_callback(partial(tell_result, finished))
             try:
                 return await asyncio.shield(answer)
             except asyncio.CancelledError:  # the caller has left

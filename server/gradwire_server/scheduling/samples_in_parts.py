@@ -28,6 +28,7 @@ from gradwire_server.scheduling.shared_files import SharedFiles
 log = logging.getLogger(__name__)
 
 OnFrame = Callable[[pb.SampleFrame], None]
+OnResult = Callable[[pb.OperationResult], None]
 
 
 class Turns(Protocol):
@@ -51,6 +52,7 @@ class Asked:
         run: The run whose current weights are read; None for the request's model.
         operation: The run's operation that this is; None outside its queue.
         streams, tells_start: As of ``EngineRequest``.
+        finished: Takes the result of each part that was stopped; None within a run's queue.
     """
 
     owner: str
@@ -60,6 +62,7 @@ class Asked:
     operation: QueuedOperation | None = None
     streams: bool = False
     tells_start: bool = False
+    finished: OnResult | None = None
 
 
 @dataclass(frozen=True)
@@ -219,6 +222,8 @@ class SamplesInParts:
         else:
             answer = engine.request(request, (), partial(_shifted, on_frame, part.start * (part.sample.call.n or 1)))
         answer.add_done_callback(retrieved)
+        if self._asked.finished is not None:
+            answer.add_done_callback(partial(tell_result, self._asked.finished, only=pb.STATUS_CANCELLED))
         return answer
 
     def _merged(self, answers: Sequence[EngineAnswer]) -> EngineAnswer:
@@ -253,6 +258,17 @@ async def _until_answered(engine: Interruptible, answer: asyncio.Future[EngineAn
     except asyncio.CancelledError:
         await end(engine, answer)
         raise
+
+
+def tell_result(
+    finished: OnResult, answer: asyncio.Future[EngineAnswer], only: pb.Status.ValueType | None = None
+) -> None:
+    """Hand an engine's result to whoever counts it, unless there is none, or one of another status."""
+    if answer.cancelled() or answer.exception() is not None:
+        return
+    reply, _ = answer.result()
+    if reply.HasField("result") and only in (None, reply.result.status):
+        finished(reply.result)
 
 
 async def end(engine: Interruptible, answer: asyncio.Future[EngineAnswer]) -> None:

@@ -23,7 +23,7 @@ from gradwire_server.sampling_seed import own_seed
 from gradwire_server.scheduling.operation import QueuedOperation
 from gradwire_server.scheduling.placement import EngineQueue, Placement, Visit
 from gradwire_server.scheduling.run_queue import RunQueue
-from gradwire_server.scheduling.samples_in_parts import Asked, OnFrame, Part, SamplesInParts, Turns
+from gradwire_server.scheduling.samples_in_parts import Asked, OnFrame, OnResult, Part, SamplesInParts, Turns
 from gradwire_server.scheduling.shared_files import SharedFiles
 from gradwire_server.stores.store import Store
 
@@ -76,7 +76,12 @@ class SpreadSamples:
         return self.begin(asked, self._placement.of(queue.record.run_id))
 
     def outside(
-        self, request: engine_pb2.EngineRequest, visit: Visit, there: EngineQueue, on_frame: OnFrame | None
+        self,
+        request: engine_pb2.EngineRequest,
+        visit: Visit,
+        there: EngineQueue,
+        on_frame: OnFrame | None,
+        finished: OnResult,
     ) -> SamplesInParts | None:
         """Begin samples outside a run's queue; None if they are not to be spread.
 
@@ -85,6 +90,7 @@ class SpreadSamples:
             visit: The visit that has a place in an engine for them.
             there: That engine.
             on_frame: Takes the frames that the request asks for.
+            finished: Takes the results of parts that were stopped.
         """
         sample = request.sample
         if self._count(visit.model, sample.call, max(len(sample.prompt_ids), len(sample.call.prompts))) < 2:
@@ -92,7 +98,13 @@ class SpreadSamples:
         if not sample.call.HasField("seed"):
             sample.call.seed = secrets.randbits(62)
         asked = Asked(
-            visit.owner, visit.model, sample, visit.run, streams=request.streams, tells_start=request.tells_start
+            visit.owner,
+            visit.model,
+            sample,
+            visit.run,
+            streams=request.streams,
+            tells_start=request.tells_start,
+            finished=finished,
         )
         return self.begin(asked, there, on_frame)
 

@@ -101,8 +101,8 @@ class SamplesInProgress:
         for sampling in self._all():
             error = decision.stopped.get(sampling.message.id)
             if error is not None and sampling.started is not None and not sampling.ended:
-                self._context.sampler.cancel(sampling.started.job)
-                sampling.started, sampling.answer = None, self._failed(sampling, error)
+                sampling.answer = self._stopped(sampling, sampling.started, error)
+                sampling.started = None
         if self._context.sampler.turn():
             together = [(each, each.started.num_samples) for each in self._all() if each.started and not each.ended]
             began = time.perf_counter()
@@ -171,6 +171,20 @@ class SamplesInProgress:
         answer = success(outcome, 0, seconds)
         crash_point("engine.before_reply")
         return answer
+
+    def _stopped(self, sampling: _Sampling, started: Started, error: Exception) -> Answer:
+        """Make the answer to a request that was stopped: outside a run, what was computed for it."""
+        tokens = self._context.sampler.cancel(started.job)
+        if not sampling.message.HasField("sample"):
+            return self._failed(sampling, error)
+        if not started.job.begun:
+            return not_started()
+        everywhere = self._context.agreement.gathered(str(tokens).encode())
+        result = training_pb2.OperationResult(status=training_pb2.STATUS_CANCELLED)
+        result.timings.engine_s = time.perf_counter() - sampling.began
+        result.sample.num_prompt_tokens = started.num_prompt_tokens
+        result.sample.num_sampled_tokens = sum(map(int, everywhere))
+        return plain_answer(result=result)
 
     def _failed(self, sampling: _Sampling, error: Exception) -> Answer:
         if sampling.execution is not None:

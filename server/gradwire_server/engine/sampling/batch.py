@@ -85,11 +85,15 @@ class Batch:
         self._jobs.append(job)
         self._waiting.add(job, self._steps)
 
-    def remove(self, job: LocalJob) -> None:
+    def remove(self, job: LocalJob) -> int:
+        """Remove a job; returns the number of tokens of its samples that had not ended."""
+        tokens = int(self._rows.count[self._rows.job == job].sum())
+        tokens += sum(len(left.tokens) for (of, _), left in self._left.items() if of is job)
         self._jobs.remove(job)
         self._waiting.remove(job)
         self._left = {key: left for key, left in self._left.items() if key[0] is not job}
         self._keep(self._rows.job != job)
+        return tokens
 
     def step(self) -> None:
         """Prefill new rows if there is room, and add one token to every sample."""

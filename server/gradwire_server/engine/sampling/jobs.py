@@ -101,6 +101,11 @@ class LocalJob:
             self.error = error
 
     @property
+    def num_ended_tokens(self) -> int:
+        """Tokens of the samples of this process that have ended."""
+        return sum(len(ended.token_ids) for row in self.own if (ended := self._ended[row]) is not None)
+
+    @property
     def done(self) -> bool:
         return not self._left or self.error is not None
 

@@ -130,16 +130,18 @@ class LocalSampler:
             self._batches[key] = Batch(key.split_model, values, tokens, rows, self._uniforms, self._division)
         self._batches[key].add(job)
 
-    def cancel(self, job: LocalJob) -> None:
+    def cancel(self, job: LocalJob) -> int:
         """See :class:`.sampler.Sampler`."""
+        tokens = job.num_ended_tokens
         self._to_join.pop(job, None)
         self._grammars.remove(job)
         for key, batch in list(self._batches.items()):
             if job in batch.jobs:
-                batch.remove(job)
+                tokens += batch.remove(job)
                 if not batch.jobs:
                     del self._batches[key]
                     self._end(key, batch)
+        return tokens
 
     def uses(self, policy: Policy) -> bool:
         """See :class:`.sampler.Sampler`."""

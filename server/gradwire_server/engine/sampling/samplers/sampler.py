@@ -273,8 +273,8 @@ class Sampler(Protocol[J]):
                 stop strings or a form of the text without a tokenizer.
         """
 
-    def cancel(self, job: J) -> None:
-        """Cancel a job and drop its samples."""
+    def cancel(self, job: J) -> int:
+        """Cancel a job and drop its samples; returns how many tokens of them this process has computed."""
 
     def uses(self, policy: Policy) -> bool:
         """Whether a job of this policy is in progress."""

@@ -104,10 +104,10 @@ class VllmSampler:
             served.add(job, policy, adapter)
         return job
 
-    def cancel(self, job: LocalJob) -> None:
-        self._local.cancel(job)
+    def cancel(self, job: LocalJob) -> int:
         for served in self._served.values():
-            served.cancel(job)
+            served.cancel(job)  # vLLM does not tell what it has computed of samples that have not ended
+        return self._local.cancel(job)
 
     def uses(self, policy: Policy) -> bool:
         return self._local.uses(policy) or any(served.uses(policy) for served in self._served.values())

@@ -140,10 +140,7 @@ async def _measure(
 
     own: dict[str, Any] = {} if address else {"models": [model]}
     async with gradwire.connect(address or None, **own) as service:
-        models = await service.list_models()
-        info = next((each for each in models if each.name == model), None if address else models[0])
-        if info is None:
-            raise ValueError(f"the server has no model {model!r}; it has {', '.join(each.name for each in models)}")
+        info = await model_of(service, model if address else "")
         tokens = Tokens(service, info, max_tokens, overlong="skip", on_error="skip", tell=False)
 
         async def encode(part: Sequence[Any]) -> list[Any]:
@@ -163,6 +160,20 @@ async def _measure(
         for start in range(0, len(rows), CHUNK):
             encoded += await tokens.fitting(rows[start : start + CHUNK], encode)
         return [(len(ids), int(sum(mask))) for ids, mask in encoded], tokens.skipped
+
+
+async def model_of(service: gradwire.ServiceClient, name: str) -> gradwire.ModelInfo:
+    """Find a server's model; by an empty name its only one.
+
+    Raises:
+        ValueError: There is none of that name, or several.
+    """
+    models = await service.list_models()
+    found = [each for each in models if name in ("", each.name)]
+    if len(found) != 1:
+        said = f"the server has no model {name!r}; it has" if name else "give --model NAME; the server has"
+        raise ValueError(f"{said} {', '.join(each.name for each in models)}")
+    return found[0]
 
 
 def pair(given: str) -> tuple[str, str]:

@@ -29,6 +29,7 @@ HELP = {
     "feedback": "Serve people's scores and train on them.",
     "router": "Train a policy that routes requests.",
     "train": "Train by a recipe from a configuration file.",
+    "verify": "Compute a recorded run again, and compare.",
     "trajectories": "Look at recorded trajectories.",
     "trajectories.view": "Show the trajectories of a file.",
 }

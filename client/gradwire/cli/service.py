@@ -37,6 +37,17 @@ class Access:
     ] = None
     client_key: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file with its key.")] = None
 
+    def options(self, patience_s: float = 0.0) -> dict[str, Any]:
+        """Arguments of ``connect`` besides the address.
+
+        Args:
+            patience_s: Seconds for which calls are repeated while the server is away.
+        """
+        return {
+            "api_key": self.api_key or None, "ca_cert": self.ca_cert, "client_cert": self.client_cert,
+            "client_key": self.client_key, "connect_timeout": CONNECT_S, "reconnect_timeout": patience_s,
+        }  # fmt: skip
+
 
 def with_access(command: Callable[Concatenate[Access, P], None]) -> Callable[..., None]:
     """Give a command the options of :class:`Access` after its own; it gets them as its first parameter."""
@@ -54,25 +65,23 @@ def with_access(command: Callable[Concatenate[Access, P], None]) -> Callable[...
 
 
 @contextmanager
-def connected(access: Access, patience_s: float = 0.0) -> Iterator[sync.ServiceClient]:
-    """Connect to a server. An error within ends the command in one sentence: status 2 if the request is wrong, else 1.
-
-    Args:
-        patience_s: Seconds for which calls are repeated while the server is away.
-    """
+def told(access: Access) -> Iterator[None]:
+    """End the command in one sentence at an error: status 2 if the request is wrong, else 1."""
     try:
-        with sync.connect(
-            access.address,
-            api_key=access.api_key or None,
-            ca_cert=access.ca_cert,
-            client_cert=access.client_cert,
-            client_key=access.client_key,
-            connect_timeout=CONNECT_S,
-            reconnect_timeout=patience_s,
-        ) as service:
-            yield service
+        yield
     except errors.GradwireError as error:
         message = plain(str(error))
         where = "" if access.address in message else f"{access.address}: "
         Console(stderr=True, soft_wrap=True).print(Text(f"gradwire: {where}{message}", "red"))
         raise typer.Exit(2 if isinstance(error, errors.InvalidRequestError) else 1) from None
+
+
+@contextmanager
+def connected(access: Access, patience_s: float = 0.0) -> Iterator[sync.ServiceClient]:
+    """Connect to a server; errors within end the command as :func:`told` says.
+
+    Args:
+        patience_s: Seconds for which calls are repeated while the server is away.
+    """
+    with told(access), sync.connect(access.address, **access.options(patience_s)) as service:
+        yield service

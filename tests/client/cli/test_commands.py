@@ -91,7 +91,7 @@ def test_conversations_are_shown_as_the_model_gets_them(
     finally:
         assert chats.end() == 0
     assert shown.exit_code == 0, shown.output
-    assert re.search(r"talks\.jsonl, row 1: \d+ tokens, \d+ trained on", shown.stdout)
+    assert re.search(r"talks\.jsonl, line 1: \d+ tokens, \d+ trained on", shown.stdout)
     assert re.search(r">>>two[^1]*<<<", shown.stdout) and "1 and 1?" in shown.stdout
     assert "\x1b[31m" not in shown.stdout and ">>>red" in shown.stdout
     row = json.loads(ids.stdout)
@@ -99,6 +99,30 @@ def test_conversations_are_shown_as_the_model_gets_them(
     assert mapped.exit_code == 0 and ">>>two" in mapped.stdout
     assert wrong.exit_code == 2 and "line 1" in wrong.stderr and wrong.stdout == ""
     assert "--mapping prompt=COLUMN --mapping completion=COLUMN" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("form", "ends"),
+    [("glm", ["one<|user|>", "four<|endoftext|>"]), ("phi", ["one<|end|>", "four<|end|>"]), ("", ["four</s>"])],
+)
+def test_the_end_of_every_answer_that_is_learned_is_shown(
+    form: str, ends: list[str], tmp_path: Path, tiny_model_path: Path
+) -> None:
+    talk = [{"role": role, "content": text} for role, text in (("user", "add"), ("assistant", "one"), ("user", "and"),
+                                                               ("assistant", "four"))]  # fmt: skip
+    file = tmp_path / "talks.jsonl"
+    file.write_text(json.dumps({"messages": talk}) + "\n")
+    model = chat_model(tmp_path / "model", form) if form else tiny_model_path
+    if form == "glm":  # whose answers end where another one's turn begins
+        added = json.loads((model / "tokenizer.json").read_text())["added_tokens"]
+        stops = [each["id"] for each in added if each["content"] in ("<|endoftext|>", "<|user|>")]
+        given = json.loads((model / "generation_config.json").read_text())
+        (model / "generation_config.json").write_text(json.dumps(given | {"eos_token_id": stops[::-1]}))
+    with Server(model, tmp_path / "state", name="tiny") as server:
+        shown = run("render", str(file), "--address", server.address)
+    assert shown.exit_code == 0, shown.output
+    stretches = re.findall(r">>>(?!>)(.*?)<<<(?!<)", shown.stdout, re.DOTALL)
+    assert [each.lstrip("\n").split("\n")[0] for each in stretches] == ends, shown.output
 
 
 def test_a_server_that_is_away_costs_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +144,13 @@ def test_tls_to_a_server_without_it_costs_one_sentence(server: Server) -> None:
     )
     missing = run("status", "--ca-cert", "none.pem")
     assert missing.exit_code == 2 and "'none.pem' does not exist" in missing.stderr
+
+
+def test_every_command_of_ours_says_what_it_does() -> None:
+    ours = {
+        each.name for each in importlib.metadata.distribution("gradwire").entry_points if each.group == plugins.GROUP
+    }
+    assert ours <= set(plugins.HELP)
 
 
 def test_commands_of_other_packages_are_loaded_when_they_run(monkeypatch: pytest.MonkeyPatch) -> None:

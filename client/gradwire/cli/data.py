@@ -145,7 +145,7 @@ async def _measure(
 
         async def encode(part: Sequence[Any]) -> list[Any]:
             if isinstance(part[0], data.Preference):
-                pairs = await tokens.pairs(part)
+                pairs = await tokens.pairs(part, margins=True)
                 return [(row[f"{side}_input_ids"], row[f"{side}_loss_mask"]) for row in pairs
                         for side in ("chosen", "rejected")]  # fmt: skip
             if isinstance(part[0], data.Rating):

@@ -29,6 +29,12 @@ RENDERED = ("messages", "tools", "add_generation_prompt", "model", "train_on")
 """What a template gets otherwise."""
 UNREAD = ("images", "image", "videos", "video", "audio", "audios")
 """Columns of what is no text."""
+UNUSED = ("functions", "documents")
+"""Columns of conversations that no recipe uses: OpenAI's older tools, and texts that few templates write."""
+UNUSED_IN_MESSAGES = {
+    "function_call": "write tool_calls", "train_detail": "write a weight", "training_detail": "write a weight",
+}  # fmt: skip
+"""What other formats say in a message -> what says it here."""
 UNSAID: tuple[Any, ...] = (None, "", "[]", "{}", [], {}, (), 1, "1")
 """Values of a column that say nothing; a weight of 1 changes nothing."""
 
@@ -72,6 +78,7 @@ class Preference:
         chosen, rejected: The messages of the better and of the worse answer.
         tools: JSON schemas of the tools that they may call, if the row has any.
         template_kwargs: Further variables of the chat template.
+        margin: By how much the better answer's reward should exceed the other's, for a reward model.
         place: File and line that it came from.
     """
 
@@ -80,6 +87,7 @@ class Preference:
     rejected: tuple[Message, ...]
     tools: tuple[Any, ...] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    margin: float = 0.0
     place: str = field(default="", compare=False)
 
 
@@ -194,7 +202,7 @@ def conversation(row: Row, mapping: Mapped) -> Conversation:
         more = row.get("input") if "instruction" in row and isinstance(row.get("input"), str) else ""
         if more and isinstance(prompt, str) and "prompt" not in mapping:
             prompt = f"{prompt}\n\n{more}"
-        messages = [*_system(row, mapping), *_turn(prompt, "user", "prompt"), *_turn(answer, "assistant", "completion")]
+        messages = [*_asked(row, mapping, prompt), *_turn(answer, "assistant", "completion")]
     if not any(message["role"] == "assistant" for message in messages):
         raise Unfit("there is no message of the assistant to learn from")
     tools = _pick(row, mapping, "tools", ("tools",)) or ()
@@ -223,7 +231,7 @@ def preference(row: Row, mapping: Mapped) -> Preference:
     if isinstance(prompt, Mapping) and "messages" in prompt:
         tools, prompt = prompt.get("tools") or tools, prompt["messages"]
     better, worse = _turn(chosen, "assistant", "chosen"), _turn(rejected, "assistant", "rejected")
-    asked = [*_system(row, mapping), *(_turn(prompt, "user", "prompt") if prompt is not None else ())]
+    asked = _system(row, mapping) if prompt is None else _asked(row, mapping, prompt)
     shared = 0
     while shared < min(len(better), len(worse)) and better[shared] == worse[shared]:
         shared += 1
@@ -236,7 +244,8 @@ def preference(row: Row, mapping: Mapped) -> Preference:
         raise Unfit("one answer is the beginning of the other")
     _check_used(row, "weight")
     answers = tuple(better[shared:]), tuple(worse[shared:])
-    return Preference(tuple(asked), *answers, tuple(_parsed(tools) or ()), _variables(row))
+    margin = _number(row.get("margin"), "margin", 0.0)
+    return Preference(tuple(asked), *answers, tuple(_parsed(tools) or ()), _variables(row), margin)
 
 
 def rating(row: Row, mapping: Mapped) -> Rating:
@@ -261,7 +270,7 @@ def rating(row: Row, mapping: Mapped) -> Rating:
     if asked is None or answer is None:
         absent = [name for name, value in (("prompt", asked), ("completion", answer)) if value is None]
         raise _missing(row, " and ".join(absent), *absent)
-    before = (*_system(row, mapping), *_turn(asked, "user", "prompt"))
+    before = tuple(_asked(row, mapping, asked))
     return Rating(before, tuple(_turn(answer, "assistant", "completion")), _flag(label, "label"), *more)
 
 
@@ -282,8 +291,7 @@ def steps(row: Row, mapping: Mapped) -> Steps:
     if not isinstance(labels, Sequence) or len(labels) != len(texts):
         raise Unfit(f"there are {len(texts)} completions, and labels is {labels!r:.60}: one for each")
     _check_used(row, "weight", "tools", "chat_template_kwargs")
-    before = (*_system(row, mapping), *_turn(asked, "user", "prompt"))
-    return Steps(before, tuple(texts), tuple(_flag(each, "labels") for each in labels))
+    return Steps(tuple(_asked(row, mapping, asked)), tuple(texts), tuple(_flag(each, "labels") for each in labels))
 
 
 def prompt(row: Row, mapping: Mapped) -> Prompt:
@@ -295,7 +303,7 @@ def prompt(row: Row, mapping: Mapped) -> Prompt:
     given = _pick(row, mapping, "prompt", (*PROMPTS, *CONVERSATIONS))
     if given is None:
         raise _missing(row, "prompt", "prompt")
-    messages = [*_system(row, mapping), *_turn(given, "user", "prompt")]
+    messages = _asked(row, mapping, given)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
@@ -311,7 +319,7 @@ def _check_used(row: Row, *unused: str) -> None:
     Raises:
         Unfit: It has; names the column.
     """
-    for name in (*UNREAD, *unused):
+    for name in (*UNREAD, *UNUSED, *unused):
         if row.get(name) not in UNSAID:
             more = "more than text, in " if name in UNREAD else ""
             raise Unfit(f"there is {more}{name}, which would be left out here; drop the column, or the row")
@@ -353,19 +361,34 @@ def _flag(value: Any, field: str) -> bool:
 
 
 def _weight(row: Row, mapping: Mapped) -> float:
-    given = _pick(row, mapping, "weight", ("weight",))
+    return _number(_pick(row, mapping, "weight", ("weight",)), "weight", 1.0)
+
+
+def _number(given: Any, name: str, absent: float) -> float:
     try:
-        weight = 1.0 if given is None else float(given)
+        number = absent if given in (None, "") else float(given)
     except (TypeError, ValueError):
-        weight = -1.0
-    if not 0 <= weight < float("inf"):
-        raise Unfit(f"weight is a number from 0 on; this is {given!r:.60}")
-    return weight
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise Unfit(f"{name} is a number from 0 on; this is {given!r:.60}")
+    return number
 
 
 def _system(row: Row, mapping: Mapped) -> list[Message]:
     text = _pick(row, mapping, "system", ("system", "system_prompt"))
     return [{"role": "system", "content": text}] if isinstance(text, str) and text else []
+
+
+def _asked(row: Row, mapping: Mapped, prompt: Any) -> list[Message]:
+    """The messages before an answer: the system's, those of ``history`` (pairs of texts, as Alpaca's), the prompt's."""
+    pairs = _parsed(row.get("history")) if str(row.get("history")).lstrip().startswith("[") else None
+    pairs = [] if pairs is None else pairs
+    if not all(
+        isinstance(each, Sequence) and len(each) == 2 and all(isinstance(x, str) for x in each) for each in pairs
+    ):
+        raise Unfit(f"history is a list of pairs, a question and its answer; this is {pairs!r:.60}")
+    earlier = [{"role": role, "content": text} for each in pairs for role, text in zip(("user", "assistant"), each)]
+    return [*_system(row, mapping), *earlier, *_turn(prompt, "user", "prompt")]
 
 
 def _turn(value: Any, role: str, field: str) -> list[Message]:
@@ -404,6 +427,8 @@ def _messages(value: Any, field: str, images: list[bytes] | None = None) -> list
             key: each for key, each in message.items()
             if key not in ("role", "from", "content", "value", "train", "masked", "weight") and each is not None
         }  # fmt: skip
+        for key in UNUSED_IN_MESSAGES.keys() & rest.keys():
+            raise Unfit(f"message {number} of {field} has {key}, which is not read; {UNUSED_IN_MESSAGES[key]}")
         if (learned := _learned(message, known, f"message {number} of {field}")) is not None:
             rest["weight"] = int(learned)
         found.append({"role": known, "content": content if content is not None else "", **rest})

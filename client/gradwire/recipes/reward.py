@@ -18,7 +18,9 @@ class Reward(RowSettings):
     """A reward model from pairs of answers (Bradley and Terry 1952)."""
 
     folder: str = setting("runs/reward", "metrics, checkpoints' positions and the report; a rerun continues there")
-    data: str | list[Any] = setting("preferences.jsonl", "a file or data set with prompt, chosen and rejected")
+    data: str | list[Any] = setting(
+        "preferences.jsonl", "a file or data set with prompt, chosen and rejected; also margin"
+    )
     loss: dict[str, Any] = setting({}, "arguments of reward_modeling: see docs/losses.md")
 
 
@@ -27,7 +29,10 @@ async def train(settings: Reward, *, dry_run: bool = False) -> Estimate | None:
 
     async def encode(tokens: Tokens, rows: Sequence[data.Preference]) -> list[dict[str, Any]]:
         ids = ("chosen_input_ids", "rejected_input_ids")
-        return [{name: row[name] for name in ids} for row in await tokens.pairs(rows)]
+        pairs = [{name: row[name] for name in ids} for row in await tokens.pairs(rows, margins=True)]
+        if any(each.margin for each in rows):
+            return [pair | {"margin": each.margin} for pair, each in zip(pairs, rows)]
+        return pairs
 
     return await train_rows(
         settings, data.preferences, encode, "reward_modeling", settings.loss, head="reward", dry_run=dry_run

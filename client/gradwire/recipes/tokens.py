@@ -203,8 +203,15 @@ class Tokens:
                 )  # fmt: skip
         return rows
 
-    async def pairs(self, preferences: Sequence[Preference]) -> list[dict[str, Any]]:
-        """Encode pairs into rows with the ids of both answers and the length of their common prompt."""
+    async def pairs(self, preferences: Sequence[Preference], *, margins: bool = False) -> list[dict[str, Any]]:
+        """Encode pairs into rows with the ids of both answers and masks of what is learned of them.
+
+        Args:
+            margins: Whether the loss takes margins; rows with one are refused otherwise.
+        """
+        for index, each in enumerate(preferences):
+            if each.margin and not margins:
+                raise RowRefusedError(index, "there is a margin, which the recipe reward alone uses; drop the column")
         both = [
             Conversation((*each.prompt, *answer), each.tools, each.template_kwargs)
             for answers in ([each.chosen for each in preferences], [each.rejected for each in preferences])

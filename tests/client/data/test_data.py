@@ -113,6 +113,19 @@ def test_what_other_rows_say_to_the_template_is_kept() -> None:
         assert each.tools == ({"name": "add"},) and each.template_kwargs == {"enable_thinking": False}
 
 
+@pytest.mark.parametrize("history", [[["1+1?", "2"]], '[["1+1?", "2"]]'])
+def test_earlier_questions_of_alpacas_rows_come_first(history: Any) -> None:
+    asked = {"instruction": "2+2?", "history": history, "system": "add"}
+    loads = [(conversations, {"output": "4"}), (preferences, {"chosen": "4", "rejected": "5"}), (prompts, {}),
+             (ratings, {"output": "4", "label": True}), (steps, {"steps": ["4"], "labels": [1]})]  # fmt: skip
+    for load, more in loads:
+        (row,) = load([asked | more])
+        assert [each["content"] for each in row.prompt[:2]] == ["add", "1+1?"]
+        talk = row.messages if isinstance(row, Conversation) else row.prompt
+        assert [each["content"] for each in talk[2:4]] == ["2", "2+2?"]
+    assert len(conversations([{"prompt": "a", "completion": "b", "history": "of Rome"}])[0].messages) == 2
+
+
 MISTAKES: list[tuple[Any, Any, str]] = [
     (
         conversations,
@@ -149,6 +162,10 @@ MISTAKES: list[tuple[Any, Any, str]] = [
     (ratings, {"prompt": "a", "completion": "b", "label": 1, "image": "a.png"}, "more than text, in image"),
     (steps, {"prompt": "a", "completions": ["b"], "labels": [1], "tools": [{}]}, "there is tools, which would be left"),
     (prompts, {"prompt": "a", "chat_template_kwargs": {"enable_thinking": False}}, "there is chat_template_kwargs"),
+    (conversations, {"prompt": "a", "completion": "b", "history": [["c"]]}, "history is a list of pairs"),
+    (conversations, {"messages": TALK, "functions": [{"name": "f"}]}, "there is functions, which would be left out"),
+    (conversations, {"messages": [USER, FOUR | {"function_call": {"name": "f"}}]}, "not read; write tool_calls"),
+    (preferences, {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, "margin is a number from 0 on"),
     (prompts, ["a"], "a row is a mapping from column to value; this is list"),
 ]
 

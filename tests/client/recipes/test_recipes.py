@@ -13,7 +13,7 @@ from typing import Any
 import gradwire
 import numpy as np
 import pytest
-from gradwire.data import Conversation
+from gradwire.data import Conversation, DataError
 from gradwire.recipes import command, distill, dpo, grpo, ppo, reward, sft
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.tokens import Tokens
@@ -94,6 +94,19 @@ async def test_what_a_row_says_of_its_weight_is_trained_on(server: Server, name:
     assert whole["loss_mask"].sum() > 0 == unlearned["loss_mask"].sum()
     counts = [0.5 * whole["loss_mask"].sum(), other["loss_mask"].sum()]
     assert mixed == pytest.approx(np.average(losses, weights=counts), rel=1e-5)
+
+
+async def test_a_pairs_margin_is_trained_on_or_refused(server: Server, tmp_path: Path) -> None:
+    pairs = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no", "margin": 3 * (n % 2)} for n in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    shared = {**COMMON, "address": server.address, "data": str(tmp_path / "pairs.jsonl"), "held_out": 0.0,
+              "max_steps": 1, "batch_size": 8}  # fmt: skip
+    await reward.train(reward.Reward(**shared, folder=str(tmp_path / "reward")))
+    (loss,) = curve(tmp_path / "reward", "train/loss")
+    rest = float(np.mean([np.logaddexp(0, margin) for margin in (0, 3)]))  # of a new head, which scores all alike
+    assert loss == pytest.approx(rest, abs=0.05) and abs(rest - np.log(2)) > 1
+    with pytest.raises(DataError, match=r"pairs.jsonl, line \d: there is a margin, which the recipe reward alone uses"):
+        await dpo.train(dpo.DPO(**shared, folder=str(tmp_path / "dpo")))
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -128,7 +128,11 @@ def _part(made: Imported, name: str, given: dict[str, Any], folder: Path) -> dic
     for key, column in columns.items():
         if key in COLUMNS and column:
             part.setdefault("mapping", {})[COLUMNS[key]] = str(column)
-        elif column and not (key == "query" and column == "input" and "prompt" not in columns):
+        elif (
+            column
+            and (key, column) != ("history", "history")
+            and not (key == "query" and column == "input" and "prompt" not in columns)
+        ):
             made.notes[f"{name}: {key}"] = f"the column {column} has no counterpart: join it to the prompt"
     for tag, value in dict(given.pop("tags", None) or {}).items():
         if value not in USUAL_TAGS.get(tag, ()):

@@ -28,6 +28,19 @@ def load_environment():
     rubric = verifiers.Rubric(funcs=[lambda completion, answer: float(answer in completion[-1]["content"])])
     return verifiers.SingleTurnEnv(dataset=datasets.Dataset.from_list(rows), rubric=rubric)
 """
+VERIFIERS = """
+import asyncio, chz
+from tinker_cookbook.recipes.verifiers_rl import train
+from tinker_cookbook.rl import rollouts
+
+class Rollouts(type(rollouts)):
+    def __setattr__(self, name, value):
+        super().__setattr__(name, lambda *args, termination, **more: value(*args, **more))
+
+rollouts.__class__ = Rollouts
+asyncio.run(train.cli_main(chz.entrypoint(train.CLIConfig), None))
+"""
+"""The recipe; in the cookbook's 0.5.0 to 0.6.1 its own rollout lacks an argument that the cookbook passes to it."""
 PICTURES = """
 import datasets, numpy
 from PIL import Image
@@ -101,10 +114,8 @@ def test_search_tool_searches_and_trains(server: HttpServer, folder: Path) -> No
 def test_verifiers_judge_what_was_said(server: HttpServer, folder: Path) -> None:
     (folder / "cats_env.py").write_text(CATS)
     arguments = [f"model_name={MODEL}", f"log_path={folder / 'verifiers'}", "vf_env_id=cats-env", "group_size=4"]
-    module = "tinker_cookbook.recipes.verifiers_rl.train"
-    run_program(
-        server, folder, "-m", module, *arguments, "groups_per_batch=4", "max_tokens=8", *SMALL, PYTHONPATH=str(folder)
-    )
+    arguments += ["groups_per_batch=4", "max_tokens=8", *SMALL]
+    run_program(server, folder, "-c", VERIFIERS, *arguments, PYTHONPATH=str(folder))
     metrics = _metrics(folder / "verifiers")
     assert len(metrics) >= 3 and 0 < metrics[0]["env/all/reward/total"] < 1
 

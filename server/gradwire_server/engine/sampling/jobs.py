@@ -297,17 +297,21 @@ def _check(
         )
     for row, prompt in enumerate(prompts, params.first_prompt):
         if not prompt:
-            raise refuse(row, "has no tokens; begin with the model's start token, say", "at least one token")
+            raise refuse(row, "has no tokens: begin it with the model's start token, for example", "at least one token")
         if len(prompt) + min(params.max_tokens, 1) > facts.context_length:
+            room = ", which leaves no room after it" if params.max_tokens else ""
             raise refuse(
                 row,
-                f"has {len(prompt)} tokens, which leaves no room after it: this model's maximum context length is"
-                f" {facts.context_length} tokens",
-                f"tokens < {facts.context_length}",
+                f"has {len(prompt)} tokens{room}: this model's maximum context length is {facts.context_length} tokens",
+                f"tokens {'<' if params.max_tokens else '<='} {facts.context_length}",
             )
         if min(prompt) < 0 or max(prompt) >= facts.vocab_size:
             outside = next(token for token in prompt if not 0 <= token < facts.vocab_size)
-            raise refuse(row, f"has the token id {outside}", f"0 <= id < {facts.vocab_size}")
+            raise refuse(
+                row,
+                f"has the token id {outside}: the model's are 0 to {facts.vocab_size - 1}",
+                f"0 <= id < {facts.vocab_size}",
+            )
     if params.stop and tokenizer is None:
         raise OperationError(
             training_pb2.ERROR_CODE_UNSUPPORTED,

@@ -46,7 +46,7 @@ def routes(core: Core, store: TinkerStore) -> APIRouter:
     ) -> dict[str, Any]:
         """The entries of one day of UTC, oldest first; of types other than checkpoints there are none."""
         if core.keys.required and caller.role != "admin":
-            message = "the audit log is read with an admin key: gradwire keys create NAME --tinker --role admin"
+            message = "the audit log is read with an admin key: gradwire keys create NAME --tinker --admin"
             raise ServiceError(pb.ERROR_CODE_PERMISSION_DENIED, message)
         if event_type not in ("all", "checkpoints"):
             return {"entries": []}

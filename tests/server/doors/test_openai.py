@@ -281,6 +281,16 @@ def test_answers_follow_a_schema(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="regular expression") as caught:
         client.completions.create(model="tiny", prompt="a", extra_body={"structured_outputs": {"regex": "("}})
     assert caught.value.param == "structured_outputs"
+    wrong: list[tuple[dict[str, Any], str]] = [
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+            r"regex and structured_outputs\.choice both",
+        ),
+        ({"min_tokens": 9, "max_tokens": 8}, r"min_tokens is 9; the rule is min_tokens <= max_tokens \(8\)"),
+    ]
+    for extra, message in wrong:
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.completions.create(model="tiny", prompt="a", extra_body=extra)
     anything = client.chat.completions.create(
         model="tiny", messages=HELLO, response_format={"type": "json_object"}, max_tokens=30, seed=1
     )

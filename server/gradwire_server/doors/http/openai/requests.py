@@ -149,7 +149,7 @@ class SamplingRequest(BoundedModel):
             ("grammar", "grammar", (self.guided_grammar, given.grammar)),
             ("json_object", "json_schema", (None, '{"type": "object"}' if given.json_object else None)),
         ):
-            for field, value in zip((f"guided_{name}", "structured_outputs"), values, strict=True):
+            for field, value in zip((f"guided_{name}", f"structured_outputs.{name}"), values, strict=True):
                 if name == "choice" and value is not None:
                     value = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
                 if value is not None:

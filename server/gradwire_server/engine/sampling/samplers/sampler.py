@@ -120,6 +120,7 @@ class SamplingParams:
                 params.max_tokens >= 1 or (call.prompt_logprobs and call.HasField("max_tokens")),
                 "max_tokens >= 1, or 0 with prompt_logprobs",
             ),
+            "min_tokens": (params.min_tokens <= params.max_tokens, f"min_tokens <= max_tokens ({params.max_tokens})"),
             "n": (params.n <= MAX_SAMPLES, f"1 <= n <= {MAX_SAMPLES}"),
             "temperature": (0 <= params.temperature < math.inf, "temperature >= 0"),
             "top_p": (0 < params.top_p <= 1, "0 < top_p <= 1"),

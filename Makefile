@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTO_BIN := .venv-proto/bin
 PROTO_OUT ?= proto
 
-.PHONY: setup openai fine-tuning-clients demo feedback-demo console-demo notebook test test-slow test-vllm test-faults test-ranks test-end-to-end test-fleet parity bench rivals architectures lint docs proto site
+.PHONY: setup openai fine-tuning-clients demo feedback-demo console-demo notebook test test-slow test-vllm test-faults test-ranks test-end-to-end test-fleet parity gguf bench rivals architectures lint docs proto site
 
 setup: .venv/.installed
 
@@ -66,6 +66,15 @@ parity: .venv-parity/.installed
 	.venv-parity/bin/python -m pip install --quiet --editable '.[server,dev]'
 	.venv-parity/bin/python -m pip install --quiet --requirement tests/parity/requirements.txt
 	.venv-parity/bin/python -m pip install --quiet --no-deps verl==0.9.1 obp==0.4.1
+	touch $@
+
+# GGUF files read by llama.cpp, which is compiled: cmake, a C++ compiler and some minutes.
+gguf: setup .venv-llama/.installed
+	$(BIN)/python -m pytest tests/client/cli/test_gguf.py -m ""
+
+.venv-llama/.installed:
+	test -x .venv-llama/bin/python || $(PYTHON) -m venv .venv-llama
+	.venv-llama/bin/python -m pip install --quiet llama-cpp-python==0.3.36
 	touch $@
 
 # The unmodified tinker SDK and cookbook against a server, in an environment of their own because they pin other versions.

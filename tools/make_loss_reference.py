@@ -69,39 +69,36 @@ FAMILIES = (
 
 
 class Row(NamedTuple):
-    """A line of a loss's table of fields, arguments or metrics.
+    """A batch field, argument or metric of a loss.
 
     Attributes:
-        table: A key of ``HEADERS``.
-        cells: The line without an argument's default.
+        kind: A key of ``TITLES``.
+        name: In backticks.
+        values: Type, shape or values; empty for a metric.
+        text: What it is.
     """
 
-    table: str
-    cells: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        """The field, argument or metric."""
-        return self.cells[0]
+    kind: str
+    name: str
+    values: str
+    text: str
 
     @property
     def words(self) -> int:
-        """The length of the line."""
-        return len(" ".join(self.cells).split())
+        """The length of what is said."""
+        return len(" ".join(self[1:]).split())
 
-    def line(self, default: str | None) -> tuple[str, ...]:
-        """The line with the default in its place."""
-        return self.cells if default is None else (*self.cells[:2], f"`{default}`", *self.cells[2:])
+    def item(self, default: str | None) -> str:
+        """What is said of it, with an argument's default."""
+        name = self.name if default in (None, "required") else f"{self.name} = `{default}`"
+        values = ", ".join(filter(None, (self.values, "required" if default == "required" else "")))
+        return f"{name}{f' ({values})' if values else ''}: {self.text}"
 
 
 Rows = Mapping[Row, str | None]
 """What a loss has: its lines, with the default of each argument."""
 
-HEADERS: Mapping[str, tuple[str, ...]] = {
-    "batch field": ("batch field", "type", "", "description"),
-    "argument": ("argument", "values", "default", "description"),
-    "metric": ("metric", "description"),
-}
+TITLES = {"field": "Batch fields", "argument": "Arguments", "metric": "Metrics"}
 
 
 def _takes(loss: LossSpec, *names: str) -> bool:
@@ -127,7 +124,7 @@ def pages() -> dict[str, str]:
     parts = {
         "generated": GENERATED,
         "families": _table(("family", "losses"), index),
-        "shared": "## Shared by several families\n\n" + "\n".join(_tables(shared)),
+        "shared": "## Shared by several families\n\n" + "\n".join(_lists(shared)),
         "differences": differences,
     }
     page = HEADER
@@ -144,13 +141,13 @@ def _shared(rows: Mapping[str, Rows], families: Mapping[str, Family]) -> dict[Ro
             losses_with.setdefault(row, []).append(name)
     meanings: dict[tuple[str, str], Row] = {}
     for row, names in losses_with.items():
-        usual = meanings.setdefault((row.table, row.name), row)
+        usual = meanings.setdefault((row.kind, row.name), row)
         if len(names) > len(losses_with[usual]):
-            meanings[row.table, row.name] = row
+            meanings[row.kind, row.name] = row
     return {
         row: Counter(rows[name][row] for name in names).most_common(1)[0][0]
         for row, names in losses_with.items()
-        if meanings[row.table, row.name] == row and len({families[name] for name in names}) > 1
+        if meanings[row.kind, row.name] == row and len({families[name] for name in names}) > 1
     }
 
 
@@ -192,11 +189,10 @@ def _likenesses(names: list[str], rows: Mapping[str, Rows], shared: Rows) -> dic
 
 
 def _rows(loss: LossSpec) -> Rows:
-    rows: dict[Row, str | None] = {Row("batch field", _field_row(field)): None for field in loss.fields}
+    rows: dict[Row, str | None] = {_field_row(field): None for field in loss.fields}
     for name, schema in loss.config.model_json_schema().get("properties", {}).items():
-        cells = (f"`{name}`", _values_of(schema), schema.get("description", ""))
-        rows[Row("argument", cells)] = _default(schema)
-    return rows | {Row("metric", (f"`{name}`", text)): None for name, text in loss.metrics.items()}
+        rows[Row("argument", f"`{name}`", _values_of(schema), schema.get("description", ""))] = _default(schema)
+    return rows | {Row("metric", f"`{name}`", "", text): None for name, text in loss.metrics.items()}
 
 
 def _section(
@@ -228,29 +224,28 @@ def _section(
     if defaults:
         said.append(f"Defaults: {', '.join(defaults)}")
     said.append(f"Source: {spec.reference}.\n")
-    return "\n".join([*parts, *_tables(own), ". ".join(said)])
+    return "\n".join([*parts, *_lists(own), ". ".join(said)])
 
 
-def _tables(rows: Rows) -> list[str]:
-    """The tables of fields, arguments and metrics; long ones are folded."""
+def _lists(rows: Rows) -> list[str]:
+    """The lists of fields, arguments and metrics; long ones are folded."""
     parts = []
-    for table, header in HEADERS.items():
-        lines = [row.line(default) for row, default in rows.items() if row.table == table]
-        if len(lines) > MANY:
-            parts.append(f"<details markdown><summary>{table.capitalize()}s ({len(lines)})</summary>\n")
-        if lines:
-            parts.append(_table(header, lines))
-        if len(lines) > MANY:
-            parts.append("</details>\n")
+    for kind, title in TITLES.items():
+        items = [f"- {row.item(default)}\n" for row, default in rows.items() if row.kind == kind]
+        if len(items) > MANY:
+            summary = f"<details markdown><summary>{title} ({len(items)})</summary>\n"
+            parts += [summary, "".join(items), "</details>\n"]
+        elif items:
+            parts += [f"{title}:\n", "".join(items)]
     return parts
 
 
-def _field_row(field: FieldSpec) -> tuple[str, str, str, str]:
+def _field_row(field: FieldSpec) -> Row:
     notes = [field.description]
     if field.padding_mask:
         notes.append(f"`{field.padding_mask}` marks padding.")
-    shapes = " or ".join(field.shapes)
-    return f"`{field.name}`", f"{field.dtype} {shapes}", "required" if field.required else "", " ".join(notes)
+    values = f"{field.dtype} {' or '.join(field.shapes)}{', required' if field.required else ''}"
+    return Row("field", f"`{field.name}`", values, " ".join(notes))
 
 
 def _values_of(schema: dict[str, Any]) -> str:

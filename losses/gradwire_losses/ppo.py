@@ -56,9 +56,11 @@ class PPOConfig(SamplerConfig, AdvantageConfig, PolicyConfig):
 
     clip_epsilon: float = Field(0.2, gt=0, description="the ratio is clipped to 1 - clip_epsilon and 1 + clip_epsilon")
     clip_epsilon_high: float | None = Field(None, gt=0, description="upper clip range; clip_epsilon if None")
-    dual_clip: float | None = Field(None, gt=1, description="upper bound of the ratio for negative advantages")
+    dual_clip: float | None = Field(
+        None, gt=1, description="upper bound of the ratio for negative advantages (two-sided clip: delta)"
+    )
     value_loss_coef: float = Field(0.5, ge=0, description="weight of the value loss")
-    entropy_coef: float = Field(0.01, ge=0, description="weight of the entropy bonus")
+    entropy_coef: float = Field(0.01, ge=0, description="weight of an entropy bonus")
     beta: float = Field(
         0.01, ge=0, description="weight of the KL to the reference; without a reference the term is absent"
     )
@@ -115,7 +117,7 @@ PPO_METRICS = {
     "entropy": "mean entropy per token (nats)",
     "kl_divergence": "mean KL per token to the reference (nats); without a reference, to the policy of old_log_probs",
     "approx_kl": "mean KL per token from the policy of old_log_probs to the current one, by k3 (nats)",
-    "clip_fraction": "share of tokens whose ratio is clipped, which give no gradient",
+    "clip_fraction": "share of tokens whose ratio is clipped; 0 without clipping",
     "advantage_mean": "mean advantage per token in the surrogate, normalised by default",
     "advantage_std": "standard deviation of the advantages",
     "advantage_mean_raw": "mean advantage per token before whiten_advantages",

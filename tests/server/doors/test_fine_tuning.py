@@ -522,7 +522,8 @@ def test_a_repeated_creation_is_one_job(
         client.fine_tuning.jobs.cancel(job_id)
 
 
-def test_jobs_are_listed_by_page_and_metadata(client: openai.OpenAI, supervised: FineTuningJob) -> None:
+def test_jobs_are_listed_by_page_and_metadata(client: openai.OpenAI, supervised: FineTuningJob, data: str) -> None:
+    client.fine_tuning.jobs.cancel(client.fine_tuning.jobs.create(model="org/marked", training_file=data).id)
     found = list(client.fine_tuning.jobs.list(limit=1))
     assert supervised.id in [job.id for job in found] and len({job.id for job in found}) == len(found) > 1
     assert [job.id for job in client.fine_tuning.jobs.list(metadata={"team": "red"})] == [supervised.id]

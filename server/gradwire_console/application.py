@@ -20,6 +20,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gradwire_console.pages import (
+    audit,
     batches,
     checkpoints,
     compare,
@@ -27,6 +28,7 @@ from gradwire_console.pages import (
     journal,
     login,
     playground,
+    ratings,
     rollouts,
     run,
     runs,
@@ -87,6 +89,8 @@ def create_application(workspaces: Workspaces, host: str) -> ASGIApp:
         jobs,
         playground,
         uploads,
+        ratings,
+        audit,
     ):
         page.register(workspaces)
     ui.run_with(
@@ -177,6 +181,21 @@ def _add_json(app: FastAPI, workspaces: Workspaces) -> None:
     @app.get("/api/uploads")
     async def list_uploads(request: Request) -> list[dict[str, Any]]:
         return [dataclasses.asdict(each) for each in await (await workspace_of(request)).uploads()]
+
+    @app.get("/api/ratings")
+    async def list_ratings(request: Request) -> list[dict[str, Any]]:
+        workspace = await workspace_of(request)
+        if workspaces.feedback is None:
+            raise HTTPException(404, "no feedback service is beside this console: start it with --feedback URL")
+        try:
+            found = await workspaces.feedback.ratings()
+        except OSError as error:
+            raise HTTPException(503, str(error)) from None
+        return [dataclasses.asdict(each) for each in ratings.readable(workspace, found)]
+
+    @app.get("/api/audit")
+    async def list_events(request: Request) -> list[dict[str, Any]]:
+        return [dataclasses.asdict(each) for each in await audit.events(await workspace_of(request))]
 
     @app.get("/api/jobs")
     async def list_jobs(request: Request) -> list[dict[str, Any]]:

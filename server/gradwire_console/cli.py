@@ -18,7 +18,7 @@ from gradwire_shell.serving import HttpServer, listen, url_of
 from rich.console import Console
 
 from gradwire_console import alerts
-from gradwire_console.feedback import checked
+from gradwire_console.feedback import Feedback
 
 app = typer.Typer(help="See and steer a server's trainings in a browser.", add_completion=False)
 console = Console(stderr=True, soft_wrap=True)
@@ -39,7 +39,11 @@ def serve(
         bool, typer.Option("--sign-in", help="Ask for a key of the server also on this machine.")
     ] = False,
     feedback: Annotated[
-        str, typer.Option(help="Address of a feedback service, to which the playground hands answers to rate.")
+        str,
+        typer.Option(
+            help="Address of a feedback service: the playground hands it answers to rate, pages show the ratings. Its"
+            " key, of the role read, is taken from GRADWIRE_FEEDBACK_KEY."
+        ),
     ] = "",
     webhook: Annotated[
         str,
@@ -61,7 +65,7 @@ def serve(
         _fail(f"--address {address!r} is not HOST:PORT")
     host = host.strip("[]") or "0.0.0.0"
     try:
-        feedback = feedback and checked(feedback)
+        beside = Feedback(feedback, os.environ.get("GRADWIRE_FEEDBACK_KEY", "")) if feedback else None
         webhook = webhook and alerts.checked(webhook)
     except ValueError as wrong:
         _fail(str(wrong))
@@ -70,7 +74,7 @@ def serve(
         os.environ["NICEGUI_STORAGE_PATH"] = folder  # read at the import
         try:
             asyncio.run(
-                _serve(server, host, int(port), ca_cert, read_only, sign_in, feedback, webhook, root_path, parent_pid)
+                _serve(server, host, int(port), ca_cert, read_only, sign_in, beside, webhook, root_path, parent_pid)
             )
         except (gradwire.GradwireError, OSError) as error:
             _fail(str(error))
@@ -83,7 +87,7 @@ async def _serve(
     ca_cert: Path | None,
     read_only: bool,
     sign_in: bool,
-    feedback: str,
+    feedback: Feedback | None,
     webhook: str,
     root_path: str,
     parent_pid: int | None,

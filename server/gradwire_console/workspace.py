@@ -16,6 +16,7 @@ import gradwire
 from gradwire import History, RunInfo, TrainingClient
 
 from gradwire_console.answers import Answers
+from gradwire_console.feedback import Feedback
 from gradwire_console.series import Record, Records, only
 
 log = logging.getLogger(__name__)
@@ -389,10 +390,12 @@ class Workspaces:
         server: The server.
         own_key: The key of everyone who opens the console on its own machine; None: they sign in.
         read_only: Whether nothing may be changed through this console.
-        feedback: Address of the feedback service beside it; "" for none.
+        feedback: The feedback service beside it, if there is one.
     """
 
-    def __init__(self, server: Server, own_key: str | None, read_only: bool = False, feedback: str = "") -> None:
+    def __init__(
+        self, server: Server, own_key: str | None, read_only: bool = False, feedback: Feedback | None = None
+    ) -> None:
         self.server, self.read_only, self.feedback = server, read_only, feedback
         self._own_key = own_key
         self._by_key: dict[str, Workspace] = {}

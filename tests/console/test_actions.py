@@ -219,6 +219,15 @@ def test_a_viewers_key_changes_nothing(tiny_model_path: Path, tmp_path: Path, pa
         expect(shown.first).to_contain_text("viewer")
         expect(shown.last.locator("td").nth(3)).to_have_text(str(len(service.list_runs())))
         assert [(each.name, each.role) for each in service.list_keys()] == [("ada", "user")], "no other key's"
+        page.goto(f"{console.url}/audit")
+        for key, done in (
+            ("vic", "key made vic viewer"),
+            ("ada", "run created of ada"),
+            ("ada", "checkpoint saved of ada, kept note of kept"),
+            ("ada", "job submitted going sft"),
+            ("ada", "job cancelled ended"),
+        ):
+            expect(page.get_by_role("row", name=f"{key} {done}")).to_be_visible()
         cookies = {each["name"]: each["value"] for each in page.context.cookies()}
         with httpx.Client(base_url=console.url, cookies=cookies) as hand:
             assert len(hand.get("/api/runs").json()) == len(service.list_runs())
@@ -237,7 +246,14 @@ def test_a_viewers_key_changes_nothing(tiny_model_path: Path, tmp_path: Path, pa
             assert hand.post("/api/runs", headers=foreign).status_code == 403
             assert hand.get("/api/runs", headers=foreign).status_code == 403
         with httpx.Client(base_url=console.url) as stranger:
-            for path in ("/api/runs", f"/api/runs/{run.run_id}/metrics", "/api/queues", "/api/jobs", "/api/trace"):
+            for path in (
+                "/api/runs",
+                f"/api/runs/{run.run_id}/metrics",
+                "/api/queues",
+                "/api/jobs",
+                "/api/trace",
+                "/api/audit",
+            ):
                 assert stranger.get(path).status_code == 401
         forged = {name: value[::-1] for name, value in cookies.items()}
         with httpx.Client(base_url=console.url, cookies=forged) as forger:

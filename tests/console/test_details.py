@@ -94,6 +94,10 @@ def test_the_journal_the_timeline_and_the_server_are_shown(
     expect(page.get_by_role("region", name="Usage by run")).to_contain_text(f"inside {EVIL}")
     expect(page.get_by_text("Nothing waits")).to_be_visible()
     expect(page.get_by_role("region", name="Usage by key")).to_contain_text("everyone")
+    page.goto(f"{console.url}/audit")
+    expect(page.get_by_role("row", name=f"run created inside {EVIL}")).to_be_visible()
+    page.goto(f"{console.url}/ratings")
+    expect(page.get_by_text("No feedback service is beside this console.")).to_be_visible()
 
 
 def test_a_report_opens_offline(shown: tuple[Console, sync.TrainingClient], page: Page) -> None:

@@ -214,6 +214,7 @@ def test_nothing_stands_in_the_way_of_assistive_technology(
     paths = {
         "": "", f"run/{runs[0].run_id}": "Delete", f"compare?runs={runs[0].run_id},{runs[1].run_id}": "",
         "jobs": "New training", "playground": "", "run/none": "", "timeline": "", "server": "", "uploads": "",
+        "ratings": "", "audit": "",
         f"run/{runs[0].run_id}/batches?n=1": "", f"run/{runs[0].run_id}/rollouts": "",
         f"run/{runs[0].run_id}/journal": "", f"run/{runs[0].run_id}/checkpoints": "Save checkpoint",
     }  # fmt: skip

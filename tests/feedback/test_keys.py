@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from gradwire_console.feedback import Feedback
 from gradwire_feedback.cli import app
 from support.feedback import FeedbackService, run_keys, scores
 from support.server import Server
@@ -34,6 +36,10 @@ def test_roles_and_revocation(server: Server, tmp_path: Path) -> None:
         with service.client() as anybody:
             answer = anybody.get("/bot")
             assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+        with pytest.raises(OSError, match=r"refuses: .*GRADWIRE_FEEDBACK_KEY"):
+            asyncio.run(Feedback(service.url).ratings())
+        found = asyncio.run(Feedback(service.url, keys["read"]).ratings())
+        assert [(each.agent, each.source, each.scores) for each in found] == [("bot", "", 2)]
         run_keys(service, "revoke", "read.key")
         with service.client(headers={"Authorization": f"Bearer {keys['read']}"}) as revoked:
             assert revoked.get("/bot").status_code == 401

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import gradwire
 import httpx
 import pytest
@@ -45,6 +47,17 @@ def test_answers_of_the_playground_are_handed_over_and_rated(
         page.goto("about:blank")
         page.goto(f'{service.url}/offer#{{"prompt": "", "response": "Yes."}}')
         expect(page.get_by_text("What was handed over cannot be rated: prompt")).to_be_visible()
+        graded = {"prompt": "1", "response": "2", "score": 0.75, "runId": f"{checkpoint} 1"}
+        assert api.post("/feedback/handed", json=graded).is_success
+        page.goto(f"{console.url}/ratings")
+        row = page.get_by_role("row").filter(has=page.get_by_role("link", name="handed over, kept"))
+        expect(row).to_contain_text(re.compile(r"handed\s*0\.750\s*1\s*(0|100)%\s*1"))
+        expect(page.get_by_role("row", name=re.compile("^tiny handed"))).to_be_visible()
+        row.get_by_role("link").click()
+        expect(page.get_by_role("row", name=re.compile("kept"))).to_contain_text(re.compile("0.75 of 1, won [01] of 1"))
+        found = httpx.get(f"{console.url}/api/ratings").json()
+        (of_checkpoint,) = [each for each in found if each["agent"] == "handed" and each["source"] == checkpoint]
+        assert of_checkpoint["scores"] == 1 and of_checkpoint["wins"] + of_checkpoint["losses"] == 1
     (pair,) = api.get("/handed/pairs").json()
     assert pair["prompt"] == "Say <b>1</b> & 2" and pair["rater"] == "Ann"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import gradwire
@@ -31,6 +32,7 @@ COLUMNS = (
         Column(name, label, f"The last {name} with its weights, or before", num=True, sparse=True)
         for name, label in MEASURED.items()
     ),
+    Column("rated", "Rated", "What people said of its answers: mean score, comparisons won", sparse=True),
     Column("forks", "Forks", "Runs that began with its weights", sparse=True),
     Column("size", "Size", "With the state of the optimizer", num=True),
     Column("age", "Age", num=True),
@@ -123,12 +125,21 @@ class _Checkpoints:
                 error(str(failure))
             return
         self._found = {each.name: each for each in found}
-        forks = forks_of(self._workspace)
-        self._table.show([_row(each, record, forks[each.path]) for each in reversed(found)])
+        forks, rated = forks_of(self._workspace), await self._rated()
+        self._table.show([_row(each, record, forks[each.path], rated[each.path]) for each in reversed(found)])
         self._ancestors.show(
             ancestors(self._workspace, self._run_id),
             lambda _: _show_ancestors(self._workspace, self._run_id),
         )
+
+    async def _rated(self) -> defaultdict[str, list[str]]:
+        """Path of a checkpoint -> what people said of it, for each agent."""
+        found: defaultdict[str, list[str]] = defaultdict(list)
+        if self._workspaces.feedback is not None:
+            with suppress(OSError):  # which the page of ratings shows
+                for each in await self._workspaces.feedback.ratings():
+                    found[each.source].append(each.words)
+        return found
 
 
 def forks_of(workspace: Workspace) -> defaultdict[str, list[str]]:
@@ -167,7 +178,7 @@ def _show_ancestors(workspace: Workspace, run_id: str) -> None:
         plain(f"the upload {info.from_upload}" if info.from_upload else f"the base model {info.base_model}")
 
 
-def _row(each: gradwire.Checkpoint, record: Record, forks: list[str]) -> dict[str, Any]:
+def _row(each: gradwire.Checkpoint, record: Record, forks: list[str], rated: list[str]) -> dict[str, Any]:
     return {
         "key": each.name,
         "href": f"../../playground?models={each.path}",
@@ -178,5 +189,6 @@ def _row(each: gradwire.Checkpoint, record: Record, forks: list[str]) -> dict[st
         "age": ago(each.created_at),
         "note": each.note,
         "forks": ", ".join(forks),
+        "rated": "; ".join(rated),
         **measured(record, each.step),
     }

@@ -24,6 +24,8 @@ SECTIONS = (
     ("Jobs", "/jobs"),
     ("Uploads", "/uploads"),
     ("Playground", "/playground"),
+    ("Ratings", "/ratings"),
+    ("Audit", "/audit"),
 )
 RUN_VIEWS = (("Curves", ""), ("Checkpoints", "/checkpoints"), ("Batches", "/batches"), ("Rollouts", "/rollouts"),
              ("Journal", "/journal"))  # fmt: skip

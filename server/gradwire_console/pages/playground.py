@@ -16,7 +16,7 @@ from gradwire_shell.frame import page_at
 from nicegui import ui
 from nicegui.element import Element
 
-from gradwire_console.feedback import offer_url
+from gradwire_console.feedback import Feedback, offer_url
 from gradwire_console.pages.common import opened
 from gradwire_console.workspace import Workspace, Workspaces
 
@@ -67,7 +67,7 @@ class _Asked:
 
 
 class _Playground:
-    def __init__(self, workspace: Workspace, feedback: str, first: _Asked) -> None:
+    def __init__(self, workspace: Workspace, feedback: Feedback | None, first: _Asked) -> None:
         self._workspace, self._feedback, self._first = workspace, feedback, first
         self._tasks: list[asyncio.Task[str]] = []
         self._base: dict[str, str] = {}
@@ -157,7 +157,7 @@ class _Playground:
         answers = {path: text for path, text in zip(chosen, texts) if isinstance(text, str) and text}
         if self._feedback and answers and tasks is self._tasks:
             with self._code:
-                ui.link("Rate these answers", offer_url(self._feedback, prompt, answers), new_tab=True).classes(
+                ui.link("Rate these answers", offer_url(self._feedback.url, prompt, answers), new_tab=True).classes(
                     "gw-link"
                 )
 

@@ -90,7 +90,7 @@ async def _show(workspace: Workspace) -> None:
             with failed:
                 error(str(failure))
             return
-        queues.show(queue_rows(waiting))
+        queues.show(queue_rows(workspace, waiting))
         usage.show(usage_rows(workspace, info, used))
         runs.show(_run_rows(workspace, info))
         about.show(_about(info), facts)
@@ -154,14 +154,19 @@ def _engine(engine: EngineInfo) -> None:
         )
 
 
-def queue_rows(waiting: Sequence[QueuedRun]) -> list[dict[str, Any]]:
+def queue_rows(workspace: Workspace, waiting: Sequence[QueuedRun]) -> list[dict[str, Any]]:
     """Rows of the queues, the oldest first."""
+
+    def name_of(each: QueuedRun) -> str:
+        live = workspace.runs.get(each.run_id)
+        return live.name if live is not None else each.name or each.run_id or "another key's run"
+
     rows = []
     for number, each in enumerate(sorted(waiting, key=lambda each: -each.oldest_s)):
         ahead = [other for other in waiting if other is not each and other.engine == each.engine and other.executing]
         row = {
             "key": each.run_id or f"other-{number}",
-            "name": each.name or each.run_id or "another key's run",
+            "name": name_of(each),
             "owner": each.owner,
             "state": "parked" if each.parked else "running" if each.executing else "queued",
             "operation": each.operation,
@@ -169,7 +174,7 @@ def queue_rows(waiting: Sequence[QueuedRun]) -> list[dict[str, Any]]:
             "waiting": each.waiting,
             "bytes": f"{short(each.bytes)}B" if each.bytes else "",
             "oldest": f"{each.oldest_s:.1f} s",
-            "behind": ", ".join(other.name or other.run_id or "another key's run" for other in ahead),
+            "behind": ", ".join(map(name_of, ahead)),
         }
         rows.append(row | ({"href": f"run/{each.run_id}/journal"} if each.run_id else {}))
     return rows

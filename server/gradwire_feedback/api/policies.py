@@ -11,6 +11,7 @@ from gradwire_feedback.api.access import Rater, Reader, TheContext, Trainer
 from gradwire_feedback.api.errors import PROBLEMS
 from gradwire_feedback.api.schemas import (
     AgentId,
+    AgentOut,
     ComparisonOut,
     DeploymentOut,
     Difference,
@@ -24,17 +25,40 @@ from gradwire_feedback.api.schemas import (
     ReportOut,
     RewardModelOut,
     SampleRatio,
+    SourceOut,
     Version,
     VersionScores,
 )
 from gradwire_feedback.names import version_folder
 from gradwire_feedback.store import deployments
+from gradwire_feedback.store.agents import agents_of
 from gradwire_feedback.store.comparison import ALPHA, compare
 from gradwire_feedback.store.feedback import rated_by_version
+from gradwire_feedback.store.sources import rated_by_source
 from gradwire_feedback.training.generation import generate_answer
 from gradwire_feedback.training.report import finite, read_report
 
 router = APIRouter(prefix="/api/policies", tags=["policies"], responses=PROBLEMS)
+
+
+@router.get("")
+def list_agents(context: TheContext, caller: Reader) -> list[AgentOut]:
+    """Lists the agents by name, with what people said of the answers of each version and model."""
+    with context.database.read() as session:
+        return [
+            AgentOut(
+                agent_id=agent.name, waiting=agent.waiting, scores=agent.scores, versions=agent.versions,
+                weights=agent.weights,
+                sources=[
+                    SourceOut(
+                        source=source, scores=each.scores, mean=each.mean if each.scores else None,
+                        wins=each.wins, ties=each.ties, losses=each.losses,
+                    )
+                    for source, each in sorted(rated_by_source(session, agent.name).items())
+                ],
+            )
+            for agent in agents_of(session)
+        ]  # fmt: skip
 
 
 @router.get("/{agent_id}")

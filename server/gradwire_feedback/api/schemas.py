@@ -241,6 +241,28 @@ class PolicyOut(Body):
     metrics: Metrics
 
 
+class SourceOut(Body):
+    """What people said of one source's answers. `wins`, `ties` and `losses` are against other sources, in rankings."""
+
+    source: str
+    scores: int
+    mean: float | None
+    wins: int
+    ties: int
+    losses: int
+
+
+class AgentOut(Body):
+    """An agent. A source is a version, or the model that a `runId` names before its last blank; "" for others."""
+
+    agent_id: str
+    waiting: int
+    scores: int
+    versions: int
+    weights: dict[str, float]
+    sources: list[SourceOut]
+
+
 class DryRunOut(Body):
     """The estimated cost of a training."""
 

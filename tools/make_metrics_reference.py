@@ -1,24 +1,22 @@
-"""Write the table of metrics into docs/operations.md: ``python tools/make_metrics_reference.py``."""
+"""Write the list of metrics into docs/operations.md: ``python tools/make_metrics_reference.py``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from gradwire_server.observability.metrics import CATALOGUE
+from gradwire_server.observability.metrics import CATALOGUE, Spec
 
 PAGE = Path(__file__).parents[1] / "docs" / "operations.md"
 BEGIN, END = "<!-- metrics: made by tools/make_metrics_reference.py -->", "<!-- end of metrics -->"
 
 
-def table() -> str:
-    """Return the table in Markdown."""
-    rows = ["| metric | type | labels | description |", "| --- | --- | --- | --- |"]
-    for spec in CATALOGUE:
-        labels = ", ".join(f"`{label}`" for label in spec.labels)
-        rows.append(f"| `{spec.name}` | {spec.kind} | {labels} | {spec.help} |")
-    return "\n".join(rows)
+def item(spec: Spec) -> str:
+    """Return the line of a metric."""
+    about = ", ".join([*(["histogram"] if spec.kind == "histogram" else []), *(f"`{label}`" for label in spec.labels)])
+    return f"- `{spec.name}`{f' ({about})' if about else ''}: {spec.help}"
 
 
 if __name__ == "__main__":
     before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.split(END)[1]}")
+    listed = "\n".join(map(item, CATALOGUE))
+    PAGE.write_text(f"{before}{BEGIN}\n\n{listed}\n\n{END}{rest.split(END)[1]}")

@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import fmean
 
 import gradwire
-from _support.comparison import Training, draw, table
+from _support.comparison import Training, draw, means, table
 from _support.small_model import EOS, small_model
 from gradwire.rl import (
     AlgorithmConfig,
@@ -228,7 +228,7 @@ def main() -> int:
         shutil.copy(args.output / "curves.svg", DOCS / "hicra_curves.svg")
         page = (DOCS / "hicra.md").read_text()
         before, begin, rest = page.partition(BEGIN)
-        (DOCS / "hicra.md").write_text(f"{before}{begin}\n{results}\n{END}{rest.partition(END)[2]}")
+        (DOCS / "hicra.md").write_text(f"{before}{begin}\n{means(trainings)}\n{END}{rest.partition(END)[2]}")
     return 0
 
 

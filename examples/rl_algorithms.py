@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import gradwire
-from _support.comparison import Training, draw, table
+from _support.comparison import Training, draw, means, table
 from _support.small_model import EOS, small_model
 from _support.tasks import ARITHMETIC_CHARACTERS, arithmetic
 from gradwire.rl import (
@@ -226,12 +226,12 @@ async def compare(args: argparse.Namespace) -> list[Training]:
 
 
 def write_docs(trainings: Sequence[Training], tasks: Sequence[str]) -> None:
-    """Replace the rows of these tasks in the page's table, and draw a picture of each task."""
+    """Replace the rows of these tasks in the page's table of means, and draw a picture of each task."""
     for task in tasks:
         draw([each for each in trainings if each.task == task], DOCS / f"rl_curves_{task}.svg")
     before, begin, rest = (DOCS / "rl.md").read_text().partition(BEGIN)
     old, end, after = rest.partition(END)
-    head, *lines = table(trainings).splitlines()
+    head, *lines = means(trainings).splitlines()
     kept = [
         line
         for line in old.splitlines()

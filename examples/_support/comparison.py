@@ -44,6 +44,17 @@ def table(trainings: Sequence[Training]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def means(trainings: Sequence[Training]) -> str:
+    """Build a Markdown table of means over seeds: one row per task, with before → after of each algorithm."""
+    algorithms = list(dict.fromkeys(each.algorithm for each in trainings))
+    lines = [["task", *algorithms], ["---"] * (1 + len(algorithms))]
+    for task in dict.fromkeys(each.task for each in trainings):
+        of = [_of(trainings, task, algorithm) for algorithm in algorithms]
+        cells = [f"{fmean(run.before for run in runs):.2f} → {fmean(run.after for run in runs):.2f}" for runs in of]
+        lines.append([task, *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def draw(trainings: Sequence[Training], path: Path) -> None:
     """Draw one panel per task: each algorithm's mean over seeds, with the single seeds in the background."""
     import matplotlib

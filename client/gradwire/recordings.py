@@ -19,6 +19,7 @@ from gradwire.results import Array
 
 SAMPLER_FIELDS = ("sampler_log_probs", "logprobs", "old_log_probs")
 SIDES = ("chosen", "rejected", "gold")
+NOTHING: Array = np.zeros(0)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class RecordedSequence:
         scored: ``[T]`` bool, whether the loss scores the token.
         logprobs: ``[T]`` log-probability under the trained weights, as the loss saw it, in nats.
         sampler_logprobs: ``[T]`` the same as the batch says of the policy that wrote the token.
-        advantages: ``[T]``.
+        advantages: ``[T]`` as the loss used them, or as the batch has them.
         reward: Of the sequence; NaN without.
     """
 
@@ -105,14 +106,14 @@ class RecordedBatch:
         size = sum(codec.spec_bytes(spec) for spec in message.tensors)
         columns = codec.decode(message.tensors, content[:size])
         outputs = codec.decode(message.outputs, content[size:])
-        seen = outputs["logprobs"].rows() if "logprobs" in outputs else []
+        logprobs, advantages = (outputs[name].rows() if name in outputs else [] for name in ("logprobs", "advantages"))
         fields = {name: _nested(column) for name, column in columns.items()}
         return RecordedBatch(
             recording=Recording.from_message(message),
             loss_kwargs=json.loads(message.loss_kwargs_json or "{}"),
             fields=fields,
             sequences=tuple(
-                _sequence(each, seen[number] if number < len(seen) else np.zeros(0))
+                _sequence(each, *(rows[number] if number < len(rows) else NOTHING for rows in (logprobs, advantages)))
                 for number, each in enumerate(_sequences(fields))
             ),
         )
@@ -295,7 +296,7 @@ def _rows(row: int, part: str, ids: Array, own: Mapping[str, Any], *, shifted: b
     return _Sequence(row, part, ids, mask, 0, own)
 
 
-def _sequence(given: _Sequence, logprobs: Array) -> RecordedSequence:
+def _sequence(given: _Sequence, logprobs: Array, advantages: Array) -> RecordedSequence:
     count, own = len(given.ids), len(given.ids) - given.first
     scored = np.zeros(count, bool)
     mask = np.ones(own, bool) if given.mask is None else np.asarray(given.mask, bool)
@@ -325,7 +326,7 @@ def _sequence(given: _Sequence, logprobs: Array) -> RecordedSequence:
         scored=scored,
         logprobs=placed(logprobs),
         sampler_logprobs=placed(sampler),
-        advantages=placed(given.fields.get("advantages")),
+        advantages=placed(advantages if len(advantages) else given.fields.get("advantages")),
         reward=float(reward) if isinstance(reward, np.number | float | int) else float("nan"),
     )
 

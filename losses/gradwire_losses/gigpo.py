@@ -7,6 +7,7 @@ a step.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -86,7 +87,7 @@ def gigpo(batch: Batch, scores: Scores, config: GiGPOConfig) -> LossOutput:
         BatchError: The batch has neither ``advantages`` nor both ``step_ids`` and ``anchor_ids``."""
     if "advantages" in batch.fields:
         output = group_objective(batch, scores, config, *reward_advantages(batch, scores, config))
-        return LossOutput(output.terms, dict(output.metrics) | {"singleton_steps": Mean(0.0, 0)})
+        return replace(output, metrics=dict(output.metrics) | {"singleton_steps": Mean(0.0, 0)})
     for name in ("step_ids", "anchor_ids"):
         if name not in batch.fields:
             raise BatchError(
@@ -94,7 +95,7 @@ def gigpo(batch: Batch, scores: Scores, config: GiGPOConfig) -> LossOutput:
             )
     advantages, alone = _advantages(batch, config)
     output = group_objective(batch, scores, config, advantages, advantages)
-    return LossOutput(output.terms, dict(output.metrics) | {"singleton_steps": Mean.of(alone)})
+    return replace(output, metrics=dict(output.metrics) | {"singleton_steps": Mean.of(alone)})
 
 
 def _advantages(batch: Batch, config: GiGPOConfig) -> tuple[Tensor, Tensor]:

@@ -204,6 +204,7 @@ def group_objective(
             **sampler_metrics(batch, scores.logprobs, batch.get("old_log_probs")),
             "planning_fraction": Mean(0.0, 0) if planning is None else Mean.of(planning),
         },
+        advantages,
     )
 
 

@@ -243,10 +243,15 @@ class Correlation:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """Terms and metrics by name. ``loss`` is the sum of the terms, each over its count."""
+    """Terms and metrics by name. ``loss`` is the sum of the terms, each over its count.
+
+    Attributes:
+        advantages: ``[T]`` what weighs the tokens, for people to look at; None where a loss has none for each of them.
+    """
 
     terms: Mapping[str, Term]
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    advantages: Tensor | None = None
 
     def loss(self) -> Tensor:
         """Differentiable scalar: the sum of the terms, each divided by its count (a term with count 0 is 0)."""

@@ -241,7 +241,8 @@ def _objective(batch: Batch, scores: Scores, kept: Metric, config: PPOConfig) ->
         **sampler_metrics(batch, scores.logprobs, old),
         "next_beta": AdaptiveKL(config.beta, config.kl_target, config.kl_horizon, Mean.of(kl), rows),
     }
-    return LossOutput(terms, {**metrics, **critic_metrics})
+    everywhere = config.sampler_rejection is None  # which leaves out rows
+    return LossOutput(terms, {**metrics, **critic_metrics}, advantages if everywhere else None)
 
 
 def _critique(batch: Batch, scores: Scores, config: PPOConfig, reference: Tensor | None) -> Critique | None:

@@ -120,6 +120,7 @@ def _objective(
             "reward_mean": reward_mean(batch),
             **sampler_metrics(batch, logprobs, given),
         },
+        weight,
     )
 
 

@@ -86,6 +86,15 @@ def test_a_recorded_group_has_its_rewards_and_both_log_probabilities(service: sy
     assert second.sampler_logprobs[second.scored].tolist() == [-3.0, -5.0]
     assert np.isfinite(second.logprobs[second.scored]).all()
     np.testing.assert_allclose(second.ratios[3], np.exp(second.logprobs[3] + 3.0))
+    for each, (reward, other) in zip(batch.sequences, [(1, 0), (0, 1), (0.5, 0.25), (0.25, 0.5)], strict=True):
+        expected = (reward - other) / 2 / (np.std([reward, other], ddof=1) + 1e-4)
+        np.testing.assert_allclose(each.advantages[each.scored], expected, rtol=1e-5)
+        assert np.isnan(each.advantages[~each.scored]).all()
+    rewards = {"input_ids": [[5, 6, 7, 8], [9, 10, 11]], "rewards": [1.0, -0.5]}
+    result = run.forward_backward(rewards, "reinforce").result(60)
+    batch = run.recorded_batch(2)
+    assert [each.advantages[1:].tolist() for each in batch.sequences] == [[1.0] * 3, [-0.5] * 2]
+    assert result["advantage_mean"] == pytest.approx((3 * 1.0 - 2 * 0.5) / 5)
     with pytest.raises(gradwire.InvalidArgumentError, match="no recording batch 7"):
         run.recorded_batch(7)
     with pytest.raises(gradwire.InvalidArgumentError, match="a share from 0 to 1"):

@@ -1,7 +1,7 @@
 """Which batches of a run are recorded for people to look at, and with what.
 
-The engine is asked for the log-probabilities that the loss saw beside what the caller asked for; the caller's result is
-without them. They are a by-product of the loss, so the gradient is the same with and without.
+The engine is asked for the log-probabilities and the advantages that the loss saw beside what the caller asked for; the
+caller's result is without them. They are a by-product of the loss, so the gradient is the same with and without.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gradwire_server.operation_kinds import loss_result, training_call
 
 log = logging.getLogger(__name__)
 
-LOGPROBS = "logprobs"
+SEEN = ("logprobs", "advantages")
 
 
 def is_recorded(record: RunRecord, header: pb.OperationHeader) -> bool:
@@ -44,13 +44,13 @@ class RecordedBatches:
         self._writing: set[asyncio.Task[None]] = set()
 
     def ask(self, record: RunRecord, request: engine_pb2.EngineOperation) -> None:
-        """Let the engine return the log-probabilities of an operation's batch.
+        """Let the engine return the log-probabilities and advantages of an operation's batch.
 
         A run with a reward or classification head has no output head whose log-probabilities its losses see.
         """
         call = training_call(request.operation)
-        if call is not None and record.config.head in ("", "value") and LOGPROBS not in call.outputs:
-            call.outputs.append(LOGPROBS)
+        if call is not None and record.config.head in ("", "value"):
+            call.outputs.extend(name for name in SEEN if name not in call.outputs)
 
     def take(
         self,
@@ -65,9 +65,10 @@ class RecordedBatches:
         if call is None or result.status != pb.STATUS_SUCCEEDED:
             return data
         columns = codec.decode(result.tensors, data)
-        seen = {name: column for name, column in columns.items() if name == LOGPROBS}
-        if LOGPROBS in columns and LOGPROBS not in call.outputs:
-            del columns[LOGPROBS]
+        seen = {name: columns[name] for name in SEEN if name in columns}
+        if extra := seen.keys() - set(call.outputs):
+            for name in extra:
+                del columns[name]
             specs, buffers = codec.encode(columns)
             result.ClearField("tensors")
             result.tensors.extend(specs)

@@ -24,7 +24,7 @@ from gradwire_server.engine.scoring.planner import Budget, split_for_scores, spl
 from gradwire_server.engine.scoring.score_types import check_candidates, check_scores
 from gradwire_server.engine.training.accumulation import GradientAccumulator, GradientCollector
 from gradwire_server.engine.training.differentiable_scores import DifferentiableScores
-from gradwire_server.engine.training.loss_call import LossCall, check_finite
+from gradwire_server.engine.training.loss_call import ADVANTAGES, LossCall, check_finite
 from gradwire_server.engine.training.loss_report import LossEvaluation, LossSums, reported
 
 CUSTOM: Key = ("custom", "weight")
@@ -60,8 +60,11 @@ def forward(
         policy, batch, names, temperature=temperature, teacher=teacher, budget=budget, agreement=agreement
     )
     if on_batch is not None:
-        sums.add(on_batch.value(scores))
-    copies = sums.settle(outputs={name: scores[name] for name in outputs})
+        found = on_batch.value(scores)
+        sums.add(found)
+        if found.advantages is not None:
+            scores[ADVANTAGES] = found.advantages
+    copies = sums.settle(outputs={name: scores[name] for name in outputs if name in scores})
     num_microbatches = len(split_for_scores(policy, batch, budget))
     return reported(batch, copies, num_microbatches, sums if call is not None else None)
 

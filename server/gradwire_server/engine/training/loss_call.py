@@ -81,16 +81,17 @@ class LossCall:
         """Check the call and compute reference log-probabilities.
 
         Args:
-            outputs: Names of further scores to compute.
+            outputs: Names of further scores to compute, and :data:`ADVANTAGES`.
 
         Raises:
             OperationError: UNSUPPORTED, INVALID_ARGUMENT, INVALID_BATCH.
         """
         needed = self.needed_scores(policy, batch)
         own, teacher = needed - {"ref_logprobs"}, self._teacher(needed)
-        check_scores(policy, outputs, teacher)
+        further = set(outputs) - {ADVANTAGES}
+        check_scores(policy, further, teacher)
         check_scores(policy, own, teacher, field="loss_fn")
-        check_candidates(batch, own | set(outputs))
+        check_candidates(batch, own | further)
         ref_logprobs = self._ref_logprobs(policy, batch) if "ref_logprobs" in needed else None
         return LossOnBatch(
             call=self,
@@ -98,7 +99,7 @@ class LossCall:
             batch=batch,
             own_scores=own,
             outputs=tuple(outputs),
-            names=own | set(outputs),
+            names=own | further,
             streams=self.loss.streams(self.config, frozenset(batch.fields)) and not policy.router_aux_loss_coef,
             temperature=self.temperature,
             teacher=teacher,
@@ -131,6 +132,10 @@ class LossCall:
             field="reference_model",
             rule="required",
         )
+
+
+ADVANTAGES = "advantages"
+"""An output that is no score of the policy: the loss's own, where it has them."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -229,7 +234,9 @@ class LossOnBatch:
         """
         self.evaluated.append(found)
         for name in self.outputs:
-            found.part.place(self.batch, name, computed[name], self.output_scores)
+            values = found.output.advantages if name == ADVANTAGES else computed[name]
+            if values is not None:
+                found.part.place(self.batch, name, values.detach(), self.output_scores)
         if routers is not None:
             self.routers = routers if self.routers is None else self.routers + routers
 

@@ -174,8 +174,7 @@ def reported_pass(
         sums.add(part.output)
     if loss.routers is not None:
         sums.add_metrics(loss.routers.metrics())
-    wanted = {output: loss.output_scores[output] for output in loss.outputs}
-    outputs = sums.settle([part.totals for part in loss.evaluated], norm, outputs=wanted)
+    outputs = sums.settle([part.totals for part in loss.evaluated], norm, outputs=loss.output_scores)
     if not sums.finite:
         for part in loss.evaluated:
             part.check_finite()

@@ -4,6 +4,7 @@ beside what bounds each RPC (`gradwire_server.access.calls`) and the limits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from gradwire_proto.v1 import training_pb2 as pb
@@ -79,20 +80,27 @@ def rpcs() -> list[str]:
     return [method.name for method in pb.DESCRIPTOR.services_by_name["TrainingService"].methods]
 
 
-def table() -> str:
-    rows = [("RPC", *KEYS), ("---",) * (len(KEYS) + 1)]
-    rows += [(f"`{rpc}`", *(expected(rpc, key).replace("_", " ") for key in KEYS)) for rpc in rpcs()]
+def grouped(header: tuple[str, ...], cells: Callable[[str], tuple[str, ...]]) -> str:
+    """A table with one line for all RPCs whose cells are the same."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for rpc in rpcs():
+        groups.setdefault(cells(rpc), []).append(f"`{rpc}`")
+    rows = [header, ("---",) * len(header), *((", ".join(names), *each) for each, names in groups.items())]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def table() -> str:
+    return grouped(("RPC", *KEYS[3:]), lambda rpc: tuple(expected(rpc, key).replace("_", " ") for key in KEYS[3:]))
 
 
 def bounds() -> str:
-    rows = [("RPC", "of one key at a time", "further ones", "besides"), ("---",) * 4]
-    for rpc in rpcs():
+    def cells(rpc: str) -> tuple[str, ...]:
         kind = RPCS[rpc]
         number = "`key_streams`" if kind.of_key is None else str(kind.of_key)
         number += f", {kind.beside_others} beside other keys" if kind.beside_others != kind.of_key else ""
-        rows.append((f"`{rpc}`", number, "are refused" if kind.of_key is None else "wait unread", kind.bounds))
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+        return number, "are refused" if kind.of_key is None else "wait unread", kind.bounds
+
+    return grouped(("RPC", "of one key at a time", "further ones", "besides"), cells)
 
 
 def limits() -> str:

@@ -78,14 +78,19 @@ def forced(choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, 
     """
     if choice in (None, "auto", "none"):
         return []
-    if choice == "required" and tools:
+    if not tools:
+        raise invalid("tool_choice asks for a call, and there are no tools", "tool_choice")
+    if choice == "required":
         return list(tools)
     function = choice.get("function") if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        message = 'tool_choice is "auto", "none", "required", or a tool: {"type": "function", "function": {"name": …}}'
+        raise invalid(message, "tool_choice")
     found = [tool for tool in tools if tool["function"]["name"] == name]
     if not found:
-        message = 'tool_choice is "auto", "none", "required" or a function, and a tool of its name must be given'
-        raise invalid(message, "tool_choice")
+        known = ", ".join(str(tool["function"]["name"]) for tool in tools)
+        raise invalid(f"tool_choice names {name!r}; the tools are {known}", "tool_choice")
     return found
 
 

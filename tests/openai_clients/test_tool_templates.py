@@ -40,7 +40,7 @@ NOT_READ = {
     "Kimi-K2-Instruct": "appends to a list, which no sandbox of Jinja2's lets it",
     "Kimi-K2-Thinking": "appends to a list, which no sandbox of Jinja2's lets it",
 }
-NOT_WRITTEN = {"FunctionGemma", "Granite 3.0, 3.2 and 3.3, Phi-4-mini"}
+NOT_WRITTEN = {"FunctionGemma", "Granite 3.0, 3.2 and 3.3", "Phi-4-mini"}
 """Forms of which no package has a template that writes calls."""
 ENDS = re.compile(r"(\s|</s>|<\|(im_end|eot_id|eot|eom|END_OF_TURN_TOKEN|CHATBOT_TOKEN|START_OF_TURN_TOKEN)\|>)*$")
 

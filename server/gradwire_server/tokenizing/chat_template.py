@@ -25,6 +25,8 @@ ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """What a message's reasoning is called; a template finds it under the first two whichever was given."""
 MARKS = "marks_of_generation"
+_TOOLS_IN_MESSAGE = re.compile(r"""message(\.tools\b|\[["']tools["']\])""")
+"""Phi-4-mini's template reads the tools from the system message, and no calls."""
 
 
 class _Generation(Extension):
@@ -139,8 +141,11 @@ class ChatTemplate:
         """
         nonce = secrets.token_hex(8)
         marks = (f"\ufdd0{nonce}\ufdd1", f"\ufdd2{nonce}\ufdd3")
-        values = {**self.special_tokens, **variables, MARKS: marks, "messages": [_aliased(each) for each in messages]}
         try:
+            if _TOOLS_IN_MESSAGE.search(self.sources[name]):
+                messages = _with_tools(messages, variables.get("tools"))
+            aliased = [_aliased(each) for each in messages]
+            values = {**self.special_tokens, **variables, MARKS: marks, "messages": aliased}
             if name not in self._compiled:
                 self._compiled[name] = self._environment.from_string(self.sources[name])
             text = self._compiled[name].render(values)
@@ -162,6 +167,27 @@ def _unmarked(text: str, marks: tuple[str, str]) -> tuple[str, list[Span]]:
         parts += [inside, outside]
         place += len(inside) + len(outside)
     return "".join(parts), spans
+
+
+def _with_tools(messages: Sequence[Message], tools: Sequence[Any] | None) -> list[Message]:
+    """Put tools into the system message, and calls into the assistant's texts, as Phi-4-mini was trained with them."""
+    found = []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            written = [{name: _function(call)[name] for name in ("name", "arguments")} for call in calls]
+            text = json.dumps(written, ensure_ascii=False)
+            message = {**message, "content": f"{message.get('content') or ''}<|tool_call|>{text}<|/tool_call|>"}
+        found.append(message)
+    if tools:
+        if not found or found[0].get("role") != "system":
+            found.insert(0, {"role": "system", "content": ""})
+        text = json.dumps([_function(tool) for tool in tools], ensure_ascii=False)
+        found[0] = {"tools": text, **found[0]}
+    return found
+
+
+def _function(entry: Any) -> Any:
+    return entry.get("function", entry) if isinstance(entry, dict) else entry
 
 
 def _aliased(message: Message) -> dict[str, Any]:

@@ -118,6 +118,8 @@ WRITTEN: list[tuple[str, str, str]] = [
         "So.\n",
     ),
     ("<|tool_call|>", f'<|tool_call|>[{{"name": "add", "arguments": {JSON}}}]', "So.\n"),
+    ("<|/tool|>", f'<|tool_call|>[{{"name": "add", "arguments": {JSON}}}]<|/tool_call|>', "So.\n"),
+    ("functools[{", f'functools[{{"name": "add", "arguments": {JSON}}}]', "So.\n"),
     ("<TOOLCALL>", f'<TOOLCALL>[{{"name": "add", "arguments": {JSON}}}]</TOOLCALL>', "So.\n"),
     ("<|tools_prefix|>", f'<|tools_prefix|>[{{"add": {JSON}}}]<|tools_suffix|>', "So.\n"),
     ("<|function_call|>", f'<|function_call|>{{"name": "add", "arguments": {JSON}}}', "So.\n"),

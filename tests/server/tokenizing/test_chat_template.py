@@ -67,3 +67,20 @@ def test_reasoning_is_found_under_either_name(tmp_path: Path) -> None:
     found = template(tmp_path, "{{ messages[0].reasoning_content }}{{ messages[0].thinking }}")
     for name in ("reasoning_content", "thinking", "reasoning"):
         assert found.write("default", [{"role": "assistant", name: "so"}], {})[0] == "soso"
+
+
+def test_tools_are_in_the_message_where_a_template_reads_them_there(tmp_path: Path) -> None:
+    turn = "{{ '<|' + message.role + '|>' + message.content }}{% if message.tools %}{{ '<|tool|>' + message['tools'] "
+    found = template(
+        tmp_path, "{% for message in messages %}" + turn + "+ '<|/tool|>' }}{% endif %}<|end|>{% endfor %}"
+    )
+    add = {"name": "add", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": add}]
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    conversation = [{"role": "user", "content": "Hi"}, called, {"role": "tool", "content": "2"}]
+    turns = '<|user|>Hi<|end|><|assistant|><|tool_call|>[{"name": "add", "arguments": {"a": 1}}]<|/tool_call|><|end|>'
+    shown = f"<|tool|>{json.dumps([add])}<|/tool|><|end|>{turns}<|tool|>2<|end|>"
+    told = {"role": "system", "content": "Be kind."}
+    assert found.write("default", conversation, {"tools": tools})[0] == "<|system|>" + shown
+    assert found.write("default", [told, *conversation], {"tools": tools})[0] == "<|system|>Be kind." + shown
+    assert found.write("default", conversation[:1], {"tools": None})[0] == "<|user|>Hi<|end|>"

@@ -186,10 +186,16 @@ FORMS = (
         ("Action:",),
     ),
     ToolForm(
-        "Granite 3.0, 3.2 and 3.3, Phi-4-mini",
+        "Granite 3.0, 3.2 and 3.3",
         ("<|tool_call|>",),
         written(r"<\|tool_call\|>\s*(?=[{\[])", r"\s*(?:<\|/tool_call\|>)?"),
         ("<|tool_call|>",),
+    ),
+    ToolForm(
+        "Phi-4-mini",
+        ("<|/tool|>", "functools["),
+        written(r"(?:<\|tool_call\|>|functools)\s*(?=[{\[])", r"\s*(?:<\|/tool_call\|>)?"),
+        ("<|tool_call|>", "functools["),
     ),
     ToolForm(
         "Nemotron Nano 2",

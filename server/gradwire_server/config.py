@@ -209,6 +209,12 @@ class EngineSettings(BaseModel):
     compile: bool = setting(
         False, "torch.compile the models' layers: minutes at first, faster steps then.", subject=COMPUTE
     )
+    kernels: Literal["auto", "plain"] = setting(
+        "auto",
+        "Norms, gated activations and rotary embeddings on a GPU. auto: by liger-kernel where it is installed "
+        "(gradwire[kernels]) and agrees; plain: as transformers computes them.",
+        subject=COMPUTE,
+    )
     sampler: Literal["local", "vllm"] = setting(
         "local", "What generates: the engine itself, or vLLM for LoRA runs (gradwire[vllm], a GPU).", subject=COMPUTE
     )

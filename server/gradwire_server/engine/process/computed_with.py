@@ -50,6 +50,8 @@ class ComputedWith:
             for loss in all_losses():
                 self._code[f"loss {loss.name}"] = _digest(inspect.getsourcefile(loss.function))
         further: dict[str, str] = {"quantize": self._pool.quantize} if self._pool.quantize else {}
+        if self._pool.fused:
+            further |= {"liger-kernel": importlib.metadata.version("liger-kernel")}
         if self._pool.facts(base_model).takes_images:
             further |= {"pillow": importlib.metadata.version("pillow") if importlib.util.find_spec("PIL") else ""}
         return (

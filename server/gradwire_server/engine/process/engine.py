@@ -91,7 +91,12 @@ class Engine:
         if isinstance(agreement, GroupAgreement) and agreement.models is not None:
             placement = Sharded(device, agreement.models, agreement.defer)
         pool = ModelPool(
-            usable, placement, _DTYPES[settings.dtype], compiled=settings.compile, quantize=settings.quantize
+            usable,
+            placement,
+            _DTYPES[settings.dtype],
+            compiled=settings.compile,
+            quantize=settings.quantize,
+            fused=settings.kernels == "auto",
         )
         self._store = open_store(settings, staging)
         store = CheckpointStore(self._store)

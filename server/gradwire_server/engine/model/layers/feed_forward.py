@@ -92,7 +92,7 @@ def _is_feed_forward(module: nn.Module) -> bool:
         return False
     (hidden, wide), *gate, (narrowed, returned) = map(_features, linear)
     pairs = wide == narrowed if gate else wide in (narrowed, 2 * narrowed)  # a gate may be one layer with what it gates
-    return pairs and returned == hidden and gate in ([], [(hidden, wide)]) and _takes_one_argument(module)
+    return pairs and returned == hidden and gate in ([], [(hidden, wide)]) and takes_one_argument(module)
 
 
 def _features(layer: nn.Module) -> tuple[int, int]:
@@ -102,7 +102,7 @@ def _features(layer: nn.Module) -> tuple[int, int]:
     return int(layer.weight.shape[0]), int(layer.weight.shape[1])
 
 
-def _takes_one_argument(module: nn.Module) -> bool:
+def takes_one_argument(module: nn.Module) -> bool:
     parameters = inspect.signature(module.forward).parameters.values()
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return sum(each.default is each.empty and each.kind not in several for each in parameters) == 1

@@ -22,6 +22,7 @@ from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.model.loading import quantization
 from gradwire_server.engine.model.loading.compilation import compile_layers
 from gradwire_server.engine.model.loading.configuration import ConfigurationError, read_configuration, without_weights
+from gradwire_server.engine.model.loading.fused_kernels import fused_kernels_run, use_fused_kernels
 from gradwire_server.engine.model.loading.offload import offload_layers
 from gradwire_server.engine.model.loading.packing_check import check_rows, choose_packing
 from gradwire_server.engine.model.loading.quantization import Quantization
@@ -45,11 +46,13 @@ class ModelPool:
             CUDA and float32 on the CPU.
         compiled: Whether layers go through ``torch.compile``.
         quantize: How shared copies hold their linear layers; None in ``dtype``.
+        fused: Whether :mod:`.fused_kernels` are used, on a GPU where they are installed.
 
     Attributes:
         placement: Where models live.
         dtype: Dtype of the weights.
         quantize: As given.
+        fused: Whether fused kernels are used.
     """
 
     def __init__(
@@ -60,12 +63,14 @@ class ModelPool:
         *,
         compiled: bool = False,
         quantize: Quantization | None = None,
+        fused: bool = True,
     ) -> None:
         self.quantize = quantize
         self.placement = placement if isinstance(placement, Placement) else Placement(placement)
         self._mixed, self._compiled = dtype == "mixed", compiled
         on_device = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.dtype = torch.float32 if dtype == "mixed" else dtype or on_device
+        self.fused = fused and not compiled and fused_kernels_run(self.device, self.dtype)
         self._paths = dict(models)
         transformers_logging.disable_progress_bar()
         self._loaded: dict[str, SplitModel] = {}
@@ -187,6 +192,8 @@ class ModelPool:
             quantization.compute_dequantised(model)
         if model.dtype == torch.float64 and getattr(model.config, "_experts_implementation", None) == "grouped_mm":
             model.set_experts_implementation("eager")  # grouped products know no float64
+        if self.fused and not offload and model.dtype == self.dtype:
+            use_fused_kernels(model)
         if offload:
             offload_layers(model, self.device)
         split_model = SplitModel(facts, model, placement, mixed=self._mixed and dtype is None)

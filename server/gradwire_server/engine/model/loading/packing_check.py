@@ -11,7 +11,7 @@ the attention function.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -30,6 +30,8 @@ BOUNDARIES = ("window", "chunk", "block_size", "local_attention", "original_max_
 """Parts of the names by which configurations give lengths at which a model changes what it computes."""
 MOST_TRIED, MOST_TRIED_ON_CPU = 4096, 1024
 """Longest boundary around which rows are tried: longer rows take gigabytes, and on a CPU minutes."""
+MOST_ROUNDING = 0.3
+"""Share of the largest number up to which a difference may be one of rounding."""
 TRIED_IDS = 512
 """Token ids among which those are chosen that models are compared with."""
 
@@ -111,10 +113,13 @@ def _compare(split_model: SplitModel) -> tuple[Packing, str]:
         found = _states_and_gradient(split_model, Packing.PACKED, input_ids, lengths, group_sizes)
     if seen.mask_functions or not masked or masked != seen.attention_windows:
         return Packing.PADDED, "its masks say more than its layers tell the attention function"
-    if not _alike(found, expected, split_model.dtype):
+    noise = [0.0, 0.0]
+    if split_model.dtype in (torch.bfloat16, torch.float16):
+        noise = _rounding(split_model, input_ids, lengths)
+    if not _alike(found, expected, split_model.dtype, noise):
         return Packing.PADDED, "packed states or gradients differ"
     shared = _states_and_gradient(split_model, Packing.SHARED, input_ids, lengths, group_sizes)
-    if not _alike(shared, expected, split_model.dtype):
+    if not _alike(shared, expected, split_model.dtype, noise):
         return Packing.PACKED, "states or gradients differ where a prefix is shared"
     return Packing.SHARED, ""
 
@@ -147,7 +152,9 @@ def _states_and_gradient(
         stack.callback(hook.remove)
         arranged = arrange(packing, input_ids, lengths, group_sizes)
         states = split_model.states(arranged)[arranged.places.to(split_model.device)]
-        weights = torch.sin(torch.arange(states.numel(), device=states.device)).view_as(states)
+        places = torch.cat([torch.arange(length) for length in lengths.tolist()])  # the same for a row alone
+        width = states.shape[1]
+        weights = torch.sin(places[:, None] * width + torch.arange(width)).to(states.device)
         (gradient,) = torch.autograd.grad((states.float() * weights).sum(), embedded)
     gradient = gradient.flatten(0, 1).float()
     if packing is not Packing.SHARED:  # a shared token receives the sum of the gradients of its copies
@@ -157,12 +164,34 @@ def _states_and_gradient(
     return states.detach(), gradient
 
 
-def _alike(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: torch.dtype) -> bool:
-    tolerance = _tolerance(dtype)
-    return all(
-        (mine.float() - theirs.float()).abs().max().item() <= tolerance * (1.0 + theirs.float().abs().max().item())
-        for mine, theirs in zip(found, expected, strict=True)
-    )
+def _rounding(split_model: SplitModel, input_ids: Tensor, lengths: Tensor) -> list[float]:
+    """By how much states and gradients change when each row is computed alone, where both forms are right.
+
+    A rounding of bfloat16 grows from layer to layer, in deep models beyond any tolerance that could be fixed.
+    """
+    ones = torch.ones(len(lengths), dtype=torch.long)
+    together = _states_and_gradient(split_model, Packing.PADDED, input_ids, lengths, ones)
+    rows = [
+        _states_and_gradient(split_model, Packing.PADDED, row, lengths[number : number + 1], ones[:1])
+        for number, row in enumerate(input_ids.split(lengths.tolist()))
+    ]
+    alone = [torch.cat(each) for each in zip(*rows, strict=True)]
+    return [_difference(mine, theirs) for mine, theirs in zip(alone, together, strict=True)]
+
+
+def _alike(
+    found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: torch.dtype, noise: Sequence[float]
+) -> bool:
+    for mine, theirs, rounding in zip(found, expected, noise, strict=True):
+        size = 1.0 + theirs.float().abs().max().item()
+        tolerance = max(_tolerance(dtype), min(3 * rounding / size, MOST_ROUNDING))
+        if not _difference(mine, theirs) <= tolerance * size:
+            return False
+    return True
+
+
+def _difference(mine: Tensor, theirs: Tensor) -> float:
+    return (mine.float() - theirs.float()).abs().max().item()
 
 
 def _tolerance(dtype: torch.dtype) -> float:

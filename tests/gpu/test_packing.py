@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gradwire_server.engine.model.attention import packed
+from gradwire_server.engine.model.attention.varlen import varlen_kernel
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.packing import Packing, arrange
 from gradwire_server.engine.model.split_model import SplitModel
@@ -71,4 +71,4 @@ def test_packed_and_shared_are_as_near_to_float64_as_padded(path: Path, dtype: t
 def test_half_precision_uses_a_varlen_kernel() -> None:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("flash attention needs compute capability 8.0")
-    assert packed._varlen(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16) is not None
+    assert varlen_kernel(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16) is not None

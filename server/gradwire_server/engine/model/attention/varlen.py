@@ -30,7 +30,11 @@ def varlen_kernel(device: torch.device, dtype: torch.dtype) -> Varlen | None:
     """A kernel for sequences of different lengths that gives correct results on this device, or None."""
     if dtype not in (torch.bfloat16, torch.float16) or torch.cuda.get_device_capability(device) < (8, 0):
         return None
-    for name, kernel in (("torch.nn.attention.varlen", _torch_varlen), ("flash_attn", _flash_varlen)):
+    for name, kernel in (
+        ("torch.nn.attention.varlen", _torch_varlen),
+        ("torch.nn.attention.varlen", _torch_varlen_of_repeated),
+        ("flash_attn", _flash_varlen),
+    ):
         try:
             importlib.import_module(name)
         except ImportError:
@@ -45,35 +49,39 @@ def varlen_kernel(device: torch.device, dtype: torch.dtype) -> Varlen | None:
     return None
 
 
-@torch.no_grad()
+@torch.enable_grad()
 def _is_right(kernel: Varlen, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a kernel agrees with :func:`masked_attention` on prefixes, windows and shared key heads."""
+    """Whether a kernel agrees with plain attention, also in its gradients, on prefixes, windows and shared heads."""
     lengths, group_sizes = torch.tensor([40, 50, 33, 1]), torch.tensor([2, 1, 1])
     layout = lay_out(torch.arange(int(lengths.sum())) % 40, lengths, group_sizes)
     generator = torch.Generator().manual_seed(0)
-    size = (1, 4, len(layout.input_ids), 64)
-    q, k, v = (torch.randn(size, generator=generator).to(device, dtype) for _ in range(3))
-    k, v = k[:, :2], v[:, :2]
+    sizes = [(heads, len(layout.input_ids), 64) for heads in (4, 2, 2)]
+    q, k, v = (torch.randn(size, generator=generator).to(device, dtype).requires_grad_() for size in sizes)
     for window in (None, 8):
-        found = kernel(q[0], k[0], v[0], layout, 0.2, window)
-        by_token = [each[0].transpose(0, 1) for each in (q, k, v)]
-        expected = masked_attention(by_token[0], by_token[1], by_token[2], layout.masked, 0.2, window)
-        if not (found - expected).abs().max().item() < 0.05:
-            return False
+        queries, keys, values = (each.transpose(0, 1) for each in (q, k, v))
+        expected = masked_attention(queries, keys, values, layout.masked, 0.2, window)
+        found = kernel(q, k, v, layout, 0.2, window)
+        weights = torch.sin(torch.arange(found.numel(), device=device)).view_as(found)
+        gradients = [torch.autograd.grad((each * weights).sum(), (q, k, v)) for each in (found, expected)]
+        for mine, right in ((found, expected), *zip(*gradients, strict=True)):
+            if not (mine - right).abs().max().item() < 0.02 * (1.0 + right.abs().max().item()):
+                return False
     return True
 
 
 def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int | None) -> Tensor:
     kernel: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    shared_heads: dict[str, Any] = {}
     q, k, v, lengths = _varlen_arguments(q, k, v, layout)
-    if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in inspect.signature(kernel).parameters:
-            shared_heads = {"enable_gqa": True}
-        else:
-            k, v = (repeated(each, q.shape[1] // k.shape[1]) for each in (k, v))
+    shared_heads = {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
     out: Tensor = kernel(q, k, v, *lengths, scale=scale, window_size=(window - 1 if window else -1, 0), **shared_heads)
     return out
+
+
+def _torch_varlen_of_repeated(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int | None
+) -> Tensor:
+    k, v = (repeated(each[None], len(q) // len(each))[0] for each in (k, v))
+    return _torch_varlen(q, k, v, layout, scale, window)
 
 
 def _flash_varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int | None) -> Tensor:

@@ -1,13 +1,14 @@
 """Training on a GPU: tokens per second and model-FLOPs utilisation, against a padded loop, TRL, and TRL with Liger.
 
-    python -m benchmarks.gpu [--only 0.6B:lora …] [--minutes 9.5] [--results out/gpu.json] [--fresh] [--smoke]
+    python -m benchmarks.gpu [--only 4B:lora:service …] [--minutes 9.5] [--results out/gpu.json] [--fresh] [--smoke]
     python -m benchmarks.gpu --ranks 8
 
-Qwen3-shaped models of 0.6 B and 1.7 B parameters with random weights, rows of 128 to 4,096 tokens, LoRA and full
-fine-tuning. First the rate of a bfloat16 matrix product is measured on the same device: utilisation is the arithmetic
-that the rows need over what that rate would do in the same time. Each case is a process of its own; its result is
-written at once, and a case with a result is not run again, so that an interrupted run can be continued. Nothing is read
-from the network.
+Qwen3-shaped models with random weights. For 0.6, 4 and 8 B parameters everything that the service does with one
+(:mod:`benchmarks.gpu_service`): LoRA, full and NF4 at rows of 4,096 and 16,384 tokens, sampling, 64 runs at once,
+checkpoints, an engine's death. For 0.6 and 1.7 B training on rows of 128 to 4,096 tokens beside other trainers. First
+the rate of a bfloat16 matrix product is measured on the same device: utilisation is the arithmetic that the rows need
+over what that rate would do in the same time. Each case is a process of its own; its result is written at once, and a
+case with a result is not run again, so that an interrupted run can be continued. Nothing is read from the network.
 
 The other trainers get the largest number of rows that fits into memory, with gradient accumulation; TRL and Liger where
 they import (or in the environment whose Python GRADWIRE_TRL_PYTHON names). Without a GPU only ``--smoke`` runs:
@@ -40,8 +41,13 @@ from benchmarks.qwen import SCALED, SIZES
 from benchmarks.ranks import efficiency
 from benchmarks.report import show
 
-CASES = [Case(size, tuning, side) for size in SIZES for tuning in ("lora", "full") for side in SIDES]
-CASE_LIMIT_S = 170.0
+CASES = [
+    *(Case(size, "lora", "service") for size in ("4B", "8B", "0.6B")),
+    *(Case(size, "full", "service") for size in ("0.6B", "4B", "8B")),
+    Case("8B", "nf4", "service"),
+    *(Case(size, tuning, side) for size in SIZES for tuning in ("lora", "full") for side in SIDES if side != "service"),
+]
+CASE_LIMIT_S = 280.0
 NOT_MEASURED = "not measured"
 TARGET_UTILISATION, TARGET_TRL = 0.45, 2.0
 
@@ -119,7 +125,7 @@ def table(results: dict[str, Any]) -> Table:
     cases = results["cases"]
     for case in CASES:
         found = cases.get(str(case))
-        if found is None:
+        if found is None or "parts" in found:
             continue
         place = (case.size, case.tuning, case.side)
         if "error" in found:
@@ -131,6 +137,21 @@ def table(results: dict[str, Any]) -> Table:
             *place, f"{found['tokens_per_second']:,.0f}", f"{found['flops_per_second'] / rate:.1%}", ratio,
             str(found.get("rows_at_a_time", "")), show(found.get("peak_gib", 0.0)),
         )  # fmt: skip
+    return out
+
+
+def service_table(results: dict[str, Any]) -> Table:
+    """Build the table of the parts of the service so far."""
+    out = Table(title="the service")
+    for name in ("model", "tuning", "part", "measured", "wanted", "utilisation"):
+        out.add_column(name)
+    for case in CASES:
+        for part, found in results["cases"].get(str(case), {}).get("parts", {}).items():
+            values = dict(found) if isinstance(found, dict) else {"s": found}
+            wanted, flops = values.pop("target", None), values.pop("flops/s", None)
+            said = ", ".join(f"{name} {each if isinstance(each, str) else show(each)}" for name, each in values.items())
+            used = f"{flops / results['matrix_rate']:.1%}" if flops else ""
+            out.add_row(case.size, case.tuning, part, said, f"{wanted:,.0f}" if wanted else "", used)
     return out
 
 
@@ -164,7 +185,7 @@ def main() -> int:
     left = []
     for case in cases:
         wanted = not args.only or any(str(case).startswith(prefix) for prefix in args.only)
-        if not wanted or "tokens_per_second" in results["cases"].get(str(case), {}):
+        if not wanted or {"tokens_per_second", "parts"} & {*results["cases"].get(str(case), {})}:
             continue
         if args.ranks and case.ranks > gpus and not args.smoke:
             results["cases"][str(case)] = {"error": f"{NOT_MEASURED}: {case.ranks} GPUs needed, {gpus} here"}
@@ -177,7 +198,8 @@ def main() -> int:
             results["cases"][str(case)] = in_child(case, args.models, smoke=args.smoke)
         args.results.write_text(json.dumps(results, indent=1) + "\n")
         console.print(f"{case}: {json.dumps(results['cases'][str(case)])[:300]}", markup=False)
-    console.print(scaling_table(results, cases) if args.ranks else table(results))
+    for each in [scaling_table(results, cases)] if args.ranks else [service_table(results), table(results)]:
+        console.print(each)
     console.print(machine.in_words(results["machine"]))
     if left:
         console.print(f"left for the next run: {', '.join(left)}", markup=False)

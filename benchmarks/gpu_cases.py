@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.gpu_service import measured
 from benchmarks.qwen import LORA_RANK, qwen, shape
 from benchmarks.training import KINDS, LEARNING_RATE, train
 from benchmarks.workload import Rows
@@ -34,8 +35,9 @@ SIDES: Mapping[str, tuple[str, ...]] = {
     "padded": ("peft",),
     "trl": ("trl",),
     "trl+liger": ("trl", "liger_kernel"),
+    "service": (),
 }
-"""Whose code trains -> the packages that it needs beside ours."""
+"""Whose code trains -> the packages that it needs beside ours; ``service``: ours, see :mod:`benchmarks.gpu_service`."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class Case:
     """A model, what of it is trained, and by whom.
 
     Attributes:
-        size: Of :data:`benchmarks.qwen.SIZES`, or of ``SCALED`` for several ranks.
-        tuning: ``lora`` or ``full``.
+        size: Of :data:`benchmarks.qwen.SIZES`, or of ``LARGER`` or ``SCALED``.
+        tuning: ``lora`` or ``full``; for the service also ``nf4``.
         side: Of :data:`SIDES`; ``ours@2`` for ours on two ranks.
     """
 
@@ -81,6 +83,9 @@ def run_case(case: Case, models: Path, device: str, *, smoke: bool) -> dict[str,
     """Measure tokens and required operations per second: medians over turns of several steps, after a warm-up turn."""
     sizes = shape(case.size, smoke=smoke)
     model = qwen(models / (f"{case.size}-smoke" if smoke else case.size), sizes, device=device)
+    if case.side == "service":
+        parts = measured(f"{case.size}:{case.tuning}", model, sizes, case.tuning, device, smoke=smoke)
+        return {"parts": asyncio.run(parts)}
     turns = 3 if smoke else 40
     batches = draw(turns * STEPS_OF_A_TURN, sizes.vocab_size, smoke=smoke)
     lora = case.tuning == "lora"

@@ -15,12 +15,18 @@ SIZES: dict[str, dict[str, Any]] = {
     "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28} | COMMON,
 }
 """As in the ``config.json`` of Qwen/Qwen3-0.6B and Qwen/Qwen3-1.7B."""
-SCALED: dict[str, dict[str, Any]] = {
-    "1.7B": SIZES["1.7B"],
+LARGER: dict[str, dict[str, Any]] = {
+    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36} | COMMON,
     "8B": {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36} | COMMON,
 }
-"""Those that are trained on several ranks, the second as Qwen/Qwen3-8B."""
-SCALED["8B"]["num_attention_heads"] = 32
+"""As Qwen/Qwen3-4B and Qwen/Qwen3-8B."""
+for each in LARGER.values():
+    each["num_attention_heads"] = 32
+SCALED: dict[str, dict[str, Any]] = {
+    "1.7B": SIZES["1.7B"],
+    "8B": LARGER["8B"],
+}
+"""Those that are trained on several ranks."""
 SMOKE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMOKE |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 512}
 LORA_RANK = 32
@@ -65,7 +71,7 @@ class Shape:
 
 
 def shape(size: str, *, smoke: bool) -> Shape:
-    return Shape(**(SMOKE if smoke else (SIZES | SCALED)[size]))
+    return Shape(**(SMOKE if smoke else (SIZES | LARGER)[size]))
 
 
 def qwen(path: Path, shape: Shape, *, device: str, dtype: str = "bfloat16") -> Path:

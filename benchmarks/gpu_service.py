@@ -1,0 +1,172 @@
+"""The service on a GPU, by one server and one model: training, sampling, many runs, checkpoints, an engine's death.
+
+Targets stand beside the figures they are for: NeMo Automodel trains LoRA on Llama 3 8B, rows of 4,096 tokens, at 12,473
+tokens/s on one H100; prime-rl LoRA of rank 16 on Qwen3-4B, rows of 16,384, at 6,229, of which twice is wanted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gradwire
+import numpy as np
+from support.server import Server, free_port
+
+from benchmarks.qwen import LORA_RANK, Shape
+from benchmarks.training import KINDS, train
+
+TARGETS = {"8B:lora:4k": 12_500.0, "4B:lora:16k": 12_500.0, "8B:full:4k": 8_500.0}
+"""Tokens per second."""
+TURNS = 3
+RUNS, RUN_TOKENS = 64, 256
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What is trained and sampled: rows a step by name, prompts and lengths."""
+
+    rows: dict[str, list[int]]
+    samples: dict[str, tuple[int, int, int, int]]
+
+    @classmethod
+    def of(cls, *, smoke: bool) -> Shapes:
+        if smoke:
+            return cls({"4k": [24] * 4, "16k": [48] * 2}, {"64 of 64": (4, 8, 1, 6), "alone": (1, 8, 1, 6)})
+        rows = {"4k": [4096] * 8, "16k": [16_384] * 2}
+        prompts = {
+            "64 of 64": (64, 64, 1, 128),
+            "64 of 1,024": (64, 1024, 1, 128),
+            "4 of 512, 16 each": (4, 512, 16, 128),
+        }
+        return cls(rows, prompts | {"alone": (1, 64, 1, 128)})
+
+
+async def measured(name: str, model: Path, shape: Shape, tuning: str, device: str, *, smoke: bool) -> dict[str, Any]:
+    """Every part's figures; a part that fails says why, and the next ones are measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = f"127.0.0.1:{free_port()}"
+        flags = ["--device", device, "--metrics-address", metrics] + ["--quantize", "nf4"] * (tuning == "nf4")
+        flags += os.environ.get("GRADWIRE_BENCHMARK_SERVER_ARGS", "").split()
+        began = time.perf_counter()
+        with Server(model, Path(folder) / "state", *flags, name="m") as server:
+            async with gradwire.connect(server.address) as service:
+                lora = None if tuning == "full" else LORA_RANK
+                run = await service.create_run("m", lora=lora, seed=1)
+                found: dict[str, Any] = {"first run s": time.perf_counter() - began}
+                part = _Part(name, service, run, server, metrics, shape, lora is not None, smoke)
+                for title, measure in part.all().items():
+                    try:
+                        found[title] = await measure()
+                    except gradwire.GradwireError as error:
+                        found[title] = {"error": str(error)[:300]}
+                    print(title, found[title], file=sys.stderr, flush=True)
+                return found
+
+
+@dataclass
+class _Part:
+    name: str
+    service: gradwire.ServiceClient
+    run: gradwire.TrainingClient
+    server: Server
+    metrics: str
+    shape: Shape
+    lora: bool
+    smoke: bool
+
+    def __post_init__(self) -> None:
+        self._rng, self._shapes = np.random.default_rng(0), Shapes.of(smoke=self.smoke)
+
+    def all(self) -> dict[str, Callable[[], Awaitable[dict[str, Any]]]]:
+        parts: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {}
+        for title in self._shapes.rows:
+            parts[f"train {title}"] = lambda title=title: self.train(title)
+        for title in self._shapes.samples:
+            parts[f"sample {title}"] = lambda title=title: self.sample(title)
+        if self.lora:
+            parts[f"{RUNS} runs"] = self.runs
+        return parts | {"checkpoint": self.checkpoint, "recovery": self.recovery}
+
+    def _rows(self, lengths: list[int]) -> list[list[int]]:
+        return [self._rng.integers(4, self.shape.vocab_size, length).tolist() for length in lengths]
+
+    async def train(self, title: str) -> dict[str, Any]:
+        lengths = self._shapes.rows[title]
+        seconds = []
+        for _ in range(1 + TURNS):
+            batches = [KINDS["sft"].batch(self._rows(lengths)) for _ in range(2)]
+            began = time.perf_counter()
+            await train(self.run, KINDS["sft"], batches)
+            seconds.append((time.perf_counter() - began) / 2)
+        took = statistics.median(seconds[1:])
+        found = {"tokens/s": sum(lengths) / took, "flops/s": self.shape.step_flops(lengths, lora=self.lora) / took}
+        more = {"target": None if self.smoke else TARGETS.get(f"{self.name}:{title}"), "peak GiB": self._peak()}
+        return found | {name: value for name, value in more.items() if value is not None}
+
+    def _peak(self) -> float | None:
+        """Largest memory of tensors so far; none on a CPU."""
+        page = urllib.request.urlopen(f"http://{self.metrics}/metrics").read().decode()
+        for line in page.splitlines():
+            if line.startswith("gradwire_device_memory_bytes") and 'state="peak"' in line:
+                return float(line.rsplit(" ", 1)[1]) / 2**30
+        return None
+
+    async def sample(self, title: str) -> dict[str, Any]:
+        count, length, n, tokens = self._shapes.samples[title]
+        seconds = []
+        for _ in range(2):
+            prompts = self._rows([length] * count)
+            began = time.perf_counter()
+            await self.run.sample(prompts, n=n, max_tokens=tokens, ignore_eos=True, seed=0)
+            seconds.append(time.perf_counter() - began)
+        return {"tokens/s": count * n * tokens / seconds[1], "first s": seconds[0]}
+
+    async def runs(self) -> dict[str, Any]:
+        """Steps of many runs at once, against the same one after another."""
+        runs = [await self.service.create_run("m", lora=16, seed=number) for number in range(2 if self.smoke else RUNS)]
+        length = 16 if self.smoke else RUN_TOKENS
+        tokens = len(runs) * length
+
+        async def step(run: gradwire.TrainingClient) -> None:
+            await train(run, KINDS["sft"], [KINDS["sft"].batch(self._rows([length]))])
+
+        rates = dict[str, list[float]]()
+        for _ in range(2):
+            began = time.perf_counter()
+            await asyncio.gather(*map(step, runs))
+            rates.setdefault("tokens/s", []).append(tokens / (time.perf_counter() - began))
+            began = time.perf_counter()
+            for run in runs:
+                await step(run)
+            rates.setdefault("one after another", []).append(tokens / (time.perf_counter() - began))
+        found = {name: each[1] for name, each in rates.items()}
+        for run in runs:
+            await self.service.delete_run(run.run_id)
+        return found | {"ratio": found["tokens/s"] / found["one after another"]}
+
+    async def checkpoint(self) -> dict[str, Any]:
+        began = time.perf_counter()
+        saved = await self.run.save_checkpoint("benchmark")
+        taken = time.perf_counter() - began
+        began = time.perf_counter()
+        await self.run.load_checkpoint(saved.path)
+        return {"save s": taken, "load s": time.perf_counter() - began}
+
+    async def recovery(self) -> dict[str, Any]:
+        """From the engine's death until the run's next result."""
+        os.kill(self.server.engine_pid, signal.SIGKILL)
+        began = time.perf_counter()
+        lengths = self._shapes.rows["4k"]
+        await train(self.run, KINDS["sft"], [KINDS["sft"].batch(self._rows(lengths))])
+        return {"s": time.perf_counter() - began}

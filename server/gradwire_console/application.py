@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -61,11 +61,12 @@ class Guarded:
             await JSONResponse({"detail": refused[1]}, refused[0])(scope, receive, send)
 
 
-def create_application(workspaces: Workspaces, host: str) -> ASGIApp:
+def create_application(workspaces: Workspaces, names: Sequence[str]) -> ASGIApp:
     """Create the application.
 
     Args:
-        host: The address that it listens on, to which its pages answer beside loopback's names.
+        names: Those that it is asked by beside loopback's: the address that it listens on, and given ones. Where
+            browsers sign in it answers to any, as a session is sent to the name that it was begun with.
     """
 
     @asynccontextmanager
@@ -102,7 +103,7 @@ def create_application(workspaces: Workspaces, host: str) -> ASGIApp:
         reconnect_timeout=RECONNECT_TIMEOUT_S,
         gzip_middleware_factory=None,
     )
-    return GZipMiddleware(ContentPolicy(Guarded(app, BrowserGuard((host,), pages=True))))
+    return GZipMiddleware(ContentPolicy(Guarded(app, BrowserGuard(None if workspaces.asks else names, pages=True))))
 
 
 def _add_json(app: FastAPI, workspaces: Workspaces) -> None:

@@ -14,6 +14,7 @@ from typing import Annotated
 import gradwire
 import typer
 import uvicorn
+from gradwire_http.heads import BoundedHeads
 from gradwire_shell.serving import HttpServer, listen, url_of
 from rich.console import Console
 
@@ -52,6 +53,10 @@ def serve(
             help="Where alerts on runs are posted as JSON, such as a chat's; of the key in GRADWIRE_API_KEY.",
         ),
     ] = "",
+    host_name: Annotated[
+        list[str] | None,
+        typer.Option(help="A further name by which a console without sign-in is asked, as behind a proxy; repeat."),
+    ] = None,
     root_path: Annotated[str, typer.Option(help="Path under which a proxy shows the console, such as /console.")] = "",
     parent_pid: Annotated[int | None, typer.Option(help="Stop when this is no longer the parent process.")] = None,
 ) -> None:
@@ -73,8 +78,9 @@ def serve(
     with tempfile.TemporaryDirectory(prefix="gradwire-console-") as folder:
         os.environ["NICEGUI_STORAGE_PATH"] = folder  # read at the import
         try:
+            names = (host, *(host_name or ()))
             asyncio.run(
-                _serve(server, host, int(port), ca_cert, read_only, sign_in, beside, webhook, root_path, parent_pid)
+                _serve(server, names, int(port), ca_cert, read_only, sign_in, beside, webhook, root_path, parent_pid)
             )
         except (gradwire.GradwireError, OSError) as error:
             _fail(str(error))
@@ -82,7 +88,7 @@ def serve(
 
 async def _serve(
     address: str,
-    host: str,
+    names: Sequence[str],
     port: int,
     ca_cert: Path | None,
     read_only: bool,
@@ -95,7 +101,7 @@ async def _serve(
     from gradwire_console.application import create_application
     from gradwire_console.workspace import Server, Workspaces
 
-    server = Server(address, ca_cert)
+    server, host = Server(address, ca_cert), names[0]
     key: str | None = os.environ.get("GRADWIRE_API_KEY", "")
     if sign_in or host not in LOOPBACK:
         key = None
@@ -115,7 +121,8 @@ async def _serve(
     listener = listen(host, port)
     http = HttpServer(
         uvicorn.Config(
-            create_application(workspaces, host),
+            create_application(workspaces, names),
+            http=BoundedHeads,
             log_level="warning",
             lifespan="on",
             timeout_graceful_shutdown=GRACE_S,

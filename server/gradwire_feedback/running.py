@@ -6,6 +6,7 @@ import asyncio
 import signal
 
 import uvicorn
+from gradwire_http.heads import BoundedHeads
 from gradwire_shell.serving import HttpServer, listen, url_of
 
 from gradwire_feedback.api.errors import BodyLimit
@@ -36,7 +37,9 @@ async def serve_until_stopped(settings: Settings, database: Database) -> bool:
     jobs = Jobs(settings, database, server)
     app = create_application(Context(settings, database, server, jobs))
     http = HttpServer(
-        uvicorn.Config(BodyLimit(app), log_level="warning", lifespan="on", timeout_graceful_shutdown=GRACE_S, ws="auto")
+        uvicorn.Config(
+            BodyLimit(app), http=BoundedHeads, log_level="warning", lifespan="on", timeout_graceful_shutdown=GRACE_S
+        )
     )
     stopping = asyncio.Event()
 

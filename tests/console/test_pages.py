@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gradwire
+import httpx
 import pytest
 from gradwire import sync
 from playwright.sync_api import Browser, Page, expect
@@ -136,6 +137,19 @@ def test_a_read_only_console_changes_nothing(server: Server, service: sync.Servi
 
 
 @pytest.mark.slow
+def test_hand_made_requests_are_refused(server: Server) -> None:
+    with Console(server.address, "--host-name", "lab.example") as console, httpx.Client(base_url=console.url) as http:
+        for host, status in (("evil.example", 421), ("127.0.0.1.evil.example", 421), ("lab.example", 200)):
+            assert http.get("/api/runs", headers={"host": host}).status_code == status
+        for foreign in (
+            {"origin": "http://127.0.0.1:9"}, {"origin": "null"}, {"sec-fetch-site": "same-site"},
+            {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"},
+        ):  # fmt: skip
+            assert http.get("/api/runs", headers=foreign).status_code == 403
+            assert http.get("/_nicegui_ws/socket.io/?EIO=4&transport=polling", headers=foreign).status_code == 403
+        assert http.get("/api/runs", headers={"x-long": "a" * 300_000}).status_code == 431
+
+
 def test_keys_of_the_server_are_asked_for(tiny_model_path: Path, tmp_path: Path, page: Page) -> None:
     from gradwire_server.access.keys import KeyFile
 
@@ -148,6 +162,8 @@ def test_keys_of_the_server_are_asked_for(tiny_model_path: Path, tmp_path: Path,
     ):
         run = service.create_run("tiny", lora={"rank": 2}, name="of-ada")
         assert page.request.get(f"{console.url}/api/runs").status == 401
+        named = page.request.get(f"{console.url}/api/runs", headers={"host": "lab.example"})
+        assert named.status == 401, "a proxy may pass on the name that it is asked by"
         page.goto(f"{console.url}/run/{run.run_id}")
         page.wait_for_url("**/login?next=*")
         for key, sees in (("gw_wrong", "does not know this key"), (keys["bob"], "There is no such run")):

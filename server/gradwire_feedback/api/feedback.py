@@ -13,7 +13,8 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
 from gradwire_feedback.api.access import Rater, Reader, TheContext, Trainer
-from gradwire_feedback.api.errors import PROBLEMS, fields_of, problem, sentence
+from gradwire_feedback.api.bodies import ROW_FIELDS, ROWS, CountedRoute, check
+from gradwire_feedback.api.errors import PROBLEMS, SHOWN_ERRORS, fields_of, problem, sentence
 from gradwire_feedback.api.schemas import (
     AgentId,
     AgreementOut,
@@ -30,7 +31,7 @@ from gradwire_feedback.statistics.agreement import agreement
 from gradwire_feedback.store import feedback, rating
 from gradwire_feedback.store.problems import ProblemError, TooLargeError, UnprocessableError
 
-router = APIRouter(prefix="/api/policies", tags=["feedback"], responses=PROBLEMS)
+router = APIRouter(prefix="/api/policies", tags=["feedback"], responses=PROBLEMS, route_class=CountedRoute)
 
 JSON_LINES = ("application/x-ndjson", "application/jsonl", "application/ndjson", "text/plain")
 REF = "#/components/schemas/FeedbackIn"
@@ -105,20 +106,31 @@ async def submit_feedback(
 async def _read_rows(request: Request) -> tuple[list[FeedbackIn], bool]:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind in ("application/json", ""):
-        content = _parse(await request.body(), "the body")
-        single = isinstance(content, dict)
-        return _rows([content] if single else content, "" if single else "row"), single
+        body = await request.body()
+        await check(body, ROWS)
+        return await run_in_threadpool(_json, body)
     if kind in JSON_LINES:
-        return _lines(await request.body()), False
+        return await _counted_lines(await request.body())
     if kind == "multipart/form-data":
         async with request.form(max_files=1, max_fields=1) as form:
             file = form.get("file")
             if file is None or isinstance(file, str):
                 raise UnprocessableError("file: upload the JSON lines as the file of the field 'file'")
-            return _lines(await file.read()), False
+            return await _counted_lines(await file.read())
     raise UnsupportedTypeError(
         f"{kind[:100]} is not supported: send application/json, application/x-ndjson or multipart/form-data"
     )
+
+
+def _json(body: bytes) -> tuple[list[FeedbackIn], bool]:
+    content = _parse(body, "the body")
+    single = isinstance(content, dict)
+    return _rows([content] if single else content, "" if single else "row"), single
+
+
+async def _counted_lines(body: bytes) -> tuple[list[FeedbackIn], bool]:
+    await check(body, ROWS)
+    return await run_in_threadpool(_lines, body), False
 
 
 def _parse(text: bytes | str, place: str) -> Any:
@@ -147,15 +159,21 @@ def _rows(content: Any, word: str) -> list[FeedbackIn]:
     rows: list[FeedbackIn] = []
     errors: list[ErrorField] = []
     for number, row in content if word == "line" else enumerate(content):
+        if len(errors) >= SHOWN_ERRORS:
+            break
         if not isinstance(row, dict):
             errors.append(ErrorField(field=f"{word} {number}", message="this is not a JSON object"))
+            continue
+        if len(row) > ROW_FIELDS:
+            message = f"this has {len(row)} fields; a row has at most {ROW_FIELDS}"
+            errors.append(ErrorField(field=f"{word} {number}" if word else "body", message=message))
             continue
         try:
             rows.append(_one.validate_python(row))
         except ValidationError as error:
             errors += fields_of(error.errors(), f"{word} {number}" if word else "")
     if errors:
-        raise InvalidRowsError(errors[:20])
+        raise InvalidRowsError(errors[:SHOWN_ERRORS])
     return rows
 
 

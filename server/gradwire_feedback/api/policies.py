@@ -8,6 +8,7 @@ from fastapi import APIRouter, Body
 from starlette.concurrency import run_in_threadpool
 
 from gradwire_feedback.api.access import Rater, Reader, TheContext, Trainer
+from gradwire_feedback.api.bodies import CountedRoute
 from gradwire_feedback.api.errors import PROBLEMS
 from gradwire_feedback.api.schemas import (
     AgentId,
@@ -38,7 +39,7 @@ from gradwire_feedback.store.sources import rated_by_source
 from gradwire_feedback.training.generation import generate_answer
 from gradwire_feedback.training.report import finite, read_report
 
-router = APIRouter(prefix="/api/policies", tags=["policies"], responses=PROBLEMS)
+router = APIRouter(prefix="/api/policies", tags=["policies"], responses=PROBLEMS, route_class=CountedRoute)
 
 
 @router.get("")

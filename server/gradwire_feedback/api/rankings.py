@@ -7,13 +7,14 @@ from typing import Annotated
 from fastapi import APIRouter, Body
 
 from gradwire_feedback.api.access import Rater, Reader, TheContext
+from gradwire_feedback.api.bodies import CountedRoute
 from gradwire_feedback.api.errors import PROBLEMS
 from gradwire_feedback.api.ratings import BeforeNumber, OnlyRater, PageRows
 from gradwire_feedback.api.schemas import AgentId, PairOut, RankingIn, RankingOut, RatingId
 from gradwire_feedback.settings import LIMITS
 from gradwire_feedback.store import rankings
 
-router = APIRouter(prefix="/api/policies", tags=["rankings"], responses=PROBLEMS)
+router = APIRouter(prefix="/api/policies", tags=["rankings"], responses=PROBLEMS, route_class=CountedRoute)
 
 
 @router.post("/rankings/{agent_id}", status_code=201)

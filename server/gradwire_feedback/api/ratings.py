@@ -7,12 +7,13 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from gradwire_feedback.api.access import Rater, Reader, TheContext
+from gradwire_feedback.api.bodies import CountedRoute
 from gradwire_feedback.api.errors import PROBLEMS
 from gradwire_feedback.api.schemas import AgentId, CorrectionIn, RatingId, RatingOut, RevisionOut
 from gradwire_feedback.settings import LIMITS
 from gradwire_feedback.store import ratings
 
-router = APIRouter(prefix="/api/policies", tags=["ratings"], responses=PROBLEMS)
+router = APIRouter(prefix="/api/policies", tags=["ratings"], responses=PROBLEMS, route_class=CountedRoute)
 
 LARGEST_NUMBER = 2**31 - 1
 OnlyRater = Annotated[str | None, Query(max_length=LIMITS.name_chars, description="Only this person's.")]

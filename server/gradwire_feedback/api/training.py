@@ -16,6 +16,7 @@ from pydantic import Field, create_model
 from starlette.concurrency import run_in_threadpool
 
 from gradwire_feedback.api.access import Reader, TheContext, Trainer
+from gradwire_feedback.api.bodies import CountedRoute
 from gradwire_feedback.api.errors import PROBLEMS
 from gradwire_feedback.api.schemas import (
     AgentId,
@@ -35,7 +36,7 @@ from gradwire_feedback.store.problems import ConflictError
 from gradwire_feedback.training.estimate import estimate
 from gradwire_feedback.training.plan import make_plan
 
-router = APIRouter(prefix="/api/policies", tags=["training"], responses=PROBLEMS)
+router = APIRouter(prefix="/api/policies", tags=["training"], responses=PROBLEMS, route_class=CountedRoute)
 
 LARGEST_NUMBER = 1_000_000
 EVENT_POLL_S = 0.3

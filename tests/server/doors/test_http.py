@@ -14,6 +14,7 @@ import httpx
 import pytest
 import trustme
 import zstandard
+from gradwire_http import heads
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.calls import CallKind
 from gradwire_server.access.keys import KeyFile
@@ -21,7 +22,6 @@ from gradwire_server.cli.preflight import check
 from gradwire_server.cli.settings_file import SettingsError
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import VERSION
-from gradwire_server.doors.http import heads
 from gradwire_server.doors.http.errors import HTTP_STATUS
 from gradwire_server.doors.http.openai import answers, events
 from gradwire_server.scheduling import fairness

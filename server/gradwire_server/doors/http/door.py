@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 from fastapi.responses import JSONResponse, PlainTextResponse
 from gradwire_http.browsers import BrowserGuard, body_refusal
+from gradwire_http.heads import BoundedHeads
 from gradwire_proto.v1 import training_pb2 as pb
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -22,8 +23,8 @@ from gradwire_server.doors.certificates import Certificates
 from gradwire_server.doors.door import Door
 from gradwire_server.doors.http.anthropic import app as anthropic
 from gradwire_server.doors.http.errors import error_response
+from gradwire_server.doors.http.gathering import GatheringProtocol
 from gradwire_server.doors.http.guard import GuardedProtocol
-from gradwire_server.doors.http.heads import BoundedHeads
 from gradwire_server.doors.http.openai import app as openai
 from gradwire_server.doors.http.openai import errors as openai_errors
 from gradwire_server.doors.http.openai import tokens
@@ -82,7 +83,7 @@ class HttpDoor(Door):
         await self._tinker.start()
         protocols = await asyncio.to_thread(self.protocols)
         settings = uvicorn.Config(
-            _root(self._core, protocols, self._stopping), http=BoundedHeads,
+            _root(self._core, protocols, self._stopping), http=_Connection,
             log_config=None, log_level="warning", access_log=False, lifespan="off", ws="none", proxy_headers=False,
             server_header=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSE_S,
             **_tls(config),
@@ -127,6 +128,10 @@ class HttpDoor(Door):
                 self._renewing.cancel()
             await asyncio.gather(serving, return_exceptions=True)
             await self._tinker.stop()
+
+
+class _Connection(BoundedHeads, GatheringProtocol):
+    """A connection whose heads are bounded, and whose answers leave in one piece."""
 
 
 class _Server(uvicorn.Server):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from gradwire_server.doors.http.gathering import GatheringProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_S = 20.0
 """Seconds that a request's head may take, from the connection or the head's first byte on."""
@@ -21,7 +21,7 @@ TOO_LARGE = (
 )
 
 
-class BoundedHeads(GatheringProtocol):
+class BoundedHeads(HttpToolsProtocol):
     """A connection whose requests have small and prompt heads."""
 
     def connection_made(self, transport: Any) -> None:

@@ -68,8 +68,8 @@ SAMPLER_RATIO_METRIC = {"sampler_ratio_mean": "mean weight per token of sampler_
 def sampler_metrics_of(field: str) -> dict[str, str]:
     """Descriptions for a loss without ``sampler_log_probs``, which compares this call with ``field``."""
     return {
-        "sampler_kl": f"mean KL per token from the policy of {field} to the current one, by k3 (nats); NaN without. "
-        "Until the first step on a batch: from the sampler to the trainer",
+        "sampler_kl": f"mean KL per token from the policy of {field} to the current one, by k3 (nats); until the first "
+        "step on a batch, from the sampler to the trainer",
         "sampler_logprob_diff_max": "largest difference of a token's log-probability, of the policies of sampler_kl",
     }
 

@@ -122,7 +122,10 @@ def _check_loss(name: str) -> None:
         return
     known = ", ".join(LOSSES)
     if name == "stable_reinforce":
-        message = f"the formula of stable_reinforce is not public: train with loss_fn=importance_sampling (or {known})"
+        message = (
+            "the formula of stable_reinforce is not public: train with loss_fn=importance_sampling, or on samples of "
+            f"older weights with ppo or cispo; there are {known}"
+        )
     elif name == "custom":
         message = "losses stored on the server are not served; forward_backward_custom computes yours at the client"
     else:

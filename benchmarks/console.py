@@ -1,5 +1,10 @@
 """The console in a real browser: open pages beside a training, and plots of long records.
 
+``python -m benchmarks.console load``: what ten open pages cost a training, in four minutes. A training runs in windows
+of 15 seconds, by turns without a console and with one that ten pages look at, in the order ABBAABBA. For each it prints
+the time of a step and what the front and its engine take of a processor for it; at the end, medians and quotients. With
+two processors or more, the server has the first for itself, so browser and console do not take its time.
+
 ``python -m benchmarks.console pages --minutes 60``: ten pages beside a training. Every page has to load; each minute it
 prints what the browser's heaps and the console's process hold, and the calls that the server served a second. At the
 end it compares the memory of the last quarter with the second's: the first fills caches.
@@ -19,11 +24,12 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import gradwire
 import httpx
+from gradwire import sync
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.journal import history
 from gradwire_server.journal.schema import connect
@@ -39,7 +45,7 @@ ROWS = {"input_ids": [[5, 6, 7, 8, 9, 10] * 8] * 4}
 POINTS = 100_000
 PATIENCE_MS = 600_000
 TRAINING = {"Submit", "Results", "AckResults", "OpenRun"}
-GROWTH, CONSOLE_MB, PLOT_MS = 1.1, 400.0, 300.0
+GROWTH, CONSOLE_MB, PLOT_MS, LOSS = 1.1, 400.0, 300.0, 1.03
 DRAWN = (
     "[...document.querySelectorAll('.gw-plot')].map((each) => each.querySelector('canvas')?.toDataURL().length || 0)"
 )
@@ -69,8 +75,103 @@ def new_page(browser: Browser) -> Page:
     return page
 
 
+def tree_cpu_s(pid: int) -> dict[str, float]:
+    """Processor seconds of a front, and of all processes below it together."""
+    parents = {}
+    for each in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parents[int(each.parent.name)] = int(each.read_text().rsplit(")", 1)[1].split()[1])
+    below, grown = {pid}, True
+    while grown:
+        children = {child for child, parent in parents.items() if parent in below} - below
+        below, grown = below | children, bool(children)
+    return {"front": cpu_s(pid), "engine": sum(map(cpu_s, below - {pid}))}
+
+
+class Steps:
+    """A training in a thread.
+
+    Attributes:
+        taken: Steps so far.
+    """
+
+    def __init__(self, run: sync.TrainingClient) -> None:
+        self.taken, self._run, self._stop = 0, run, threading.Event()
+        self._thread = threading.Thread(target=self._train)
+
+    def _train(self) -> None:
+        while not self._stop.is_set():
+            self._run.forward_backward(ROWS, "causal_lm")
+            self._run.optim_step(learning_rate=1e-4).result(600)
+            self.taken += 1
+
+    def __enter__(self) -> Steps:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def opened(browser: Browser, url: str, run_id: str, count: int) -> list[Page]:
+    """Pages of the console, all different up to ten; each has its content."""
+    here = f"run/{run_id}"
+    paths = ["", here, f"{here}/journal", f"compare?runs={run_id}", "timeline", "server", "jobs",
+             f"{here}/checkpoints", f"{here}/batches", "playground"]  # fmt: skip
+    pages = []
+    for number in range(count):
+        pages.append(new_page(browser))
+        pages[-1].goto(f"{url}/{paths[number % len(paths)]}")
+        pages[-1].locator(".gw-server .gw-state.connected").wait_for()
+    print(f"all {count} pages loaded", flush=True)
+    return pages
+
+
+def weigh(count: int, folder: Path, window_s: float = 15.0) -> bool:
+    cores = sorted(os.sched_getaffinity(0))
+    found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+    os.sched_setaffinity(0, cores[:1])  # what is started from here on has the same
+    server = Server(tiny_model(folder / "tiny"), folder / "state")
+    with server:
+        os.sched_setaffinity(0, cores[1:] or cores)
+        with gradwire.sync.connect(server.address) as service, launched() as browser, ExitStack() as stack:
+            run = service.create_run("tiny", lora={"rank": 4}, name="weighed")
+            steps = stack.enter_context(Steps(run))
+            time.sleep(5.0)  # the first steps are slower
+            looked = False
+            for looks in (False, True, True, False, False, True, True, False):
+                if looks and not looked:
+                    console = stack.enter_context(Console(server.address))
+                    pages = opened(browser, console.url, run.run_id, count)
+                elif looked and not looks:
+                    for page in pages:
+                        page.context.close()
+                    console.end()
+                looked = looks
+                begun, used, taken = time.monotonic(), tree_cpu_s(server.process.pid), steps.taken
+                if looks:
+                    pages[0].wait_for_timeout(1000 * window_s)
+                else:
+                    time.sleep(window_s)
+                seconds, done = time.monotonic() - begun, steps.taken - taken
+                now = tree_cpu_s(server.process.pid)
+                figures = {f"{name}, CPU ms a step": 1000 * (now[name] - used[name]) / done for name in now}
+                figures["both, CPU ms a step"] = sum(figures.values())
+                figures["ms a step"] = 1000 * seconds / done
+                found[looks].append(figures)
+                said = ", ".join(f"{value:.2f} {name}" for name, value in figures.items())
+                print(f"{f'{count} pages' if looks else 'no console'}: {said}", flush=True)
+    quotients = {}
+    for name in found[True][0]:
+        without, beside = (statistics.median(each[name] for each in found[looks]) for looks in (False, True))
+        quotients[name] = beside / without
+        print(f"{name}: {without:.2f} without, {beside:.2f} beside {count} pages, {beside / without - 1:+.1%}")
+    return quotients["both, CPU ms a step"] <= LOSS
+
+
 def watch_pages(minutes: float, count: int, folder: Path) -> bool:
-    metrics, stop, steps = f"127.0.0.1:{free_port()}", threading.Event(), [0]
+    metrics = f"127.0.0.1:{free_port()}"
     with (
         Server(tiny_model(folder / "tiny"), folder / "state", "--metrics-address", metrics) as server,
         Console(server.address) as console,
@@ -78,29 +179,12 @@ def watch_pages(minutes: float, count: int, folder: Path) -> bool:
         launched("--js-flags=--expose-gc") as browser,
     ):
         run = service.create_run("tiny", lora={"rank": 4}, name="watched", record_batches=0.01)
-
-        def train() -> None:
-            while not stop.is_set():
-                run.forward_backward(ROWS, "causal_lm")
-                run.optim_step(learning_rate=1e-4).result(600)
-                steps[0] += 1
-
-        training = threading.Thread(target=train)
-        training.start()
-        try:
-            here = f"run/{run.run_id}"
-            paths = ["", here, f"{here}/journal", f"compare?runs={run.run_id}", "timeline", "server", "jobs",
-                     f"{here}/checkpoints", f"{here}/batches", "playground"]  # fmt: skip
-            pages = []
-            for number in range(count):
-                pages.append(new_page(browser))
-                pages[-1].goto(f"{console.url}/{paths[number % len(paths)]}")
-                pages[-1].locator(".gw-server .gw-state.connected").wait_for()
-            print(f"all {count} pages loaded", flush=True)
+        with Steps(run) as steps:
+            pages = opened(browser, console.url, run.run_id, count)
             front, heaps, held = server.process.pid, list[float](), list[float]()
             end = time.monotonic() + 60 * minutes
             while time.monotonic() < end:
-                begun, before, used, taken = time.monotonic(), calls(metrics), cpu_s(front), steps[0]
+                begun, before, used, taken = time.monotonic(), calls(metrics), cpu_s(front), steps.taken
                 pages[0].wait_for_timeout(min(60.0, 15 * minutes) * 1000)
                 seconds, found = time.monotonic() - begun, calls(metrics) - before
                 heaps.append(sum(page.evaluate("(gc(), performance.memory.usedJSHeapSize / 1e6)") for page in pages))
@@ -108,14 +192,11 @@ def watch_pages(minutes: float, count: int, folder: Path) -> bool:
                 print(
                     f"heaps {heaps[-1]:.0f} MB together, console {held[-1]:.0f} MB;"
                     f" {found.total() / seconds:.2f} calls/s {dict(found)};"
-                    f" {(steps[0] - taken) / seconds:.1f} steps/s,"
-                    f" front {1000 * (cpu_s(front) - used) / max(steps[0] - taken, 1):.2f} CPU ms a step",
+                    f" {(steps.taken - taken) / seconds:.1f} steps/s,"
+                    f" front {1000 * (cpu_s(front) - used) / max(steps.taken - taken, 1):.2f} CPU ms a step",
                     flush=True,
                 )
             alive = sum(page.locator(".gw-server .gw-state.connected").count() for page in pages)
-        finally:
-            stop.set()
-            training.join()
     quarter = max(len(heaps) // 4, 1)
     early, late = statistics.median(heaps[quarter : 2 * quarter] or heaps), statistics.median(heaps[-quarter:])
     print(f"{alive} of {count} pages are connected; heaps {late / early:.2f} x the second quarter's, at most {GROWTH}")
@@ -185,12 +266,16 @@ def time_plots(count: int, folder: Path) -> bool:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("pages", "plots"))
+    parser.add_argument("what", choices=("load", "pages", "plots"))
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--pages", type=int, default=10)
     parser.add_argument("--runs", type=int, default=200)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gradwire-benchmark-") as name:
         work = Path(name)
-        done = watch_pages(given.minutes, given.pages, work) if given.what == "pages" else time_plots(given.runs, work)
+        if given.what == "load":
+            done = weigh(given.pages, work)
+        else:
+            pages = given.what == "pages"
+            done = watch_pages(given.minutes, given.pages, work) if pages else time_plots(given.runs, work)
     sys.exit(not done)

@@ -75,7 +75,8 @@ def pages(runs: dict[str, gradwire.RunInfo]) -> dict[str, str]:
         "timeline": "timeline", "runs": "", "run": first, "checkpoints": f"{first}/checkpoints",
         "batches": f"{reinforced}/batches",
         "rollouts": f"{reinforced}/rollouts", "journal": f"{second}/journal", "compare": f"compare?runs={compared}",
-        "server": "server", "jobs": "jobs", "playground": f"playground?models={models}&tokens=24&temperature=0.4",
+        "server": "server", "jobs": "jobs", "audit": "audit",
+        "playground": f"playground?models={models}&tokens=24&temperature=0.4",
     }  # fmt: skip
 
 

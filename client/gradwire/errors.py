@@ -324,6 +324,14 @@ STATUSES: Mapping[grpc.StatusCode, type[GradwireError]] = {
 RETRYABLE = (ConnectionLostError, EngineUnavailableError, ShuttingDownError)
 
 
+REASONS = {
+    "Connection refused": "nothing listens there; start the server, or write the port that it says it listens on",
+    "Domain name not found": "no host has this name",
+    "lookup error": "the name of the host is not found",
+}
+"""Words of gRPC's details -> what they mean."""
+
+
 def from_wire(error: pb.Error) -> GradwireError:
     """Convert a server error to its exception; a code unknown to this client becomes InternalServerError."""
     kind = EXCEPTIONS.get(error.code, InternalServerError)
@@ -357,6 +365,12 @@ def from_rpc(error: grpc.aio.AioRpcError, address: str) -> GradwireError:
             f"{address} does not speak TLS: leave out https:// and certificates, or start the server with --tls-cert",
             field="address",
         )
+    if "http1.x server" in details:
+        return InvalidArgumentError(
+            f"{address} speaks HTTP, and this client gRPC: write the address that the server says it listens on; its "
+            "port for HTTP is for the clients of OpenAI and Tinker",
+            field="address",
+        )
     if "CERTIFICATE_VERIFY_FAILED" in details or "Hostname Verification" in details:
         why = details.partition("CERTIFICATE_VERIFY_FAILED: ")[2].partition(":")[0] or "it names another host"
         return InvalidArgumentError(
@@ -367,7 +381,8 @@ def from_rpc(error: grpc.aio.AioRpcError, address: str) -> GradwireError:
     if kind is ConnectionLostError:
         hint = "; a server with TLS has https:// in its address" if "Socket closed" in details else ""
         reason = details.rpartition("last error: ")[2].partition(": ")[2] or details or status.name
-        return ConnectionLostError(f"no answer from {address}: {reason}{hint}")
+        reason = next((meaning for words, meaning in REASONS.items() if words in details), f"{reason}{hint}")
+        return ConnectionLostError(f"no answer from {address}: {reason}")
     return kind(f"{address} answered {status.name}: {error.details()}")
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire.descriptions import RunInfo
-from gradwire.errors import AccessError
+from gradwire.errors import AccessError, ConnectionLostError
 from gradwire.extras import require
 from gradwire.futures import Future
 from gradwire.history import History
@@ -178,6 +178,7 @@ class TrainingClient(Operations):
 
         Raises:
             AccessError: The hub refuses the token.
+            ConnectionLostError: The hub cannot be reached, or does not take the files.
         """
         hub = require("huggingface_hub", "hub", "push_to_hub")
         with tempfile.TemporaryDirectory(prefix="gradwire-hub-") as folder:
@@ -191,13 +192,14 @@ class TrainingClient(Operations):
 
             try:
                 return await asyncio.to_thread(push)
-            except hub.errors.HfHubHTTPError as error:
-                status = error.response.status_code if error.response is not None else 0
-                if status in (401, 403):
+            except hub.errors.HTTPError as error:
+                if getattr(getattr(error, "response", None), "status_code", 0) in (401, 403):
                     raise AccessError(
                         f"the hub refuses to write {repo}: log in with `hf auth login`, or pass a token that may write"
                     ) from error
-                raise
+                where = endpoint or hub.constants.ENDPOINT
+                why = str(error).strip().partition("\n")[0]
+                raise ConnectionLostError(f"the hub at {where} did not take {repo}: {why}") from error
 
     async def cancel_operation(self, seq: int) -> bool:
         """Cancel an operation of this run by its number, whoever submitted it; its writer goes on.

@@ -12,7 +12,8 @@ from typing import Any
 
 import gradwire
 import pytest
-from gradwire.errors import AccessError, InvalidArgumentError
+from gradwire.errors import AccessError, ConnectionLostError, InvalidArgumentError
+from support.server import free_port
 
 ROWS = [{"input_ids": [4, 5, 6, 7]}]
 
@@ -103,6 +104,9 @@ async def test_a_run_is_pushed(service: gradwire.ServiceClient, hub: StandIn, tm
         assert content == (exported / name).read_bytes()
     with pytest.raises(AccessError, match="the hub refuses to write tiny: log in with `hf auth login`"):
         await run.push_to_hub("tiny", token="hf_wrong", endpoint=hub.url)
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(ConnectionLostError, match=f"the hub at {nowhere} did not take tiny: .*refused"):
+        await run.push_to_hub("tiny", token="hf_right", endpoint=nowhere)
 
 
 async def test_a_file_in_the_way_is_named(service: gradwire.ServiceClient, tmp_path: Path) -> None:

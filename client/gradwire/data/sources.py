@@ -71,7 +71,10 @@ def read(source: Source, *, split: str = "train", **options: Any) -> Iterator[tu
             raise FileNotFoundError(f"there is no file {path}")
         if _kind(path) in UNREAD:
             raise DataError(str(path), f"{_kind(path)} files are not read; {UNREAD[_kind(path)]}")
-        yield from READERS.get(_kind(path), _json_lines)(path)
+        try:
+            yield from READERS.get(_kind(path), _json_lines)(path)
+        except _broken_archive(path) as error:
+            raise DataError(str(path), f"not a whole {path.suffix} archive: {error}") from None
         return
     why = f"{source}, which is no file and so names a data set,"
     dataset = require("datasets", "data", why).load_dataset(str(source), split=split, **options)
@@ -107,25 +110,61 @@ def _folder(path: Path, split: str) -> Iterator[tuple[str, Row | DataError]]:
         yield from read(file)
 
 
+class _Zstandard(io.RawIOBase):
+    """A decompressed file; one that is cut off is an error, as it is not of ``zstandard.open``."""
+
+    def __init__(self, path: Path) -> None:
+        self._begin = require("zstandard", "data", f"the file {path}").ZstdDecompressor().decompressobj
+        self._file, self._frame, self._text = path.open("rb"), self._begin(), memoryview(b"")
+        self._fresh = True
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, into: Any) -> int:
+        while not self._text:
+            packed = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame, self._fresh = self._begin(), True
+            packed = packed or self._file.read(1 << 17)
+            if not packed:
+                if not self._fresh:
+                    raise EOFError("it ends within a frame")
+                return 0
+            self._fresh = False
+            self._text = memoryview(self._frame.decompress(packed))
+        count = min(len(into), len(self._text))
+        into[:count], self._text = self._text[:count], self._text[count:]
+        return count
+
+
 def _opened(path: Path) -> IO[bytes]:
     """Open a file, decompressed as its name says."""
     if path.suffix == ".gz":
         return cast("IO[bytes]", gzip.open(path, "rb"))
     if path.suffix == ".zst":
-        zstandard = require("zstandard", "data", f"the file {path}")
-        return cast("IO[bytes]", io.BufferedReader(zstandard.open(path, "rb")))
+        return cast("IO[bytes]", io.BufferedReader(_Zstandard(path), 1 << 16))
     return path.open("rb")
 
 
 def _json(path: Path) -> Iterator[tuple[str, Row | DataError]]:
     """Read one list of rows, or a row a line."""
     with _opened(path) as file:
-        begin = file.read(4096).lstrip()
+        read = file.read(4096)
+        begin = read.lstrip()
         if not begin.startswith(b"["):
+            first = begin.partition(b"\n")[0]
+            if len(begin) > len(first) and isinstance(json_row(first, ""), DataError):
+                raise DataError(
+                    str(path), "one JSON object over several lines; rows are a list of objects, or one a line"
+                )
             yield from _json_lines(path)
             return
-        file.seek(0)
-        text = file.read(LARGE_BYTES + 1)
+        text = read + file.read(LARGE_BYTES + 1)
     if len(text) > LARGE_BYTES:
         raise DataError(
             str(path), f"a list of {LARGE_BYTES >> 20} MiB is not read whole; make a .jsonl of it, a row a line"
@@ -143,20 +182,17 @@ def _json(path: Path) -> Iterator[tuple[str, Row | DataError]]:
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Row | DataError]]:
     with _opened(path) as file:
-        for number, line in enumerate(_whole(file, path), 1):
+        for number, line in enumerate(file, 1):
             if line.strip():
                 place = f"{path}, line {number}"
                 yield place, json_row(line, place)
 
 
-def _whole(file: IO[bytes], path: Path) -> Iterator[bytes]:
-    """The lines of a file; a broken archive is an error of the file."""
-    try:
-        yield from file
-    except (EOFError, OSError, zlib.error) as error:
-        if path.suffix not in COMPRESSED:
-            raise
-        raise DataError(str(path), f"not a whole {path.suffix} archive: {error}") from None
+def _broken_archive(path: Path) -> tuple[type[Exception], ...]:
+    """The errors of a compressed file that is cut off or none."""
+    if path.suffix == ".zst":
+        return (require("zstandard", "data", f"the file {path}").ZstdError, EOFError)
+    return (EOFError, gzip.BadGzipFile, zlib.error) if path.suffix == ".gz" else ()
 
 
 def json_row(line: bytes, place: str) -> Row | DataError:

@@ -112,12 +112,16 @@ def open_folder(file: Path, settings: Settings) -> dict[str, Any]:
         return {}
     state = _read(file)
     now = _identity(settings)
-    changed = [name for name in now if state.get("settings", {}).get(name) != now[name]]
+    before = state.get("settings", {})
+    changed = [f"{name} was {before.get(name)!r:.40}" for name in now if before.get(name) != now[name]]
     if changed:
-        raise SettingsError(
-            f"{file.parent} holds a training with other settings ({', '.join(changed)}): "
-            "give another folder, or remove it"
+        others = before.get("recipe") if before.get("recipe") != now["recipe"] else ""
+        which = (
+            f"a training by another recipe, {others}"
+            if others
+            else f"a training with other settings: {', '.join(changed)}"
         )
+        raise SettingsError(f"{file.parent} holds {which}; give another folder, or remove it")
     return state
 
 

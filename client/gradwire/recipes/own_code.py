@@ -116,6 +116,8 @@ def loaded(given: str, setting: str) -> Any:
         module = _from_file(Path(place), setting) if place.endswith(".py") else importlib.import_module(place)
     except SettingsError:
         raise
+    except ModuleNotFoundError as error:
+        raise SettingsError(f"{setting}: there is no module {error.name!r}, which {given} needs") from error
     except Exception as error:  # the user's own code may raise anything
         raise SettingsError(f"{setting}: {place} cannot be imported: {_told(error)}") from error
     if not hasattr(module, name):

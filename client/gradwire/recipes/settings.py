@@ -47,6 +47,23 @@ LEAST = {
 """Smallest value of a number -> the settings."""
 OF_ADAPTER = ("lora_alpha", "lora_targets", "rslora")
 """What an adapter keeps for its life."""
+ELSEWHERE = {
+    "lr": "learning_rate", "base_model": "model", "model_name_or_path": "model", "output_dir": "folder",
+    "dataset": "data", "datasets": "data", "num_train_epochs": "epochs", "num_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size", "micro_batch_size": "batch_size", "max_seq_length": "max_tokens",
+    "gradient_accumulation_steps": "accumulation", "sequence_len": "max_tokens", "cutoff_len": "max_tokens",
+    "max_length": "max_tokens", "lora_r": "lora_rank", "r": "lora_rank", "target_modules": "lora_targets",
+    "lora_target": "lora_targets", "lora_target_modules": "lora_targets", "warmup_steps": "warmup",
+    "warmup_ratio": "warmup", "lr_scheduler": "schedule", "lr_scheduler_type": "schedule", "optim": "optimizer",
+    "betas": "optimizer_args", "adam_beta1": "optimizer_args", "adam_beta2": "optimizer_args",
+    "adam_epsilon": "optimizer_args", "momentum": "optimizer_args", "eval_steps": "eval_every", "logging": "loggers",
+    "save_steps": "save_every", "save_total_limit": "keep", "val_set_size": "held_out", "val_size": "held_out",
+    "report_to": "loggers", "early_stopping_patience": "patience", "packing": "batch_tokens",
+    "sample_packing": "batch_tokens", "num_generations": "group_size", "max_completion_length": "answer_tokens",
+    "max_new_tokens": "answer_tokens", "reward_funcs": "reward", "resume_from_checkpoint": "init_from",
+    "metric_for_best_model": "best_by", "max_samples": "limit", "beta": "loss",
+}  # fmt: skip
+"""Other trainers' words -> ours."""
 LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
@@ -326,8 +343,13 @@ def built(kind: type[S], given: Mapping[str, Any], places: Mapping[str, str] = t
     for name, value in given.items():
         place = places.get(str(name), "")
         if name not in hints:
-            near = difflib.get_close_matches(str(name), hints, n=1)
-            meant = f"; did you mean {near[0]}?" if near else f"; it takes {', '.join(hints)}"
+            near = (
+                [ELSEWHERE[name]] if ELSEWHERE.get(name) in hints else difflib.get_close_matches(str(name), hints, n=1)
+            )
+            more = (
+                f"; it takes {', '.join(hints)}" if len(hints) < 20 else "; `gradwire train --example RECIPE` shows all"
+            )
+            meant = f"; did you mean {near[0]}?" if near else more
             if "dora" in str(name).lower():
                 meant = ": DoRA's magnitudes are not exact with grouped and paged runs; rslora is there"
             raise SettingsError(f"{place}: there is no setting {name!r}{meant}".removeprefix(": "))

@@ -100,7 +100,7 @@ class Tokenizers:
         if model not in self._files:
             raise ServiceError(
                 pb.ERROR_CODE_UNSUPPORTED,
-                f"the model {model!r} has no tokenizer.json on the server; encode with your own tokenizer",
+                f"the model {model!r} has no tokenizer.json on the server; put it into its folder, or send token ids",
                 field="model",
             )
         if model not in self._loaded:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 from gradwire.data import DataError, Dataset, conversations, preferences, prompts, ratings, steps
 from gradwire.data.layouts import Conversation, Prompt
 
@@ -216,6 +219,22 @@ def test_files_name_their_lines_and_skipped_rows_are_counted(tmp_path: Path, cap
         prompts(tmp_path / "gone.jsonl")
 
 
+@pytest.mark.parametrize("form", [".jsonl", ".csv", ".txt", ".json"])
+@pytest.mark.parametrize("archive", [".gz", ".zst"])
+def test_an_archive_that_is_cut_off_is_named(form: str, archive: str, tmp_path: Path) -> None:
+    text = random.Random(0).randbytes(9_000).hex()  # which no compression makes short
+    written = {".jsonl": json.dumps({"text": text}) + "\n", ".json": json.dumps([{"text": text}])}
+    body = written.get(form, f"text\n{text}\n").encode()
+    packed = gzip.compress(body) if archive == ".gz" else zstandard.compress(body)
+    whole = tmp_path / f"whole{form}{archive}"
+    whole.write_bytes(packed + packed if form == ".jsonl" else packed)  # archives may be joined
+    assert len(conversations(whole)) == (2 if form == ".jsonl" else 1)
+    for content in (packed[: len(packed) // 2], b"no archive"):
+        (tmp_path / f"rows{form}{archive}").write_bytes(content)
+        with pytest.raises(DataError, match=f"rows{form}{archive}: not a whole {archive} archive"):
+            conversations(tmp_path / f"rows{form}{archive}")
+
+
 def test_files_that_are_not_what_their_name_says(tmp_path: Path) -> None:
     file = tmp_path / "one.json"
     file.write_text('[{"prompt": "a", "completion": "b"},\n {"prompt": "c", "completion": "d"}]')
@@ -225,6 +244,7 @@ def test_files_that_are_not_what_their_name_says(tmp_path: Path) -> None:
         ("latin.jsonl", '{"prompt": "a", "completion": "é"}'.encode("latin-1"), "latin.jsonl, line 1: not valid UTF-8"),
         ("latin.json", '[{"prompt": "é"}]'.encode("latin-1"), "latin.json: not valid UTF-8"),
         ("latin.csv", "prompt,completion\na,é\n".encode("latin-1"), "latin.csv, after line .: not valid CSV"),
+        ("object.json", b'{\n "data": []\n}', "object.json: one JSON object over several lines"),
         ("long.csv", b"prompt,completion\na," + b"b" * 200_000, "long.csv, after line .: not valid CSV: .*limit"),
     ]
     for name, content, words in cases:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import os
 from pathlib import Path
 from typing import Any
@@ -104,10 +105,20 @@ def test_mistakes_in_environments_are_named(code: Path, tmp_path: Path) -> None:
         (f"{code}/own_world.py:broken", {}, "RuntimeError: no world .*own_world.py, line"),
         (f"{code}/own_world.py:StepResult", {}, "makes StepResult; it must be a BaseEnvironment"),
         ("world", {}, "there is no entry point 'world'; no package offers any: write FILE.py:NAME"),
-        ("nowhere.at_all:x", {}, "nowhere.at_all cannot be imported: ModuleNotFoundError"),
+        ("nowhere.at_all:x", {}, "there is no module 'nowhere', which nowhere.at_all:x needs"),
     ):
         with pytest.raises(SettingsError, match=words):
             environment_of(name, arguments)
+
+
+def test_an_environment_of_a_package_is_found_by_its_entry_point(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(code))
+    offered = importlib.metadata.EntryPoint("counting", "own_world:Counting", "gradwire.environments")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [offered] if "environments" in group else [])
+    made = environment_of("counting", {"turns": 3})
+    assert type(made).__name__ == "Counting"
+    with pytest.raises(SettingsError, match=r"there is no entry point 'count'; there are counting, or write FILE\.py"):
+        environment_of("count", {})
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ import pytest
 from gradwire.data import Conversation, DataError
 from gradwire.recipes import command, distill, dpo, grpo, ppo, reward, sft
 from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.folder import facts_of, open_folder
+from gradwire.recipes.settings import SettingsError
 from gradwire.recipes.tokens import Tokens
 from support.chats import chat_model
 from support.server import Server
@@ -249,6 +251,9 @@ BAD: list[tuple[str, list[str], str]] = [
     ("model: x\ntrain_on: me\n", [], "line 2: train_on is 'me'; it must be one of assistant, last, all"),
     ("model: [\n", [], "line 2: not valid YAML"),
     ("- x\n", [], "settings are a mapping"),
+    ("base_model: x\n", [], "line 1: there is no setting 'base_model'; did you mean model?"),
+    ("lora_target_modules: [q]\n", [], "there is no setting 'lora_target_modules'; did you mean lora_targets?"),
+    ("model: x\nzzz: 1\n", [], "there is no setting 'zzz'; `gradwire train --example RECIPE` shows all"),
     ("model: x\n", ["--set", "batch_siz=3"], "--set batch_siz=3: there is no setting 'batch_siz'"),
     ("model: x\n", ["--set", "batch_size"], "write NAME=VALUE"),
     ("model: x\n", ["--set", "data=/nowhere.jsonl"], "there is no file /nowhere.jsonl"),
@@ -281,6 +286,16 @@ def test_a_folder_that_cannot_be_used_is_said_before_anything_starts(
                 command.main([recipe, str(file)])
             said = capsys.readouterr().err
             assert words in said and said.count("\n") == 1, said
+
+
+def test_another_trainings_folder_is_told_with_what_differs(tmp_path: Path) -> None:
+    settings = sft.SFT(data="a", folder=str(tmp_path))
+    (tmp_path / "state.json").write_text(json.dumps(facts_of(settings)))
+    open_folder(tmp_path / "state.json", sft.SFT(data="a", folder=str(tmp_path), epochs=9))
+    with pytest.raises(SettingsError, match="with other settings: max_tokens was 2048; give another folder"):
+        open_folder(tmp_path / "state.json", sft.SFT(data="a", folder=str(tmp_path), max_tokens=9))
+    with pytest.raises(SettingsError, match="a training by another recipe, SFT; give another folder, or remove it"):
+        open_folder(tmp_path / "state.json", dpo.DPO(data="a", folder=str(tmp_path)))
 
 
 def test_columns_are_named_as_the_configuration_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,7 +130,7 @@ RANKED_FIELDS = tuple(field for field in GROUP_FIELDS if field.name in ("prompt_
         "top_accuracy": "share of groups whose best response has the highest reward",
         "pair_accuracy": "share of pairs within groups that rewards and ranks order alike",
         "reward_mean": "mean reward per response",
-        "reward_std": "its standard deviation",
+        "reward_std": "standard deviation of the rewards",
         "num_groups": "number of groups with two or more responses",
     },
     reference="Plackett 1975; Luce 1959; Rafailov et al. 2023, appendix A.3 (arXiv 2305.18290)",

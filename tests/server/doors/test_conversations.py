@@ -12,9 +12,9 @@ import httpx
 import jsonschema
 import openai
 import pytest
+from support.saying_model import saying_model
 from support.server import free_port
 from support.tinker import HttpServer
-from support.tiny import tiny_model
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -257,18 +257,23 @@ def _events(answer: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.slow
 def test_a_template_for_tools_beside_the_default_one_is_used(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model", context_length=1024)
-    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    call, stop = "<start_function_call>call:add{a:1}<end_function_call>", "<start_function_response>"
+    model = saying_model(tmp_path / "model", {"\n": [call], call: [stop], stop: ["made up"]})
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}\n\n")
     (model / "additional_chat_templates").mkdir()
-    with_tools = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}<tool_call>"
+    with_tools = "{{ tools | tojson }}<start_function_call>{% for m in messages %}{{ m.content }}{% endfor %}\n\n"
     (model / "additional_chat_templates" / "tool_use.jinja").write_text(with_tools)
     server = HttpServer(model, tmp_path / "state", free_port())
     server.start()
     try:
-        asked: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 2}
+        asked: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 9, "temperature": 0}
         url = f"{server.url}/v1/chat/completions"
         plain = httpx.post(url, json=asked, timeout=300).json()
         tooled = httpx.post(url, json=asked | {"tools": [{"type": "function", "function": ADD}]}, timeout=300).json()
         assert tooled["usage"]["prompt_tokens"] > plain["usage"]["prompt_tokens"] + 10
+        assert plain["choices"][0]["finish_reason"] == "length" and tooled["usage"]["completion_tokens"] == 2
+        message = tooled["choices"][0]["message"]  # nothing that the model would have said of the tool's answer
+        assert [json.loads(each["function"]["arguments"]) for each in message["tool_calls"]] == [{"a": 1}], message
+        assert message["content"] is None and tooled["choices"][0]["finish_reason"] == "tool_calls"
     finally:
         server.end()

@@ -104,6 +104,8 @@ class Conversation:
             schema = forced_schema(must, template)
         call = asked.call(asked.max_completion_tokens or asked.max_tokens, schema)
         call.top_logprobs = asked.top_logprobs or 0
+        if self._tools and (stop := form_of(template).stop):
+            call.stop.append(stop)
         ids, images = await self._prompt(template)
         begun = await self._reasoning_begun(template, ids)
         guided = call.json_schema or call.regex or call.grammar  # which hold the answer from its first character on

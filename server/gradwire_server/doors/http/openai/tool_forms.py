@@ -30,6 +30,7 @@ class ToolForm:
         read: Finds the whole calls in a text.
         begins: Texts with which a call begins, anywhere in an answer.
         first: Characters with which an answer that is nothing but calls begins.
+        stop: Text with which the model waits for a tool's answer, where it would go on to make one up.
     """
 
     family: str
@@ -37,6 +38,7 @@ class ToolForm:
     read: Reader
     begins: tuple[str, ...] = ()
     first: str = ""
+    stop: str = ""
 
 
 def form_of(template: str) -> ToolForm:
@@ -165,7 +167,13 @@ FORMS = (
         ("<|start|>", "<|channel|>", "commentary to=", " to=functions."),
     ),
     ToolForm("Mistral v3 to v13, Devstral, Ministral", ("[TOOL_CALLS]",), read_mistral, ("[TOOL_CALLS]",), "["),
-    ToolForm("FunctionGemma", ("<start_function_call>",), read_gemma, ("<start_function_call>", "call:")),
+    ToolForm(
+        "FunctionGemma",
+        ("<start_function_call>",),
+        read_gemma,
+        ("<start_function_call>", "call:"),
+        stop="<start_function_response>",
+    ),
     ToolForm("Gemma 4", ("<|tool_call>",), read_gemma, ("<|tool_call>", "call:")),
     ToolForm(
         "LFM2",

@@ -202,7 +202,7 @@ def _section(
     others = base_rows or {}
     parts = [f"## {spec.name}\n", spec.summary + "\n"]
     if spec.head:
-        parts.append(f'The run needs a {spec.head} head: `create_run(..., head="{spec.head}")`.\n')
+        parts.append(f'Needs `create_run(..., head="{spec.head}")`.\n')
     parts.append(f"```text\n{spec.formula}\n```\n")
     if spec.whole_batch and (base is None or spec.whole_batch != base.whole_batch):
         parts.append(f"Of the whole batch it takes {spec.whole_batch}.\n")

@@ -41,7 +41,9 @@ class Lanes(Element, component="lanes.js", default_classes="gw-lanes"):
         self._props |= {"title": title, "colours": dict(colours), "lanes": [], "boxes": []}
 
     def show(self, lanes: Sequence[str], boxes: Sequence[Sequence[Any]]) -> None:
-        """Show boxes: the lane's number, begin and end in milliseconds, the kind, and the text on hover."""
-        self._props |= {"lanes": list(lanes), "boxes": [list(box) for box in boxes]}
-        self.style(f"height: {max(len(lanes), 2) * 2.2 + 2.5}rem")
-        self.update()
+        """Show boxes, if they are others: the lane's number, begin and end in milliseconds, kind, and text on hover."""
+        shown = {"lanes": list(lanes), "boxes": [list(box) for box in boxes]}
+        if shown["lanes"] != self._props["lanes"] or shown["boxes"] != self._props["boxes"]:
+            self._props |= shown
+            self.style(f"height: {max(len(lanes), 2) * 2.2 + 2.5}rem")
+            self.update()

@@ -38,7 +38,7 @@ export default {
         tooltip: { renderMode: "richText", confine: true, backgroundColor: token("--surface"), borderColor: line,
                    textStyle: { color: token("--text"), fontSize: 12 }, formatter: (each) => each.value[4] },
         series: [{
-          type: "custom", encode: { x: [1, 2], y: 0 }, data: this.boxes,
+          type: "custom", progressive: 0, encode: { x: [1, 2], y: 0 }, data: this.boxes,
           renderItem: (params, api) => {
             const from = api.coord([api.value(1), api.value(0)]), to = api.coord([api.value(2), api.value(0)]);
             const height = Math.min(api.size([0, 1])[1] * 0.7, 26), area = params.coordSys;

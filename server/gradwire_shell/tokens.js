@@ -4,7 +4,7 @@ const FIGURES = {
            there: (s, i) => s.logprob[i] !== null && s.sampler[i] !== null },
   difference: { name: "trainer − sampler", of: (s, i) => s.logprob[i] - s.sampler[i], middle: 0, width: 0.5,
                 there: (s, i) => s.logprob[i] !== null && s.sampler[i] !== null },
-  advantage: { name: "advantage", of: (s, i) => s.advantage[i], middle: 0, width: 2, there: (s, i) => s.advantage[i] !== null },
+  advantage: { name: "advantage", of: (s, i) => s.advantage[i], middle: 0, there: (s, i) => s.advantage[i] !== null },
   logprob: { name: "log-probability", of: (s, i) => s.logprob[i], middle: 0, width: 6, there: (s, i) => s.logprob[i] !== null },
   mask: { name: "scored", of: (s, i) => (s.scored[i] ? 1 : 0), middle: 0, width: 2, there: (s, i) => s.scored[i] },
 };
@@ -20,11 +20,17 @@ export default {
       </section>
     </div>`,
   props: { sequences: Array, by: String },
+  computed: {
+    width() { // of advantages the largest that is shown: their size depends on the loss
+      const largest = () => Math.max(...this.sequences.flatMap((s) => s.advantage.map(Math.abs)), 1e-9);
+      return FIGURES[this.by].width ?? largest();
+    },
+  },
   methods: {
     style(s, i) {
       const figure = FIGURES[this.by];
       if (!figure.there(s, i)) return null;
-      const share = (figure.of(s, i) - figure.middle) / figure.width;
+      const share = (figure.of(s, i) - figure.middle) / this.width;
       const strength = Math.round(Math.min(Math.abs(share), 1) * 45);
       return strength ? { background: `color-mix(in srgb, var(--${share > 0 ? "s1" : "s2"}) ${strength}%, transparent)` } : null;
     },

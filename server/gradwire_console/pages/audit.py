@@ -13,16 +13,15 @@ from gradwire_shell.components import Column, Table, empty, error, plain, sdk_li
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
-from gradwire_console.pages.common import ago, on_change, opened
+from gradwire_console.pages.common import on_change, opened
 from gradwire_console.workspace import LiveRun, Workspace, Workspaces
 
 COLUMNS = (
-    Column("when", "When", "Time of this console's machine"),
+    Column("when", "When", "By the clock of the console's machine; the year on hover"),
     Column("who", "Key", sparse=True),
     Column("what", "What"),
     Column("name", "Of", link=True),
     Column("detail", "Detail", sparse=True),
-    Column("age", "Age", num=True),
 )
 MOST_RUNS = 32
 """Runs whose checkpoints are looked at: those that have the newest."""
@@ -121,11 +120,11 @@ def _of_job(job: gradwire.Job) -> list[Event]:
 def _row(number: int, each: Event) -> dict[str, Any]:
     row = {
         "key": str(number),
-        "when": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.time)),
+        "when": time.strftime("%m-%d %H:%M:%S", time.localtime(each.time)),
+        "when_hint": time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(each.time)),
         "who": each.who,
         "what": each.what,
         "name": each.name,
         "detail": each.detail,
-        "age": ago(each.time),
     }
     return row | ({"href": each.href} if each.href else {})

@@ -14,7 +14,7 @@ from gradwire_shell.detail import Tokens
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
-from gradwire_console.pages.common import ago, later, opened, run_head
+from gradwire_console.pages.common import ago, later, opened, run_head, size_of
 from gradwire_console.workspace import Workspace, Workspaces
 
 COLUMNS = (
@@ -73,7 +73,7 @@ async def _list(workspace: Workspace, run_id: str) -> None:
             "rows": each.rows,
             "tokens": f"{each.tokens:,}",
             "age": ago(each.time),
-            "size": f"{each.size_bytes / 1e6:.2f} MB",
+            "size": size_of(each.size_bytes),
         }
         for each in reversed(found)
     ]
@@ -143,7 +143,7 @@ def _facts(batch: RecordedBatch) -> dict[str, object]:
         "Sequences": recording.rows,
         "Tokens": f"{recording.tokens:,}",
         "Scored tokens": f"{sum(int(each.scored.sum()) for each in batch.sequences):,}",
-        "Trainer less sampler": f"{differences.mean():+.4f}, at most {abs(differences).max():.3f}"
+        "Trainer less sampler": f"{differences.mean():+.2g}, at most {abs(differences).max():.2g}"
         if len(differences)
         else "",
         "Reward": f"{rewards.mean():.4g} ± {rewards.std():.3g}" if len(rewards) else "",

@@ -14,7 +14,7 @@ from gradwire_shell.frame import page_at
 from nicegui import ui
 
 from gradwire_console.pages import checkpoint_actions as actions
-from gradwire_console.pages.common import ago, on_change, opened, run_head
+from gradwire_console.pages.common import ago, on_change, opened, run_head, size_of
 from gradwire_console.series import Record
 from gradwire_console.workspace import Workspace, Workspaces
 
@@ -185,7 +185,7 @@ def _row(each: gradwire.Checkpoint, record: Record, forks: list[str], rated: lis
         "name": each.name,
         "name_hint": each.path,
         "step": f"{each.step:,}",
-        "size": f"{each.size_bytes / 1e6:.1f} MB",
+        "size": size_of(each.size_bytes),
         "age": ago(each.created_at),
         "note": each.note,
         "forks": ", ".join(forks),

@@ -210,6 +210,12 @@ def cost_of(info: gradwire.ServerInfo, engine_s: float) -> str:
     return f"{info.cost(engine_s):,.2f}" if info.price_per_hour else ""
 
 
+def size_of(number: float) -> str:
+    """Bytes in three digits: ``"1.24 MB"``."""
+    text = short(number)
+    return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
+
+
 def short(number: float) -> str:
     """A number in three digits and a letter: ``"1.24M"``."""
     for letter, unit in (("G", 1e9), ("M", 1e6), ("k", 1e3)):

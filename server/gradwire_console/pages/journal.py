@@ -11,7 +11,7 @@ from gradwire_shell.components import Column, Drawn, Table, button, empty, error
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
-from gradwire_console.pages.common import act, ago, ask, on_change, opened, run_head, short
+from gradwire_console.pages.common import act, ago, ask, on_change, opened, run_head, size_of
 from gradwire_console.workspace import LiveRun, Workspace, Workspaces
 
 COLUMNS = (
@@ -25,7 +25,7 @@ COLUMNS = (
     Column("engine", "Engine", "Computing", num=True),
     Column("size", "Payload", "Tensors of the operation", num=True),
     Column("tries", "Tries", "How often it was sent to an engine; engines that died of it", num=True),
-    Column("age", "Accepted", num=True),
+    Column("age", "Age", "Since it was accepted", num=True),
 )
 
 
@@ -126,9 +126,9 @@ def _row(each: OperationInfo) -> dict[str, Any]:
         "front": _seconds(each.front_s) if ended else "",
         "queue": _seconds(each.queue_s),
         "engine": _seconds(each.engine_s) if ended else "",
-        "size": f"{short(each.payload_bytes)}B" if each.payload_bytes else "",
+        "size": size_of(each.payload_bytes) if each.payload_bytes else "",
         "tries": tries + (f", {each.deaths} died" if each.deaths else ""),
-        "age": f"{ago(each.accepted_at)} ago",
+        "age": ago(each.accepted_at),
         "error": each.error,
         "error_hint": each.error,
     }

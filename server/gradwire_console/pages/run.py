@@ -29,7 +29,7 @@ from nicegui import ui
 from gradwire_console.advice import Advice, advise
 from gradwire_console.pages import checkpoint_actions as actions
 from gradwire_console.pages.checkpoints import measured
-from gradwire_console.pages.common import act, ago, ask, on_change, opened, run_views, short
+from gradwire_console.pages.common import act, ago, ask, on_change, opened, run_views, short, size_of
 from gradwire_console.pages.curves import Curves
 from gradwire_console.pages.runs import trains
 from gradwire_console.series import Operation, Record
@@ -43,7 +43,7 @@ OPERATIONS = (
     Column("loss", "Loss", num=True),
     Column("tokens", "Tokens", num=True),
     Column("engine", "Engine", "Seconds of computing", num=True),
-    Column("ended", "Ended", num=True),
+    Column("ended", "Age", "Since it ended", num=True),
 )
 
 NEWEST = 5
@@ -149,7 +149,7 @@ class _Run:
                         plain(each.name, "mono", tag="div")
                         about = [
                             f"step {each.step:,}",
-                            f"{each.size_bytes / 1e6:.1f} MB",
+                            size_of(each.size_bytes),
                             f"{ago(each.created_at)} old",
                         ]
                         plain(", ".join([*about, each.note] if each.note else about), "quiet", tag="div")
@@ -237,5 +237,5 @@ def _operation(each: Operation) -> dict[str, Any]:
         "loss": "" if each.loss is None else f"{each.loss:.5g}",
         "tokens": f"{each.tokens:,}" if each.tokens else "",
         "engine": f"{each.seconds:.3f} s",
-        "ended": f"{ago(each.time)} ago",
+        "ended": ago(each.time),
     }

@@ -14,7 +14,7 @@ from gradwire_shell.components import Column, Drawn, Table, error, facts, panel,
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
-from gradwire_console.pages.common import ago, cost_of, opened, short
+from gradwire_console.pages.common import ago, cost_of, opened, short, size_of
 from gradwire_console.workspace import LiveRun, Workspace, Workspaces
 
 LOOK_S = 1.0
@@ -132,21 +132,21 @@ def _engine(engine: EngineInfo) -> None:
         with ui.element("div").classes("gw-meter").props('role=img aria-label="Memory by what holds it"'):
             for number, (part, size) in enumerate(held.items(), 1):
                 bar = ui.element("i").style(f"--c: var(--s{number}); width: {100 * size / total:.1f}%")
-                bar.props["title"] = f"{part}: {short(size)}B"
+                bar.props["title"] = f"{part}: {size_of(size)}"
         with ui.element("div").classes("gw-legend quiet"):
             for number, (part, size) in enumerate(held.items(), 1):
                 if size:
                     with ui.element("span").classes("gw-key").style(f"--c: var(--s{number})"):
-                        plain(f"{part} {short(size)}B")
+                        plain(f"{part} {size_of(size)}")
         used, there = engine.device_memory_used_bytes, engine.device_memory_total_bytes
         facts(
             {
                 "Device": engine.device,
                 "Machine": engine.machine,
                 "Busy": f"{engine.busy:.0%}",
-                "Process": f"{short(engine.memory_bytes)}B",
-                "Device memory": f"{short(used)}B of {short(there)}B" if there else "",
-                "Runs": ", ".join(f"{held.runs} in {place}" for place, held in engine.runs.items() if held.runs),
+                "Process": size_of(engine.memory_bytes),
+                "Device memory": f"{size_of(used)} of {size_of(there)}" if there else "",
+                "Runs": ", ".join(f"{held.runs} on the {place}" for place, held in engine.runs.items() if held.runs),
                 "Restarts": engine.restarts or "",
                 "Last sign": f"{engine.heartbeat_age_s:.1f} s ago" if engine.heartbeat_age_s >= 0 else "",
                 "Models": ", ".join(engine.models),
@@ -172,7 +172,7 @@ def queue_rows(workspace: Workspace, waiting: Sequence[QueuedRun]) -> list[dict[
             "operation": each.operation,
             "executing": each.executing,
             "waiting": each.waiting,
-            "bytes": f"{short(each.bytes)}B" if each.bytes else "",
+            "bytes": size_of(each.bytes) if each.bytes else "",
             "oldest": f"{each.oldest_s:.1f} s",
             "behind": ", ".join(map(name_of, ahead)),
         }

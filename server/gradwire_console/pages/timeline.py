@@ -21,7 +21,7 @@ LOOK_S = 2.0
 MOST_CALLS = 2
 """Calls of the server a second, for all pages together, while every run works."""
 KINDS = {"sample": "sampling", "save_checkpoint": "files", "export": "files", "load_checkpoint": "files"}
-COLOURS = {"wait": "--line", "compute": "--s1", "sampling": "--s2", "files": "--s4", "failed": "--bad"}
+COLOURS = {"wait": "--wait", "compute": "--s1", "sampling": "--s2", "files": "--s4", "failed": "--bad"}
 MEANINGS = {"wait": "waiting", "compute": "computing", "sampling": "sampling", "files": "checkpoints and exports",
             "failed": "failed"}  # fmt: skip
 

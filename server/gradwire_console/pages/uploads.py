@@ -13,7 +13,7 @@ from gradwire_shell.components import Column, Table, button, empty, error, plain
 from gradwire_shell.frame import page_at
 from nicegui import events, ui
 
-from gradwire_console.pages.common import act, ago, ask, on_change, opened
+from gradwire_console.pages.common import act, ago, ask, on_change, opened, size_of
 from gradwire_console.workspace import Workspace, Workspaces
 
 COLUMNS = (
@@ -138,7 +138,7 @@ def _row(workspace: Workspace, each: gradwire.Upload) -> dict[str, Any]:
         "base": each.base_model,
         "rank": each.lora["rank"] if each.lora else "",
         "runs": ", ".join(began),
-        "size": f"{each.size_bytes / 1e6:.1f} MB",
+        "size": size_of(each.size_bytes),
         "owner": each.owner,
         "age": ago(each.created_at),
     }

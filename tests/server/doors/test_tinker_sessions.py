@@ -44,6 +44,11 @@ async def test_sessions_are_found_by_what_was_said_of_them(tinker: TinkerClient)
     assert runs["training_runs"][0]["last_checkpoint"]["base_model"] == "tiny"
     none = await tinker.send("GET", "training_runs", params={"project_id": "none"})
     assert none["training_runs"] == [] and none["cursor"]["total_count"] == 0
+    other = str(uuid.uuid4())
+    await tinker.send("PUT", f"sessions/{ids[0]}/project", json={"project_id": other})
+    await tinker.send("PUT", f"sessions/{ids[0]}/project", 422, json={"project_id": ""})
+    moved = await tinker.send("GET", "training_runs", params={"project_id": other})
+    assert [run["training_run_id"] for run in moved["training_runs"]] == [model] and await found() == ids[:0:-1]
 
 
 async def test_a_prompt_that_fills_the_context_is_scored(tinker: TinkerClient) -> None:

@@ -47,6 +47,12 @@ class SessionRequest(BoundedModel):
     display_name: Tag | None = None
 
 
+class ProjectRequest(BoundedModel):
+    """The project of a session."""
+
+    project_id: Name = Field(min_length=1)
+
+
 class FinishReason(BoundedModel):
     """How a client's program ended."""
 
@@ -118,6 +124,12 @@ def routes(core: Core, store: TinkerStore, stopping: asyncio.Event) -> APIRouter
         """Keep a session alive."""
         store.session_used_at[session_of(store, caller.name, request.session_id).session_id] = time.time()
         return {"type": "session_heartbeat"}
+
+    @router.put("/sessions/{session_id}/project")
+    async def assign_project(caller: CallerOf, session_id: str, request: ProjectRequest) -> None:
+        """Put a session, with its runs and samplers, into a project."""
+        session = session_of(store, caller.name, session_id)
+        await store.put(store.sessions, session.model_copy(update={"project_id": request.project_id}))
 
     @router.post("/sessions/{session_id}/finish")
     async def finish(caller: CallerOf, session_id: str, request: FinishRequest | None = None) -> dict[str, str]:

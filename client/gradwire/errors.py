@@ -328,6 +328,7 @@ REASONS = {
     "Connection refused": "nothing listens there; start the server, or write the port that it says it listens on",
     "Domain name not found": "no host has this name",
     "lookup error": "the name of the host is not found",
+    "Expected SETTINGS frame": "what answers does not speak gRPC; write the port that the server says it listens on",
 }
 """Words of gRPC's details -> what they mean."""
 
@@ -367,8 +368,8 @@ def from_rpc(error: grpc.aio.AioRpcError, address: str) -> GradwireError:
         )
     if "http1.x server" in details:
         return InvalidArgumentError(
-            f"{address} speaks HTTP, and this client gRPC: write the address that the server says it listens on; its "
-            "port for HTTP is for the clients of OpenAI and Tinker",
+            f"{address} does not speak gRPC: write the address that the server says it listens on; its port for HTTP "
+            "is for the clients of OpenAI and Tinker",
             field="address",
         )
     if "CERTIFICATE_VERIFY_FAILED" in details or "Hostname Verification" in details:

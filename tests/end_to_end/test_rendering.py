@@ -104,6 +104,10 @@ MASKS: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     # The end of the text stands behind the last turn only.
     ("phi", TALK, {}, [f"{THOUGHT}It is <b>four</b>. <|end|>", "  yes<|end|>\n<|endoftext|>"]),
     ("phi", TALK[:3], {}, [f"{THOUGHT}It is <b>four</b>. <|end|>"]),
+    ("olmo", TALK, {}, [f"{THOUGHT}It is <b>four</b>. <|endoftext|>", "  yes<|endoftext|>"]),
+    ("granite", TALK, {}, [f"{THOUGHT}It is <b>four</b>. <|end_of_text|>", "  yes<|end_of_text|>"]),
+    # Nothing ends an answer but the next turn: recipes add an end, as `gradwire render` shows.
+    ("glm", TALK, {}, [f"\n{THOUGHT}It is <b>four</b>.", "\n  yes"]),
     ("marked", TALK, {}, [f"{THOUGHT}It is <b>four</b>. <|im_end|>", "  yes<|im_end|>"]),
     ("marked", TALK, {"train_on": "last"}, ["  yes<|im_end|>"]),
     ("marked", TALK, {"train_on": lambda m: m["role"] == "user"}, ["what is 2+2?\n<|im_end|>", "sure?<|im_end|>"]),

@@ -13,7 +13,7 @@ from gradwire.recipes.settings import ServiceSettings, Settings, SettingsError
 
 FREE = (
     "address", "folder", "loggers", "wandb", "eval_every", "eval_first", "save_every", "keep", "best_by", "patience",
-    "epochs", "max_steps",
+    "epochs", "max_steps", "eval_problems", "on_error", "on_failure",
 )  # fmt: skip
 """Settings that a training may change when it goes on."""
 STATE = "state.json"

@@ -167,6 +167,8 @@ async def run(sweep: Sweep, trials: Sequence[Trial]) -> list[Trial]:
             left = [trial for trial in left if not trial.error]
             for trial in left:
                 trial.value = trial.measured(metric, until)
+            if left and all(math.isnan(trial.value) for trial in left):
+                raise SettingsError(f"by is {metric!r}, which no training has; {_known(left[0])}")
             _write(sweep, trials, metric)
             if until is None or until >= total:
                 break
@@ -177,8 +179,6 @@ async def run(sweep: Sweep, trials: Sequence[Trial]) -> list[Trial]:
             left = ranked[:kept]
     if not left:
         raise SettingsError(f"every training failed; the first, {trials[0].name}: {trials[0].error}")
-    if all(math.isnan(trial.value) for trial in left):
-        raise SettingsError(f"by is {metric!r}, which no training has; {_known(left[0])}")
     _write(sweep, trials, metric)
     return [*_ranked(left, metric), *(trial for trial in trials if trial not in left)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -46,6 +47,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, P
     folder = tmp_path_factory.mktemp("kills")
     model, teacher = chat_model(folder / "tiny", "marked"), chat_model(folder / "teacher", "marked", seed=1)
     write_data(folder)
+    for file in [*folder.glob("*.jsonl")]:
+        file.with_suffix(".jsonl.gz").write_bytes(gzip.compress(file.read_bytes()))
     with Server(model, folder / "state", "--model", f"teacher={teacher}", "--threads", "1") as server:
         yield server, folder
 
@@ -106,7 +109,7 @@ def test_a_killed_training_ends_as_an_undisturbed_one(recipe: str, served: tuple
 @pytest.mark.parametrize("recipe", ["sft", "grpo"])
 def test_its_own_server_may_die_with_it(recipe: str, served: tuple[Server, Path]) -> None:
     _, folder = served
-    common = {"model": str(folder / "tiny")}
+    common = {"model": str(folder / "tiny"), "data": f"{RECIPES[recipe]['data']}.gz"}  # copied to disk at each start
     files = [settings(recipe, folder, folder=f"{recipe}-own-{name}", **common) for name in ("whole", "killed")]
     disturbed(recipe, *files, group=True)
     assert os.path.isdir(folder / f"{recipe}-own-killed" / "server")

@@ -294,6 +294,9 @@ def test_another_trainings_folder_is_told_with_what_differs(tmp_path: Path) -> N
     open_folder(tmp_path / "state.json", sft.SFT(data="a", folder=str(tmp_path), epochs=9))
     with pytest.raises(SettingsError, match="with other settings: max_tokens was 2048; give another folder"):
         open_folder(tmp_path / "state.json", sft.SFT(data="a", folder=str(tmp_path), max_tokens=9))
+    (tmp_path / "rl").mkdir()
+    (tmp_path / "rl" / "state.json").write_text(json.dumps(facts_of(grpo.GRPO(data="a", folder=str(tmp_path / "rl")))))
+    open_folder(tmp_path / "rl" / "state.json", grpo.GRPO(data="a", on_failure="warn"))  # as its error advises
     with pytest.raises(SettingsError, match="a training by another recipe, SFT; give another folder, or remove it"):
         open_folder(tmp_path / "state.json", dpo.DPO(data="a", folder=str(tmp_path)))
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,8 @@ async def test_a_refused_row_is_skipped(
     assert len(log(tmp_path, "train/loss")) == 4 and len(log(tmp_path, "eval/loss")) == 1
     said = [record.message for record in caplog.records if "skipped" in record.message]
     assert len(said) == 1 and "line 3" in said[0], said
+    with pytest.raises(DataError, match=REFUSED):  # which may be changed, as the error's reader will
+        await sft.train(replace(settings, on_error="raise", epochs=3))
     one = tmp_path / "one"
     with pytest.raises(DataError, match="no row could be used"):
         bad = written(tmp_path / "bad.jsonl", rows_of(talks)[2:3])
@@ -327,6 +330,15 @@ def test_a_grid_of_trainings_is_compared_and_the_worse_are_dropped(server: Serve
     (tmp_path / "one.yaml").write_text(json.dumps(given["settings"] | {"learning_rate": 1e-2, "folder": str(alone)}))
     command.main(["sft", str(tmp_path / "one.yaml"), "--set", "loss.reduction=token_mean"])
     assert log(alone, "train/loss") == log(Path(good[1e-2]["folder"]), "train/loss")
+    wrong = runner.invoke(
+        app, ["sweep", str(tmp_path / "grid.yaml"), "--set", "by=eval/acc", "--set", "folder=" + str(tmp_path / "by")]
+    )
+    assert wrong.exit_code == 2 and "by is 'eval/acc', which no training has" in wrong.output.replace("\n", " ")
+    assert [len(log(each, "train/loss")) for each in (tmp_path / "by").glob("*token_mean")] == [
+        2,
+        2,
+        2,
+    ]  # no more rounds
     again = runner.invoke(app, ["sweep", str(tmp_path / "grid.yaml")])
     assert again.exit_code == 0 and (Path(good[1e-2]["folder"]) / "metrics.jsonl").read_text() == before
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+"""Parameters of mallopt(3)."""
 SWITCH_S = 0.0005
 """Seconds for which a thread of the front may keep the interpreter while the event loop wants it. With Python's own
 5 ms, a small call waits several times as long beside threads that write the journal and files for others."""
@@ -105,6 +109,7 @@ def serve(
     os.umask(0o077)  # weights, batches and keys of a state folder are for the server's own user
     logs.configure(settings.log_level, settings.log_format, "front")
     sys.setswitchinterval(SWITCH_S)
+    _give_memory_back()
     parent = parent_pid or (os.getppid() if die_with_parent else None)
     own_key = sys.stdin.readline().strip() if key_on_stdin else ""
     # Children are replaced by other programs at once. With gRPC's handlers of forks they can die before that.
@@ -113,6 +118,17 @@ def serve(
         say(f"OpenAI's clients name what was trained {trained.checkpoint}")
     with asyncio.Runner(loop_factory=_loop_factory(settings)) as runner:
         raise typer.Exit(runner.run(_serve(settings, ready_file, parent, own_key, console_page, feedback)))
+
+
+def _give_memory_back() -> None:
+    """Have the C library give back what large bodies took: else it stays in the heaps, between what lives on.
+
+    Blocks of 2 MiB, more than a chunk of tensors has, are mapped and go back as a whole, and threads share two heaps.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        library = ctypes.CDLL("libc.so.6")
+        for parameter, value in ((M_MMAP_THRESHOLD, 2 << 20), (M_TRIM_THRESHOLD, 4 << 20), (M_ARENA_MAX, 2)):
+            library.mallopt(parameter, value)
 
 
 def _loop_factory(config: ServerConfig) -> Callable[[], asyncio.AbstractEventLoop] | None:

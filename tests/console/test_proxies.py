@@ -55,6 +55,11 @@ def forwarded(url: str, prefix: str = "") -> Iterator[str]:
     def run() -> None:
         loop.run_until_complete(listen())
         loop.run_forever()
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.close()
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

@@ -25,7 +25,7 @@ def saying_model(path: Path, follows: Mapping[str, Sequence[str]], *, context_le
     said = {each for after in follows.values() for each in after}
     tokenizer.add_tokens(sorted({*MARKS, *said}), special_tokens=True)
     model = AutoModelForCausalLM.from_pretrained(path, tie_word_embeddings=False)
-    model.resize_token_embeddings(len(tokenizer))
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)  # each token has an embedding of its own
     with torch.no_grad():
         for layer in model.model.layers:  # they add nothing yet
             layer.self_attn.o_proj.weight.zero_()

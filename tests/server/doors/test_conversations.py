@@ -259,9 +259,11 @@ def _events(answer: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
 def test_a_template_for_tools_beside_the_default_one_is_used(tmp_path: Path) -> None:
     call, stop = "<start_function_call>call:add{a:1}<end_function_call>", "<start_function_response>"
     model = saying_model(tmp_path / "model", {"\n": [call], call: [stop], stop: ["made up"]})
-    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}\n\n")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}{{ '\\n' }}")
     (model / "additional_chat_templates").mkdir()
-    with_tools = "{{ tools | tojson }}<start_function_call>{% for m in messages %}{{ m.content }}{% endfor %}\n\n"
+    with_tools = (
+        "{{ tools | tojson }}<start_function_call>{% for m in messages %}{{ m.content }}{% endfor %}{{ '\\n' }}"
+    )
     (model / "additional_chat_templates" / "tool_use.jinja").write_text(with_tools)
     server = HttpServer(model, tmp_path / "state", free_port())
     server.start()

@@ -121,7 +121,8 @@ class Conversation:
     def _marking(self, template: str, specials: Collection[str]) -> tuple[str, ...]:
         """The special tokens, if some of them mark reasoning or calls: they are read, and taken away afterwards."""
         reasoning = reasoning_form_of(template)
-        marks = list(form_of(template).begins) if self._tools else []
+        form = form_of(template)
+        marks = [*form.begins, form.stop] if self._tools else []
         if reasoning is not None:
             marks += [reasoning.opens, reasoning.closes]
         return tuple(specials) if any(special in mark for special in specials for mark in marks) else ()

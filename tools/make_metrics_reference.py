@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from gradwire_server.observability.metrics import CATALOGUE, Spec
@@ -11,9 +12,10 @@ BEGIN, END = "<!-- metrics: made by tools/make_metrics_reference.py -->", "<!-- 
 
 
 def item(spec: Spec) -> str:
-    """Return the line of a metric."""
+    """Return the lines of a metric."""
     about = ", ".join([*(["histogram"] if spec.kind == "histogram" else []), *(f"`{label}`" for label in spec.labels)])
-    return f"- `{spec.name}`{f' ({about})' if about else ''}: {spec.help}"
+    line = f"- `{spec.name}`{f' ({about})' if about else ''}: {spec.help}"
+    return textwrap.fill(line, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from nicegui import ui
@@ -210,12 +212,22 @@ def sdk_line(code: str) -> None:
     """A line of code that does the same, with a button that copies it."""
     with ui.element("div").classes("gw-sdk"):
         plain(code, tag="code").props("tabindex=0")
-        named(button("", lambda: _copy(code), kind="icon", icon="content_copy").props("dense"), "Copy the code")
+        copied = partial(copy, json.dumps(code))
+        named(button("", copied, kind="icon", icon="content_copy").props("dense"), "Copy the code")
 
 
-def _copy(code: str) -> None:
-    ui.clipboard.write(code)
-    ui.notify("Copied.")
+async def copy(expression: str) -> None:
+    """Copy the text that a JavaScript expression gives, and say whether the browser has done it."""
+    left = await ui.run_javascript(
+        f"const text = {expression};"
+        "return navigator.clipboard ? navigator.clipboard.writeText(text).then(() => '', () => text) : text",
+        timeout=10.0,
+    )
+    if left:
+        sentence = "Browsers let a page copy over https and from localhost only; this was to be copied:"
+        ui.notify(f"{sentence} {left}", timeout=0, close_button="Close", multi_line=True)
+    else:
+        ui.notify("Copied.")
 
 
 def facts(pairs: Mapping[str, object]) -> None:

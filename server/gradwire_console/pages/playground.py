@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 import gradwire
 from fastapi.responses import RedirectResponse
-from gradwire_shell.components import button, empty, error, panel, plain, sdk_line, title
+from gradwire_shell.components import button, copy, empty, error, panel, plain, sdk_line, title
 from gradwire_shell.frame import page_at
 from nicegui import ui
 from nicegui.element import Element
@@ -125,10 +125,8 @@ class _Playground:
             seed=int(self._seed.value or 0),
         )
 
-    def _link(self) -> None:
-        query = json.dumps(f"?{self._asked().query}")
-        ui.run_javascript(f"navigator.clipboard?.writeText(location.origin + location.pathname + {query})")
-        ui.notify("Copied.")
+    async def _link(self) -> None:
+        await copy(f"location.origin + location.pathname + {json.dumps(f'?{self._asked().query}')}")
 
     def _stop(self) -> None:
         for task in self._tasks:

@@ -47,11 +47,12 @@ class Stage:
     def of(self, run_id: str) -> bool:
         return any(message.operation.run_id == run_id for message, _ in self.under_way)
 
-    def begin(self, decision: Decision, request: Request) -> None:
+    def begin(self, decision: Decision, request: Request) -> list[Answer]:
         message = request.message
         self.log.append(f"begin {message.id}")
         call = message.sample.call if message.HasField("sample") else message.operation.operation.sample
         self.under_way.append((message, [call.max_tokens]))
+        return []
 
     def messages(self) -> list[engine_pb2.EngineRequest]:
         return [message for message, _ in self.under_way]

@@ -50,6 +50,7 @@ def test_the_routes_that_stream_are_those_that_are_tried(tmp_path: Path) -> None
 @pytest.mark.parametrize("route", list(LONG))
 async def test_what_generates_ends_with_its_key(served: Served, route: str, stream: bool) -> None:
     served.renew("streaming")
+    before = await _sampled(served)
     body = {"model": "tiny", "stream": stream} | LONG[route]
     async with served.http("streaming") as http:
         asking = asyncio.create_task(_lines(http, route.split()[1], body, served if stream else None))
@@ -59,8 +60,18 @@ async def test_what_generates_ends_with_its_key(served: Served, route: str, stre
         status, lines = await asking
     assert status == (200 if stream else 401) and "valid API key" in lines[-1] and "[DONE]" not in lines[-1]
     served.renew("streaming")
+    sampled = 0
+    for _ in range(600 if stream else 1):  # what was computed is counted soon after its caller has gone
+        if sampled := await _sampled(served) - before:
+            break
+        await asyncio.sleep(0.1)
+    assert stream <= sampled < 4000, "its work has ended with it"
+
+
+async def _sampled(served: Served) -> int:
+    """The tokens that were ever sampled in the name, also for callers who are gone."""
     async with served.grpc("streaming") as (_, stub):
-        assert not (await stub.GetUsage(pb.GetUsageRequest(by=["owner"]))).entries, "its work has ended with it"
+        return sum(entry.sampled_tokens for entry in (await stub.GetUsage(pb.GetUsageRequest(by=["owner"]))).entries)
 
 
 async def _lines(http: httpx.AsyncClient, path: str, body: Any, revoking: Served | None) -> tuple[int, list[str]]:

@@ -228,9 +228,10 @@ class _Answer:
         response = error_response(error.error, self._body)
         if not self._started:
             await response(self._scope, _nothing, self._send)
-            return
-        last = b"event: error\ndata: " + bytes(response.body) + b"\n\n" if self._of_events else b""
-        await self._send({"type": "http.response.body", "body": last, "more_body": False})
+        elif self._of_events:
+            last = b"event: error\ndata: " + bytes(response.body) + b"\n\n"
+            await self._send({"type": "http.response.body", "body": last, "more_body": False})
+        # A file gets no last part: its reader would take what has come for the whole of it.
 
 
 class _Upload:

@@ -33,7 +33,7 @@ def main() -> None:
             print("{}", flush=True)
             continue
         sampling = vllm.SamplingParams(
-            n=asked["n"], max_tokens=asked["tokens"], temperature=asked["temperature"], ignore_eos=True, seed=0,
+            n=asked["n"], max_tokens=asked["tokens"], temperature=asked["temperature"], ignore_eos=True,
             detokenize=False,
         )  # fmt: skip
         adapter = LoRARequest("adapter", 1, asked["adapter"]) if asked.get("adapter") else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import schemathesis
+import schemathesis.specs.openapi.schemas  # else at first use: pytest parses it, which CPython bears in one thread only
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance

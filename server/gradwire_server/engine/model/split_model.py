@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.attention.packed import LAYOUT
 from gradwire_server.engine.model.attention.paged import PagedDecode, PagedPrefill
+from gradwire_server.engine.model.comparison import largest_difference
 from gradwire_server.engine.model.layers.dropout import DropoutPlaces, EmbeddingNoise, jittered
 from gradwire_server.engine.model.layers.embedding import add_rows_in_place
 from gradwire_server.engine.model.layers.feed_forward import FeedForward
@@ -417,8 +418,8 @@ def check_split(split_model: SplitModel) -> None:
         _check_training_mode(split_model, ids)
     for row, width in enumerate((length, max(1, length // 2))):
         theirs = split_model.model(input_ids=ids[row : row + 1, :width], use_cache=False).logits[0].float()
-        error = (ours[row, :width] - theirs).abs().max().item()
-        if not error <= tolerance * (1.0 + theirs.abs().max().item()):
+        error, size = largest_difference(ours[row, :width], theirs)
+        if not error <= tolerance * size:
             raise _unsupported(
                 facts, f"its logits differ by {error:.3g} from those of its output head on its causal hidden states"
             )
@@ -453,8 +454,8 @@ def _check_around_head(split_model: SplitModel, ids: Tensor) -> None:
         if kept is not None:
             vars(head)["forward"] = kept
     ours = OutputHead(head.weight, None, split_model._logit_scale, split_model._softcap).transform(hidden @ into @ out)
-    error = (ours - theirs).abs().max().item()
-    if not error <= 1e-4 * (1.0 + theirs.abs().max().item()):
+    error, size = largest_difference(ours, theirs)
+    if not error <= 1e-4 * size:
         raise _unsupported(facts, f"what it does around its output head changes logits of up to 20 by {error:.3g}")
 
 
@@ -480,7 +481,8 @@ def _check_training_mode(split_model: SplitModel, ids: Tensor) -> None:
         )
     finally:
         split_model.activate()
-    if not (first - second).abs().max().item() <= tolerance * (1.0 + first.abs().max().item()):
+    error, size = largest_difference(second, first)
+    if not error <= tolerance * size:
         raise _unsupported(
             split_model.facts,
             "it draws random numbers in training mode also without dropout, so that a loss would compare two different"

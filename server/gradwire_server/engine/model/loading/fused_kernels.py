@@ -22,6 +22,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.model.comparison import largest_difference
 from gradwire_server.engine.model.layers.feed_forward import feed_forward_layers, takes_one_argument
 
 logger = logging.getLogger(__name__)
@@ -173,7 +174,5 @@ def _alike(compute: Callable[[], list[Tensor]], expected: Sequence[Tensor], name
     except Exception as error:  # whatever a kernel raises, what it would replace is right
         logger.warning("%s has no fused kernel: %s", name, error)
         return False
-    return all(
-        (mine.float() - theirs.float()).abs().max().item() <= TOLERANCE * (1.0 + theirs.float().abs().max().item())
-        for mine, theirs in zip(found, expected, strict=True)
-    )
+    apart = [largest_difference(mine, theirs) for mine, theirs in zip(found, expected, strict=True)]
+    return all(error <= TOLERANCE * size for error, size in apart)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.attention import packed
+from gradwire_server.engine.model.comparison import largest_difference
 from gradwire_server.engine.model.packing import MIN_SAVED, Packing, arrange, lay_out
 from gradwire_server.engine.model.split_model import SplitModel
 
@@ -74,8 +75,8 @@ def check_rows(split_model: SplitModel) -> None:
     tolerance = _tolerance(split_model.dtype)
     for row, mine in zip(rows, together.split(lengths), strict=True):
         alone = split_model.states(arrange(Packing.PADDED, row, torch.tensor([len(row)]), ones[:1])).float()
-        error = (mine - alone).abs().max().item()
-        if not error <= tolerance * (1.0 + alone.abs().max().item()):
+        error, size = largest_difference(mine, alone)
+        if not error <= tolerance * size:
             raise OperationError(
                 training_pb2.ERROR_CODE_UNSUPPORTED,
                 f"model {facts.name!r} ({facts.architecture}) is not supported: a row of {len(row)} tokens has states"
@@ -176,22 +177,18 @@ def _rounding(split_model: SplitModel, input_ids: Tensor, lengths: Tensor) -> li
         for number, row in enumerate(input_ids.split(lengths.tolist()))
     ]
     alone = [torch.cat(each) for each in zip(*rows, strict=True)]
-    return [_difference(mine, theirs) for mine, theirs in zip(alone, together, strict=True)]
+    return [largest_difference(mine, theirs)[0] for mine, theirs in zip(alone, together, strict=True)]
 
 
 def _alike(
     found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: torch.dtype, noise: Sequence[float]
 ) -> bool:
     for mine, theirs, rounding in zip(found, expected, noise, strict=True):
-        size = 1.0 + theirs.float().abs().max().item()
+        error, size = largest_difference(mine, theirs)
         tolerance = max(_tolerance(dtype), min(3 * rounding / size, MOST_ROUNDING))
-        if not _difference(mine, theirs) <= tolerance * size:
+        if not error <= tolerance * size:
             return False
     return True
-
-
-def _difference(mine: Tensor, theirs: Tensor) -> float:
-    return (mine.float() - theirs.float()).abs().max().item()
 
 
 def _tolerance(dtype: torch.dtype) -> float:

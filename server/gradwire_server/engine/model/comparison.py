@@ -1,0 +1,12 @@
+"""How far two computations of the same numbers are apart, for the checks of models and kernels at load."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def largest_difference(mine: Tensor, theirs: Tensor) -> tuple[float, float]:
+    """The largest difference of two tensors, NaN if one has a NaN, and the size by which a tolerance of it is
+    multiplied: one more than the largest of ``theirs``."""
+    mine, theirs = mine.detach().double(), theirs.detach().double()
+    return (mine - theirs).abs().max().item(), 1.0 + theirs.abs().max().item()

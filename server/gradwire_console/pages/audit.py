@@ -9,11 +9,11 @@ from typing import Any
 
 import gradwire
 from fastapi.responses import RedirectResponse
-from gradwire_shell.components import Column, Table, empty, error, plain, sdk_line, title
+from gradwire_shell.components import Column, Table, empty, plain, sdk_line, title
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
-from gradwire_console.pages.common import on_change, opened
+from gradwire_console.pages.common import on_change, opened, told
 from gradwire_console.workspace import LiveRun, Workspace, Workspaces
 
 COLUMNS = (
@@ -56,16 +56,11 @@ async def _show(workspace: Workspace) -> None:
     sdk_line("runs, jobs, keys = await service.list_runs(), await service.jobs.list(), await service.list_keys()")
 
     async def refresh() -> None:
-        failed.clear()
-        try:
+        with told(failed):
             found = await events(workspace)
-        except gradwire.GradwireError as failure:
-            with failed:
-                error(str(failure))
-            return
-        none.set_visibility(not found)
-        table.set_visibility(bool(found))
-        table.show([_row(number, each) for number, each in zip(range(len(found), 0, -1), found)])
+            none.set_visibility(not found)
+            table.set_visibility(bool(found))
+            table.show([_row(number, each) for number, each in zip(range(len(found), 0, -1), found)])
 
     await refresh()
     on_change(workspace, refresh)

@@ -9,12 +9,12 @@ from typing import Any
 
 import gradwire
 from fastapi.responses import RedirectResponse
-from gradwire_shell.components import Column, Drawn, Table, button, empty, error, panel, plain, sdk_line, title
+from gradwire_shell.components import Column, Drawn, Table, button, empty, panel, plain, sdk_line, title
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
 from gradwire_console.pages import checkpoint_actions as actions
-from gradwire_console.pages.common import ago, on_change, opened, run_head, size_of
+from gradwire_console.pages.common import ago, on_change, opened, run_head, size_of, told
 from gradwire_console.series import Record
 from gradwire_console.workspace import Workspace, Workspaces
 
@@ -116,21 +116,16 @@ class _Checkpoints:
             actions.save(self._workspaces, self._workspace, live)
 
     async def _refresh(self) -> None:
-        self._failed.clear()
-        try:
+        with told(self._failed):
             found = await self._workspace.checkpoints(self._run_id)
             record = await self._workspace.record(self._run_id)
-        except gradwire.GradwireError as failure:
-            with self._failed:
-                error(str(failure))
-            return
-        self._found = {each.name: each for each in found}
-        forks, rated = forks_of(self._workspace), await self._rated()
-        self._table.show([_row(each, record, forks[each.path], rated[each.path]) for each in reversed(found)])
-        self._ancestors.show(
-            ancestors(self._workspace, self._run_id),
-            lambda _: _show_ancestors(self._workspace, self._run_id),
-        )
+            self._found = {each.name: each for each in found}
+            forks, rated = forks_of(self._workspace), await self._rated()
+            self._table.show([_row(each, record, forks[each.path], rated[each.path]) for each in reversed(found)])
+            self._ancestors.show(
+                ancestors(self._workspace, self._run_id),
+                lambda _: _show_ancestors(self._workspace, self._run_id),
+            )
 
     async def _rated(self) -> defaultdict[str, list[str]]:
         """Path of a checkpoint -> what people said of it, for each agent."""

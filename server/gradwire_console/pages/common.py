@@ -13,6 +13,7 @@ from gradwire.recipes.settings import SettingsError
 from gradwire_shell.components import button, error, named, plain, sdk_line, skeleton, state, title
 from gradwire_shell.frame import frame
 from nicegui import app, ui
+from nicegui.element import Element
 
 from gradwire_console.workspace import Workspace, Workspaces
 
@@ -138,6 +139,17 @@ def run_views(run_id: str, view: str) -> None:
             link = ui.link(name, f"/run/{run_id}{end}")
             if end == view:
                 link.props("aria-current=page")
+
+
+@contextmanager
+def told(failed: Element) -> Iterator[None]:
+    """Show in a place why the server did not answer, and leave out the rest of the block."""
+    failed.clear()
+    try:
+        yield
+    except gradwire.GradwireError as failure:
+        with failed:
+            error(str(failure))
 
 
 async def act(workspaces: Workspaces, work: Callable[[], Awaitable[object]], done: str) -> bool:

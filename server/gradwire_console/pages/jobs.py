@@ -31,7 +31,7 @@ from gradwire_shell.frame import page_at
 from nicegui import events, ui
 
 from gradwire_console.dry_run import dry_run
-from gradwire_console.pages.common import act, ago, ask, opened
+from gradwire_console.pages.common import act, ago, ask, opened, told
 from gradwire_console.workspace import EVENTS, FollowedJob, Workspace, Workspaces
 
 COLUMNS = (
@@ -104,16 +104,11 @@ async def _list(workspaces: Workspaces, workspace: Workspace) -> None:
     table = Table(COLUMNS, (), label="Jobs", search="Search jobs: name, state, recipe", unit="jobs")
 
     async def look() -> None:
-        failed.clear()
-        try:
+        with told(failed):
             found = await workspace.jobs()
-        except gradwire.GradwireError as failure:
-            with failed:
-                error(str(failure))
-            return
-        none.set_visibility(not found)
-        table.set_visibility(bool(found))
-        table.show([_row(job) for job in found])
+            none.set_visibility(not found)
+            table.set_visibility(bool(found))
+            table.show([_row(job) for job in found])
 
     await look()
     ui.timer(LOOK_S, look)

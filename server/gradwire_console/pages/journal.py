@@ -7,11 +7,11 @@ from typing import Any
 import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire import OperationInfo
-from gradwire_shell.components import Column, Drawn, Table, button, empty, error, facts, panel, plain, sdk_line, title
+from gradwire_shell.components import Column, Drawn, Table, button, empty, facts, panel, plain, sdk_line, title
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
-from gradwire_console.pages.common import act, ago, ask, on_change, opened, run_head, size_of
+from gradwire_console.pages.common import act, ago, ask, on_change, opened, run_head, size_of, told
 from gradwire_console.workspace import LiveRun, Workspace, Workspaces
 
 COLUMNS = (
@@ -63,16 +63,11 @@ async def _show(workspaces: Workspaces, workspace: Workspace, run_id: str) -> No
                 plain("The server keeps the newest 256 that have a result.", "quiet")
 
     async def refresh() -> None:
-        failed.clear()
         live = workspace.runs.get(run_id)
-        try:
+        with told(failed):
             activity = await workspace.activity(run_id)
-        except gradwire.GradwireError as failure:
-            with failed:
-                error(str(failure))
-            return
-        table.show([_row(each) for each in activity.operations])
-        cost.show(_cost(activity, live), facts)
+            table.show([_row(each) for each in activity.operations])
+            cost.show(_cost(activity, live), facts)
 
     await refresh()
     on_change(workspace, refresh)

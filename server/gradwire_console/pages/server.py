@@ -10,11 +10,11 @@ from typing import Any
 import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire import EngineInfo, QueuedRun
-from gradwire_shell.components import Column, Drawn, Table, error, facts, panel, plain, sdk_line, state, title
+from gradwire_shell.components import Column, Drawn, Table, facts, panel, plain, sdk_line, state, title
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
-from gradwire_console.pages.common import ago, cost_of, opened, short, size_of
+from gradwire_console.pages.common import ago, cost_of, opened, short, size_of, told
 from gradwire_console.workspace import LiveRun, Workspace, Workspaces
 
 LOOK_S = 1.0
@@ -83,18 +83,13 @@ async def _show(workspace: Workspace) -> None:
             sdk_line("info = await service.server_info()")
 
     async def look() -> None:
-        failed.clear()
-        try:
+        with told(failed):
             info, waiting, used = await workspace.server_info(), await workspace.queues(), await workspace.usage()
-        except gradwire.GradwireError as failure:
-            with failed:
-                error(str(failure))
-            return
-        queues.show(queue_rows(workspace, waiting))
-        usage.show(usage_rows(workspace, info, used))
-        runs.show(_run_rows(workspace, info))
-        about.show(_about(info), facts)
-        engines.show(info.engines, _engines)
+            queues.show(queue_rows(workspace, waiting))
+            usage.show(usage_rows(workspace, info, used))
+            runs.show(_run_rows(workspace, info))
+            about.show(_about(info), facts)
+            engines.show(info.engines, _engines)
 
     async def look_at_keys() -> None:
         with contextlib.suppress(gradwire.GradwireError):  # which look() shows

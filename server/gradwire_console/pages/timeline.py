@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import gradwire
 from fastapi.responses import RedirectResponse
-from gradwire_shell.components import button, empty, error, panel, plain, sdk_line, title
+from gradwire_shell.components import button, empty, panel, plain, sdk_line, title
 from gradwire_shell.detail import Lanes
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
-from gradwire_console.pages.common import opened
+from gradwire_console.pages.common import opened, told
 from gradwire_console.workspace import LiveRun, Workspace, Workspaces
 
 MOST_RUNS = 12
@@ -64,18 +63,13 @@ async def _show(workspace: Workspace) -> None:
     sdk_line('activity = await service.get_training_client("RUN_ID").activity()')
 
     async def look() -> None:
-        failed.clear()
-        try:
+        with told(failed):
             found = await spans(workspace)
-        except gradwire.GradwireError as failure:
-            with failed:
-                error(str(failure))
-            return
-        none.set_visibility(not found)
-        shown.set_visibility(bool(found))
-        order = list(dict.fromkeys(each.run_id for each in found))
-        names = [_name(workspace, run_id) for run_id in order]
-        lanes.show(names, [_box(order.index(each.run_id), each) for each in found])
+            none.set_visibility(not found)
+            shown.set_visibility(bool(found))
+            order = list(dict.fromkeys(each.run_id for each in found))
+            names = [_name(workspace, run_id) for run_id in order]
+            lanes.show(names, [_box(order.index(each.run_id), each) for each in found])
 
     await look()
     ui.timer(LOOK_S, look)

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import gradwire
 from fastapi.responses import RedirectResponse
-from gradwire_shell.components import Column, Table, button, empty, error, plain, sdk_line, title
+from gradwire_shell.components import Column, Table, button, empty, plain, sdk_line, title
 from gradwire_shell.frame import page_at
 from nicegui import events, ui
 
-from gradwire_console.pages.common import act, ago, ask, on_change, opened, size_of
+from gradwire_console.pages.common import act, ago, ask, on_change, opened, size_of, told
 from gradwire_console.workspace import Workspace, Workspaces
 
 COLUMNS = (
@@ -68,16 +68,11 @@ class _Uploads:
         on_change(self._workspace, self._refresh)
 
     async def _refresh(self) -> None:
-        self._failed.clear()
-        try:
+        with told(self._failed):
             found = await self._workspace.uploads()
-        except gradwire.GradwireError as failure:
-            with self._failed:
-                error(str(failure))
-            return
-        self._none.set_visibility(not found)
-        self._table.set_visibility(bool(found))
-        self._table.show([_row(self._workspace, each) for each in reversed(found)])
+            self._none.set_visibility(not found)
+            self._table.set_visibility(bool(found))
+            self._table.show([_row(self._workspace, each) for each in reversed(found)])
 
     async def _upload(self, event: events.MultiUploadEventArguments) -> None:
         async def work() -> None:

@@ -139,7 +139,7 @@ class TrainingClient(Operations):
         ``create_run(keep_journal=True)``, otherwise from an early checkpoint that is still there, which it contains.
 
         Args:
-            path: The file, which is replaced once the record is complete.
+            path: The file, which is replaced once the record is complete; its folder is created if missing.
             sign: Whether the server signs it with its key (Ed25519).
 
         Raises:
@@ -148,6 +148,7 @@ class TrainingClient(Operations):
         """
         request, path = pb.DownloadRequest(record=self.run_id, sign=sign), Path(path)
         check_folder("download_record", path.parent)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
             await download(self._transport, request, Path(folder))
             await asyncio.to_thread(write_tar, Path(folder), path)

@@ -74,12 +74,12 @@ def recorded(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
         other = service.create_run("tiny", lora=2, seed=4)
         for _ in range(7):
             other.train_step(BATCH, "causal_lm", learning_rate=1e-2).result()
-        other.download_record(folder / "partial.tar")
+        other.download_record(folder / "new" / "partial.tar")
         run_id = run.run_id
     done = command("gradwire.cli", "record", run_id, folder / "out.tar", "--sign", "--address", server.address)
     assert done.returncode == 0, done.stderr
     assert server.end() == 0
-    yield Recorded(folder / "out.tar", tiny_model_path, run_id, folder / "partial.tar", done.stdout)
+    yield Recorded(folder / "out.tar", tiny_model_path, run_id, folder / "new" / "partial.tar", done.stdout)
 
 
 def test_a_record_is_executed_again_from_the_beginning_and_gives_the_same_bits(recorded: Recorded) -> None:
@@ -247,6 +247,8 @@ def test_a_strangers_record_stays_in_its_folder_and_size(recorded: Recorded, tmp
 
 @pytest.mark.slow  # an engine more
 def test_another_signer_and_another_base_model_are_named(recorded: Recorded, tmp_path: Path) -> None:
+    done = verify(recorded.file, tmp_path / "gone")
+    assert done.returncode == 2 and "there is no such folder" in done.stderr and "--model tiny=FOLDER" in done.stderr
     done = verify(recorded.file, recorded.model, "--signed-by", "ed25519:00")
     assert done.returncode == 2 and "it is signed by ed25519:" in done.stderr
     done = verify(recorded.file, tiny_model(tmp_path / "other", num_layers=1))
@@ -262,4 +264,6 @@ def test_a_server_that_keeps_no_journal_refuses_to_keep_one(tiny_model_path: Pat
         run = service.create_run("tiny", lora=2)
         with pytest.raises(gradwire.UnsupportedError, match="keeps no batches"):
             run.download_record(tmp_path / "out.tar")
+        done = command("gradwire.cli", "record", run.run_id, "/proc/out.tar", "--address", server.address)
+        assert done.returncode == 2 and "Traceback" not in done.stderr and "/proc/" in done.stderr, done.stderr
     assert server.end() == 0 and not (tmp_path / "out.tar").exists()

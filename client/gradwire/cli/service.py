@@ -66,7 +66,7 @@ def with_access(command: Callable[Concatenate[Access, P], None]) -> Callable[...
 
 @contextmanager
 def told(access: Access) -> Iterator[None]:
-    """End the command in one sentence at an error: status 2 if the request is wrong, else 1."""
+    """End the command in one sentence at an error: status 2 if the request or a file here is wrong, else 1."""
     try:
         yield
     except errors.GradwireError as error:
@@ -74,6 +74,9 @@ def told(access: Access) -> Iterator[None]:
         where = "" if access.address in message else f"{access.address}: "
         Console(stderr=True, soft_wrap=True).print(Text(f"gradwire: {where}{message}", "red"))
         raise typer.Exit(2 if isinstance(error, errors.InvalidRequestError) else 1) from None
+    except OSError as error:
+        Console(stderr=True, soft_wrap=True).print(Text(f"gradwire: {error}", "red"))
+        raise typer.Exit(2) from None
 
 
 @contextmanager

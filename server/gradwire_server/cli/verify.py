@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from gradwire_server.cli.preflight import model_fault
 from gradwire_server.cli.saying import fail, say
 from gradwire_server.config import EngineSettings, parse_model
 from gradwire_server.engine_client.client import EngineDied
@@ -102,6 +103,9 @@ def _settings(
     named = dict(parse_model(text) for text in models)
     if len(named) == 1:
         named = {record.config.base_model: next(iter(named.values()))}
+    path = named.get(record.config.base_model, record.config.base_model)
+    if fault := model_fault(path):
+        raise ValueError(f"{path}: {fault}; name the base model's folder: --model {record.config.base_model}=FOLDER")
     facts = record.facts
     return EngineSettings.model_validate(
         {

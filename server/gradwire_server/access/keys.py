@@ -337,6 +337,29 @@ class Keys:
         finally:
             self._watched.pop(token, None)
 
+    @contextmanager
+    def until_revoked(self, caller: Caller) -> Iterator[None]:
+        """Cancel the current task, which may wait for long, once the caller's key is revoked.
+
+        Raises:
+            ServiceError: UNAUTHENTICATED, in place of that cancellation.
+        """
+        task, ended = asyncio.current_task(), False
+        assert task is not None
+
+        def end() -> None:
+            nonlocal ended
+            ended = True
+            task.cancel()
+
+        with self.watched(caller, end):
+            try:
+                yield
+            finally:
+                if ended:
+                    task.uncancel()
+                    self.check(caller)
+
     def _watch(self) -> None:
         for token, (caller, revoked) in list(self._watched.items()):
             try:

@@ -10,11 +10,10 @@ that id. A message that cannot be parsed is an INVALID_ARGUMENT, where gRPC alon
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -25,7 +24,7 @@ from gradwire_proto.v1 import jobs_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.calls import RPCS, VIEWED, CallKind
-from gradwire_server.access.keys import Caller, Keys
+from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.doors.grpc.errors import GRPC_STATUS
 from gradwire_server.doors.wire_format import TooManyFieldsError, check_fields
@@ -100,7 +99,7 @@ def _lending(handler: Any, core: Core, caller: Caller, method: str) -> grpc.RpcM
 
     async def lend(requests: AsyncIterable[Any], context: Any) -> AsyncIterator[Any]:
         try:
-            with _until_revoked(core.keys, caller):
+            with core.keys.until_revoked(caller):
                 async with (
                     aclosing(checked(requests)) as messages,
                     aclosing(handler.stream_stream(messages, context)) as responses,
@@ -140,7 +139,7 @@ def _guarded(handler: Any, core: Core, caller: Caller, method: str) -> grpc.RpcM
     @asynccontextmanager
     async def taken(requests: AsyncIterable[bytes]) -> AsyncIterator[Any]:
         CALLER.set(caller)
-        with _until_revoked(keys, caller):
+        with keys.until_revoked(caller):
             async with calls.turn(caller.name, kind):
                 if handler.request_streaming:
                     async with aclosing(parsed(requests)) as messages:
@@ -175,31 +174,6 @@ def _guarded(handler: Any, core: Core, caller: Caller, method: str) -> grpc.RpcM
     if handler.response_streaming:
         return grpc.stream_stream_rpc_method_handler(many, None, serialize)
     return grpc.stream_unary_rpc_method_handler(one, None, serialize)
-
-
-@contextmanager
-def _until_revoked(keys: Keys, caller: Caller) -> Iterator[None]:
-    """Cancel the current task, which may wait for long, once the caller's key is revoked.
-
-    Raises:
-        ServiceError: UNAUTHENTICATED, in place of that cancellation.
-    """
-    task, ended = asyncio.current_task(), False
-    assert task is not None
-
-    def end() -> None:
-        nonlocal ended
-        ended = True
-        task.cancel()
-
-    try:
-        with keys.watched(caller, end):
-            yield
-    except asyncio.CancelledError:
-        if ended:
-            task.uncancel()
-            keys.check(caller)
-        raise
 
 
 def _opened(requests: AsyncIterable[Any]) -> aclosing[AsyncGenerator[Any]]:

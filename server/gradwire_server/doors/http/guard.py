@@ -109,11 +109,11 @@ class GuardedProtocol:
                         scope[_ROUTE] = path
                         answer = await direct(DirectCall(caller, content, headers.content_type, headers.traceparent))
                     if answer is None:
-                        with self._core.keys.watched(caller, answered.revoked.set):
-                            await self._protocol.app(
-                                scope, _replayed(content, answered.until_revoked(receive)), answered.send
-                            )
-                        await answered.finish()
+                        try:
+                            with self._core.keys.until_revoked(caller):
+                                await self._protocol.app(scope, _replayed(content, receive), answered.send)
+                        except ServiceError as error:
+                            await answered.refuse(error)
                     else:
                         await answer(scope, receive, answered.send)
             except OversizedBodyError as error:
@@ -162,14 +162,10 @@ class _Answer:
 
     Args:
         check: Raises a ServiceError if the key is not valid any more.
-
-    Attributes:
-        revoked: Set once the key is not valid any more.
     """
 
     def __init__(self, check: Callable[[], None], body: ErrorBody, scope: Scope, send: Send) -> None:
         self._check, self._body, self._scope, self._send = check, body, scope, send
-        self.revoked = asyncio.Event()
         self._started = self._ended = self._of_events = False
 
     def checked(self, receive: Receive) -> Receive:
@@ -187,20 +183,6 @@ class _Answer:
 
         return checking
 
-    def until_revoked(self, receive: Receive) -> Receive:
-        """A ``receive`` that says that the client has left once the key is revoked, which ends the work."""
-
-        async def receiving() -> Message:
-            received, revoked = asyncio.ensure_future(receive()), asyncio.ensure_future(self.revoked.wait())
-            try:
-                await asyncio.wait([received, revoked], return_when=asyncio.FIRST_COMPLETED)
-                return received.result() if received.done() else {"type": "http.disconnect"}
-            finally:
-                received.cancel()
-                revoked.cancel()
-
-        return receiving
-
     async def send(self, message: Message) -> None:
         """Send a part of the answer, or, to a key that was revoked, the refusal, and nothing after it."""
         if self._ended:
@@ -208,8 +190,7 @@ class _Answer:
         try:
             self._check()
         except ServiceError as error:
-            self.revoked.set()
-            await self._refuse(error)
+            await self.refuse(error)
             return
         if message["type"] == "http.response.start":
             self._started = True
@@ -218,12 +199,10 @@ class _Answer:
             self._ended = not message.get("more_body", False)
         await self._send(message)
 
-    async def finish(self) -> None:
-        """Refuse a key that was revoked, if its work has ended without an answer."""
-        if self.revoked.is_set() and not self._ended:
-            await self.send({"type": "http.response.body"})
-
-    async def _refuse(self, error: ServiceError) -> None:
+    async def refuse(self, error: ServiceError) -> None:
+        """End the answer, if it has not ended."""
+        if self._ended:
+            return
         self._ended = True
         response = error_response(error.error, self._body)
         if not self._started:

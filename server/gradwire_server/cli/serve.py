@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -110,6 +111,7 @@ def serve(
     logs.configure(settings.log_level, settings.log_format, "front")
     sys.setswitchinterval(SWITCH_S)
     _give_memory_back()
+    _open_many_files()
     parent = parent_pid or (os.getppid() if die_with_parent else None)
     own_key = sys.stdin.readline().strip() if key_on_stdin else ""
     # Children are replaced by other programs at once. With gRPC's handlers of forks they can die before that.
@@ -129,6 +131,12 @@ def _give_memory_back() -> None:
         library = ctypes.CDLL("libc.so.6")
         for parameter, value in ((M_MMAP_THRESHOLD, 2 << 20), (M_TRIM_THRESHOLD, 4 << 20), (M_ARENA_MAX, 2)):
             library.mallopt(parameter, value)
+
+
+def _open_many_files() -> None:
+    """Allow as many open files and connections as the system does; shells often allow 1,024, which anybody can open."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _loop_factory(config: ServerConfig) -> Callable[[], asyncio.AbstractEventLoop] | None:

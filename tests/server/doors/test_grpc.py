@@ -45,6 +45,18 @@ def test_the_front_does_not_import_torch() -> None:
     assert found.stdout.strip() == "set()"
 
 
+async def test_a_connection_that_says_nothing_is_ended(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of them took all descriptors of the server, so that it could not write its journal."""
+    monkeypatch.setattr("gradwire_server.doors.grpc.door.HANDSHAKE_S", 0.2)
+    async with start() as door:
+        host, _, port = door.server.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(60):
+            await reader.read()
+        writer.close()
+        await (await door.client()).begin()
+
+
 async def test_a_mistake_of_the_server_leaves_as_a_number(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*_: Any) -> None:
         raise KeyError("/secret/path")

@@ -154,6 +154,8 @@ async def test_sessions_and_runs_that_are_gone_leave_nothing(
                 await tinker.store.give_back_space()
             assert _free_pages(tmp_path / "tinker.db") <= FREE_PAGES
             seen.append({name: size for name, size in _sizes(tmp_path) if name.endswith((".db", "-wal"))})
+            everything = sum(size for _, size in _sizes(tmp_path))
+            print(f"at {time.strftime('%X')}: {everything / 2**20:.1f} MiB in all, of them {seen[-1]}", flush=True)
     for name in ("tinker.db", "gradwire.db"):
         sizes = [each[name] for each in seen]
         assert max(sizes[2:]) <= sizes[1] + (512 << 10), (name, sizes)

@@ -27,6 +27,10 @@ SERVICE = "gradwire.v1.TrainingService"
 RUNS = "gradwire.v1.Runs"
 """Name of the health check that fails while a run is parked."""
 STREAMS_GRACE_S = 5.0
+HANDSHAKE_S = 20.0
+"""Time for a connection to begin: TLS and the settings of HTTP/2."""
+IDLE_S = 600.0
+"""Time that a connection may stay without a call; gRPC's clients open another with their next one."""
 
 
 class GrpcDoor(Door):
@@ -127,7 +131,7 @@ def grpc_options(limits: Limits) -> list[tuple[str, int]]:
     """Options of the gRPC server.
 
     Bursts of thousands of calls are queued, frequent pings are allowed, nothing is compressed, and two servers cannot
-    share a port by accident.
+    share a port by accident. Connections that say nothing are ended, as anybody can open thousands.
     """
     return [
         ("grpc.max_receive_message_length", limits.max_message_bytes),
@@ -140,6 +144,8 @@ def grpc_options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.so_reuseport", 0),
+        ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1e3)),
+        ("grpc.max_connection_idle_ms", int(IDLE_S * 1e3)),
     ]
 
 

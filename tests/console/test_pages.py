@@ -20,6 +20,10 @@ from support.server import Server
 pytestmark = pytest.mark.browser
 
 ROWS = {"input_ids": [[5, 6, 7, 8, 9, 10]] * 2}
+UPGRADE = {
+    "connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13",
+    "sec-websocket-key": "MDEyMzQ1Njc4OWFiY2RlZg==",
+}  # fmt: skip
 AXE = Path(__file__).parents[2] / "node_modules/axe-core/axe.min.js"
 PAYLOADS = (
     "<img src=x onerror=alert(1)>",
@@ -151,7 +155,8 @@ def test_hand_made_requests_are_refused(server: Server) -> None:
             {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"},
         ):  # fmt: skip
             assert http.get("/api/runs", headers=foreign).status_code == 403
-            assert http.get("/_nicegui_ws/socket.io/?EIO=4&transport=polling", headers=foreign).status_code == 403
+            for headers in (foreign, UPGRADE | foreign):
+                assert http.get("/_nicegui_ws/socket.io/?EIO=4", headers=headers).status_code == 403
         assert http.get("/api/runs", headers={"x-long": "a" * 300_000}).status_code == 431
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -26,8 +27,8 @@ Make = Callable[..., ProcessPool]
 async def make(tiny_model_path: Path) -> AsyncIterator[Make]:
     pools: list[ProcessPool] = []
 
-    def pool(memory_bytes: int = 2 << 30, **limits: int) -> ProcessPool:
-        file, models = str(tiny_model_path / "tokenizer.json"), {"tiny": str(tiny_model_path)}
+    def pool(memory_bytes: int = 2 << 30, folder: Path = tiny_model_path, **limits: int) -> ProcessPool:
+        file, models = str(folder / "tokenizer.json"), {"tiny": str(folder)}
         settings = TokenizerSettings(
             files={"tiny": file}, models=models, named_first=("tiny",), limits=Limits(**limits),
             memory_bytes=memory_bytes,
@@ -112,6 +113,32 @@ async def test_a_request_that_needs_too_much_memory_is_refused_and_the_next_one_
         await pool.ask("Encode", "ada", request("word " * 1_500_000))
     assert caught.value.code == pb.ERROR_CODE_LIMIT_EXCEEDED
     assert len((await encode(pool, "ada", LONG[: SHORT_BYTES * 2]))[0]) > 1000
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ 9 ** (9 ** 9) }}", "took more than 2 s"),
+        ("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}", "took more than 2 s"),
+        ("{{ 'a' * 10 ** 10 }}", "--tokenizer-memory-gib"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "chat template"),
+        ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "chat template"),
+    ],
+)
+async def test_what_a_template_computes_is_bounded(
+    make: Make, tiny_model_path: Path, tmp_path: Path, template: str, words: str
+) -> None:
+    folder = shutil.copytree(tiny_model_path, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(template)
+    pool = make(memory_bytes=400 << 20, folder=folder)
+    talk = pb.Conversation(messages_json='[{"role": "user", "content": "a"}]')
+    expected, patience_s = await encode(pool, "ada", "hi"), pool._short._patience_s
+    if "took" in words:
+        pool._short._patience_s = 2.0
+    with pytest.raises(ServiceError, match=words):
+        await pool.ask("Render", "ada", pb.RenderRequest(model="tiny", conversations=[talk]).SerializeToString())
+    pool._short._patience_s = patience_s
+    assert await encode(pool, "ada", "hi") == expected
 
 
 async def test_memory_is_given_back_when_nothing_is_asked(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ micro-batches than another then repeats one, whose scores and gradient do not co
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -105,12 +105,13 @@ class Lanes:
             return list(own)
         return [any(each) for each in zip(*self._agreement.gathered(bytes(own)), strict=True)]
 
-    def keys(self, own: Sequence[Iterable[Key]]) -> list[list[Key]]:
-        """The keys of a step's gradients for each batch, in lock step those of all processes."""
+    def in_all(self, own: Sequence[Mapping[Key, Mapping[str, Tensor]]]) -> Sequence[Mapping[Key, Mapping[str, Tensor]]]:
+        """A step's gradients for each batch; in lock step with the keys of all processes, of which some have none."""
         if self._whole or not self.in_step:
-            return [list(keys) for keys in own]
-        told = map(json.loads, self._agreement.gathered(json.dumps([list(keys) for keys in own]).encode()))
-        return [sorted({(loss, unit) for keys in each for loss, unit in keys}) for each in zip(*told, strict=True)]
+            return own
+        told = map(json.loads, self._agreement.gathered(json.dumps([list(by_key) for by_key in own]).encode()))
+        keys = [sorted({(loss, unit) for keys in each for loss, unit in keys}) for each in zip(*told, strict=True)]
+        return [{key: by_key.get(key, {}) for key in of_batch} for by_key, of_batch in zip(own, keys, strict=True)]
 
     def gathered(
         self, own: Mapping[int, Sequence[Mapping[str, Tensor]]], number: int

@@ -17,7 +17,7 @@ from gradwire_losses import host
 from torch import Tensor, nn
 
 from gradwire_server.engine.lanes import Gradients, Key, Lanes, LaneTree, Sums
-from gradwire_server.engine.model.placement import is_sharded, placed_like, total_norm
+from gradwire_server.engine.model.placement import is_sharded, placed_like, total_norm, total_norms
 from gradwire_server.engine.training.batch_parts import BatchParts, is_part
 
 
@@ -137,6 +137,13 @@ class GradientCollector:
                 if self._key is not None:
                     self.by_key[self._key][name] = parameter.grad
                 parameter.grad = None
+
+
+def shared_norms(collectors: Sequence[GradientCollector], device: torch.device) -> list[Tensor]:
+    """Add the gradients of all processes, which are on this device; return each one's norm, 0-d."""
+    for collector in collectors:
+        collector.share(device)
+    return total_norms([collector.gradients for collector in collectors])
 
 
 class _Widen:

@@ -33,11 +33,10 @@ from gradwire_server.engine.failures import is_fatal
 from gradwire_server.engine.lanes import Key, Lanes
 from gradwire_server.engine.model.layers.dropout import seeded
 from gradwire_server.engine.model.packing import Packing
-from gradwire_server.engine.model.placement import total_norms
 from gradwire_server.engine.scoring.forward import Reading
 from gradwire_server.engine.scoring.parts import Part
 from gradwire_server.engine.scoring.planner import Budget, split_for_training
-from gradwire_server.engine.training.accumulation import GradientAccumulator, GradientCollector
+from gradwire_server.engine.training.accumulation import GradientAccumulator, GradientCollector, shared_norms
 from gradwire_server.engine.training.differentiable_scores import DifferentiableScores, combined
 from gradwire_server.engine.training.loss_call import LossOnBatch, LossOnPart, evaluated
 from gradwire_server.engine.training.loss_report import LossEvaluation, reported_pass
@@ -98,67 +97,49 @@ def forward_backward(trainings: Sequence[Training]) -> list[LossEvaluation | Non
         OperationError: Of a training alone: INVALID_BATCH, or NON_FINITE with the row at fault.
         Exception: Any error in the shared computation; nothing is accumulated then.
     """
-    first, alone, recomputed = trainings[0], len(trainings) == 1, False
+    first, recomputed = trainings[0], False
     readings, losses = [each.reading for each in trainings], [each.loss for each in trainings]
+    steps = list(zip(*(each.parts for each in trainings), strict=True))
     # Either the parts are spread over the processes, or the micro-batches of the one part there is.
     outer, inner = first.lanes.split(streams=first.loss.streams)
-    scored: dict[int, DifferentiableScores] = {}
-    found: dict[int, Sequence[LossOnPart | None]] = {}
+    own_scores: dict[int, Sequence[Mapping[str, Tensor]]] = {}
+    on_parts: dict[int, Sequence[LossOnPart | None]] = {}
     with ExitStack() as stack:
         collectors = [
             stack.enter_context(GradientCollector(loss.policy.trainable_parameters(), first.lanes)) for loss in losses
         ]
-        with outer.together("parts"):
-            for index, repeated in outer.steps(len(first.parts)):
-                parts = [each.parts[index] for each in trainings]
-                scores = DifferentiableScores(
-                    readings, parts, keep_single=True, dropout_seed=first.dropout_seed, lanes=inner
-                )
-                gradients: list[Mapping[Key, Mapping[str, Tensor]]] = [{} for _ in losses]
-                with inner.together("loss"):
-                    if not repeated:
-                        scored[index] = scores
-                        found[index] = evaluated(losses, parts, scores.by_name, index)
-                        gradients = [
-                            {} if each is None else loss.gradients(each, scores.routers)
-                            for loss, each in zip(losses, found[index], strict=True)
-                        ]
-                gradients = [
-                    {key: own.get(key, {}) for key in keys}
-                    for own, keys in zip(gradients, outer.keys(gradients), strict=True)
-                ]
-                scores.backward(collectors, gradients, lane=index % outer.count, repeated=repeated)
-                recomputed |= scores.recomputed
-    for collector in collectors:
-        collector.share(first.loss.policy.device)
-    norms = total_norms([collector.gradients for collector in collectors])
-    # All parts in their order; those of other processes are evaluated from their scores.
-    steps = outer.gathered({index: each.own.get(0, ()) for index, each in scored.items()}, len(first.parts))
-    for index, step in enumerate(steps):
-        parts = [each.parts[index] for each in trainings]
-        if index in scored:
-            by_name, routers = scored[index].by_name, scored[index].routers
-        else:
-            by_name, routers = combined(readings, parts, [step])
-            found[index] = evaluated(losses, parts, by_name, index)
-        for loss, computed, own in zip(losses, by_name, found[index], strict=True):
-            if own is not None:
-                loss.take(own, computed, routers)
-    failed = {number for each in found.values() for number, own in enumerate(each) if own is None}
-    ends: list[LossEvaluation | None] = []
-    for number, (training, collector, norm) in enumerate(zip(trainings, collectors, norms, strict=True)):
+        stack.enter_context(outer.together("parts"))
+        for index, repeated in outer.steps(len(steps)):
+            scores = DifferentiableScores(
+                readings, steps[index], keep_single=True, dropout_seed=first.dropout_seed, lanes=inner
+            )
+            gradients: list[Mapping[Key, Mapping[str, Tensor]]] = [{}] * len(losses)
+            with inner.together("loss"):
+                if not repeated:
+                    own_scores[index] = scores.own.get(0, ())
+                    on_parts[index] = evaluated(losses, steps[index], scores.by_name, scores.routers, index)
+                    for number, on_part in enumerate(on_parts[index]):
+                        gradients[number] = on_part.gradients if on_part is not None else {}
+            scores.backward(collectors, outer.in_all(gradients), lane=index % outer.count, repeated=repeated)
+            recomputed |= scores.recomputed
+    norms = shared_norms(collectors, first.loss.policy.device)
+    # The loss on the parts of other processes follows from their scores.
+    for index, theirs in enumerate(outer.gathered(own_scores, len(steps))):
+        if index not in on_parts:
+            on_parts[index] = evaluated(losses, steps[index], *combined(readings, steps[index], [theirs]), index)
+    in_order = zip(*map(on_parts.__getitem__, range(len(steps))), strict=True)
+    reports: list[LossEvaluation | None] = [None] * len(trainings)
+    for number, (training, own, collector, norm) in enumerate(zip(trainings, in_order, collectors, norms, strict=True)):
         try:
-            if number in failed:
-                ends.append(None)
-                continue
-            report, counts = reported_pass(training.loss, training.micros, collector, norm, recomputed=recomputed)
-            training.counts_before = training.accumulator.merge(collector.by_key, counts, norm=norm)
-            ends.append(report)
+            passed = reported_pass(training.loss, own, training.micros, collector, norm, recomputed=recomputed)
+            if passed is not None:
+                reports[number], counts = passed
+                training.counts_before = training.accumulator.merge(collector.by_key, counts, norm=norm)
         except Exception as error:  # it is this training's alone
-            if alone or is_fatal(error):
+            reports[number] = None
+            if len(trainings) == 1 or is_fatal(error):
                 raise
-            ends.append(None)
-    return ends
+    return reports
 
 
 def can_join(training: Training) -> bool:

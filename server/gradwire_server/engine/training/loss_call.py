@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from gradwire_losses.batch import Batch, BatchError, Scores, beside, segment_ids
@@ -155,9 +155,6 @@ class LossOnBatch:
         ref_logprobs: ``[T]`` reference log-probabilities, on the policy's device; None if the loss needs none.
         rng: Makes the context in which the loss draws random numbers for a part with this number; by default it draws
             from the generators as they are.
-        evaluated: What :meth:`evaluate` found of the parts taken so far, in their order.
-        output_scores: Scores by name: ``outputs`` of these parts, in the places of the whole batch.
-        routers: What routers of a mixture of experts decided on these parts; None for another model.
     """
 
     call: LossCall
@@ -171,9 +168,6 @@ class LossOnBatch:
     teacher: Teacher | None
     ref_logprobs: Tensor | None
     rng: Callable[[int], AbstractContextManager[object]] = nullcontext
-    evaluated: list[LossOnPart] = field(default_factory=list)
-    output_scores: dict[str, Tensor] = field(default_factory=dict)
-    routers: RouterSums | None = None
 
     def scores(self, part: Part, computed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The loss's scores of a part, of those that were computed with the policy."""
@@ -193,11 +187,15 @@ class LossOnBatch:
         with torch.no_grad():
             return _call(self.call, self.batch.to(self.policy.device), scores)
 
-    def evaluate(self, part: Part, computed: Mapping[str, Tensor]) -> LossOnPart:
+    def evaluate(self, part: Part, computed: Mapping[str, Tensor], routers: RouterSums | None) -> LossOnPart:
         """Evaluate the loss on a part, and compute the gradient of each of its units.
+
+        With the load-balancing loss, the first unit has its gradient too, as that of :data:`.routers.PROBABILITIES`:
+        times its coefficient, and times the unit's divisor.
 
         Args:
             computed: Scores of the part, on the policy's device.
+            routers: What the routers of a mixture of experts decided on it; None for another model.
 
         Raises:
             OperationError: INVALID_BATCH.
@@ -216,68 +214,48 @@ class LossOnBatch:
         by_key: dict[Key, dict[str, Tensor]] = {}
         for unit, terms in units.items():
             total = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
-            found = torch.autograd.grad(total, list(trained.values()), allow_unused=True, retain_graph=len(units) > 1)
+            of_leaves = torch.autograd.grad(
+                total, list(trained.values()), allow_unused=True, retain_graph=len(units) > 1
+            )
             by_key[call.loss.name, unit] = {
-                name: gradient for name, gradient in zip(trained, found, strict=True) if gradient is not None
+                name: gradient for name, gradient in zip(trained, of_leaves, strict=True) if gradient is not None
             }
         floating = (*scores.values(), *(one for by_name in by_key.values() for one in by_name.values()))
         totals = [values.sum() for values in floating if values.is_floating_point()]
-        return LossOnPart(call, part, scores, output, by_key, totals)
-
-    def take(self, found: LossOnPart, computed: Mapping[str, Tensor], routers: RouterSums | None) -> None:
-        """Take note of a part; of all parts in their order.
-
-        Args:
-            found: What :meth:`evaluate` found.
-            computed: The same scores.
-            routers: What the routers of a mixture of experts decided on it.
-        """
-        self.evaluated.append(found)
-        for name in self.outputs:
-            values = found.output.advantages if name == ADVANTAGES else computed[name]
-            if values is not None:
-                found.part.place(self.batch, name, values.detach(), self.output_scores)
-        if routers is not None:
-            self.routers = routers if self.routers is None else self.routers + routers
-
-    def gradients(self, found: LossOnPart, routers: RouterSums | None) -> Mapping[Key, Mapping[str, Tensor]]:
-        """The gradients of a part: key -> gradient by score name.
-
-        With the load-balancing loss, the first key has its gradient too, as that of :data:`.routers.PROBABILITIES`:
-        times its coefficient, and times the divisor of the key's unit.
-        """
-        by_key = found.gradients
-        if routers is None or not self.policy.router_aux_loss_coef or not by_key:
-            return by_key
-        first = next(iter(by_key))
-        terms = found.output.terms.values()
-        count = next(term.count for term in terms if (self.call.loss.name, term.unit) == first)
-        balance = routers.balance_gradient() * (self.policy.router_aux_loss_coef * count)
-        return {**by_key, first: {**by_key[first], PROBABILITIES: balance}}
+        if routers is not None and self.policy.router_aux_loss_coef and by_key:
+            unit = next(iter(units))
+            count = next(term.count for term in output.terms.values() if term.unit == unit)
+            balance = routers.balance_gradient() * (self.policy.router_aux_loss_coef * count)
+            by_key[call.loss.name, unit][PROBABILITIES] = balance
+        wanted = {name: output.advantages if name == ADVANTAGES else computed[name] for name in self.outputs}
+        outputs = {name: values.detach() for name, values in wanted.items() if values is not None}
+        return LossOnPart(call, part, scores, output, outputs, routers, by_key, totals)
 
 
 def evaluated(
     losses: Sequence[LossOnBatch],
     parts: Sequence[Part],
     by_name: Sequence[Mapping[str, Tensor]],
+    routers: RouterSums | None,
     number: int,
 ) -> list[LossOnPart | None]:
     """Evaluate each loss on its part; in company None for one that raises.
 
     Args:
         by_name: Scores of each part.
+        routers: What the routers of a mixture of experts decided on a part alone; None for another model.
         number: That of the parts.
     """
-    found: list[LossOnPart | None] = []
+    on_parts: list[LossOnPart | None] = []
     for loss, part, scores in zip(losses, parts, by_name, strict=True):
         try:
             with loss.rng(number):
-                found.append(loss.evaluate(part, scores))
+                on_parts.append(loss.evaluate(part, scores, routers))
         except Exception as error:  # whatever a loss raises, the other runs go on
             if len(losses) == 1 or is_fatal(error):
                 raise
-            found.append(None)
-    return found
+            on_parts.append(None)
+    return on_parts
 
 
 def _call(call: LossCall, batch: Batch, scores: Mapping[str, Tensor], rows: Tensor | None = None) -> LossOutput:
@@ -302,6 +280,9 @@ class LossOnPart:
     """A loss's value on a part of the batch, and the gradient of each unit's sum in each score.
 
     Attributes:
+        scores: The loss's scores.
+        outputs: The scores to return.
+        routers: What the routers of a mixture of experts decided on the part; None for another model.
         totals: 0-d sums of all scores and gradients: not finite if any entry is not, or if a sum overflows.
     """
 
@@ -309,6 +290,8 @@ class LossOnPart:
     part: Part
     scores: Mapping[str, Tensor]
     output: LossOutput
+    outputs: Mapping[str, Tensor]
+    routers: RouterSums | None
     gradients: Mapping[Key, Mapping[str, Tensor]]
     totals: list[Tensor]
 
@@ -322,7 +305,8 @@ class LossOnPart:
         check_finite(part.batch, self.scores, rows, "the model gave non-finite")
         if not all(math.isfinite(term.sum.item()) for term in self.output.terms.values()):
             raise _non_finite_loss(self.call, part, self.scores)
-        for gradients in self.gradients.values():
+        for by_name in self.gradients.values():
+            gradients = {name: values for name, values in by_name.items() if name in self.scores}
             check_finite(part.batch, gradients, rows, f"{self.call.loss.name} has a non-finite gradient for")
 
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.lanes import Key
+from gradwire_server.engine.model.layers.routers import RouterSums
 from gradwire_server.engine.scoring.planner import MicroBatch
 from gradwire_server.engine.training.accumulation import GradientCollector
-from gradwire_server.engine.training.loss_call import LossOnBatch
+from gradwire_server.engine.training.loss_call import LossOnBatch, LossOnPart
 
 NOTHING_SCORED = "no token of this batch was scored: its masks leave none, or its rows have one token each"
 
@@ -155,12 +156,19 @@ def reported(
 
 
 def reported_pass(
-    loss: LossOnBatch, micros: Sequence[MicroBatch], collector: GradientCollector, norm: Tensor, *, recomputed: bool
-) -> tuple[LossEvaluation, Mapping[Key, float]]:
+    loss: LossOnBatch,
+    on_parts: Sequence[LossOnPart | None],
+    micros: Sequence[MicroBatch],
+    collector: GradientCollector,
+    norm: Tensor,
+    *,
+    recomputed: bool,
+) -> tuple[LossEvaluation, Mapping[Key, float]] | None:
     """Make the report of a forward and backward, and the divisors of its gradient's sums.
 
     Args:
-        loss: The loss, which has taken all parts.
+        loss: The loss.
+        on_parts: What it is on each part of the batch; None where it failed, and then there is no report.
         micros: The micro-batches that went through the model.
         collector: The gradient, whose norm is ``norm``.
         recomputed: Whether any micro-batch was computed twice.
@@ -170,14 +178,23 @@ def reported_pass(
     """
     name = loss.call.loss.name
     sums = LossSums(name)
-    for part in loss.evaluated:
-        sums.add(part.output)
-    if loss.routers is not None:
-        sums.add_metrics(loss.routers.metrics())
-    outputs = sums.settle([part.totals for part in loss.evaluated], norm, outputs=loss.output_scores)
+    output_scores: dict[str, Tensor] = {}
+    routers: RouterSums | None = None
+    for on_part in on_parts:
+        if on_part is None:
+            return None
+        sums.add(on_part.output)
+        for score, values in on_part.outputs.items():
+            on_part.part.place(loss.batch, score, values, output_scores)
+        if on_part.routers is not None:
+            routers = on_part.routers if routers is None else routers + on_part.routers
+    whole = [on_part for on_part in on_parts if on_part is not None]
+    if routers is not None:
+        sums.add_metrics(routers.metrics())
+    outputs = sums.settle([on_part.totals for on_part in whole], norm, outputs=output_scores)
     if not sums.finite:
-        for part in loss.evaluated:
-            part.check_finite()
+        for on_part in whole:
+            on_part.check_finite()
     if not sums.finite and not collector.finite():
         raise OperationError(
             training_pb2.ERROR_CODE_NON_FINITE,

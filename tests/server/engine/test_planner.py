@@ -52,6 +52,23 @@ def test_an_example_larger_than_the_budget_goes_alone() -> None:
     assert [micro.batch.lengths.tolist() for micro in micros] == [[50], [3, 3]]
 
 
+@pytest.mark.parametrize("lanes", [2, 4])
+@pytest.mark.parametrize("tokens", [512, 1024, 10**6])
+def test_lanes_compute_about_as_many_tokens(lanes: int, tokens: int) -> None:
+    """Otherwise one rank waits for another: with rows as they come, the lanes of this batch differ by a third."""
+    lengths = [512, 480, 33, 250, 117, 64, 301, 150, 90, 222, 75, 180, 410, 95, 130, 205]
+    micros = split(batch_of(lengths), tokens, Packing.PACKED, lanes=lanes)
+    assert len(micros) % lanes == 0
+    loads = [sum(micro.computed_tokens for micro in micros[lane::lanes]) for lane in range(lanes)]
+    assert max(loads) * lanes < 1.05 * sum(lengths)
+
+
+def test_padded_lanes_have_as_many_micro_batches_of_similar_rows() -> None:
+    micros = split(batch_of([8, 8, 5, 5, 4, 3]), 15, Packing.PADDED, lanes=2)
+    assert [micro.batch.lengths.tolist() for micro in micros] == [[5, 5, 4], [8], [3], [8]]
+    assert [sum(micro.computed_tokens for micro in micros[lane::2]) for lane in range(2)] == [18, 16]
+
+
 def test_groups_are_never_split() -> None:
     micros = split(batch_of([4, 2, 3, 3, 1, 1], [2, 1, 3]), 8, Packing.PADDED)
     assert [micro.batch.group_sizes.tolist() for micro in micros] == [[2], [1], [3]]

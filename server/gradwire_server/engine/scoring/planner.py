@@ -2,12 +2,14 @@
 
 Examples are taken longest first, so that neighbours have similar lengths, into micro-batches within a budget of
 computed tokens, counted with padding or sharing as the model's form needs. An example (a pair, a group) is never split.
-The budget also says what becomes of the activations of each. The plan depends only on the batch, the budget and that
-form.
+A run with lanes has as many micro-batches for each of them, where there are the examples. These are spread so that all
+compute about as many tokens; only padded ones stay beside their neighbours. The budget also says what becomes of the
+activations of each. The plan depends only on the batch, the budget and that form.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +39,7 @@ class Budget:
         whole_tokens: Maximum computed tokens of those whose feed-forward layers compute all tokens at once.
         image_cost: Computed tokens that one image token counts as in these limits, beside itself: what the vision part
             of the model takes for it. An image counts once in a micro-batch, however many rows show it.
-        lanes: Least number of micro-batches to train on, where there are as many examples.
+        lanes: Lanes of the run; the number of micro-batches is a multiple of it, where there are as many examples.
     """
 
     microbatch_tokens: int = 2048
@@ -88,12 +90,12 @@ def split(
     """
     if not batch.num_examples:
         return []
-    images, least = _Images(batch, image_cost), min(lanes, batch.num_examples)
+    images = _Images(batch, image_cost)
     if packing is not Packing.SHARED or batch.num_sequences == batch.num_examples:
         padded = batch.num_sequences * int(batch.lengths.max())
         together = padded if packing is Packing.PADDED else len(batch.input_ids)
         together += images.cost(images.all)
-        if together <= microbatch_tokens and least == 1:
+        if together <= microbatch_tokens and min(lanes, batch.num_examples) == 1:
             return [_whole(batch, together)]
     groups = segment_ids(batch.group_sizes)
     widths = torch.zeros(batch.num_examples, dtype=torch.int64).scatter_reduce_(0, groups, batch.lengths, "amax")
@@ -125,10 +127,19 @@ def split(
         else:
             plans.append([example])
             size, width, shown = own_sizes[example], own_widths[example], images.of_example(example)
-    while len(plans) < least:
-        most = max((plan for plan in plans if len(plan) > 1), key=computed)
-        place = plans.index(most)
-        plans[place : place + 1] = _halves(most, own_sizes, own_widths)
+    if lanes > 1:
+        count = min(math.ceil(len(plans) / lanes) * lanes, batch.num_examples)
+        if packing is Packing.PADDED:  # neighbours stay together
+            while len(plans) < count:
+                most = max((plan for plan in plans if len(plan) > 1), key=computed)
+                place = plans.index(most)
+                plans[place : place + 1] = _halves(most, own_sizes, own_widths)
+        else:
+            plans = _spread(own_sizes, images, count)
+            while any(len(plan) > 1 and computed(plan) > microbatch_tokens for plan in plans):
+                count = min(count + lanes, batch.num_examples)
+                plans = _spread(own_sizes, images, count)
+        plans = _in_lanes(plans, [computed(plan) for plan in plans], lanes)
     if len(plans) == 1:
         return [_whole(batch, computed(plans[0]))]
     return [_microbatch(batch, torch.tensor(examples), computed(examples)) for examples in plans]
@@ -144,6 +155,34 @@ def _halves(examples: list[int], sizes: Sequence[int], widths: Sequence[int]) ->
 
     cut = min(range(1, len(examples)), key=larger)
     return [examples[:cut], examples[cut:]]
+
+
+def _spread(sizes: Sequence[int], images: _Images, count: int) -> list[list[int]]:
+    """Spread examples over so many micro-batches, the largest first, each to the one that computes the least so far."""
+    plans: list[list[int]] = [[] for _ in range(count)]
+    shown = [frozenset[int]()] * count
+    tokens = [0] * count
+    least = [(0, number) for number in range(count)]
+    for example in sorted(range(len(sizes)), key=lambda example: -sizes[example]):
+        _, number = heapq.heappop(least)
+        plans[number].append(example)
+        tokens[number] += sizes[example]
+        shown[number] |= images.of_example(example)
+        heapq.heappush(least, (tokens[number] + images.cost(shown[number]), number))
+    return plans
+
+
+def _in_lanes(plans: Sequence[list[int]], computed: Sequence[int], lanes: int) -> list[list[int]]:
+    """Order micro-batches, the one numbered ``i`` being of lane ``i % lanes``, so that lanes compute about as much."""
+    falling = sorted(range(len(plans)), key=lambda number: -computed[number])
+    loads, ordered = [0] * lanes, []
+    for start in range(0, len(falling), lanes):
+        turn = falling[start : start + lanes]
+        by_lane = dict(zip(sorted(range(len(turn)), key=loads.__getitem__), turn, strict=True))
+        for lane in range(len(turn)):
+            loads[lane] += computed[by_lane[lane]]
+            ordered.append(plans[by_lane[lane]])
+    return ordered
 
 
 def split_for_scores(policy: Policy, batch: Batch, budget: Budget) -> list[MicroBatch]:

@@ -880,7 +880,7 @@ class EnginePulse(_message.Message):
     """of the device, by all processes; 0 on a CPU"""
     total_bytes: _builtins.int
     collective: _builtins.int
-    """number of its newest collective"""
+    """its newest: number << 32, and what names the place"""
     waits: _builtins.bool
     """in it, or for a decision"""
     def __init__(

@@ -27,6 +27,7 @@ from gradwire_server.engine.errors import GroupBroken, OperationError
 from gradwire_server.engine.failures import is_fatal, is_out_of_memory, to_error
 from gradwire_server.engine.group_messages import GroupMessages, Told
 from gradwire_server.engine_link.crash_marks import CrashMarks
+from gradwire_server.engine_link.pulses import PLACE_BITS
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)
@@ -50,7 +51,7 @@ class GroupAgreement(Agreement):
         divides: The device of this rank, if models are divided among the ranks, which are in lock step then.
 
     Attributes:
-        collective: Number of the newest collective.
+        collective: The newest collective: its number, and in the lower 32 bits what names its place.
         inside: Whether this rank waits in it.
         waited_s: Seconds spent in collectives.
         models: The group in which layers are made whole, once the ranks have joined; None if models are not divided.
@@ -200,7 +201,7 @@ class GroupAgreement(Agreement):
             for work in dist.batch_isend_irecv(both) if both else []:
                 work.wait()
 
-        self._collective(exchange)
+        self._collective(_place("exchange"), exchange)
         return theirs
 
     def _numbers(self, what: str, own: int, error: Exception | None = None) -> list[int]:
@@ -216,23 +217,23 @@ class GroupAgreement(Agreement):
         return [each.number for each in self._told(what, own, error=error)]
 
     def _told(self, what: str, number: int, content: bytes = b"", error: Exception | None = None) -> list[Told]:
-        mine = Told(zlib.crc32(what.encode()), number, content)
+        mine = Told(_place(what), number, content)
         patience = LATEST_S if self.lock_step and error is not None else None
-        found = self._collective(lambda: self._messages.all_told(mine, patience))
-        if len({each.place for each in found}) > 1:
+        found = self._collective(mine.place, lambda: self._messages.all_told(mine, patience))
+        if len(found) < self.ranks or len({each.place for each in found}) > 1:
             raise GroupBroken(f"the ranks are out of step; rank {self.rank} is in {what!r}, after {error!r}") from error
         return found
 
     def _first_told(self, what: str, content: bytes) -> bytes:
         """What rank 0 tells the others."""
-        mine = Told(zlib.crc32(what.encode()), 0, content)
-        found = self._collective(lambda: self._messages.first_told(mine))
+        mine = Told(_place(what), 0, content)
+        found = self._collective(mine.place, lambda: self._messages.first_told(mine))
         if found.place != mine.place:
             raise GroupBroken(f"the ranks are out of step; rank {self.rank} is in {what!r}")
         return found.content
 
-    def _collective(self, work: Callable[[], T]) -> T:
-        self.collective += 1
+    def _collective(self, place: int, work: Callable[[], T]) -> T:
+        self.collective = (self.collective >> PLACE_BITS) + 1 << PLACE_BITS | place
         self.inside = True
         since = time.perf_counter()
         try:
@@ -242,6 +243,10 @@ class GroupAgreement(Agreement):
         finally:
             self.inside = False
             self.waited_s += time.perf_counter() - since
+
+
+def _place(what: str) -> int:
+    return zlib.crc32(what.encode())
 
 
 def _compared(answer: engine_pb2.EngineReply) -> bytes:

@@ -2,7 +2,7 @@
 
 All ranks are on one machine, and a message is mostly a number: a round over Unix sockets takes a tenth of the time of a
 collective of gloo, which passes it through threads of its own and TCP. A message is: uint32 place, int64 number and
-uint32 length of the bytes behind it (little-endian); rank 0 answers with uint64 length of all messages, and these.
+uint32 length of the bytes behind it (little-endian); rank 0 sends uint64 length of its message or of all, and these.
 """
 
 from __future__ import annotations
@@ -56,14 +56,12 @@ class GroupMessages:
         if self._rank:
             (first,) = self._sockets
             first.sendall(mine)
-            (length,) = _LENGTH.unpack(_exactly(first, _LENGTH.size))
-            return _read(_exactly(first, length))
+            return _received(first)
         everything = bytearray(mine)
         for each in self._sockets:
             head = _exactly(each, _HEAD.size)
             everything += head + _exactly(each, _HEAD.unpack(head)[2])
-        for each in self._sockets:
-            each.sendall(_LENGTH.pack(len(everything)) + everything)
+        self._send(everything)
         return _read(bytes(everything))
 
     def first_told(self, own: Told) -> Told:
@@ -72,20 +70,25 @@ class GroupMessages:
         Raises:
             OSError: A rank is gone.
         """
+        for each in self._sockets:
+            each.settimeout(None)
         if not self._rank:
-            for each in self._sockets:
-                each.settimeout(None)
-                each.sendall(_packed(own))
+            self._send(_packed(own))
             return own
-        (first,) = self._sockets
-        first.settimeout(None)
-        head = _exactly(first, _HEAD.size)
-        (told,) = _read(head + _exactly(first, _HEAD.unpack(head)[2]))
-        return told
+        return _received(self._sockets[0])[0]
+
+    def _send(self, messages: bytes | bytearray) -> None:
+        for each in self._sockets:
+            each.sendall(_LENGTH.pack(len(messages)) + messages)
 
 
 def _packed(told: Told) -> bytes:
     return _HEAD.pack(told.place, told.number, len(told.content)) + told.content
+
+
+def _received(first: socket.socket) -> list[Told]:
+    (length,) = _LENGTH.unpack(_exactly(first, _LENGTH.size))
+    return _read(_exactly(first, length))
 
 
 def _read(everything: bytes) -> list[Told]:

@@ -14,6 +14,8 @@ SILENCE_S = 10.0
 """A rank is taken for stopped after so long without a pulse."""
 APART = 8
 """Ranks are out of step if each has sent so many pulses while all waited, in different places that did not change."""
+PLACE_BITS = 32
+"""Lower bits of a pulse's collective, which name its place; its number is above them."""
 MAX_PULSE_BYTES = 4096
 _LONGEST_GAP_S = 1.0
 """Longer gaps between two looks are the front's own: it, or the whole machine, was stopped."""
@@ -56,5 +58,6 @@ class RankWatch:
         places = [place for _, place in sorted(self._places.items())]
         apart = len(set(places)) > 1 and all(waits for _, waits in places)
         if apart and all(self._since.get(rank, 0) >= APART for rank in self._places):
-            return f"the ranks wait in different places, at their collectives {[number for number, _ in places]}"
+            numbers = [collective >> PLACE_BITS for collective, _ in places]
+            return f"the ranks wait in different places, at their collectives {numbers}"
         return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradwire_proto.v1 import engine_pb2
-from gradwire_server.engine_link.pulses import APART, SILENCE_S, RankWatch
+from gradwire_server.engine_link.pulses import APART, PLACE_BITS, SILENCE_S, RankWatch
 
 
 class Group:
@@ -15,7 +15,8 @@ class Group:
     def round(self, *places: tuple[int, bool] | None) -> str:
         for rank, place in enumerate(places):
             if place is not None:
-                self.watch.heard(engine_pb2.EnginePulse(rank=rank, collective=place[0], waits=place[1]))
+                number, waits = place
+                self.watch.heard(engine_pb2.EnginePulse(rank=rank, collective=number << PLACE_BITS, waits=waits))
         self.watch.waited(0.25)
         return self.watch.trouble()
 

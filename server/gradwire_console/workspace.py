@@ -27,6 +27,7 @@ AGAIN_S = 1.0
 ACTIVITY = 256
 OVERVIEW = 4000
 """Operations of a long record that are shown while all of it is fetched."""
+WHOLE_AFTER_S = 1.0
 USAGE_S = 30 * 86_400.0
 EVENTS, LOG_CHARS = 500, 20_000
 """What is kept of a job that is looked at: its newest events, and the end of its log."""
@@ -125,6 +126,7 @@ class Workspace:
         self._locks: dict[str, asyncio.Lock] = {}
         self._overviews: dict[str, Record] = {}
         self._loading: dict[str, asyncio.Task[None]] = {}
+        self._awaited = asyncio.Event()
         self._meanwhile: dict[str, list[History]] = {}  # what came while a run's record is fetched
         self._followers: list[Callable[[str, History], object]] = []
         self._listed = asyncio.Event()
@@ -297,11 +299,15 @@ class Workspace:
         """The record of a run without an overview before it."""
         record = await self.record(run_id)
         if run_id in self._loading:
+            self._awaited.set()
             await asyncio.shield(self._loading[run_id])
             record = await self.record(run_id)
         return record
 
     async def _load(self, run_id: str, meanwhile: list[History]) -> None:
+        with contextlib.suppress(TimeoutError):  # the page with the overview comes first
+            await asyncio.wait_for(self._awaited.wait(), WHOLE_AFTER_S)
+        self._awaited.clear()
         try:
             history = await self.client(run_id).history()
             self._keep(run_id, await asyncio.to_thread(Record, history), meanwhile)

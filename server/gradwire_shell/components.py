@@ -48,6 +48,7 @@ class Table(Element, component="table.js"):
         label: What it lists, for screen readers.
         search: What its search field says; "" for none.
         none: What is said where there are no rows.
+        instead: What stands in the table's place where there are no rows.
         on_chosen: Called with the keys of the selected rows; None: rows cannot be selected.
     """
 
@@ -60,6 +61,7 @@ class Table(Element, component="table.js"):
         search: str = "",
         unit: str = "rows",
         none: str = "",
+        instead: Element | None = None,
         on_chosen: Callable[[list[str]], object] | None = None,
     ) -> None:
         super().__init__()
@@ -67,6 +69,8 @@ class Table(Element, component="table.js"):
         self._props["rows"] = list(rows)
         self._props |= {"label": label, "search": search, "unit": unit, "none": none}
         self._props["searchable"], self._props["selectable"] = bool(search), on_chosen is not None
+        self._instead = instead
+        self._show_instead()
         if on_chosen is not None:
             chosen = on_chosen
 
@@ -79,7 +83,13 @@ class Table(Element, component="table.js"):
         """Show other rows, if they are others."""
         if rows != self._props["rows"]:
             self._props["rows"] = list(rows)
+            self._show_instead()
             self.update()
+
+    def _show_instead(self) -> None:
+        if self._instead is not None:
+            self._instead.set_visibility(not self._props["rows"])
+            self.set_visibility(bool(self._props["rows"]))
 
 
 @dataclass(frozen=True)
@@ -130,7 +140,10 @@ class Plot(Element, component="plot.js", default_classes="gw-plot"):
 
 
 class Drawn(Element):
-    """A place whose content is drawn anew only when what it shows is another."""
+    """A place whose texts are drawn anew when what it shows is another.
+
+    A click on what is drawn anew at that moment is lost: what can be clicked belongs into :class:`Items`.
+    """
 
     def __init__(self) -> None:
         super().__init__("div")
@@ -143,6 +156,31 @@ class Drawn(Element):
             self.clear()
             with self:
                 draw(value)
+
+
+class Items(Element):
+    """Items, each with its classes; one that stays is never drawn anew, so that no click on it is lost."""
+
+    def __init__(self, classes: str = "gw-items", each: str = "gw-item") -> None:
+        super().__init__("div")
+        self.classes(classes)
+        self._each = each
+        self._drawn: dict[str, tuple[Element, Callable[[Any], object]]] = {}
+
+    def show(self, items: Mapping[str, T], draw: Callable[[T], Callable[[T], object]]) -> None:
+        """Show items by their keys, in this order.
+
+        Args:
+            draw: Makes an item, and returns the function that shows a later value in it.
+        """
+        for key in self._drawn.keys() - items.keys():
+            self._drawn.pop(key)[0].delete()
+        for place, (key, item) in enumerate(items.items()):
+            if key not in self._drawn:
+                with self, ui.element("section").classes(self._each) as element:
+                    self._drawn[key] = element, draw(item)
+                element.move(self, place)
+            self._drawn[key][1](item)
 
 
 class Lines(Element):

@@ -26,6 +26,19 @@ KEYS = {
     "?": "this help",
 }
 
+HELD = """<script>
+// A press ends as a click of its button also where what is above it grows meanwhile, unless the pointer is moved away.
+let pressed = null;
+addEventListener("pointerdown", (down) => {
+  pressed = { button: down.target.closest?.(".q-btn"), x: down.clientX, y: down.clientY };
+  pressed.button?.setPointerCapture(down.pointerId);
+});
+addEventListener("pointermove", (move) => {
+  if (!pressed?.button?.hasPointerCapture(move.pointerId)) return;
+  if (Math.hypot(move.clientX - pressed.x, move.clientY - pressed.y) > 16)
+    pressed.button.releasePointerCapture(move.pointerId);
+});
+</script>"""
 RESPONSE_TIMEOUT_S = 60.0
 """Seconds that a page may take to be made; NiceGUI's three are too few on a machine that trains."""
 RECONNECT_TIMEOUT_S = 120.0
@@ -63,6 +76,7 @@ def frame(
         sign_out: Called by the button that ends the session; None: there is none.
     """
     ui.add_css(CSS)
+    ui.add_head_html(HELD)
     ui.dark_mode(app.storage.user.get("dark"))
     plain("Skip to the content", "gw-skip", "a").props("href=#content")
     with ui.element("header").classes("gw-bar"):

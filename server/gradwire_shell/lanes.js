@@ -8,7 +8,12 @@ export default {
     this.chart = echarts.init(this.$el, null, { renderer: "canvas" });
     this.resized = new ResizeObserver(() => this.chart.resize());
     this.resized.observe(this.$el);
-    this.themed = new MutationObserver(() => this.draw());
+    this.dark = document.body.classList.contains("body--dark");
+    this.themed = new MutationObserver(() => {
+      const dark = document.body.classList.contains("body--dark");
+      if (dark !== this.dark) this.draw(); // other classes come and go with menus
+      this.dark = dark;
+    });
     this.themed.observe(document.body, { attributes: true, attributeFilter: ["class"] });
     this.chart.getZr().on("dblclick", () => this.chart.dispatchAction({ type: "dataZoom", start: 0, end: 100 }));
     this.draw();

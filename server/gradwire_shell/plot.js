@@ -19,7 +19,12 @@ export default {
     this.chart.getZr().on("dblclick", () => this.$emit("range", null));
     this.resized = new ResizeObserver(() => this.chart.resize());
     this.resized.observe(this.$el);
-    this.themed = new MutationObserver(() => this.draw());
+    this.dark = document.body.classList.contains("body--dark");
+    this.themed = new MutationObserver(() => {
+      const dark = document.body.classList.contains("body--dark");
+      if (dark !== this.dark) this.draw(); // other classes come and go with menus
+      this.dark = dark;
+    });
     this.themed.observe(document.body, { attributes: true, attributeFilter: ["class"] });
     this.draw();
   },

@@ -1,18 +1,24 @@
-"""The console behind a proxy with a path prefix, and through a tunnel with another port."""
+"""The console behind a proxy with a path prefix, through a tunnel with another port, and through OpenSSH's."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import socket
+import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import gradwire
 import pytest
 from gradwire import sync
 from playwright.sync_api import Browser, expect
 from support.console import Console, page_of
-from support.server import Server
+from support.server import Server, free_port
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -69,6 +75,50 @@ def forwarded(url: str, prefix: str = "") -> Iterator[str]:
     thread.join(30)
 
 
+def answers(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until something listens on a port."""
+    while process.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except OSError:
+            time.sleep(0.05)
+        else:
+            return
+    raise RuntimeError(f"{process.args} ended with {process.returncode}")
+
+
+@contextmanager
+def ssh_tunnel(url: str, folder: Path) -> Iterator[str]:
+    """Forward a port by ``ssh -L`` through an sshd of this machine, with a key of its own."""
+    sshd, port, here = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin"), free_port(), free_port()
+    if sshd is None or shutil.which("ssh") is None:
+        pytest.skip("OpenSSH is missing: apt-get install openssh-server openssh-client")
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+    allowed = folder / "allowed"
+    allowed.write_bytes((folder / "user.pub").read_bytes())
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)  # where an sshd of root confines itself
+    options = {"HostKey": folder / "host", "AuthorizedKeysFile": allowed, "ListenAddress": f"127.0.0.1:{port}",
+               "PidFile": "none", "UsePAM": "no", "StrictModes": "no", "PasswordAuthentication": "no"}  # fmt: skip
+    given = [f"-o{name}={value}" for name, value in options.items()]
+    with subprocess.Popen([sshd, "-D", "-e", "-f", "/dev/null", *given]) as server:
+        try:
+            answers(port, server)
+            command = ["ssh", "-N", "-F", "none", "-i", str(folder / "user"), "-p", str(port),
+                       "-oStrictHostKeyChecking=no", f"-oUserKnownHostsFile={folder / 'known'}", "-oBatchMode=yes",
+                       "-oExitOnForwardFailure=yes", "-L", f"{here}:{url.removeprefix('http://')}",
+                       "127.0.0.1"]  # fmt: skip
+            with subprocess.Popen(command) as client:
+                try:
+                    answers(here, client)
+                    yield f"http://127.0.0.1:{here}"
+                finally:
+                    client.terminate()
+        finally:
+            server.terminate()
+
+
 @pytest.fixture(scope="module")
 def run(server: Server) -> Iterator[sync.TrainingClient]:
     with gradwire.sync.connect(server.address) as service:
@@ -78,12 +128,16 @@ def run(server: Server) -> Iterator[sync.TrainingClient]:
         yield run
 
 
-@pytest.mark.parametrize("prefix", ["/console", ""])
+@pytest.mark.parametrize("way", ["proxy", "tunnel", "ssh"])
 def test_it_is_used_through_a_proxy_and_a_tunnel(
-    server: Server, run: sync.TrainingClient, browser: Browser, prefix: str
+    server: Server, run: sync.TrainingClient, browser: Browser, way: str, tmp_path: Path
 ) -> None:
-    console = Console(server.address, *(["--root-path", prefix] if prefix else []))
-    with console, forwarded(console.url, prefix) as url, page_of(browser) as page:
+    prefix = "/console" if way == "proxy" else ""
+    with (
+        Console(server.address, *(["--root-path", prefix] if prefix else [])) as console,
+        ssh_tunnel(console.url, tmp_path) if way == "ssh" else forwarded(console.url, prefix) as url,
+        page_of(browser) as page,
+    ):
         page.goto(f"{url}/")
         page.get_by_role("link", name="from afar").click()
         page.wait_for_url(f"{url}/run/{run.run_id}")

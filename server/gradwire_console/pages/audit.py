@@ -52,14 +52,12 @@ async def _show(workspace: Workspace) -> None:
     failed, none = ui.element("div"), ui.element("div")
     with none:
         empty("Nothing was done yet.")
-    table = Table(COLUMNS, (), label="Audit", search="Search: key, action, run", unit="entries")
+    table = Table(COLUMNS, (), label="Audit", search="Search: key, action, run", unit="entries", instead=none)
     sdk_line("runs, jobs, keys = await service.list_runs(), await service.jobs.list(), await service.list_keys()")
 
     async def refresh() -> None:
         with told(failed):
             found = await events(workspace)
-            none.set_visibility(not found)
-            table.set_visibility(bool(found))
             table.show([_row(number, each) for number, each in zip(range(len(found), 0, -1), found)])
 
     await refresh()

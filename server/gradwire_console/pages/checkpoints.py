@@ -9,7 +9,7 @@ from typing import Any
 
 import gradwire
 from fastapi.responses import RedirectResponse
-from gradwire_shell.components import Column, Drawn, Table, button, empty, panel, plain, sdk_line, title
+from gradwire_shell.components import Column, Items, Table, button, empty, panel, plain, sdk_line, title
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
@@ -84,7 +84,7 @@ class _Checkpoints:
                 )  # fmt: skip
             with ui.element("div"):
                 with panel("Where it comes from"):
-                    self._ancestors = Drawn().classes("gw-items")
+                    self._ancestors = Items()
                 with panel("In Python"):
                     sdk_line(f'await service.get_training_client("{self._run_id}").list_checkpoints()')
         await self._refresh()
@@ -122,10 +122,24 @@ class _Checkpoints:
             self._found = {each.name: each for each in found}
             forks, rated = forks_of(self._workspace), await self._rated()
             self._table.show([_row(each, record, forks[each.path], rated[each.path]) for each in reversed(found)])
-            self._ancestors.show(
-                ancestors(self._workspace, self._run_id),
-                lambda _: _show_ancestors(self._workspace, self._run_id),
-            )
+            self._show_ancestors()
+
+    def _show_ancestors(self) -> None:
+        """Show the checkpoints that the run goes back to, as links, and what the oldest of their runs began with."""
+        runs, paths = self._workspace.runs, ancestors(self._workspace, self._run_id)
+        found = {path: _origin(self._workspace, path) for path in paths}
+        oldest = [self._run_id, *(path.partition("/")[0] for path in paths)][-1]
+        if oldest in runs:
+            info = runs[oldest].info
+            begun = f"the upload {info.from_upload}" if info.from_upload else f"the base model {info.base_model}"
+            found[""] = begun, ""
+
+        def draw(origin: tuple[str, str]) -> Callable[[tuple[str, str]], object]:
+            words, href = origin
+            link = ui.link(words, href).classes("gw-link") if href else plain(words)
+            return lambda now: link.set_text(now[0])  # type: ignore[attr-defined]
+
+        self._ancestors.show(found, draw)
 
     async def _rated(self) -> defaultdict[str, list[str]]:
         """Path of a checkpoint -> what people said of it, for each agent."""
@@ -158,19 +172,13 @@ def ancestors(workspace: Workspace, run_id: str) -> list[str]:
     return found
 
 
-def _show_ancestors(workspace: Workspace, run_id: str) -> None:
-    for path in ancestors(workspace, run_id):
-        parent, _, name = path.partition("/")
-        live = workspace.runs.get(parent)
-        with ui.element("div").classes("gw-item"):
-            if live is None:
-                plain(f"{name} of {parent}, a run that was deleted or is another key's")
-            else:
-                ui.link(f"{name} of {live.name}", f"/run/{parent}/checkpoints").classes("gw-link")
-    oldest = ([run_id, *(each.partition("/")[0] for each in ancestors(workspace, run_id))])[-1]
-    if oldest in workspace.runs:
-        info = workspace.runs[oldest].info
-        plain(f"the upload {info.from_upload}" if info.from_upload else f"the base model {info.base_model}")
+def _origin(workspace: Workspace, path: str) -> tuple[str, str]:
+    """What is said of a checkpoint that a run began with, and where it is shown; "" for nowhere."""
+    parent, _, name = path.partition("/")
+    live = workspace.runs.get(parent)
+    if live is None:
+        return f"{name} of {parent}, a run that was deleted or is another key's", ""
+    return f"{name} of {live.name}", f"/run/{parent}/checkpoints"
 
 
 def _row(each: gradwire.Checkpoint, record: Record, forks: list[str], rated: list[str]) -> dict[str, Any]:

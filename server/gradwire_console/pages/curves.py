@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from gradwire_shell.components import Curve, Plot, button, empty, panel, plain
+from gradwire_shell.components import Curve, Items, Plot, button, empty, plain
 from nicegui import ui
-from nicegui.element import Element
 
 from gradwire_console.series import Record
 
@@ -25,7 +24,6 @@ class Curves:
         self._records: dict[str, Record] = {}
         self._axis, self._window, self._all = "step", 1, False
         self._within: tuple[float, float] | None = None
-        self._plots: dict[str, tuple[Plot, Element]] = {}
         with ui.element("div").classes("gw-head"):
             ui.select(AXES, value="step", label="Axis", on_change=lambda e: self._choose(axis=e.value)).props(
                 "outlined dense options-dense"
@@ -37,7 +35,10 @@ class Curves:
             self._more = button("All metrics", self._toggle)
             plain("Drag in a plot to zoom.", "quiet")
         self._whole.set_visibility(False)
-        self._grid = ui.element("div").classes("gw-grid")
+        self._none = ui.element("div")
+        with self._none:
+            empty("Nothing measured yet: the first forward_backward draws the first point.")
+        self._grid = Items("gw-grid", "gw-panel")
 
     def _choose(self, axis: str = "", window: int = 0) -> None:
         if axis:
@@ -71,26 +72,21 @@ class Curves:
         """Draw the metrics of records, by the name of their run."""
         self._records = dict(records)
         names = self._names()
-        if list(self._plots) != names:
-            self._build(names)
-        for name, (plot, value) in self._plots.items():
+        self._none.set_visibility(not names)
+        self._grid.show(dict(zip(names, names, strict=True)), self._draw)
+
+    def _draw(self, name: str) -> Callable[[str], None]:
+        with ui.element("div").classes("gw-head"):
+            plain(name, "gw-plot-title grow")
+            value = plain("", "mono")
+        plot = Plot([], title=name, on_range=self._range)
+
+        def show(name: str) -> None:
             plot.show(self._of(name), time=self._axis == "time")
             last = [record.last[name] for record in self._records.values() if name in record.last]
             value.text = f"{last[0]:.5g}" if len(last) == 1 else ""  # type: ignore[attr-defined]
 
-    def _build(self, names: list[str]) -> None:
-        self._grid.clear()
-        self._plots = {}
-        with self._grid:
-            if not names:
-                empty("Nothing measured yet: the first forward_backward draws the first point.")
-            for name in names:
-                with panel():
-                    with ui.element("div").classes("gw-head"):
-                        plain(name, "gw-plot-title grow")
-                        value = plain("", "mono")
-                    plot = Plot([], title=f"{name} over {AXES[self._axis].lower()}", on_range=self._range)
-                self._plots[name] = plot, value
+        return show
 
     def _of(self, name: str) -> list[Curve]:
         curves = []

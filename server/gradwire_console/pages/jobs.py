@@ -101,13 +101,11 @@ async def _list(workspaces: Workspaces, workspace: Workspace) -> None:
             "No job yet. A job is a training that the server runs by itself, whatever becomes of your machine.",
             'job = await service.jobs.submit("sft", {"model": "MODEL", "data": "train.jsonl"})',
         )
-    table = Table(COLUMNS, (), label="Jobs", search="Search jobs: name, state, recipe", unit="jobs")
+    table = Table(COLUMNS, (), label="Jobs", search="Search jobs: name, state, recipe", unit="jobs", instead=none)
 
     async def look() -> None:
         with told(failed):
             found = await workspace.jobs()
-            none.set_visibility(not found)
-            table.set_visibility(bool(found))
             table.show([_row(job) for job in found])
 
     await look()

@@ -53,7 +53,9 @@ async def _show(workspaces: Workspaces, workspace: Workspace) -> None:
     failed, none = ui.element("div"), ui.element("div")
     with none:
         empty("No rating yet. The playground's link “Rate these answers” asks people, and so does a deployed version.")
-    table = Table(COLUMNS, (), label="Ratings", search="Search ratings: checkpoint, run, agent", unit="sources")
+    table = Table(
+        COLUMNS, (), label="Ratings", search="Search ratings: checkpoint, run, agent", unit="sources", instead=none
+    )
     sdk_line(f'httpx.get("{feedback.url}/api/policies").json()')
 
     async def look() -> None:
@@ -63,10 +65,7 @@ async def _show(workspaces: Workspaces, workspace: Workspace) -> None:
         except OSError as failure:
             with failed:
                 error(str(failure))
-            none.set_visibility(False)
             return
-        none.set_visibility(not found)
-        table.set_visibility(bool(found))
         table.show([_row(workspace, each) for each in found])
 
     await look()

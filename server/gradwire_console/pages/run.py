@@ -11,6 +11,8 @@ from fastapi.responses import RedirectResponse
 from gradwire_shell.components import (
     Column,
     Drawn,
+    Items,
+    Lines,
     Table,
     button,
     empty,
@@ -67,6 +69,7 @@ class _Run:
     def __init__(self, workspaces: Workspaces, workspace: Workspace, run_id: str) -> None:
         self._workspaces, self._workspace, self._run_id = workspaces, workspace, run_id
         self._checkpoints: list[gradwire.Checkpoint] = []
+        self._measured: dict[str, dict[str, str]] = {}
 
     @property
     def _live(self) -> LiveRun | None:
@@ -96,7 +99,11 @@ class _Run:
                 with panel("Now"):
                     self._now = Drawn()
                 with panel("Checkpoints"):
-                    self._saves = ui.element("div").classes("gw-items")
+                    self._none_saved = ui.element("div")
+                    with self._none_saved:
+                        empty("None yet.", 'await run.save_checkpoint("NAME")')
+                    self._saves = Items()
+                    self._all_saves = ui.link("", f"/run/{self._run_id}/checkpoints").classes("gw-link")
                 with panel("Settings"):
                     _settings(live)
                 with panel("Resume it in Python"):
@@ -116,9 +123,7 @@ class _Run:
         try:
             record = await self._workspace.record(self._run_id)
             found = await self._workspace.checkpoints(self._run_id)
-            if found is not self._checkpoints:
-                self._checkpoints = found
-                self._show_checkpoints(record)
+            self._show_checkpoints(found, record)
         except gradwire.GradwireError as failure:
             with self._away:
                 error(str(failure))
@@ -138,27 +143,24 @@ class _Run:
                         plain(f"{each.what} ", "gw-flag")
                         plain(each.remedy)
 
-    def _show_checkpoints(self, record: Record) -> None:
-        self._saves.clear()
-        with self._saves:
-            if not self._checkpoints:
-                empty("None yet.", 'await run.save_checkpoint("NAME")')
-            for each in self._checkpoints[: -NEWEST - 1 : -1]:
-                with ui.element("div").classes("gw-item"):
-                    with ui.element("div").classes("grow"):
-                        plain(each.name, "mono", tag="div")
-                        about = [
-                            f"step {each.step:,}",
-                            size_of(each.size_bytes),
-                            f"{ago(each.created_at)} old",
-                        ]
-                        plain(", ".join([*about, each.note] if each.note else about), "quiet", tag="div")
-                        if found := measured(record, each.step):
-                            plain(", ".join(f"{name} {value}" for name, value in found.items()), "quiet", tag="div")
-                    self._button("Fork", partial(actions.fork, self._workspaces, self._workspace, each), each)
-                    self._button("Try", partial(actions.try_out, [each]), each)
-            if len(self._checkpoints) > NEWEST:
-                ui.link(f"All {len(self._checkpoints)}", f"/run/{self._run_id}/checkpoints").classes("gw-link")
+    def _show_checkpoints(self, found: list[gradwire.Checkpoint], record: Record) -> None:
+        if found is not self._checkpoints:
+            self._checkpoints = found
+            self._measured = {each.path: measured(record, each.step) for each in found[-NEWEST:]}
+        self._none_saved.set_visibility(not found)
+        self._all_saves.text = f"All {len(found)}"
+        self._all_saves.set_visibility(len(found) > NEWEST)
+
+        def draw(each: gradwire.Checkpoint) -> Callable[[gradwire.Checkpoint], object]:
+            with ui.element("div").classes("grow"):
+                plain(each.name, "mono", tag="div")
+                lines = Lines(classes="quiet")
+            self._button("Fork", partial(actions.fork, self._workspaces, self._workspace, each), each)
+            self._button("Try", partial(actions.try_out, [each]), each)
+            return lambda now: lines.show(_about(now, self._measured[now.path]))
+
+        # A checkpoint that was saved again under its name is another.
+        self._saves.show({f"{each.path} {each.created_at}": each for each in found[: -NEWEST - 1 : -1]}, draw)
 
     def _button(self, text: str, do: Callable[[], object], checkpoint: gradwire.Checkpoint) -> None:
         named(button(text, do).props("dense"), f"{text} {checkpoint.name}")
@@ -187,6 +189,12 @@ class _Run:
             "Delete the run", "Its checkpoints, its journal and its record go with it. This cannot be undone.",
             f'await service.delete_run("{self._run_id}")', "Delete", do, typed=name,
         )  # fmt: skip
+
+
+def _about(each: gradwire.Checkpoint, values: dict[str, str]) -> list[str]:
+    about = [f"step {each.step:,}", size_of(each.size_bytes), f"{ago(each.created_at)} old"]
+    figures = ", ".join(f"{name} {value}" for name, value in values.items())
+    return [text for text in (", ".join(filter(None, [*about, each.note])), figures) if text]
 
 
 def _now(live: LiveRun) -> dict[str, object]:

@@ -83,7 +83,7 @@ async def _show(workspace: Workspace) -> None:
     with none:
         empty("No run yet. A script creates one, and it appears here:", EXAMPLE)
     table = Table(
-        COLUMNS, (), label="Runs", search="Search runs: name, state, model, owner, tag", unit="runs",
+        COLUMNS, (), label="Runs", search="Search runs: name, state, model, owner, tag", unit="runs", instead=none,
         on_chosen=lambda keys: chosen.__setitem__(slice(None), keys),
     )  # fmt: skip
 
@@ -95,8 +95,6 @@ async def _show(workspace: Workspace) -> None:
         words = [f"{states.count(word)} {word}" for word in ("training", "parked") if word in states]
         pace = sum(run.tokens_per_s for run in live)
         figures.text = ", ".join([*words, f"{short(pace)} tokens/s"]) if live else ""  # type: ignore[attr-defined]
-        none.set_visibility(not live)
-        table.set_visibility(bool(live))
         table.show([row_of(run) for run in live])
 
     await show()

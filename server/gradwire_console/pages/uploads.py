@@ -53,14 +53,14 @@ class _Uploads:
             button("Upload an adapter…", lambda: picker.run_method("pickFiles"), kind="primary")
             button("Begin a run", lambda: self._of_one(self._begin))
             button("Delete", lambda: self._of_one(self._delete), kind="danger")
-        self._failed, self._none = ui.element("div"), ui.element("div")
-        with self._none:
+        self._failed, none = ui.element("div"), ui.element("div")
+        with none:
             empty(
                 "No upload yet. An adapter of peft is adapter_config.json and adapter_model.safetensors: choose both.",
                 'upload = await service.upload_adapter("FOLDER")',
             )
         self._table = Table(
-            COLUMNS, (), label="Uploads", search="Search uploads: id, model, run", unit="uploads",
+            COLUMNS, (), label="Uploads", search="Search uploads: id, model, run", unit="uploads", instead=none,
             on_chosen=lambda keys: self._chosen.__setitem__(slice(None), keys),
         )  # fmt: skip
         sdk_line("await service.list_uploads()")
@@ -70,8 +70,6 @@ class _Uploads:
     async def _refresh(self) -> None:
         with told(self._failed):
             found = await self._workspace.uploads()
-            self._none.set_visibility(not found)
-            self._table.set_visibility(bool(found))
             self._table.show([_row(self._workspace, each) for each in reversed(found)])
 
     async def _upload(self, event: events.MultiUploadEventArguments) -> None:

@@ -154,9 +154,9 @@ test-faults: setup
 # Engines of 2 and 4 ranks against one process: every loss, samples, errors, signals.
 test-ranks: setup
 	$(BIN)/python -m pytest tests/server/engine/ranks tests/end_to_end/test_ranks.py tests/faults/test_ranks.py -m "slow or not slow"
-	GRADWIRE_TEST_RANKS=2 $(MAKE) test-end-to-end
+	GRADWIRE_TEST_FLAGS="--device cpu --ranks 2" $(MAKE) test-end-to-end
 
-# GRADWIRE_TEST_RANKS="2 --shard on" has the engines' weights divided.
+# GRADWIRE_TEST_FLAGS="--device cpu --ranks 2 --shard on" has the engines' weights divided, "--engines 2" has two engines.
 test-end-to-end: setup
 	$(BIN)/python -m pytest tests/end_to_end tests/faults/test_stopping.py tests/client/test_operations.py
 

@@ -25,7 +25,7 @@ LEASE_S = 6
 @pytest.fixture(scope="module")
 def server(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     state = tmp_path_factory.mktemp("engine_elsewhere")
-    flags = ("--threads", "1", "--checkpoint-every-steps", "2", "--engine-lease", str(LEASE_S))
+    flags = ("--engines", "1", "--threads", "1", "--checkpoint-every-steps", "2", "--engine-lease", str(LEASE_S))
     running = Server(tiny_model_path, state, *flags).start()
     yield running
     assert running.end() == 0
@@ -134,7 +134,7 @@ async def test_the_spans_of_an_engine_elsewhere_are_those_of_the_servers_own(
     """Each operation is one trace, whichever engine executes it, and says which it was."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
     collector = Collector()
-    server = Server(tiny_model_path, tmp_path, "--traces", f"http://{collector.address}").start()
+    server = Server(tiny_model_path, tmp_path, "--engines", "1", "--traces", f"http://{collector.address}").start()
     agent = Agent(server.address).start()
 
     def trees() -> dict[int, set[tuple[str, str, str]]]:

@@ -26,7 +26,8 @@ ROUNDS = 4
 
 @pytest.fixture
 def moving(tiny_model_path: Path, tmp_path: Path) -> Iterator[Server]:
-    server = Server(tiny_model_path, tmp_path / "state", "--run-memory", "0", "--run-host-memory", "20 KiB").start()
+    flags = ("--engines", "1", "--run-memory", "0", "--run-host-memory", "20 KiB")
+    server = Server(tiny_model_path, tmp_path / "state", *flags).start()
     yield server
     server.end()
 

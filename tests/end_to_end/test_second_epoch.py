@@ -29,7 +29,9 @@ def lookups(metrics: str) -> tuple[float, float]:
 def counted(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """The addresses of a server and of its metrics."""
     metrics = f"127.0.0.1:{free_port()}"
-    server = Server(tiny_model_path, tmp_path_factory.mktemp("state"), "--metrics-address", metrics).start()
+    server = Server(
+        tiny_model_path, tmp_path_factory.mktemp("state"), "--engines", "1", "--metrics-address", metrics
+    ).start()
     yield server.address, metrics
     assert server.end() == 0
 

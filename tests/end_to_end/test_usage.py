@@ -32,7 +32,7 @@ def printed(server: Server, key: str, *words: str) -> list[list[str]]:
 def test_what_keys_used_is_counted_and_kept(tiny_model_path: Path, tmp_path: Path) -> None:
     keys = {name: KeyFile(tmp_path).create(name) for name in ("ann", "bob")}
     admin = KeyFile(tmp_path).create("root", role="admin")
-    server = Server(tiny_model_path, tmp_path, "--price-per-hour", "3600").start()
+    server = Server(tiny_model_path, tmp_path, "--engines", "1", "--price-per-hour", "3600").start()
     with gradwire.sync.connect(server.address, api_key=keys["ann"]) as service:
         assert service.usage() == []
         run = service.create_run("tiny", lora=2, name="a run")

@@ -6,8 +6,10 @@ The run is then as it was before the operation.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,14 +50,15 @@ LONG = {"sample": long_sample, "forward_backward": long_loss}
 
 
 async def begun(service: Any) -> None:
-    """Waits until the engine has computed between two heartbeats from now; what ended before counts in the first."""
-    beats, age_s, busy = 0, float("inf"), 0.0
+    """Waits until an engine has computed between two heartbeats from now; what ended before counts in the first."""
+    beats, ages_s, computes = Counter[int](), dict[int, float](), False
     async with asyncio.timeout(60):
-        while beats < 3 or busy < 0.5:
-            engine = (await service.server_info()).engines[0]
-            beats += engine.heartbeat_age_s < age_s
-            age_s, busy = engine.heartbeat_age_s, engine.busy
+        while not computes:
             await asyncio.sleep(0.1)
+            for engine in (await service.server_info()).engines:
+                beats[engine.number] += engine.heartbeat_age_s < ages_s.get(engine.number, math.inf)
+                ages_s[engine.number] = engine.heartbeat_age_s
+                computes = computes or (beats[engine.number] > 2 and engine.busy >= 0.5)
 
 
 async def what_follows(run: gradwire.TrainingClient) -> tuple[Any, ...]:

@@ -11,8 +11,8 @@ from typing import Self
 
 from support.child import Child
 
-RANKS = os.environ.get("GRADWIRE_TEST_RANKS", "").split()
-"""Number of ranks of servers whose test says nothing of engines or ranks, and further flags: ``2 --shard on``."""
+FLAGS = os.environ.get("GRADWIRE_TEST_FLAGS", "").split()
+"""Further flags of servers whose test says nothing of engines or ranks: ``--engines 2``."""
 _SAYS_ITSELF = ("--ranks", "--engines", "--engine", "--sampler")
 
 
@@ -35,8 +35,8 @@ class Server(Child):
     def __init__(self, model: Path, state_dir: Path, *args: str, name: str = "tiny") -> None:
         command = [sys.executable, "-m", "gradwire_server.cli", "serve", "--address", "127.0.0.1:0"]
         command += ["--model", f"{name}={model}", "--state-dir", str(state_dir), *args]
-        if RANKS and not {*_SAYS_ITSELF} & {*args}:
-            command += ["--device", "cpu", "--ranks", *RANKS]
+        if not {*_SAYS_ITSELF} & {*args}:
+            command += FLAGS
         super().__init__(command, "gradwire: listening on ")
         self.address, self.state_dir = "", state_dir
 

@@ -53,9 +53,9 @@ def to_columns(owner: str, fields: Sequence[LossField], batch: Any) -> dict[str,
     Raises:
         InvalidBatchError: The batch breaks a rule; names the field, the row and the rule.
     """
-    given = _by_name(batch)
+    by_field = _by_name(batch)
     declared = {field.name: field for field in fields}
-    images = given.pop(IMAGES, None) if IMAGES not in declared else None
+    images = by_field.pop(IMAGES, None) if IMAGES not in declared else None
     masks = {field.padding_mask: field for field in fields if field.padding_mask}
     mask_only = {
         name: LossField(name, "bool", ids.shapes, aligned_with=ids.name)
@@ -63,7 +63,7 @@ def to_columns(owner: str, fields: Sequence[LossField], batch: Any) -> dict[str,
         if name not in declared
     }
     known = declared | mask_only
-    for name in given:
+    for name in by_field:
         if name not in known:
             raise InvalidBatchError(
                 f"{owner} has no batch field {name!r}{did_you_mean(name, known)}; it takes {', '.join(known)}",
@@ -71,14 +71,14 @@ def to_columns(owner: str, fields: Sequence[LossField], batch: Any) -> dict[str,
                 rule="a declared field",
             )
     for field in fields:
-        if field.required and field.name not in given:
+        if field.required and field.name not in by_field:
             raise InvalidBatchError(
                 f"{owner} needs the batch field {field.name!r}, {field.dtype} {shapes_of(field)}; "
-                f"the batch has {', '.join(given) or 'no fields'}",
+                f"the batch has {', '.join(by_field) or 'no fields'}",
                 field=field.name,
                 rule="required",
             )
-    columns = {name: to_column(known[name], value) for name, value in given.items()}
+    columns = {name: to_column(known[name], value) for name, value in by_field.items()}
     _check_rows([field.name for field in fields if field.name in columns], columns)
     for mask, ids in masks.items():
         if mask in columns:
@@ -98,19 +98,19 @@ def maybe_padded(fields: Sequence[LossField], batch: Any, columns: Mapping[str, 
 
     Rows of different lengths have no padding, unless a mask selects the scored tokens.
     """
-    given = _by_name(batch)
-    found = []
+    by_field = _by_name(batch)
+    padded = []
     for field in fields:
         if (
             not field.padding_mask
             or field.name not in columns
-            or (field.padding_mask in given and field.padding_mask not in columns)
+            or (field.padding_mask in by_field and field.padding_mask not in columns)
         ):
             continue
         lengths = columns[field.name].levels[-1]
         if field.padding_mask in columns or (len(lengths) and (lengths == lengths[0]).all()):
-            found.append(field.name)
-    return found
+            padded.append(field.name)
+    return padded
 
 
 def _by_name(batch: Any) -> dict[str, Any]:

@@ -65,10 +65,10 @@ class CustomCall:
         loss, grads, metrics = self._parts(self.function(self.batch, scores), torch)
         if grads is None and torch is not None:
             names = list(leaves)
-            found = torch.autograd.grad(loss, [leaves[name] for name in names], allow_unused=True)
+            of_leaves = torch.autograd.grad(loss, [leaves[name] for name in names], allow_unused=True)
             flat = {
                 name: np.zeros_like(columns[name].values) if grad is None else grad.numpy()
-                for name, grad in zip(names, found, strict=True)
+                for name, grad in zip(names, of_leaves, strict=True)
             }
         else:
             flat = {name: _flat(name, columns[name], (grads or {}).get(name)) for name in leaves}

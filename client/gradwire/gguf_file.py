@@ -183,13 +183,13 @@ def _rope(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     Raises:
         UnsupportedError: llama.cpp computes others, or other layers attend to a window.
     """
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope = {"rope_theta": config.get("rope_theta", 10_000.0), **(found.get("full_attention") or found)}
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = {"rope_theta": config.get("rope_theta", 10_000.0), **(parameters.get("full_attention") or parameters)}
     rope.setdefault("rope_type", rope.get("type", "default"))
     if rope["rope_type"] not in ("default", "linear", "llama3"):
         raise UnsupportedError(f"rotary frequencies scaled by {rope['rope_type']} are not written as GGUF")
     if family.full_every:
-        local = (found.get("sliding_attention") or {}).get("rope_theta", config.get("rope_local_base_freq"))
+        local = (parameters.get("sliding_attention") or {}).get("rope_theta", config.get("rope_local_base_freq"))
         if family.local_theta and float(local or 0) != family.local_theta:
             raise UnsupportedError(
                 f"the base of local rotary frequencies is {local}; llama.cpp's is {family.local_theta}"

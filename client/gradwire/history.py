@@ -205,14 +205,14 @@ class History:
 
     def _series(self, values: Array) -> dict[str, tuple[Array, Array]]:
         """Label -> steps and values, for each operation and loss that has any."""
-        found: dict[str, tuple[Array, Array]] = {}
+        series: dict[str, tuple[Array, Array]] = {}
         there, steps = np.isfinite(values.astype(np.float64)), self._steps()
         for operation, loss_fn in dict.fromkeys(zip(self.operation.tolist(), self.loss_fn.tolist())):
             chosen = there & (self.operation == operation) & (self.loss_fn == loss_fn)
             if chosen.any():
                 name = {"forward": f"{loss_fn} (forward)"}.get(operation, loss_fn) or operation
-                found[name] = (steps[chosen], values[chosen])
-        return found
+                series[name] = (steps[chosen], values[chosen])
+        return series
 
     def _steps(self) -> Array:
         """Steps that continue to count where a fork restarted its count."""

@@ -299,17 +299,17 @@ class Jobs:
         """
         from gradwire.recipes.command import settings_of
 
-        given = dataclasses.asdict(settings) if dataclasses.is_dataclass(settings) else dict(settings)  # type: ignore[arg-type]
+        arguments = dataclasses.asdict(settings) if dataclasses.is_dataclass(settings) else dict(settings)  # type: ignore[arg-type]
         if dataclasses.is_dataclass(settings):
-            given = {key: value for key, value in given.items() if key not in SERVERS_OWN}
+            arguments = {key: value for key, value in arguments.items() if key not in SERVERS_OWN}
         if recipe != "script":
-            settings_of(recipe, given)
+            settings_of(recipe, arguments)
         for key in FILE_SETTINGS:
-            if isinstance(given.get(key), list):
+            if isinstance(arguments.get(key), list):
                 raise InvalidArgumentError(f"{key} is a list: a job trains on one file, so join them", field=key)
-            if (value := given.get(key)) and not str(value).startswith("file-"):
-                given[key] = await self._uploaded(str(value), "script" if key == "script" else "fine-tune")
-        spec = pb.JobSpec(recipe=recipe, settings=json.dumps(given), name=name, metadata=metadata)
+            if (value := arguments.get(key)) and not str(value).startswith("file-"):
+                arguments[key] = await self._uploaded(str(value), "script" if key == "script" else "fine-tune")
+        spec = pb.JobSpec(recipe=recipe, settings=json.dumps(arguments), name=name, metadata=metadata)
         request = pb.CreateJobRequest(spec=spec, idempotency_key=idempotency_key or secrets.token_hex(16))
         return Job.from_message(await self._transport.job_call(lambda stub: stub.CreateJob, request))
 
@@ -320,15 +320,15 @@ class Jobs:
 
     async def list(self, metadata: Mapping[str, str] | None = None) -> Sequence[Job]:
         """List the jobs of your key, newest first; only those that have all of ``metadata``."""
-        found: list[Job] = []
+        jobs: list[Job] = []
         more = True
         while more:
-            after = found[-1].job_id if found else ""
+            after = jobs[-1].job_id if jobs else ""
             request = pb.ListJobsRequest(page_size=PAGE_SIZE, after=after, metadata=metadata)
             answer = await self._transport.job_call(lambda stub: stub.ListJobs, request)
-            found += map(Job.from_message, answer.jobs)
+            jobs += map(Job.from_message, answer.jobs)
             more = answer.has_more
-        return found
+        return jobs
 
     async def cancel(self, job_id: str) -> Job:
         """End a job; its run and its checkpoints stay."""
@@ -365,13 +365,13 @@ class Jobs:
 
     async def events(self, job_id: str, after: int = 0) -> Sequence[JobEvent]:
         """List what has happened in a job, oldest first; behind the event with the number ``after``."""
-        found: list[JobEvent] = []
+        events: list[JobEvent] = []
         more = True
         while more:
-            number = found[-1].number if found else after
+            number = events[-1].number if events else after
             request = pb.ListJobEventsRequest(job_id=job_id, after=number, page_size=PAGE_SIZE, oldest_first=True)
             answer = await self._transport.job_call(lambda stub: stub.ListJobEvents, request)
-            found += [
+            events += [
                 JobEvent(
                     each.number, each.created_at, each.level, each.message, each.type, each.step,
                     json.loads(each.data or "{}"),
@@ -379,7 +379,7 @@ class Jobs:
                 for each in answer.events
             ]  # fmt: skip
             more = answer.has_more
-        return found
+        return events
 
     async def log(self, job_id: str, offset: int = 0) -> str:
         """Read what a job's workers have printed, from an offset in bytes."""

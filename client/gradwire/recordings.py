@@ -308,14 +308,14 @@ def _sequence(given: _Sequence, logprobs: Array, advantages: Array) -> RecordedS
         scored[places[-1] + 1 :] = False
 
     def placed(values: Any) -> Array:
-        found = np.full(count, np.nan)
+        of_tokens = np.full(count, np.nan)
         values = np.asarray(values if values is not None else [], np.float64)
         if values.ndim == 0 or len(values) == len(places):
-            found[places] = values
+            of_tokens[places] = values
         elif len(values) == own:
-            found[given.first :] = values
-            found[~scored] = np.nan
-        return found
+            of_tokens[given.first :] = values
+            of_tokens[~scored] = np.nan
+        return of_tokens
 
     sampler = next((given.fields[name] for name in SAMPLER_FIELDS if given.fields.get(name) is not None), None)
     reward = given.fields.get("rewards")
@@ -341,12 +341,12 @@ def _kept(ids: Array, mask: Any) -> Array:
 
 
 def _nested(column: codec.Column) -> Any:
-    found: Any = column.values
+    nested: Any = column.values
     for lengths in reversed(column.levels):
         ends = np.cumsum(lengths, dtype=np.int64)
         starts = ends - lengths
-        found = [found[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
-    return found
+        nested = [nested[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
+    return nested
 
 
 def rollouts_json(rollouts: Sequence[Mapping[str, Any]], most_bytes: int) -> tuple[bytes, int]:

@@ -67,7 +67,7 @@ def gae(
         Advantages and returns (advantages + values), both ``[T]``.
     """
     if mask is not None:
-        found = gae(
+        on_scored = gae(
             select(rewards, mask),
             select(values, mask),
             segment_sum(mask.long(), row_lengths),
@@ -76,7 +76,7 @@ def gae(
             bootstrap_values=bootstrap_values,
         )
         index = beside(mask.nonzero().squeeze(1), values)
-        advantages, returns = (torch.zeros_like(values).index_copy(0, index, part) for part in found)
+        advantages, returns = (torch.zeros_like(values).index_copy(0, index, part) for part in on_scored)
         return advantages, returns
     reward_rows, mask = pad(rewards, row_lengths)
     value_rows, _ = pad(values, row_lengths)

@@ -72,16 +72,16 @@ def causal_lm(batch: Batch, scores: Scores, config: CausalLMConfig) -> LossOutpu
         losses = (1 - config.label_smoothing) * losses - config.label_smoothing * scores.mean_logprobs
     learned, correct = nll.detach(), scores.correct
     if weights is not None:
-        given = batch.host["weights"]
-        if (given < 0).any():
-            row = int(segment_ids(lengths)[(given < 0).nonzero()[0]])
+        on_host = batch.host["weights"]
+        if (on_host < 0).any():
+            row = int(segment_ids(lengths)[(on_host < 0).nonzero()[0]])
             raise BatchError(
                 f"weights, row {row}: a negative weight; to lower a token's likelihood use cross_entropy",
                 field="weights",
                 row=row,
                 rule="0 <= weight",
             )
-        learned, correct = select(learned, given > 0), select(correct, given > 0)
+        learned, correct = select(learned, on_host > 0), select(correct, on_host > 0)
     total, count = learned.double().sum(), len(learned)
     return LossOutput(
         terms={"nll": reduced(losses, lengths, config, weights)},

@@ -235,14 +235,14 @@ def _reward_metrics(batch: Batch) -> dict[str, Metric]:
 
 def _kept_sequences(batch: Batch, config: GRPOConfig) -> Tensor:
     """``[S]`` bool, on the host: the responses that count."""
-    given = batch.host
+    fields = batch.host
     kept = torch.ones(batch.num_sequences, dtype=torch.bool)
     if config.mask_zero_spread and "advantages" not in batch.fields:
-        kept &= spread(group_spread(given["rewards"], batch.group_sizes)[2], batch.group_sizes)
+        kept &= spread(group_spread(fields["rewards"], batch.group_sizes)[2], batch.group_sizes)
     if config.sampler_rejection is not None:
         kept &= ~rejected_by_sampler(batch, config)
     if config.mask_truncated and "truncated" in batch.fields:
-        kept &= ~given["truncated"]
+        kept &= ~fields["truncated"]
     elif config.mask_truncated and "mask_truncated" in config.model_fields_set:  # set explicitly, not by default
         raise BatchError(
             "mask_truncated needs truncated, which marks the responses that were cut off",

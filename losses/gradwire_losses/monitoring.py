@@ -115,7 +115,7 @@ class Advisor:
         """
         if step < FIRST_STEPS:
             return []
-        found = []
+        sentences = []
         for name, usual in ranges.items():
             value = metrics.get(name, math.nan)
             if math.isnan(value) or (name == "clip_fraction" and metrics.get("approx_kl", 1.0) < UNMOVED):
@@ -123,9 +123,9 @@ class Advisor:
             for side, out in (("below", value < usual.low), ("above", value > usual.high)):
                 spell = (loss, name, side)
                 if out and spell not in self.outside and (sentence := usual.warning(name, value)):
-                    found.append(sentence)
+                    sentences.append(sentence)
                 (self.outside.add if out else self.outside.discard)(spell)
-        return found
+        return sentences
 
 
 def usual_range_warnings(metrics: Mapping[str, float]) -> list[str]:

@@ -43,13 +43,13 @@ def cut_padding(
     loss: LossSpec, columns: Mapping[str, Column], padding: Padding
 ) -> tuple[Mapping[str, Column], list[str]]:
     """Cut padding; return the columns, and a warning for each field where padding could not be told from content."""
-    found, warnings = dict(columns), []
+    remaining, warnings = dict(columns), []
     for spec in loss.fields:
         if spec.ids and not spec.aligned_with and spec.name in padding.fields and _readable(columns.get(spec.name)):
-            warning = _cut_field(loss, spec, found, padding)
+            warning = _cut_field(loss, spec, remaining, padding)
             if warning:
                 warnings.append(f"{spec.name}: {warning}. Pass {spec.padding_mask} to mark the padding")
-    return found, warnings
+    return remaining, warnings
 
 
 def _readable(column: Column | None) -> bool:

@@ -91,8 +91,8 @@ def _objective(
 ) -> LossOutput:
     """The objective with a baseline (a number, or ``[T]``), and with PPO's clipped ratio if ``clip`` is given."""
     lengths, reference, logprobs = batch.row_lengths, reference_logprobs(batch, scores), scores.logprobs
-    given = batch.get("old_log_probs")
-    old = logprobs.detach() if given is None else given
+    old_logprobs = batch.get("old_log_probs")
+    old = logprobs.detach() if old_logprobs is None else old_logprobs
     rewards = token_rewards(batch)
     shaped = rewards if reference is None else rewards - config.beta * (old - reference)
     returns = rewards_to_go(shaped, lengths, config.gamma)
@@ -118,7 +118,7 @@ def _objective(
             "advantage_std": Std.of(advantages),
             "return_mean": Mean.of(returns),
             "reward_mean": reward_mean(batch),
-            **sampler_metrics(batch, logprobs, given),
+            **sampler_metrics(batch, logprobs, old_logprobs),
         },
         weight,
     )

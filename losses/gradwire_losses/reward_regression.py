@@ -41,8 +41,8 @@ class RewardRegressionConfig(LossConfig):
 def reward_regression(batch: Batch, scores: Scores, config: RewardRegressionConfig) -> LossOutput:
     """Trains the reward head on human ratings by squared error; its metrics are in rating points."""
     standardised = ScoreRegressionConfig.model_validate(config.model_dump())
-    given, predicted = batch["scores"], config.score_mean + config.score_std * scores.rewards.detach()
-    error = predicted - given
+    labels, predicted = batch["scores"], config.score_mean + config.score_std * scores.rewards.detach()
+    error = predicted - labels
     regression = score_regression(batch, scores, standardised)
     return LossOutput(
         regression.terms,
@@ -50,7 +50,7 @@ def reward_regression(batch: Batch, scores: Scores, config: RewardRegressionConf
             "mse": Mean.of(error.square()),
             "mae": Mean.of(error.abs()),
             "correlation": regression.metrics["correlation"],
-            "explained_variance": ExplainedVariance.of(predicted, given),
+            "explained_variance": ExplainedVariance.of(predicted, labels),
             "prediction_mean": Mean.of(predicted),
         },
     )

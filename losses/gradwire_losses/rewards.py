@@ -75,7 +75,7 @@ def score_regression(batch: Batch, scores: Scores, config: ScoreRegressionConfig
     Raises:
         BatchError: A score is outside ``score_min`` ... ``score_max``.
     """
-    given, predicted = batch["scores"], scores.rewards
+    labels, predicted = batch["scores"], scores.rewards
     if config.score_min is not None and config.score_max is not None:
         stated = batch.host["scores"]
         outside = (stated < config.score_min) | (stated > config.score_max)
@@ -87,7 +87,7 @@ def score_regression(batch: Batch, scores: Scores, config: ScoreRegressionConfig
                 row=row,
                 rule=f"{config.score_min:g} <= score <= {config.score_max:g}",
             )
-    target = config.normalised(given)
+    target = config.normalised(labels)
     error = predicted - target
     if config.loss_type == "huber":
         losses = F.huber_loss(predicted, target.to(predicted.dtype), reduction="none", delta=config.huber_delta)
@@ -224,13 +224,13 @@ def process_reward(batch: Batch, scores: Scores, config: ProcessRewardConfig) ->
     Raises:
         BatchError: A label is below 0 or above 1 and not -100.
     """
-    labels, logits, given = batch["step_labels"], scores.token_rewards, batch.host["step_labels"]
-    outside = (given < 0) | (given > 1)
+    labels, logits, on_host = batch["step_labels"], scores.token_rewards, batch.host["step_labels"]
+    outside = (on_host < 0) | (on_host > 1)
     if outside.any():
         token = int(outside.nonzero()[0])
         row = int(segment_ids(batch.row_lengths)[token])
         raise BatchError(
-            f"step_labels, row {row}: {given[token].item():g}; a label is a probability, or -100 where no step ends",
+            f"step_labels, row {row}: {on_host[token].item():g}; a label is a probability, or -100 where no step ends",
             field="step_labels",
             row=row,
             rule="0 <= label <= 1, or -100",

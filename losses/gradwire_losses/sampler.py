@@ -105,7 +105,7 @@ def rejected_by_sampler(batch: Batch, config: SamplerConfig) -> Tensor:
     Raises:
         BatchError: The batch has not both log-probabilities.
     """
-    given, lengths = batch.host, batch.row_lengths
+    fields, lengths = batch.host, batch.row_lengths
     for name in ("old_log_probs", "sampler_log_probs"):
         if name not in batch.fields:
             raise BatchError(
@@ -113,7 +113,7 @@ def rejected_by_sampler(batch: Batch, config: SamplerConfig) -> Tensor:
                 field=name,
                 rule="required with sampler_rejection",
             )
-    difference = given["old_log_probs"] - given["sampler_log_probs"]
+    difference = fields["old_log_probs"] - fields["sampler_log_probs"]
     largest = config.sampler_rejection_max
     assert largest is not None
     if config.sampler_rejection == "seq_mean_k3":

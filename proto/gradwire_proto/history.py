@@ -20,13 +20,13 @@ _always = attrgetter(*ALWAYS)  # in one call, which takes half the time
 
 def to_columns(points: Sequence[pb.HistoryPoint]) -> pb.HistoryColumns:
     """Convert operations to the columns that ``History.from_wire`` of the client reads."""
-    found: dict[str, Sequence[Any]] = dict.fromkeys(ALWAYS, ())
-    found |= zip(ALWAYS, zip(*map(_always, points)))
+    columns: dict[str, Sequence[Any]] = dict.fromkeys(ALWAYS, ())
+    columns |= zip(ALWAYS, zip(*map(_always, points)))
     numbers: dict[str, int] = {}
     for name in TEXTS:
-        found[name] = [numbers.setdefault(text, len(numbers)) for text in found[name]]
+        columns[name] = [numbers.setdefault(text, len(numbers)) for text in columns[name]]
     for name in OPTIONAL:
-        found[name] = [getattr(one, name) if one.HasField(name) else math.nan for one in points]  # type: ignore[arg-type]
+        columns[name] = [getattr(one, name) if one.HasField(name) else math.nan for one in points]  # type: ignore[arg-type]
     metrics: dict[str, list[float]] = {}
     for index, one in enumerate(points):
         measured = one.metrics
@@ -34,6 +34,6 @@ def to_columns(points: Sequence[pb.HistoryPoint]) -> pb.HistoryColumns:
             if name not in metrics:
                 metrics[name] = [math.nan] * len(points)
             metrics[name][index] = measured[name]
-    found |= {METRIC + name: values for name, values in metrics.items()}
-    values = np.array(list(found.values()), "<f8")
-    return pb.HistoryColumns(names=list(found), texts=list(numbers), values=values.tobytes())
+    columns |= {METRIC + name: values for name, values in metrics.items()}
+    values = np.array(list(columns.values()), "<f8")
+    return pb.HistoryColumns(names=list(columns), texts=list(numbers), values=values.tobytes())

@@ -50,55 +50,55 @@ class Measured(Protocol):
 
 def advise(record: Measured) -> list[Advice]:
     """Remarks on a run, the gravest first."""
-    found = []
+    advice = []
 
     def mean(metric: str) -> float:
         values = record.newest(metric, RECENT)
         return float(values.mean()) if len(values) else float("nan")
 
     if record.non_finite:
-        found.append(Advice(
+        advice.append(Advice(
             "loss",
             f"{record.non_finite} batches had a loss that is not a finite number.",
             "Lower the learning rate, clip the gradient (max_grad_norm), and look at the batches' rewards and masks.",
         ))  # fmt: skip
     norms = record.newest("grad_norm", SPAN)
     if len(norms) > RECENT and norms[-1] > SPIKE * (usual := float(np.median(norms[:-1]))) > 0:
-        found.append(Advice(
+        advice.append(Advice(
             "grad_norm",
             f"The gradient norm jumped to {norms[-1]:.3g}; {usual:.3g} is usual here.",
             "Clip it with max_grad_norm; look at the newest batch.",
         ))  # fmt: skip
     for name in ("approx_kl", "kl_divergence"):
         if (value := mean(name)) > KL:
-            found.append(Advice(
+            advice.append(Advice(
                 "kl",
                 f"{name} is {value:.3g} nats a token on average.",
                 "The policy moves far in a step: lower the learning rate, reuse batches less, or weigh the KL.",
             ))  # fmt: skip
             break
     if (value := mean("clip_fraction")) > CLIPPED:
-        found.append(Advice(
+        advice.append(Advice(
             "clip_fraction",
             f"{value:.0%} of the tokens are clipped.",
             "Their gradient is lost: lower the learning rate, or sample more often.",
         ))  # fmt: skip
     if (value := mean("entropy")) < ENTROPY:
-        found.append(Advice(
+        advice.append(Advice(
             "entropy",
             f"The entropy has fallen to {value:.3g} nats a token.",
             "Answers hardly differ any more: sample hotter, add an entropy bonus, or take an earlier checkpoint.",
         ))  # fmt: skip
     if (value := mean("zero_spread_groups")) > SILENT:
-        found.append(Advice(
+        advice.append(Advice(
             "zero_spread_groups",
             f"{value:.0%} of the groups give no signal: all their rewards are equal.",
             "Take harder or easier tasks, larger groups, or a reward of more than two values.",
         ))  # fmt: skip
     if (value := mean("sampler_kl")) > SAMPLER_KL:
-        found.append(Advice(
+        advice.append(Advice(
             "sampler_kl",
             f"Sampler and trainer differ by {value:.3g} nats a token.",
             "Share the weights after every step, check temperature and precision, or use sampler_correction.",
         ))  # fmt: skip
-    return found
+    return advice

@@ -109,13 +109,13 @@ def create_application(workspaces: Workspaces, names: Sequence[str]) -> ASGIApp:
 def _add_json(app: FastAPI, workspaces: Workspaces) -> None:
     async def workspace_of(request: Request) -> Workspace:
         try:
-            found = await workspaces.of(str(request.session.get("id", "")))
+            own = await workspaces.of(str(request.session.get("id", "")))
         except gradwire.GradwireError as error:
             raise HTTPException(503, str(error)) from None
-        if found is None:
+        if own is None:
             raise HTTPException(401, "sign in at /login first")
-        await found.listed()
-        return found
+        await own.listed()
+        return own
 
     @app.exception_handler(gradwire.GradwireError)
     async def failed(_request: Request, error: gradwire.GradwireError) -> JSONResponse:
@@ -167,17 +167,17 @@ def _add_json(app: FastAPI, workspaces: Workspaces) -> None:
     async def report(request: Request, runs: str) -> HTMLResponse:
         workspace = await workspace_of(request)
         asked = list(dict.fromkeys(runs.split(",")))[: compare.MOST]
-        found = [run_id for run_id in asked if run_id in workspace.runs]
-        if not found:
+        own = [run_id for run_id in asked if run_id in workspace.runs]
+        if not own:
             raise HTTPException(404, "there are no such runs, or this key may not read them")
         headers = {"Content-Disposition": 'attachment; filename="gradwire-comparison.html"'}
-        return HTMLResponse(await compare.report(workspace, found), headers=headers)
+        return HTMLResponse(await compare.report(workspace, own), headers=headers)
 
     @app.get("/api/trace")
     async def trace(request: Request) -> JSONResponse:
         workspace = await workspace_of(request)
-        found = timeline.trace(workspace, await timeline.spans(workspace))
-        return JSONResponse(found, headers={"Content-Disposition": 'attachment; filename="gradwire-trace.json"'})
+        own = timeline.trace(workspace, await timeline.spans(workspace))
+        return JSONResponse(own, headers={"Content-Disposition": 'attachment; filename="gradwire-trace.json"'})
 
     @app.get("/api/uploads")
     async def list_uploads(request: Request) -> list[dict[str, Any]]:
@@ -189,10 +189,10 @@ def _add_json(app: FastAPI, workspaces: Workspaces) -> None:
         if workspaces.feedback is None:
             raise HTTPException(404, "no feedback service is beside this console: start it with --feedback URL")
         try:
-            found = await workspaces.feedback.ratings()
+            own = await workspaces.feedback.ratings()
         except OSError as error:
             raise HTTPException(503, str(error)) from None
-        return [dataclasses.asdict(each) for each in ratings.readable(workspace, found)]
+        return [dataclasses.asdict(each) for each in ratings.readable(workspace, own)]
 
     @app.get("/api/audit")
     async def list_events(request: Request) -> list[dict[str, Any]]:

@@ -155,12 +155,12 @@ class Record:
 
     def at_step(self, metric: str, step: int) -> float | None:
         """The last value of a metric up to a step; None if there is none."""
-        found = self._metrics.get(metric)
-        if found is None:
+        metric_series = self._metrics.get(metric)
+        if metric_series is None:
             return None
-        steps = np.array(self._axes["step"])[np.array(found.at, np.int64)]
+        steps = np.array(self._axes["step"])[np.array(metric_series.at, np.int64)]
         before = np.flatnonzero(steps <= step)
-        return float(found.values[before[-1]]) if len(before) else None
+        return float(metric_series.values[before[-1]]) if len(before) else None
 
     @property
     def num_bytes(self) -> int:
@@ -176,11 +176,11 @@ class Record:
             window: As for :func:`smoothed`.
             within: The range of the axis to show, which then has all the points; None: all of it.
         """
-        found = self._metrics.get(metric)
-        if found is None:
+        metric_series = self._metrics.get(metric)
+        if metric_series is None:
             return []
-        x = np.array(self._axes[axis])[np.array(found.at, np.int64)]
-        y = smoothed(np.array(found.values), window)
+        x = np.array(self._axes[axis])[np.array(metric_series.at, np.int64)]
+        y = smoothed(np.array(metric_series.values), window)
         if within is not None:
             inside = (x >= within[0]) & (x <= within[1])
             x, y = x[inside], y[inside]

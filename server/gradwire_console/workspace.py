@@ -202,11 +202,11 @@ class Workspace:
 
     async def jobs(self) -> Sequence[gradwire.Job]:
         """The jobs, newest first; asked again when one has changed."""
-        found = await self._answers.of("jobs", self.service.jobs.list, version=self.jobs_revision, every_s=1.0)
-        for job in found:
+        jobs = await self._answers.of("jobs", self.service.jobs.list, version=self.jobs_revision, every_s=1.0)
+        for job in jobs:
             if job.name and job.run_id in self.runs:
                 self.runs[job.run_id].job_name = job.name
-        return found
+        return jobs
 
     async def job(self, job_id: str) -> FollowedJob:
         """A job with its events and its log; asked again when a job has changed.

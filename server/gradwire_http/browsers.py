@@ -60,10 +60,10 @@ class BrowserGuard:
 
 def body_refusal(headers: Mapping[str, str]) -> tuple[int, str] | None:
     """The status and the reason for which a body of this type is refused; None for one that may be read."""
-    given = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if given not in PLAIN_TYPES:
+    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type not in PLAIN_TYPES:
         return None
-    return 415, f"a body of type {given!r} is not taken here; send it with Content-Type: application/json"
+    return 415, f"a body of type {media_type!r} is not taken here; send it with Content-Type: application/json"
 
 
 def local_path(path: str, otherwise: str) -> str:

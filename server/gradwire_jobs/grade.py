@@ -30,10 +30,10 @@ class ParentJudge:
     async def answer(self, question: Question) -> str:
         async with self._turn:
             _tell({"question": asdict(question)})
-            found = json.loads(await asyncio.to_thread(sys.stdin.readline))
-        if "error" in found:
-            raise SampleError("model_grader_server_error", found["error"])
-        return str(found["text"])
+            reply = json.loads(await asyncio.to_thread(sys.stdin.readline))
+        if "error" in reply:
+            raise SampleError("model_grader_server_error", reply["error"])
+        return str(reply["text"])
 
 
 def main() -> None:

@@ -118,18 +118,18 @@ async def _run(task: Task) -> int:
 async def _work(task: Task, job: gradwire.Job, service: gradwire.ServiceClient, reporter: JobReporter) -> list[str]:
     """Run the recipe; return the ids of the result files."""
     folder = Path(task.folder)
-    given = dict(job.settings)
+    values = dict(job.settings)
     for name in ("data", "validation", "script"):
-        if given.get(name):
-            given[name] = str(await _fetched(service, str(given[name]), folder / "files"))
+        if values.get(name):
+            values[name] = str(await _fetched(service, str(values[name]), folder / "files"))
     os.environ["GRADWIRE_API_KEY"] = task.key  # of the recipe's own connection
     if job.recipe == "script":
         os.environ["GRADWIRE_ADDRESS"] = task.address
-        await asyncio.to_thread(_run_script, Path(given["script"]), folder, job.settings)
+        await asyncio.to_thread(_run_script, Path(values["script"]), folder, job.settings)
         return []
-    if given.get("loggers"):  # the next worker goes on with the same run of Weights & Biases
-        given["wandb"] = {**given.get("wandb", {}), "id": task.job_id, "resume": "allow"}
-    settings = command.settings_of(job.recipe, given | {"address": task.address, "folder": str(folder)})
+    if values.get("loggers"):  # the next worker goes on with the same run of Weights & Biases
+        values["wandb"] = {**values.get("wandb", {}), "id": task.job_id, "resume": "allow"}
+    settings = command.settings_of(job.recipe, values | {"address": task.address, "folder": str(folder)})
     resolved = {name: value for name, value in asdict(settings).items() if name not in ("address", "folder")}
     reporter.resolved(resolved | {name: job.settings[name] for name in ("data", "validation") if name in job.settings})
     if task.attempt > 1:

@@ -37,16 +37,16 @@ def parse_engine(text: str) -> dict[str, Any]:
     Raises:
         ValueError: It is none.
     """
-    found: dict[str, Any] = {"models": []}
+    settings: dict[str, Any] = {"models": []}
     for part in text.split(","):
         name, separator, value = (each.strip() for each in part.partition("="))
         if not (separator and value) or name not in ("model", *EngineChoice.model_fields.keys() - {"models"}):
             rule = "model=NAME, ranks=N, device=D, dtype=T, quantize=Q"
             raise ValueError(f"--engine {text[:100]}: {part.strip()[:50]!r} is none of {rule}")
         if name == "model":
-            found["models"].append(value)
-        elif name in found:
+            settings["models"].append(value)
+        elif name in settings:
             raise ValueError(f"--engine {text[:100]}: {name} stands there twice")
         else:
-            found[name] = value
-    return found
+            settings[name] = value
+    return settings

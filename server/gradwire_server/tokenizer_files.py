@@ -23,8 +23,8 @@ def find_tokenizer(path: str) -> Path | None:
         except (HfHubHTTPError, HFValidationError, OSError):  # no such file or name, or offline and not cached
             return None
 
-    found = fetched(FILE)
-    if found is not None:
+    tokenizer = fetched(FILE)
+    if tokenizer is not None:
         for file in SETTINGS:
             fetched(file)
-    return found
+    return tokenizer

@@ -46,13 +46,13 @@ def check(
     With --model, the model's chat template is tried on every row, and rows above --max-tokens are listed, too.
     """
     rows = _loaded(file, kind, mapping, split)
-    found = [error.where for error in rows.skipped]
+    unfit = [error.where for error in rows.skipped]
     if model and len(rows):
-        found += [f"{place}: {why}" for place, why in _measured(rows, model, address, max_tokens)[1].items()]
-    for each in found:
+        unfit += [f"{place}: {why}" for place, why in _measured(rows, model, address, max_tokens)[1].items()]
+    for each in unfit:
         print(plain(each))
-    print(f"{len(rows) + len(rows.skipped)} rows, {len(found)} of them unfit")
-    raise typer.Exit(1 if found else 0)
+    print(f"{len(rows) + len(rows.skipped)} rows, {len(unfit)} of them unfit")
+    raise typer.Exit(1 if unfit else 0)
 
 
 @app.command()
@@ -169,11 +169,11 @@ async def model_of(service: gradwire.ServiceClient, name: str) -> gradwire.Model
         ValueError: There is none of that name, or several.
     """
     models = await service.list_models()
-    found = [each for each in models if name in ("", each.name)]
-    if len(found) != 1:
+    matching = [each for each in models if name in ("", each.name)]
+    if len(matching) != 1:
         said = f"the server has no model {name!r}; it has" if name else "give --model NAME; the server has"
         raise ValueError(f"{said} {', '.join(each.name for each in models)}")
-    return found[0]
+    return matching[0]
 
 
 def pair(given: str) -> tuple[str, str]:

@@ -22,15 +22,15 @@ def import_config(
     from gradwire.recipes.settings import SettingsError
 
     try:
-        found = imported(file)
-        target = out or file.with_name(f"{found.recipe}.yaml")
+        imported_file = imported(file)
+        target = out or file.with_name(f"{imported_file.recipe}.yaml")
         if target.exists() and not force:
             raise SettingsError(f"{target} exists: name another file, or --force")
-        target.write_text(yaml.safe_dump(found.settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        target.write_text(yaml.safe_dump(imported_file.settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
     except (ValueError, OSError) as error:
         typer.secho(f"gradwire import-config: {plain(str(error))}", fg="red", err=True)
         raise typer.Exit(2) from None
-    print(f"{target}: {len(found.settings)} settings of the recipe {found.recipe}")
-    for key, what in found.notes.items():
+    print(f"{target}: {len(imported_file.settings)} settings of the recipe {imported_file.recipe}")
+    for key, what in imported_file.notes.items():
         print(plain(f"  {key}: {what}"))
-    print(f"next: gradwire train {found.recipe} {target} --dry-run")
+    print(f"next: gradwire train {imported_file.recipe} {target} --dry-run")

@@ -67,13 +67,13 @@ class _Deferred(TyperCommand):
     def _load(self, *, completing: bool) -> Any:
         """Import the command. Without its packages, None while a shell completes it, else the end in one sentence."""
         try:
-            found = self._entry_point.load()
+            command = self._entry_point.load()
         except ImportError as missing:
             if completing:
                 return None
             typer.secho(f"gradwire: {self._how_to_get_it(missing)}", fg="red", err=True)
             raise typer.Exit(2) from None
-        return typer.main.get_command(found) if isinstance(found, typer.Typer) else _Function(self.name, found)
+        return typer.main.get_command(command) if isinstance(command, typer.Typer) else _Function(self.name, command)
 
     def _how_to_get_it(self, missing: ImportError) -> str:
         command = f"gradwire {self._entry_point.name.replace('.', ' ')}"

@@ -30,18 +30,18 @@ def sweep(
     try:
         if grid is None:
             raise settings.SettingsError("name a file, as grid.yaml; `gradwire sweep --example > grid.yaml` writes one")
-        found, trials = sweep.load(grid, override or ())
+        plan, trials = sweep.load(grid, override or ())
         with warnings_to_stderr("gradwire sweep"):
-            ranked = asyncio.run(sweep.run(found, trials))
+            ranked = asyncio.run(sweep.run(plan, trials))
     except (gradwire.GradwireError, ValueError, OSError, ImportError) as error:
         typer.secho(f"gradwire sweep: {plain(str(error))}", fg="red", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         typer.secho("gradwire sweep: interrupted; the same command goes on from the last checkpoints", err=True)
         raise typer.Exit(130) from None
-    metric = found.by or sweep.default_metric(trials[0].settings)
+    metric = plan.by or sweep.default_metric(trials[0].settings)
     shown = Table(*ranked[0].values, "steps", metric, "")
     for row in sweep.rows(trials, metric):
         shown.add_row(*(f"{each:.6g}" if isinstance(each, float) else plain(str(each)) for each in row))
     Console().print(shown)
-    print(f"best: {ranked[0].folder}\n{Path(found.folder) / 'sweep.html'}")
+    print(f"best: {ranked[0].folder}\n{Path(plan.folder) / 'sweep.html'}")

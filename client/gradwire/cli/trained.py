@@ -84,13 +84,13 @@ def chat(
     async def work() -> None:
         from gradwire.recipes.folder import trained
 
-        found = trained(what)
-        async with _opened(found, address) as service:
-            source, run = found.checkpoint or found.run_id, service.get_training_client(found.run_id)
+        training = trained(what)
+        async with _opened(training, address) as service:
+            source, run = training.checkpoint or training.run_id, service.get_training_client(training.run_id)
             saved = [each.path for each in await run.list_checkpoints()]
-            if found.checkpoint and found.checkpoint not in saved:
-                raise ValueError(f"there is no checkpoint {found.checkpoint!r}; there are {', '.join(saved)}")
-            model = found.model or (await run.info()).base_model
+            if training.checkpoint and training.checkpoint not in saved:
+                raise ValueError(f"there is no checkpoint {training.checkpoint!r}; there are {', '.join(saved)}")
+            model = training.model or (await run.info()).base_model
             names = [each.name for each in await service.list_models()]
             model = model if model in names else names[0]
             talk = _Talk(service, model, system, max_tokens, temperature)
@@ -166,14 +166,14 @@ async def _run_at(what: str, address: str) -> AsyncIterator[tuple[Any, str]]:
     """A run with the weights that were named, a fork that is deleted then, and their path."""
     from gradwire.recipes.folder import trained
 
-    found = trained(what)
-    async with _opened(found, address) as service:
-        if not found.checkpoint:
-            yield service.get_training_client(found.run_id), found.run_id
+    training = trained(what)
+    async with _opened(training, address) as service:
+        if not training.checkpoint:
+            yield service.get_training_client(training.run_id), training.run_id
             return
-        run = await service.fork_run(found.checkpoint, name="export")
+        run = await service.fork_run(training.checkpoint, name="export")
         try:
-            yield run, found.checkpoint
+            yield run, training.checkpoint
         finally:
             await service.delete_run(run.run_id)
 

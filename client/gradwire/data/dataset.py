@@ -399,39 +399,39 @@ def _load(
         return replace(of(row, mapping or {}), place=place)  # type: ignore[type-var]  # rows are dataclasses
 
     keys = array("d")
-    found: list[T] | Lines[T] | Copied[T] = []
+    rows: list[T] | Lines[T] | Copied[T] = []
     if isinstance(source, str | Path) and is_large(Path(source)):
-        found = Lines(Path(source), row_of)
+        rows = Lines(Path(source), row_of)
     size, in_memory = 0, isinstance(source, Sequence) and not isinstance(source, str)
     skipped: list[DataError] = []
-    for place, row in found.read() if isinstance(found, Lines) else read(source, split=split, **options):
-        if limit is not None and len(found) >= limit:
+    for place, row in rows.read() if isinstance(rows, Lines) else read(source, split=split, **options):
+        if limit is not None and len(rows) >= limit:
             break
         try:
             read_row = row_of(row, place)
             if order_by and not isinstance(row, DataError):
                 keys.append(_key(row, order_by))
-            found.append(read_row)
-            if isinstance(found, list) and not in_memory and len(found) % WEIGHED == 1:
+            rows.append(read_row)
+            if isinstance(rows, list) and not in_memory and len(rows) % WEIGHED == 1:
                 size += WEIGHED * len(pickle.dumps(read_row))
-                found = Copied(found) if size > sources.LARGE_BYTES else found
+                rows = Copied(rows) if size > sources.LARGE_BYTES else rows
         except (DataError, Unfit) as error:
             problem = error if isinstance(error, DataError) else DataError(place, str(error), error.unnamed)
             if on_error == "raise":
                 raise problem from None
             skipped.append(problem)
-    if skipped and len(found):
+    if skipped and len(rows):
         logger.warning(
-            "%d of %d rows were skipped: %s%s", len(skipped), len(skipped) + len(found),
+            "%d of %d rows were skipped: %s%s", len(skipped), len(skipped) + len(rows),
             "; ".join(error.where for error in skipped[:TOLD]), "; ..." if len(skipped) > TOLD else "",
         )  # fmt: skip
-    if not len(found):
+    if not len(rows):
         name = str(source) if isinstance(source, str | Path) else "the source"
         reason = f"no row could be used; the first: {skipped[0].where}" if skipped else "there are no rows"
         raise DataError(name, reason, skipped=skipped)
     if order_by:
-        return Dataset(Joined([found], [np.argsort(keys, kind="stable")]), skipped)
-    return Dataset(found, skipped)
+        return Dataset(Joined([rows], [np.argsort(keys, kind="stable")]), skipped)
+    return Dataset(rows, skipped)
 
 
 def _key(row: Row, column: str) -> float:

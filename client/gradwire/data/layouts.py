@@ -188,10 +188,10 @@ def conversation(row: Row, mapping: Mapped) -> Conversation:
         if not isinstance(text, str) or not text.strip():
             raise Unfit(f"text is a text to learn; this is {text!r:.60}")
         return Conversation((), weight=_weight(row, mapping), text=text)
-    given = _pick(row, mapping, "messages", CONVERSATIONS)
+    written = _pick(row, mapping, "messages", CONVERSATIONS)
     images: list[bytes] = []
-    if given is not None:
-        messages = [*_system(row, mapping), *_messages(given, "messages", images)]
+    if written is not None:
+        messages = [*_system(row, mapping), *_messages(written, "messages", images)]
     else:
         prompt = _pick(row, mapping, "prompt", PROMPTS)
         answer = _pick(row, mapping, "completion", ANSWERS)
@@ -300,10 +300,10 @@ def prompt(row: Row, mapping: Mapped) -> Prompt:
     Raises:
         Unfit: The row has no prompt.
     """
-    given = _pick(row, mapping, "prompt", (*PROMPTS, *CONVERSATIONS))
-    if given is None:
+    written = _pick(row, mapping, "prompt", (*PROMPTS, *CONVERSATIONS))
+    if written is None:
         raise _missing(row, "prompt", "prompt")
-    messages = _asked(row, mapping, given)
+    messages = _asked(row, mapping, written)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
@@ -354,10 +354,10 @@ def _has_messages(row: Row, mapping: Mapped) -> bool:
 def _flag(value: Any, field: str) -> bool:
     known = {"true": True, "1": True, "1.0": True, "+": True, "false": False, "0": False, "0.0": False, "-": False,
              "-1": False}  # fmt: skip
-    found = known.get(str(value).strip().lower())
-    if found is None:
+    flag = known.get(str(value).strip().lower())
+    if flag is None:
         raise Unfit(f"{field} is true or false; this is {value!r:.40}")
-    return found
+    return flag
 
 
 def _weight(row: Row, mapping: Mapped) -> float:
@@ -410,7 +410,7 @@ def _messages(value: Any, field: str, images: list[bytes] | None = None) -> list
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         what = "is empty" if value in ("", [], ()) else f"is {value!r:.60}"
         raise Unfit(f"{field} {what}; it must be a text or a list of messages")
-    found: list[Message] = []
+    messages: list[Message] = []
     for number, message in enumerate(value):
         if not isinstance(message, Mapping):
             raise Unfit(f"message {number} of {field} is no mapping; it is {message!r:.60}")
@@ -431,26 +431,26 @@ def _messages(value: Any, field: str, images: list[bytes] | None = None) -> list
             raise Unfit(f"message {number} of {field} has {key}, which is not read; {UNUSED_IN_MESSAGES[key]}")
         if (learned := _learned(message, known, f"message {number} of {field}")) is not None:
             rest["weight"] = int(learned)
-        found.append({"role": known, "content": content if content is not None else "", **rest})
-    return found
+        messages.append({"role": known, "content": content if content is not None else "", **rest})
+    return messages
 
 
 def _joined(parts: Sequence[Any], where: str, images: list[bytes] | None) -> str | list[dict[str, str]]:
     """The text of a content that is a list of parts; the parts, with the images left out, where it has any."""
-    found: list[dict[str, str]] = []
+    joined: list[dict[str, str]] = []
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         if kind == "image_url" and images is not None:
             images.append(_image(part, where))
-            found.append({"type": "image"})
+            joined.append({"type": "image"})
             continue
         text = part.get("text") if isinstance(part, Mapping) else part
         if not isinstance(text, str) or kind not in ("text", "input_text", "output_text"):
             raise Unfit(f"{where} has a part that is no text, {part!r:.60}, which would be left out")
-        found.append({"type": "text", "text": text})
-    if any(part["type"] == "image" for part in found):
-        return found
-    return "".join(part["text"] for part in found)
+        joined.append({"type": "text", "text": text})
+    if any(part["type"] == "image" for part in joined):
+        return joined
+    return "".join(part["text"] for part in joined)
 
 
 def _image(part: Mapping[str, Any], where: str) -> bytes:

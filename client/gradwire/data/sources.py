@@ -95,12 +95,12 @@ def _kind(path: Path) -> str:
 def _folder(path: Path, split: str) -> Iterator[tuple[str, Row | DataError]]:
     """Read a folder of files by their names, or one that ``datasets.save_to_disk`` wrote."""
     if any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
-        found = require("datasets", "data", f"the folder {path}, which save_to_disk wrote,").load_from_disk(str(path))
-        if isinstance(found, Mapping):  # its splits
-            if split not in found:
-                raise DataError(str(path), f"it has no split {split!r}; it has {', '.join(found)}")
-            found = found[split]
-        for number, row in enumerate(found):
+        dataset = require("datasets", "data", f"the folder {path}, which save_to_disk wrote,").load_from_disk(str(path))
+        if isinstance(dataset, Mapping):  # its splits
+            if split not in dataset:
+                raise DataError(str(path), f"it has no split {split!r}; it has {', '.join(dataset)}")
+            dataset = dataset[split]
+        for number, row in enumerate(dataset):
             yield f"{path}/{split}, row {number}", row
         return
     files = sorted(each for each in path.rglob("*") if each.is_file() and _kind(each) in READERS)

@@ -95,11 +95,11 @@ def down(ray: Address = "auto") -> None:
 
 
 def _node(given: str, nodes: set[str]) -> str:
-    found = [node for node in nodes if node.startswith(given)]
-    if len(found) != 1:
+    matching = [node for node in nodes if node.startswith(given)]
+    if len(matching) != 1:
         known = ", ".join(sorted(node[:12] for node in nodes)) or "none"
-        raise _refusal(f"{given!r} is {'more than one node' if found else 'no node with engines'}: {known}")
-    return found[0]
+        raise _refusal(f"{given!r} is {'more than one node' if matching else 'no node with engines'}: {known}")
+    return matching[0]
 
 
 def _join(address: str) -> None:

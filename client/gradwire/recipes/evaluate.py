@@ -131,21 +131,21 @@ async def evaluate(settings: Evaluation) -> list[Scored]:
     async with open_service(settings) as (service, model):
         sources[settings.model] = model.name
         graders = graders_of(settings.graders, service)
-        found = []
+        results = []
         try:
             with whole_file(folder / "answers.jsonl") as file:
                 for name, source in sources.items():
                     scored = Scored(name)
                     async for line in _answered(settings, service, source, graders, list(rows), scored):
                         file.write(json.dumps({"model": name, **line}, default=str).encode() + b"\n")
-                    found.append(scored)
+                    results.append(scored)
         finally:
             for grader in graders:
                 grader.close()
-    table = [{"model": each.model, "scores": each.scores, "not_graded": each.not_graded} for each in found]
+    table = [{"model": each.model, "scores": each.scores, "not_graded": each.not_graded} for each in results]
     with whole_file(folder / "table.json") as file:
         file.write(json.dumps(table, indent=1).encode())
-    return found
+    return results
 
 
 async def _answered(
@@ -201,24 +201,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("config", nargs="?", help="a YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="override; may be repeated")
     parser.add_argument("--example", action="store_true", help="print a configuration and exit")
-    given = parser.parse_args(arguments)
-    if given.example:
+    options = parser.parse_args(arguments)
+    if options.example:
         sys.stdout.write(example(Evaluation))
         return
-    if not given.config:
+    if not options.config:
         parser.error("name a configuration: gradwire evaluate evaluate.yaml")
-    if not Path(given.config).is_file():
-        parser.error(f"there is no file {given.config}; `gradwire evaluate --example > {given.config}` writes one")
+    if not Path(options.config).is_file():
+        parser.error(f"there is no file {options.config}; `gradwire evaluate --example > {options.config}` writes one")
     with warnings_to_stderr("gradwire evaluate"):
         try:
-            settings = load(Evaluation, given.config, given.set)
-            found = asyncio.run(evaluate(settings))
+            settings = load(Evaluation, options.config, options.set)
+            results = asyncio.run(evaluate(settings))
         except (SettingsError, DataError, GradwireError, ValueError, OSError, ImportError) as error:
             print(f"gradwire evaluate: {error}", file=sys.stderr)
             raise SystemExit(2) from None
         except KeyboardInterrupt:
             raise SystemExit(130) from None
-    _print(found, settings.folder)
+    _print(results, settings.folder)
 
 
 def _print(found: Sequence[Scored], folder: str) -> None:

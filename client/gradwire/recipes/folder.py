@@ -64,29 +64,29 @@ def trained(given: str) -> Trained:
         raise SettingsError(
             f"there is no folder {folder}; name a training's folder, FOLDER@CHECKPOINT, or a checkpoint RUN_ID/NAME"
         )
-    found = _read(folder / STATE) if (folder / STATE).is_file() else {}
-    if "run_id" not in found:
+    state = _read(folder / STATE) if (folder / STATE).is_file() else {}
+    if "run_id" not in state:
         raise SettingsError(f"{folder} holds no training that has begun: it has no {STATE}")
-    run_id = str(found["run_id"])
-    checkpoint = f"{run_id}/{wanted}" if wanted else str(found.get("checkpoint") or "")
+    run_id = str(state["run_id"])
+    checkpoint = f"{run_id}/{wanted}" if wanted else str(state.get("checkpoint") or "")
     if not checkpoint:
         raise SettingsError(f"the training in {folder} has saved no checkpoint yet")
     return Trained(
-        folder, run_id, checkpoint, str(found.get("settings", {}).get("model", "")), str(found.get("address", "")),
-        str(found.get("server", "")),
+        folder, run_id, checkpoint, str(state.get("settings", {}).get("model", "")), str(state.get("address", "")),
+        str(state.get("server", "")),
     )  # fmt: skip
 
 
 def next_steps(folder: Path | str) -> list[str]:
     """Lines that say what was trained and which commands go on from there; none before the first checkpoint."""
     try:
-        found = trained(str(folder))
+        training = trained(str(folder))
     except SettingsError:
         return []
     commands = (f"chat {folder}", f"export {folder} OUT --merged", f"push {folder} REPO", f"serve {folder}")
-    if not found.server:
-        commands = (*commands[:3], f"status --address {found.address}")
-    return [f"trained: {found.checkpoint}", *(f"  gradwire {each}" for each in commands)]
+    if not training.server:
+        commands = (*commands[:3], f"status --address {training.address}")
+    return [f"trained: {training.checkpoint}", *(f"  gradwire {each}" for each in commands)]
 
 
 def server_folder(settings: ServiceSettings) -> Path:

@@ -285,12 +285,12 @@ def read_yaml(
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        given = yaml.safe_load(text)
+        values = yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise SettingsError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
-    if not isinstance(given, dict):
+    if not isinstance(values, dict):
         written = f"; see `{example}`" if example else ""
         raise SettingsError(f"{path}: settings are a mapping such as `model: NAME`{written}")
     places: dict[str, str] = {}
@@ -300,9 +300,9 @@ def read_yaml(
             raise SettingsError(f"{place}: {key.value} is set a second time")
         places[key.value] = place
     for override in overrides:
-        set_by(given, override)
+        set_by(values, override)
         places[override.partition("=")[0].partition(".")[0]] = f"--set {override}"
-    return Given(given, places)
+    return Given(values, places)
 
 
 def set_by(given: dict[str, Any], override: str) -> None:

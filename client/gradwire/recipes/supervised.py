@@ -96,14 +96,14 @@ async def train_rows(
 
 async def _lengths(rows: Sequence[T], encode: Callable[[Sequence[T]], Awaitable[list[Any]]]) -> list[int]:
     """Tokens of each row; of one that is skipped none, so that any batch may have it."""
-    found: list[int] = []
+    lengths: list[int] = []
     for start in range(0, len(rows), MEASURED):
         part = rows[start : start + MEASURED]
         encoded = [[each] for each in await encode(part)]
         if len(encoded) != len(part):  # some are skipped, or texts of several rows
             encoded = [await encode([row]) for row in part]
-        found += [sum(_tokens(row) for row in each) for each in encoded]
-    return found
+        lengths += [sum(_tokens(row) for row in each) for each in encoded]
+    return lengths
 
 
 def _tokens(row: Mapping[str, Any]) -> int:

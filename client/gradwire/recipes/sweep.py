@@ -141,12 +141,12 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> tuple[Sweep, list[T
 
 
 def _trial(sweep: Sweep, shared: Mapping[str, Any], values: Mapping[str, Any]) -> Trial:
-    given: dict[str, Any] = json.loads(json.dumps(shared))
+    of_trial: dict[str, Any] = json.loads(json.dumps(shared))
     for name, value in values.items():
-        set_by(given, f"{name}={json.dumps(value)}")
+        set_by(of_trial, f"{name}={json.dumps(value)}")
     name = re.sub(r"[^\w.,=+-]+", "_", ",".join(f"{key}={value}" for key, value in values.items()))[:120]
-    given["folder"] = str(Path(sweep.folder) / name)
-    settings = command.settings_of(sweep.recipe, given)
+    of_trial["folder"] = str(Path(sweep.folder) / name)
+    settings = command.settings_of(sweep.recipe, of_trial)
     return Trial(name, values, settings)
 
 
@@ -283,12 +283,12 @@ def rows(trials: Sequence[Trial], metric: str) -> list[tuple[Any, ...]]:
 def _write(sweep: Sweep, trials: Sequence[Trial], metric: str) -> None:
     """Write ``sweep.json`` and ``sweep.html``."""
     folder = Path(sweep.folder)
-    found = [
+    results = [
         {"name": each.name, "values": dict(each.values), "steps": each.step, "value": each.value, "error": each.error,
          "dropped": each.dropped, "folder": each.settings.folder}
         for each in trials
     ]  # fmt: skip
-    (folder / "sweep.json").write_text(json.dumps({"by": metric, "trials": found}, indent=1), encoding="utf-8")
+    (folder / "sweep.json").write_text(json.dumps({"by": metric, "trials": results}, indent=1), encoding="utf-8")
     headings = (*trials[0].values, "steps", metric, "")
     body = f"<h1>Sweep of {sweep.recipe}</h1>" + table(headings, rows(trials, metric))
     for name in dict.fromkeys((metric, "train/loss", "eval/loss", "rewards/reward")):

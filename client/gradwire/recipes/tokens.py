@@ -160,15 +160,15 @@ class Tokens:
         """Encode rated answers into rows for ``kto``; each has the next one's answer, too, to estimate the KL."""
         talks = [Conversation((*each.prompt, *each.completion), each.tools, each.template_kwargs) for each in ratings]
         rows = await self.rows(talks, "last")
-        found = []
+        rated = []
         for index, (row, each) in enumerate(zip(rows, ratings)):
             other = rows[(index + 1) % len(rows)]
             before, after = _start(row), _start(other)
             ids = np.concatenate([row["input_ids"][:before], other["input_ids"][after:]])[: self._most]
             mask = np.concatenate([row["loss_mask"][:before], other["loss_mask"][after:]])[: self._most]
             mismatched = {"kl_input_ids": ids, "kl_loss_mask": mask}
-            found.append({**row, "label": each.label, **(mismatched if len(rows) > 1 else {})})
-        return found
+            rated.append({**row, "label": each.label, **(mismatched if len(rows) > 1 else {})})
+        return rated
 
     async def steps(self, answers: Sequence[Steps]) -> list[dict[str, Any]]:
         """Encode answers in steps into rows with ``token_labels``: the last token of a step has its label, 0 or 1."""
@@ -238,15 +238,15 @@ class Tokens:
                 rows = await self._service.render(
                     messages, train_on=None, add_generation_prompt=True, model=self._model.name
                 )
-            found = [row["input_ids"] for row in rows]
+            encoded = [row["input_ids"] for row in rows]
         else:
-            found = await self._service.encode(self._model.name, [plain_chat(each) for each in messages])
+            encoded = await self._service.encode(self._model.name, [plain_chat(each) for each in messages])
         most = max(1, self._most - room)
-        if any(len(ids) > most for ids in found):
+        if any(len(ids) > most for ids in encoded):
             self._warn_once(
                 "prompts of more than %d tokens are cut at their beginning, to leave %d for an answer", most, room
             )
-        return [np.asarray(ids)[-most:] for ids in found]
+        return [np.asarray(ids)[-most:] for ids in encoded]
 
     async def _chats(self) -> bool:
         if self._has_template is None:

@@ -171,12 +171,12 @@ def _read(rewards: Numbers, mask: npt.ArrayLike | None) -> tuple[Mask, Floats]:
         raise ValueError(f"rewards must be numbers [episodes, steps], padded to one length: {error}") from None
     if numbers.ndim != 2:
         raise ValueError(f"rewards must have the shape [episodes, steps], got {list(numbers.shape)}")
-    given = np.ones(numbers.shape, bool) if mask is None else np.asarray(mask)
-    if given.shape != numbers.shape:
-        raise ValueError(f"mask has the shape {list(given.shape)} but rewards have {list(numbers.shape)}")
-    if given.dtype != bool and not np.isin(given, (0, 1)).all():
+    chosen = np.ones(numbers.shape, bool) if mask is None else np.asarray(mask)
+    if chosen.shape != numbers.shape:
+        raise ValueError(f"mask has the shape {list(chosen.shape)} but rewards have {list(numbers.shape)}")
+    if chosen.dtype != bool and not np.isin(chosen, (0, 1)).all():
         raise ValueError("mask must be true or false (1 or 0) for each step")
-    inside = given.astype(bool)
+    inside = chosen.astype(bool)
     wrong = np.argwhere(inside & ~np.isfinite(numbers))
     if len(wrong):
         episode, step = wrong[0].tolist()
@@ -257,12 +257,12 @@ def _find_block(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Find the block of settings, and the prefix of its setting names in messages."""
     if not isinstance(config, Mapping):
         raise TypeError(f"HICRA's settings must be a dictionary, got {config!r}")
-    found = list(_blocks(config, ()))
-    if len(found) > 1:
-        raise ValueError(f"there are two blocks of HICRA's settings: {', '.join('.'.join(path) for path, _ in found)}")
-    if not found:
+    blocks = list(_blocks(config, ()))
+    if len(blocks) > 1:
+        raise ValueError(f"there are two blocks of HICRA's settings: {', '.join('.'.join(path) for path, _ in blocks)}")
+    if not blocks:
         return "", config
-    path, block = found[0]
+    path, block = blocks[0]
     if block is not None and not isinstance(block, Mapping):
         raise TypeError(f"{'.'.join(path)} must be a dictionary of settings, got {block!r}")
     return ".".join(path) + ".", block or {}

@@ -159,11 +159,11 @@ def find_strategic_grams(
     for gram, label in zip(grams, labels.tolist()):
         if label >= 0:
             members[label].append(gram)
-    found = [
+    clusters = [
         GramCluster(tuple(each), len(set().union(*map(containing.__getitem__, each)))) for each in members.values()
     ]
-    found.sort(key=lambda each: (-each.solutions, each.grams[0]))
-    return StrategicGrams(tuple(found[: math.ceil(top_share * len(found))]), len(solutions), len(found))
+    clusters.sort(key=lambda each: (-each.solutions, each.grams[0]))
+    return StrategicGrams(tuple(clusters[: math.ceil(top_share * len(clusters))]), len(solutions), len(clusters))
 
 
 def _grams_of(text: str, lengths: Sequence[int]) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -131,7 +131,7 @@ class RLHFTrainer:
     ) -> TrainingResult:
         """Like :meth:`train`, on an event loop. A cancelled training can be continued later."""
         dataset, output = FeedbackDataset(feedbacks), _resolved(output_dir)
-        given = None if reward_model_path is None else _resolved(reward_model_path)
+        reward_folder = None if reward_model_path is None else _resolved(reward_model_path)
         if len(dataset) < MIN_FEEDBACK:
             raise InvalidArgumentError(
                 f"there are {len(dataset)} ratings; training needs at least {MIN_FEEDBACK}, so "
@@ -146,7 +146,7 @@ class RLHFTrainer:
                 rule="another than base_model's",
             )
         inputs = fingerprint(
-            asdict(self.config), asdict(self.reward_config), [item._asdict() for item in dataset], str(given)
+            asdict(self.config), asdict(self.reward_config), [item._asdict() for item in dataset], str(reward_folder)
         )
         state = TrainingState(output / OWN_FOLDER, inputs)
         if state.resumed and (output / RESULTS_FILE).exists():
@@ -154,10 +154,10 @@ class RLHFTrainer:
             return TrainingResult.load(output)
         if state.discarded:
             logger.warning("%s holds a training of other ratings or settings: it is replaced", output)
-            _clear(output, given)
-        async with self._open_service(output, given) as service:
+            _clear(output, reward_folder)
+        async with self._open_service(output, reward_folder) as service:
             training = _Training(self, service, dataset, output, state, on_progress, progress_bar)
-            result = await training.run(given)
+            result = await training.run(reward_folder)
         if self._own_server:
             shutil.rmtree(output / OWN_FOLDER / "server", ignore_errors=True)
         return result

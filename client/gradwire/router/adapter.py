@@ -117,14 +117,14 @@ class RouterPPOAdapter:
 
 def _resolved(settings: RouterSettings, updates: int | None, seed: int | None) -> RouterSettings:
     """Apply the arguments to the settings, and validate the result."""
-    given = settings.model_dump()
+    values = settings.model_dump()
     if updates is not None:
-        given["trainer"]["updates"] = updates
+        values["trainer"]["updates"] = updates
         if settings.autopilot.enabled:
-            given["autopilot"]["max_updates"] = updates
+            values["autopilot"]["max_updates"] = updates
     if seed is not None:
-        given["trainer"]["seed"] = seed
-    return RouterSettings.model_validate(given)
+        values["trainer"]["seed"] = seed
+    return RouterSettings.model_validate(values)
 
 
 class _Run:

@@ -190,8 +190,8 @@ def nearest_neighbours(world: World, x: Floats) -> Floats:
     rewards = np.stack(
         [world.play(known, np.full(len(known), mode), rng).reward for mode in range(len(world.modes))], axis=1
     )
-    found = []
+    means = []
     for part in np.array_split(x, -(-len(x) // CHUNK)):
         distances = (part**2).sum(1)[:, None] - 2.0 * part @ known.T + (known**2).sum(1)
-        found.append(rewards[np.argpartition(distances, NEIGHBOURS, axis=1)[:, :NEIGHBOURS]].mean(1))
-    return np.concatenate(found)
+        means.append(rewards[np.argpartition(distances, NEIGHBOURS, axis=1)[:, :NEIGHBOURS]].mean(1))
+    return np.concatenate(means)

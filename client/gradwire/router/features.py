@@ -86,12 +86,12 @@ class FeatureSpace:
 
     @cached_property
     def _categories(self) -> dict[str, tuple[str, ...]]:
-        found: dict[str, list[str]] = {}
+        categories: dict[str, list[str]] = {}
         for name in self.names:
             category, equals, value = name.partition("=")
             if equals:
-                found.setdefault(category, []).append(value)
-        return {category: tuple(values) for category, values in found.items()}
+                categories.setdefault(category, []).append(value)
+        return {category: tuple(values) for category, values in categories.items()}
 
     @cached_property
     def _required(self) -> frozenset[str]:
@@ -109,14 +109,14 @@ class FeatureSpace:
         """
         if isinstance(features, Mapping):
             return self._from_mapping(features)
-        given = np.asarray(features, dtype=np.float64)
-        if given.shape not in ((len(self),), (len(self.request_names),)):
+        numbers = np.asarray(features, dtype=np.float64)
+        if numbers.shape not in ((len(self),), (len(self.request_names),)):
             raise ValueError(
-                f"features have shape {given.shape}; this policy takes {len(self.request_names)} numbers: "
+                f"features have shape {numbers.shape}; this policy takes {len(self.request_names)} numbers: "
                 f"{', '.join(self.request_names)}"
             )
         vector = np.zeros(len(self))
-        vector[: len(given)] = given
+        vector[: len(numbers)] = numbers
         if not math.isfinite(vector.sum()):  # one call instead of two: this runs for every request
             raise ValueError(f"feature {self.names[int(np.argmin(np.isfinite(vector)))]!r} is not finite")
         return vector

@@ -54,10 +54,10 @@ class LinearPolicy:
             "value_bias": (),
         }
         self.parameters: Parameters = {name: np.zeros(shape) for name, shape in shapes.items()}
-        for name, given in (parameters or {}).items():
+        for name, values in (parameters or {}).items():
             if name not in shapes:
                 raise ValueError(f"there is no parameter {name!r}; they are {', '.join(PARAMETERS)}")
-            array = np.array(given, dtype=np.float64)
+            array = np.array(values, dtype=np.float64)
             if array.shape != shapes[name]:
                 raise ValueError(f"{name} has shape {array.shape}; it must have {shapes[name]}")
             if not np.isfinite(array).all():

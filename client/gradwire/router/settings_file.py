@@ -61,20 +61,20 @@ def parse_settings(text: str, overrides: Sequence[str] = (), name: str = "settin
     try:
         root = yaml.compose(text, Loader=_Loader)
         lines = {} if root is None else dict(_lines(root, (), name))
-        given = yaml.load(text, Loader=_Loader) or {}
+        sections = yaml.load(text, Loader=_Loader) or {}
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark else ""
         raise SettingsError(f"{name}{line}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise SettingsError(f"{name}: not valid YAML: {error}") from None
-    if not isinstance(given, dict):
+    if not isinstance(sections, dict):
         raise SettingsError(
-            f"{name}, line 1: settings must be a mapping with sections such as `rllm:`, got {type(given).__name__}"
+            f"{name}, line 1: settings must be a mapping with sections such as `rllm:`, got {type(sections).__name__}"
         )
-    set_here = [_override(given, override) for override in overrides]
+    set_here = [_override(sections, override) for override in overrides]
     try:
-        return RouterSettings.model_validate(given)
+        return RouterSettings.model_validate(sections)
     except pydantic.ValidationError as error:
         said = [_message(each, lines, set_here, name) for each in error.errors()]
         raise SettingsError("\n".join(said)) from None

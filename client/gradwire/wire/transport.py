@@ -345,13 +345,13 @@ class Transport:
         self.check_loop()
         request, backoff = pb.GetHistoryRequest(run_id=run_id, at_most=at_most, columns=True), self.backoff()
         while True:
-            found: list[pb.HistoryPage] = []
+            received: list[pb.HistoryPage] = []
             call = self._stub.GetHistory(request, metadata=self._metadata)
             try:
                 async with contextlib.aclosing(_frames(call, self.address)) as pages:
                     async for page in pages:
-                        found.append(page)
-                return found
+                        received.append(page)
+                return received
             except errors.RETRYABLE as error:
                 await backoff.pause(error)
                 self.check_alive()
@@ -361,14 +361,14 @@ class Transport:
         self.check_loop()
         request, backoff = pb.ReadRecordingRequest(run_id=run_id, kind=kind, number=number), self.backoff()
         while True:
-            found, chunks = pb.Recording(), list[bytes]()
+            recording, chunks = pb.Recording(), list[bytes]()
             call = self._stub.ReadRecording(request, metadata=self._metadata)
             try:
                 async with contextlib.aclosing(_frames(call, self.address)) as frames:
                     async for frame in frames:
-                        found.MergeFrom(frame.recording)
+                        recording.MergeFrom(frame.recording)
                         chunks.append(frame.chunk)
-                return found, b"".join(chunks)
+                return recording, b"".join(chunks)
             except errors.RETRYABLE as error:
                 await backoff.pause(error)
                 self.check_alive()

@@ -123,15 +123,15 @@ def _files(kind: Kind, folder: Path) -> list[pb.UploadFile]:
         raise _wrong(f"there is no folder {str(folder)!r}")
     first, weights, *others = NAMES[kind]
     required = [(pattern, sorted(folder.glob(pattern))) for pattern in (first, weights)]
-    for pattern, found in required:
-        if not found:
+    for pattern, matching in required:
+        if not matching:
             hint = ""
             if pattern == first and any((folder / NAMES[other][0]).exists() for other in NAMES):
                 hint = f": from_{'checkpoint takes whole models' if kind == 'adapter' else 'adapter takes adapters'}"
             elif pattern == weights and any(folder.glob(PICKLED[kind])):
                 hint = f"; {PICKLED[kind]} is a pickle, which is never loaded: save it again with safetensors"
             raise _wrong(f"{folder} has no {pattern}{hint}")
-    names = [file for _, found in required for file in found]
+    names = [file for _, matching in required for file in matching]
     return [_describe(file) for file in names + [file for name in others for file in folder.glob(name)]]
 
 

@@ -71,19 +71,21 @@ async def events(workspace: Workspace) -> list[Event]:
         GradwireError: The server is away.
     """
     runs = workspace.newest_first()
-    found = [each for run in runs for each in _of_run(run)]
+    entries = [each for run in runs for each in _of_run(run)]
     saved = sorted((run for run in runs if run.info.latest_checkpoint), key=lambda run: -run.changed_at)[:MOST_RUNS]
     for run in saved:
-        found += _of_checkpoints(run, await workspace.checkpoints(run.info.run_id))
+        entries += _of_checkpoints(run, await workspace.checkpoints(run.info.run_id))
     for job in await workspace.jobs():
-        found += _of_job(job)
+        entries += _of_job(job)
     for upload in await workspace.uploads():
-        found.append(Event(upload.created_at, upload.owner, "uploaded", upload.upload_id, "uploads", upload.base_model))
+        entries.append(
+            Event(upload.created_at, upload.owner, "uploaded", upload.upload_id, "uploads", upload.base_model)
+        )
     for key in await workspace.keys():
-        found.append(Event(key.created_at, key.name, "key made", key.name, "server", key.role))
+        entries.append(Event(key.created_at, key.name, "key made", key.name, "server", key.role))
         if key.revoked_at:
-            found.append(Event(key.revoked_at, key.name, "key revoked", key.name, "server"))
-    return sorted(found, key=lambda each: -each.time)
+            entries.append(Event(key.revoked_at, key.name, "key revoked", key.name, "server"))
+    return sorted(entries, key=lambda each: -each.time)
 
 
 def _of_run(run: LiveRun) -> list[Event]:
@@ -104,10 +106,10 @@ def _of_checkpoints(run: LiveRun, checkpoints: Sequence[gradwire.Checkpoint]) ->
 
 def _of_job(job: gradwire.Job) -> list[Event]:
     about = job.owner, job.name or job.job_id, f"jobs/{job.job_id}"
-    found = [Event(job.created_at, about[0], "job submitted", *about[1:], job.recipe)]
+    entries = [Event(job.created_at, about[0], "job submitted", *about[1:], job.recipe)]
     if job.finished_at:
-        found.append(Event(job.finished_at, about[0], f"job {job.state}", *about[1:], job.error))
-    return found
+        entries.append(Event(job.finished_at, about[0], f"job {job.state}", *about[1:], job.error))
+    return entries
 
 
 def _row(number: int, each: Event) -> dict[str, Any]:

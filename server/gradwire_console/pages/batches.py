@@ -58,8 +58,8 @@ def register(workspaces: Workspaces) -> None:
 
 
 async def _list(workspace: Workspace, run_id: str) -> None:
-    found = [each for each in await workspace.client(run_id).list_recordings() if each.kind == "batch"]
-    if not found:
+    recordings = [each for each in await workspace.client(run_id).list_recordings() if each.kind == "batch"]
+    if not recordings:
         empty("No batch of this run is recorded. A share of them is, with the run's setting:", EXAMPLE)
         return
     rows: list[dict[str, Any]] = [
@@ -75,7 +75,7 @@ async def _list(workspace: Workspace, run_id: str) -> None:
             "age": ago(each.time),
             "size": size_of(each.size_bytes),
         }
-        for each in reversed(found)
+        for each in reversed(recordings)
     ]
     Table(COLUMNS, rows, label="Recorded batches", search="Search batches", unit="batches")
     sdk_line(f'await service.get_training_client("{run_id}").list_recordings()')
@@ -154,13 +154,13 @@ def _facts(batch: RecordedBatch) -> dict[str, object]:
 async def _texts(workspace: Workspace, model: str, sequences: Sequence[RecordedSequence]) -> dict[int, str]:
     """The text of each token; its id where the model has no tokenizer."""
     ids = sorted({int(token) for each in sequences for token in each.token_ids[:MOST_TOKENS]})
-    found: list[str] = []
+    texts: list[str] = []
     try:
         for start in range(0, len(ids), DECODED):
-            found += await workspace.service.decode(model, [[token] for token in ids[start : start + DECODED]])
+            texts += await workspace.service.decode(model, [[token] for token in ids[start : start + DECODED]])
     except (gradwire.UnsupportedError, gradwire.UnknownModelError):
-        found = [f" {token}" for token in ids]
-    return dict(zip(ids, found))
+        texts = [f" {token}" for token in ids]
+    return dict(zip(ids, texts))
 
 
 def _values(each: RecordedSequence, figure: str) -> Any:

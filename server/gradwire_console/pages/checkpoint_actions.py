@@ -92,15 +92,15 @@ def export(workspaces: Workspaces, workspace: Workspace, checkpoint: gradwire.Ch
 
     async def do() -> None:
         notice = ui.notification(f"Exporting {checkpoint.name}…", spinner=True, timeout=None)
-        found: list[Path] = []
+        archives: list[Path] = []
 
         async def work() -> None:
-            found.append(await _archive(workspace.service, checkpoint, chosen[0]))
+            archives.append(await _archive(workspace.service, checkpoint, chosen[0]))
 
         try:
             if await act(workspaces, work, ""):
-                ui.download.file(found[0])
-                background_tasks.create(_remove_later(found[0].parent))
+                ui.download.file(archives[0])
+                background_tasks.create(_remove_later(archives[0].parent))
         finally:
             notice.dismiss()
 

@@ -117,11 +117,11 @@ class _Checkpoints:
 
     async def _refresh(self) -> None:
         with told(self._failed):
-            found = await self._workspace.checkpoints(self._run_id)
+            checkpoints = await self._workspace.checkpoints(self._run_id)
             record = await self._workspace.record(self._run_id)
-            self._found = {each.name: each for each in found}
+            self._found = {each.name: each for each in checkpoints}
             forks, rated = forks_of(self._workspace), await self._rated()
-            self._table.show([_row(each, record, forks[each.path], rated[each.path]) for each in reversed(found)])
+            self._table.show([_row(each, record, forks[each.path], rated[each.path]) for each in reversed(checkpoints)])
             self._show_ancestors()
 
     def _show_ancestors(self) -> None:
@@ -143,33 +143,33 @@ class _Checkpoints:
 
     async def _rated(self) -> defaultdict[str, list[str]]:
         """Path of a checkpoint -> what people said of it, for each agent."""
-        found: defaultdict[str, list[str]] = defaultdict(list)
+        rated: defaultdict[str, list[str]] = defaultdict(list)
         if self._workspaces.feedback is not None:
             with suppress(OSError):  # which the page of ratings shows
                 for each in await self._workspaces.feedback.ratings():
-                    found[each.source].append(each.words)
-        return found
+                    rated[each.source].append(each.words)
+        return rated
 
 
 def forks_of(workspace: Workspace) -> defaultdict[str, list[str]]:
     """Path of a checkpoint -> names of the runs that were forked from it."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
+    forks: defaultdict[str, list[str]] = defaultdict(list)
     for run in workspace.newest_first():
         if run.info.forked_from:
-            found[run.info.forked_from].append(run.name)
-    return found
+            forks[run.info.forked_from].append(run.name)
+    return forks
 
 
 def ancestors(workspace: Workspace, run_id: str) -> list[str]:
     """Paths of the checkpoints that a run goes back to, the nearest first."""
-    found: list[str] = []
-    while run_id in workspace.runs and len(found) < MOST_ANCESTORS:
+    paths: list[str] = []
+    while run_id in workspace.runs and len(paths) < MOST_ANCESTORS:
         path = workspace.runs[run_id].info.forked_from
         if not path:
             break
-        found.append(path)
+        paths.append(path)
         run_id = path.partition("/")[0]
-    return found
+    return paths
 
 
 def _origin(workspace: Workspace, path: str) -> tuple[str, str]:

@@ -47,20 +47,20 @@ async def opened(
         content: Shows the page's own content, of the browser's workspace.
     """
     try:
-        found = await workspaces.of(str(app.storage.browser["id"]))
+        workspace = await workspaces.of(str(app.storage.browser["id"]))
     except gradwire.GradwireError as failure:
         with frame("console", SECTIONS, ""):
             title("The server is away")
             error(f"{failure}. This page looks again by itself.")
         ui.timer(3.0, ui.navigate.reload, once=True)
         return None
-    if found is None:
+    if workspace is None:
         return RedirectResponse(f"/login?next={quote(path, safe='')}")
-    await found.listed()
+    await workspace.listed()
     with suppress(gradwire.GradwireError):  # which the frame shows
-        await found.jobs()  # their names are those of their runs
-    with _framed(workspaces, found, section):
-        await content(found)
+        await workspace.jobs()  # their names are those of their runs
+    with _framed(workspaces, workspace, section):
+        await content(workspace)
     return None
 
 

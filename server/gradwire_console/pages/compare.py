@@ -29,11 +29,11 @@ def register(workspaces: Workspaces) -> None:
             title("Compare")
             asked = list(dict.fromkeys(each for each in runs.split(",") if each))[:MOST]
             _choice(workspace, asked)
-            found = [run_id for run_id in asked if run_id in workspace.runs]
-            if len(found) < len(asked):
-                error(f"{len(asked) - len(found)} of these runs were deleted, or this key may not read them.")
-            if found:
-                await _show(workspace, found)
+            readable = [run_id for run_id in asked if run_id in workspace.runs]
+            if len(readable) < len(asked):
+                error(f"{len(asked) - len(readable)} of these runs were deleted, or this key may not read them.")
+            if readable:
+                await _show(workspace, readable)
             else:
                 empty("Choose the runs to lay over each other, above or by their boxes in the list of runs.")
 

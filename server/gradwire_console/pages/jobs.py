@@ -60,12 +60,12 @@ def register(workspaces: Workspaces) -> None:
     async def job(job_id: str) -> RedirectResponse | None:
         async def content(workspace: Workspace) -> None:
             try:
-                found = await workspace.job(job_id)
+                asked = await workspace.job(job_id)
             except gradwire.GradwireError as failure:
                 title("There is no such job")
                 error(str(failure))
             else:
-                await _Job(workspaces, workspace, found).show()
+                await _Job(workspaces, workspace, asked).show()
 
         return await opened(workspaces, f"/jobs/{job_id}", "/jobs", content)
 
@@ -194,7 +194,7 @@ class _Form:
 
     def _given(self) -> dict[str, Any]:
         defaults = settings_kind(self._recipe.value)()
-        given: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         for name, (made, hint) in self._fields.items():
             value = made.value
             kind = typing.get_origin(hint) or hint
@@ -204,14 +204,14 @@ class _Form:
                 except ValueError:
                     raise ValueError(f"{name} is {value!r}; it must be a number") from None
             if name in ("model", "data") or value != getattr(defaults, name):
-                given[name] = value
-        data = str(given.get("data") or "")
+                settings[name] = value
+        data = str(settings.get("data") or "")
         for name in ("data", "validation"):
-            if given.get(name) and not str(given[name]).startswith("file-"):
+            if settings.get(name) and not str(settings[name]).startswith("file-"):
                 raise ValueError(f"{name} is the id of a file on the server, such as file-…: upload one above")
         if not data:
             raise ValueError("choose the data: upload a file above, with a row a line")
-        return given
+        return settings
 
     async def _dry_run(self) -> None:
         said: list[str] = []
@@ -247,7 +247,7 @@ class _Form:
             )
 
         try:
-            given = self._given()
+            settings = self._given()
         except ValueError as failure:
             ui.notify(str(failure), type="negative")
             return
@@ -257,8 +257,8 @@ class _Form:
                 ui.navigate.to(f"/jobs/{made[0].job_id}")
 
         ask(
-            "Start the training", f"The server runs {self._recipe.value} on {given['model']} by itself.",
-            f'job = await service.jobs.submit("{self._recipe.value}", {given!r})', "Start", start,
+            "Start the training", f"The server runs {self._recipe.value} on {settings['model']} by itself.",
+            f'job = await service.jobs.submit("{self._recipe.value}", {settings!r})', "Start", start,
         )  # fmt: skip
 
 
@@ -344,14 +344,14 @@ class _Job:
 
     async def _look(self) -> None:
         try:
-            found = await self._workspace.job(self._job.job_id)
+            job = await self._workspace.job(self._job.job_id)
         except gradwire.GradwireError:
             return  # the state of the connection is said above
-        if found.job != self._job:
-            self._job = found.job
+        if job.job != self._job:
+            self._job = job.job
             self._draw()
         with self._events:
-            for event in [each for each in found.events if each.number > self._last_event]:
+            for event in [each for each in job.events if each.number > self._last_event]:
                 self._last_event = event.number
                 figures = " ".join(
                     f"{key} {value:.4g}" for key, value in event.data.items() if isinstance(value, float)
@@ -359,4 +359,4 @@ class _Job:
                 plain(f"{event.level}  {event.message}  {figures}".rstrip(), tag="div")
         for gone in list(self._events)[:-EVENTS]:
             gone.delete()
-        self._text.text = found.log
+        self._text.text = job.log

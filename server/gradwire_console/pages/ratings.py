@@ -61,12 +61,12 @@ async def _show(workspaces: Workspaces, workspace: Workspace) -> None:
     async def look() -> None:
         failed.clear()
         try:
-            found = readable(workspace, await feedback.ratings())
+            ratings = readable(workspace, await feedback.ratings())
         except OSError as failure:
             with failed:
                 error(str(failure))
             return
-        table.show([_row(workspace, each) for each in found])
+        table.show([_row(workspace, each) for each in ratings])
 
     await look()
     ui.timer(LOOK_S, look)

@@ -133,12 +133,12 @@ class _Run:
         self._operations.show([_operation(each) for each in reversed(record.operations)])
 
     def _advise(self, record: Record) -> None:
-        found = advise(record)
-        if found != self._advised:
-            self._advised = found
+        advice = advise(record)
+        if advice != self._advised:
+            self._advised = advice
             self._advice.clear()
             with self._advice:
-                for each in found:
+                for each in advice:
                     with ui.element("div").classes("gw-note").props("role=status"):
                         plain(f"{each.what} ", "gw-flag")
                         plain(each.remedy)

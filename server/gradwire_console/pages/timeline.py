@@ -64,12 +64,12 @@ async def _show(workspace: Workspace) -> None:
 
     async def look() -> None:
         with told(failed):
-            found = await spans(workspace)
-            none.set_visibility(not found)
-            shown.set_visibility(bool(found))
-            order = list(dict.fromkeys(each.run_id for each in found))
+            timed = await spans(workspace)
+            none.set_visibility(not timed)
+            shown.set_visibility(bool(timed))
+            order = list(dict.fromkeys(each.run_id for each in timed))
             names = [_name(workspace, run_id) for run_id in order]
-            lanes.show(names, [_box(order.index(each.run_id), each) for each in found])
+            lanes.show(names, [_box(order.index(each.run_id), each) for each in timed])
 
     await look()
     ui.timer(LOOK_S, look)
@@ -87,18 +87,18 @@ def _box(lane: int, span: Span) -> list[Any]:
 
 async def spans(workspace: Workspace) -> list[Span]:
     """The time of the newest operations of the runs that worked last, waits before the work that they precede."""
-    found: list[Span] = []
+    timed: list[Span] = []
     runs = _newest(workspace)
     for run in runs:
         activity = await workspace.activity(run.info.run_id, every_s=max(LOOK_S, len(runs) / MOST_CALLS))
         for each in reversed(activity.operations):
             begun = each.accepted_at + each.queue_s
             about = run.info.run_id, each.operation, run.info.engine
-            found.append(Span(*about, each.accepted_at, begun, "wait", each.seq))
+            timed.append(Span(*about, each.accepted_at, begun, "wait", each.seq))
             if each.engine_s:
                 kind = "failed" if each.state == "failed" else KINDS.get(each.operation, "compute")
-                found.append(Span(*about, begun, begun + each.engine_s, kind, each.seq))
-    return sorted(found, key=lambda each: each.kind != "wait")
+                timed.append(Span(*about, begun, begun + each.engine_s, kind, each.seq))
+    return sorted(timed, key=lambda each: each.kind != "wait")
 
 
 def _newest(workspace: Workspace) -> list[LiveRun]:

@@ -53,16 +53,16 @@ def problem(status: int, detail: str, errors: Sequence[ErrorField] = ()) -> JSON
 
 def fields_of(errors: Sequence[Any], place: str = "") -> list[ErrorField]:
     """List the errors of a pydantic validation by field, at most twenty."""
-    found = []
+    fields = []
     for error in errors[:SHOWN_ERRORS]:
         path = [str(part) for part in error["loc"] if part not in ("body", "path", "query", "header")]
-        found.append(
+        fields.append(
             ErrorField(
                 field=".".join([*([place] if place else []), *path]) or "body",
                 message=error["msg"].removeprefix("Value error, "),
             )
         )
-    return found
+    return fields
 
 
 async def as_sent(request: Request, text: str) -> str:

@@ -135,8 +135,8 @@ def report_of(context: TheContext, agent_id: str, version: str) -> ReportOut:
     with context.database.read() as session:
         policy = deployments.policy_of(session, agent_id, version)
         rated_answers, rated = rated_by_version(session, agent_id).get(version, (0, None))
-    found = read_report(version_folder(context.settings.models_dir, agent_id, version), policy.method)
-    report, preferences = found.reward_model, found.preferences
+    report_file = read_report(version_folder(context.settings.models_dir, agent_id, version), policy.method)
+    report, preferences = report_file.reward_model, report_file.preferences
     return ReportOut(
         version=version,
         method=policy.method,  # type: ignore[arg-type]  # only training.jobs writes it
@@ -152,8 +152,8 @@ def report_of(context: TheContext, agent_id: str, version: str) -> ReportOut:
         predicted_reward=policy.reward_mean,
         rated_reward=rated,
         rated_answers=rated_answers,
-        curves={name: [finite(value) for value in values] for name, values in found.curves.items()},
-        examples=[ExampleOut(**vars(each)) for each in found.examples],
+        curves={name: [finite(value) for value in values] for name, values in report_file.curves.items()},
+        examples=[ExampleOut(**vars(each)) for each in report_file.examples],
     )  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def comparison_of(context: TheContext, agent_id: str) -> ComparisonOut:
             agent_id=agent_id, since=None, confidence=1 - ALPHA, versions=[], differences=[], sample_ratio=None,
             settled=False, verdict="Deploy two versions at once to compare them.",
         )  # fmt: skip
-    found = compare(observed)
+    comparison = compare(observed)
     return ComparisonOut(
         agent_id=agent_id,
         since=observed.since,
@@ -184,19 +184,19 @@ def comparison_of(context: TheContext, agent_id: str) -> ComparisonOut:
                 version=each.version, weight=each.weight, count=each.count, users=each.users, mean=each.mean,
                 interval=(each.interval.low, each.interval.high),
             )
-            for each in found.versions
+            for each in comparison.versions
         ],
         differences=[
             Difference(
                 baseline=each.baseline, version=each.version, difference=each.difference,
                 interval=(each.interval.low, each.interval.high), settled=each.better is not None, better=each.better,
             )
-            for each in found.differences
+            for each in comparison.differences
         ],
         sample_ratio=SampleRatio(
             expected=observed.weights, observed=observed.stages[-1].units,
-            p_value=found.sample_ratio_p, ok=found.sample_ratio_ok,
+            p_value=comparison.sample_ratio_p, ok=comparison.sample_ratio_ok,
         ),
-        settled=found.settled,
-        verdict=found.verdict,
+        settled=comparison.settled,
+        verdict=comparison.verdict,
     )  # fmt: skip

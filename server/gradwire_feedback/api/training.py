@@ -121,14 +121,14 @@ async def train_policy(
     disconnects does not stop the training.
     """
     options: TrainingOptions = request
-    given = options.model_dump(include=set(_settings) & options.model_fields_set)
+    changed = options.model_dump(include=set(_settings) & options.model_fields_set)
     rewards = options.reward_model_config
     plan = await run_in_threadpool(
         make_plan,
         context.database,
         context.settings,
         agent_id,
-        given,
+        changed,
         options.start_from,
         options.reward_model,
         {} if rewards is None else rewards.model_dump(exclude_unset=True),

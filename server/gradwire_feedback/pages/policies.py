@@ -63,10 +63,10 @@ class _Policies:
 
         async def refresh() -> None:
             await self._training.refresh(_names(self._shown))
-            found = await run_in_threadpool(load, self._context, self._agent_id)
-            if found != self._shown:
-                self._update(found)
-            await self._report.refresh(found.versions)
+            policies = await run_in_threadpool(load, self._context, self._agent_id)
+            if policies != self._shown:
+                self._update(policies)
+            await self._report.refresh(policies.versions)
 
         async def look() -> None:
             trouble = await self._context.server.trouble()

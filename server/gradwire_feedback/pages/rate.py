@@ -119,10 +119,10 @@ class _Rating:
                 item = rating.reserve(session, self._agent_id, self._rater)
                 return self._state_of(session, item)
 
-        found = await run_in_threadpool(reserve)
-        if found.item is not None and self._state.item is not None and found.item.id == self._state.item.id:
-            found = replace(self._state, waiting=found.waiting, held=found.held)  # what was chosen stays chosen
-        self._take(found)
+        state = await run_in_threadpool(reserve)
+        if state.item is not None and self._state.item is not None and state.item.id == self._state.item.id:
+            state = replace(self._state, waiting=state.waiting, held=state.held)  # what was chosen stays chosen
+        self._take(state)
 
     def _state_of(self, session: Session, item: Item | None) -> _State:
         waiting = rating.open_items(session, self._agent_id)
@@ -293,15 +293,15 @@ class _Rating:
 
         def take_back() -> _State | None:
             with self._context.database.write() as session:
-                found = rating.undo(session, self._agent_id, self._rater)
-                if found is None:
+                taken_back = rating.undo(session, self._agent_id, self._rater)
+                if taken_back is None:
                     return None
-                state = self._state_of(session, found.item)
-            state.notes = found.notes or ""
-            if found.scores:
-                state.grades = tuple(GRADE_OF.get(score) for score in found.scores)
-            if found.ranks:
-                state.ranks = found.ranks
+                state = self._state_of(session, taken_back.item)
+            state.notes = taken_back.notes or ""
+            if taken_back.scores:
+                state.grades = tuple(GRADE_OF.get(score) for score in taken_back.scores)
+            if taken_back.ranks:
+                state.ranks = taken_back.ranks
             return state
 
         state = await run_in_threadpool(take_back)

@@ -54,16 +54,16 @@ class _Ratings:
 
     async def _page(self, before: int | None) -> None:
         """Show the ratings and rankings before this number, newest first."""
-        found = await self._load(before)
+        ratings = await self._load(before)
         self._empty.clear()
         self._list.clear()
-        if not found:
+        if not ratings:
             with self._empty:
                 empty("There are no ratings here yet." if before is None else "There are no older ratings.")
         with self._list:
-            self._rows = [self._row(each) for each in found]
+            self._rows = [self._row(each) for each in ratings]
         self._newest.set_visibility(before is not None)
-        self._older.set_visibility(len(found) == PAGE_ROWS)
+        self._older.set_visibility(len(ratings) == PAGE_ROWS)
 
     async def _load(self, before: int | None) -> list[Rating | Ranked]:
         def load() -> list[Rating | Ranked]:

@@ -56,11 +56,11 @@ class ReportCard:
 
     async def _load(self) -> None:
         version = self._version.value
-        found = None
+        report = None
         if version is not None:
-            found = await run_in_threadpool(report_of, self._context, self._agent_id, version)
+            report = await run_in_threadpool(report_of, self._context, self._agent_id, version)
         if version == self._version.value:  # nobody chose another meanwhile
-            self._show_report(found)
+            self._show_report(report)
 
     def _show_report(self, found: ReportOut | None) -> None:
         """Show a report; what people scroll and zoom is made anew for another version alone."""

@@ -20,12 +20,12 @@ class ScoresCard:
             self._histogram = Chart("Histogram of the scores").style("height: 14rem")
 
     def show(self, overview: Overview) -> None:
-        found = overview.distribution
-        figures = f"{found.count} scores"
-        if found.mean is not None:
-            figures += f", mean {found.mean:.2f}, standard deviation {found.std:.2f}"
+        scores = overview.distribution
+        figures = f"{scores.count} scores"
+        if scores.mean is not None:
+            figures += f", mean {scores.mean:.2f}, standard deviation {scores.std:.2f}"
         if overview.agreement is not None:
             figures += f", agreement of raters (Krippendorff's alpha) {overview.agreement:.2f}"
         self._figures.text = figures
-        self._advice.show(found.advice)
-        self._histogram.show(histogram(found.histogram) if found.count else {})
+        self._advice.show(scores.advice)
+        self._histogram.show(histogram(scores.histogram) if scores.count else {})

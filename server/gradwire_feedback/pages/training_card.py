@@ -118,19 +118,19 @@ class TrainingCard:
             await self._act(lambda: self._context.jobs.cancel(job.id), "It will stop soon.")
 
     def _plan(self) -> Plan:
-        given = {"max_steps": int(self._steps.value or 0), "learning_rate": float(self._rate.value or 0)}
+        settings = {"max_steps": int(self._steps.value or 0), "learning_rate": float(self._rate.value or 0)}
         start = None if self._start.value == NEWEST else self._start.value
         method = self._method.value
         reward_model = self._reward.value if method == "ppo" else "retrain"
         return make_plan(
-            self._context.database, self._context.settings, self._agent_id, given, start, reward_model, {}, method
+            self._context.database, self._context.settings, self._agent_id, settings, start, reward_model, {}, method
         )
 
     async def _dry_run(self) -> None:
         notice = ui.notification("Measuring a training step…", spinner=True, timeout=None)
         try:
             plan = await run_in_threadpool(self._plan)
-            found = await estimate(
+            figures = await estimate(
                 self._context.database, self._context.server, self._context.settings, self._agent_id, plan
             )
         except (ProblemError, gradwire.GradwireError) as error:
@@ -139,9 +139,9 @@ class TrainingCard:
         finally:
             notice.dismiss()
         self._estimate.text = (
-            f"{found['estimated_steps']} steps on {found['feedback_count']} "
+            f"{figures['estimated_steps']} steps on {figures['feedback_count']} "
             f"{'preferences' if plan.method == 'dpo' else 'scores'}: about "
-            f"{found['estimated_time_minutes']:.1f} minutes and {found['estimated_memory_gib']:.1f} GiB."
+            f"{figures['estimated_time_minutes']:.1f} minutes and {figures['estimated_memory_gib']:.1f} GiB."
         )
 
     async def _train(self) -> None:

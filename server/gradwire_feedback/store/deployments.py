@@ -32,11 +32,11 @@ def policy_of(session: Session, agent_id: str, version: str) -> Policy:
     Raises:
         NotFoundError: The agent has no such version.
     """
-    found = session.scalar(sa.select(Policy).where(Policy.agent_id == agent_id, Policy.version == version))
-    if found is None:
+    stored = session.scalar(sa.select(Policy).where(Policy.agent_id == agent_id, Policy.version == version))
+    if stored is None:
         have = ", ".join(policy.version for policy in policies_of(session, agent_id)) or "none yet"
         raise NotFoundError(f"{agent_id} has no version {version!r}; it has: {have}")
-    return found
+    return stored
 
 
 def newest_deployment(session: Session, agent_id: str) -> Deployment | None:

@@ -58,12 +58,12 @@ def add_feedback(session: Session, agent_id: str, scores: Sequence[Score]) -> li
 
 
 def _answers(session: Session, agent_id: str, run_ids: set[str]) -> dict[str, Answer]:
-    found: dict[str, Answer] = {}
+    answers: dict[str, Answer] = {}
     ids = sorted(run_ids)
     for start in range(0, len(ids), 500):
         query = sa.select(Answer).where(Answer.agent_id == agent_id, Answer.run_id.in_(ids[start : start + 500]))
-        found |= {answer.run_id: answer for answer in session.scalars(query)}
-    return found
+        answers |= {answer.run_id: answer for answer in session.scalars(query)}
+    return answers
 
 
 def scores_of(session: Session, agent_id: str) -> list[float]:

@@ -79,10 +79,10 @@ def revoke_key(session: Session, name: str) -> None:
     Raises:
         NotFoundError: The name has no key.
     """
-    found = session.scalars(sa.select(Key).where(Key.name == name, Key.revoked_at.is_(None))).all()
-    if not found:
+    keys = session.scalars(sa.select(Key).where(Key.name == name, Key.revoked_at.is_(None))).all()
+    if not keys:
         raise NotFoundError(f"{name[:100]!r} has no key")
-    for key in found:
+    for key in keys:
         key.revoked_at = now()
 
 

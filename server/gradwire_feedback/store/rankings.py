@@ -125,14 +125,14 @@ def pairs_of(session: Session, agent_id: str) -> list[Pair]:
 
     Equal places, and equal grades, give none.
     """
-    found = [
+    pairs = [
         (row.ranking.number, Pair(row.prompt, better, worse, row.ranking.rater))
         for row in reversed(rankings_of(session, agent_id, limit=None))
         if row.ranking.withdrawn is None
         for (better, first), (worse, second) in itertools.combinations(zip(row.responses, row.ranks), 2)
         if first < second
     ]
-    return [pair for _, pair in sorted([*found, *_from_grades(session, agent_id)], key=lambda each: each[0])]
+    return [pair for _, pair in sorted([*pairs, *_from_grades(session, agent_id)], key=lambda each: each[0])]
 
 
 def _from_grades(session: Session, agent_id: str) -> list[tuple[int, Pair]]:

@@ -209,11 +209,11 @@ def undo(session: Session, agent_id: str, rater: str) -> TakenBack | None:
         item = session.get_one(Item, ranked.item_id, with_for_update={"of": Item})
         rankings.take_back(session, ranked)
         session.refresh(item)
-        found = TakenBack(item, ranks=tuple(ranked.ranks), notes=ranked.notes)
+        taken_back = TakenBack(item, ranks=tuple(ranked.ranks), notes=ranked.notes)
     elif skipped is not None and skipped.number == last:
         item = session.get_one(Item, skipped.item_id, with_for_update={"of": Item})
         session.execute(sa.delete(Skip).where(Skip.item_id == item.id, Skip.rater == rater))
-        found = TakenBack(item)
+        taken_back = TakenBack(item)
     else:
         assert rated is not None
         item = session.get_one(Item, rated.item_id, with_for_update={"of": Item})
@@ -221,14 +221,14 @@ def undo(session: Session, agent_id: str, rater: str) -> TakenBack | None:
         rows = session.scalars(
             query.where(Feedback.answer_id.in_([answer.id for answer in item.answers])).order_by(Feedback.number)
         ).all()
-        found = TakenBack(item, tuple(row.score for row in rows), notes=rows[0].notes)
+        taken_back = TakenBack(item, tuple(row.score for row in rows), notes=rows[0].notes)
         withdraw_rows(session, rows, rater)
         session.refresh(item)
     for other in session.scalars(sa.select(Item).where(Item.agent_id == agent_id, Item.reserved_by == rater)):
         other.reserved_by = other.reserved_until = None
     item.reserved_by, item.reserved_until = rater, now() + RESERVED_FOR
     session.flush()
-    return found
+    return taken_back
 
 
 def _held(session: Session, item_id: str, rater: str) -> Item:

@@ -100,10 +100,10 @@ def changed_since(session: Session, agent_id: str) -> dict[str, int]:
         .where(Ranking.withdrawn > Policy.trained_until)
         .group_by(Policy.version)
     )
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for version, count in [*session.execute(query), *session.execute(ranked)]:
-        found[version] = found.get(version, 0) + count
-    return found
+        counts[version] = counts.get(version, 0) + count
+    return counts
 
 
 def correct(

@@ -34,12 +34,12 @@ def rated_by_source(session: Session, agent_id: str) -> dict[str, RatedSource]:
     That is the version, or the model before the last blank of a run id such as the console's playground gives; "" for
     others.
     """
-    found: defaultdict[str, RatedSource] = defaultdict(RatedSource)
+    rated: defaultdict[str, RatedSource] = defaultdict(RatedSource)
     query = sa.select(Feedback.version, Feedback.run_id, Feedback.score)
     for version, run_id, score in session.execute(
         query.where(Feedback.agent_id == agent_id, Feedback.withdrawn.is_(False))
     ):
-        one = found[version or run_id.rpartition(" ")[0]]
+        one = rated[version or run_id.rpartition(" ")[0]]
         one.scores += 1
         one.mean += (score - one.mean) / one.scores
     rankings = sa.select(Ranking.ranks, Item).join(Item, Item.id == Ranking.item_id)
@@ -47,7 +47,7 @@ def rated_by_source(session: Session, agent_id: str) -> dict[str, RatedSource]:
         sources = [answer.version or answer.run_id.rpartition(" ")[0] for answer in item.answers]
         for (rank, source), (other_rank, other) in itertools.permutations(zip(ranks, sources, strict=True), 2):
             if source != other:
-                found[source].wins += rank < other_rank
-                found[source].ties += rank == other_rank
-                found[source].losses += rank > other_rank
-    return dict(found)
+                rated[source].wins += rank < other_rank
+                rated[source].ties += rank == other_rank
+                rated[source].losses += rank > other_rank
+    return dict(rated)

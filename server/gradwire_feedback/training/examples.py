@@ -73,10 +73,10 @@ async def _predicted(
     path = plan.reward_model_path or str(folder / "reward_model")
     model = await RewardModel.from_pretrained_async(path, service)
     try:
-        found = await model.score_async(prompts * 2, both[0] + both[1])
+        scores = await model.score_async(prompts * 2, both[0] + both[1])
     finally:
         await model.close_async()
-    values = [float(value) for value in found]
+    values = [float(value) for value in scores]
     return list(zip(values[: len(prompts)], values[len(prompts) :]))
 
 

@@ -47,13 +47,13 @@ async def generate_answer(
 
     def choose() -> tuple[int | None, str, str]:
         with database.read() as session:
-            found = deployments.newest_deployment(session, agent_id)
-            if found is None:
+            newest = deployments.newest_deployment(session, agent_id)
+            if newest is None:
                 return None, BASE, settings.base_model
-            version = deployments.draw_version(found.weights, agent_id, user_id or run_id)
+            version = deployments.draw_version(newest.weights, agent_id, user_id or run_id)
             if version == BASE:
-                return found.number, version, settings.base_model
-            return found.number, version, deployments.policy_of(session, agent_id, version).checkpoint
+                return newest.number, version, settings.base_model
+            return newest.number, version, deployments.policy_of(session, agent_id, version).checkpoint
 
     deployment, version, model = await run_in_threadpool(choose)
     response = await server.complete(

@@ -267,11 +267,11 @@ class Jobs:
 def _figures(plan: Plan, folder: Path) -> dict[str, Any]:
     """The columns of a version that its training decides."""
     if plan.method == "dpo":
-        found = PreferenceResult.load(folder)
+        trained = PreferenceResult.load(folder)
         return {
-            "checkpoint": found.checkpoint,
-            "feedback_count": found.pairs,
-            "training_steps": len(found.curves["loss"]),
+            "checkpoint": trained.checkpoint,
+            "feedback_count": trained.pairs,
+            "training_steps": len(trained.curves["loss"]),
         }
     result = TrainingResult.load(folder)
     return {

@@ -112,14 +112,14 @@ async def train_on_preferences(
     async def measured() -> dict[str, float]:
         """Means over the held-out pairs."""
         parts = [unseen[at : at + config.batch_size] for at in range(0, len(unseen), config.batch_size)]
-        found = [
+        evaluations = [
             await run.forward(rows.batch(part), "dpo", settings, outputs=(), timeout=None) for part in parts
         ]  # fmt: skip
         weights = [len(part) / len(unseen) for part in parts]
         return {
-            shown: float(sum(weight * each.metrics[name] for weight, each in zip(weights, found)))
+            shown: float(sum(weight * each.metrics[name] for weight, each in zip(weights, evaluations)))
             for name, shown in FIGURES.items()
-            if found
+            if evaluations
         }
 
     curves: dict[str, list[float]] = {shown: [] for shown in FIGURES.values()}
@@ -165,14 +165,14 @@ async def _encoded(
     """The pairs' tokens; a row that is longer than the context loses its beginning."""
     codec, prompts = ServiceCodec(service, model), [pair["prompt"] for pair in pairs]
     lengths = [len(row) for row in await encoded(codec, prompts)]
-    found = _Rows()
+    rows_of_ids = _Rows()
     both = [await encode_pairs(codec, prompts, [pair[name] for pair in pairs]) for name in ("chosen", "rejected")]
     for chosen, rejected, length in zip(*both, lengths):
         cut = max(len(chosen), len(rejected), context) - context
-        found.chosen.append(chosen[cut:])
-        found.rejected.append(rejected[cut:])
-        found.prompts.append(max(length - cut, 0))
-    return found
+        rows_of_ids.chosen.append(chosen[cut:])
+        rows_of_ids.rejected.append(rejected[cut:])
+        rows_of_ids.prompts.append(max(length - cut, 0))
+    return rows_of_ids
 
 
 def _split(prompts: Sequence[str], seed: int) -> tuple[list[int], list[int]]:
@@ -190,9 +190,9 @@ def _split(prompts: Sequence[str], seed: int) -> tuple[list[int], list[int]]:
 def _places(trained: Sequence[int], config: TrainingConfig, step: int) -> list[int]:
     """The pairs of a step, counted from 0: each pass over all of them in another order."""
     first = step * config.batch_size
-    found = []
+    places = []
     for place in range(first, first + config.batch_size):
         epoch, position = divmod(place, len(trained))
         order = np.random.default_rng(derive_seed(config.seed, "preferences", epoch)).permutation(len(trained))
-        found.append(trained[order[position]])
-    return found
+        places.append(trained[order[position]])
+    return places

@@ -207,10 +207,10 @@ class KeyFile:
             ValueError: The name has no key.
         """
         with self._changing() as keys:
-            found = [key for key in keys if key.name == name and key.revoked_at is None]
-            if not found:
+            valid = [key for key in keys if key.name == name and key.revoked_at is None]
+            if not valid:
                 raise ValueError(f"{name[:100]!r} has no key")
-            keys[keys.index(found[0])] = dataclasses.replace(found[0], revoked_at=time.time())
+            keys[keys.index(valid[0])] = dataclasses.replace(valid[0], revoked_at=time.time())
 
     @contextmanager
     def _changing(self) -> Iterator[list[Key]]:

@@ -132,15 +132,17 @@ def tokens_of(
     Args:
         pixels: Of its images.
     """
-    given = sum(spec.shape[0] for spec in tensors if spec.name.endswith(IDS) and spec.shape) + pixels // PIXELS_OF_TOKEN
+    prompt_tokens = (
+        sum(spec.shape[0] for spec in tensors if spec.name.endswith(IDS) and spec.shape) + pixels // PIXELS_OF_TOKEN
+    )
     if not kind_of(operation).samples:
-        return given
+        return prompt_tokens
     call = operation.sample
-    given += grammar_tokens(call)
+    prompt_tokens += grammar_tokens(call)
     if not sampled:
-        return given
+        return prompt_tokens
     prompts = len(call.prompts) or next((spec.level_sizes[0] for spec in tensors if spec.level_sizes), 0)
-    return given + prompts * (call.n or 1) * call.max_tokens
+    return prompt_tokens + prompts * (call.n or 1) * call.max_tokens
 
 
 def grammar_tokens(call: pb.SampleCall) -> int:

@@ -72,15 +72,15 @@ class Turns:
         if key not in self._waiting and self._fits(key, places):
             self._serve(key, places)
             return
-        given: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(key, deque()).append((places, given))
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, deque()).append((places, turn))
         try:
-            await given
+            await turn
         except asyncio.CancelledError:
-            if given.done() and not given.cancelled():
+            if turn.done() and not turn.cancelled():
                 self.give_back(key, places)
             else:
-                self._leave(key, places, given)
+                self._leave(key, places, turn)
             raise
 
     def give_back(self, key: str, places: int = 1) -> None:
@@ -96,12 +96,12 @@ class Turns:
     def _serve_waiting(self) -> None:
         while waiting := [key for key, queue in self._waiting.items() if self._fits(key, queue[0][0])]:
             key = min(waiting, key=lambda key: self._served.get(key, 0))
-            places, given = self._waiting[key].popleft()
+            places, turn = self._waiting[key].popleft()
             if not self._waiting[key]:
                 del self._waiting[key]
-            if not given.cancelled():  # else its caller has left and has not run since
+            if not turn.cancelled():  # else its caller has left and has not run since
                 self._serve(key, places)
-                given.set_result(None)
+                turn.set_result(None)
 
     def waiting(self, key: str) -> int:
         """Turns for which a key waits."""

@@ -121,8 +121,8 @@ def estimate(
             sizes = meta_model(workload, where.kind)
             if tokens is None:
                 workload = replace(workload, tokens=min(TOKENS, sizes.context_length))
-            found = on_ranks(workload, where, ranks, sizes)
-            sentences = advice(found)
+            estimated = on_ranks(workload, where, ranks, sizes)
+            sentences = advice(estimated)
     except OperationError as error:
         layers = f"--target-module {' '.join(target_module)}" if target_module else f"--model {model}"
         flags = {
@@ -135,10 +135,10 @@ def estimate(
         flag = flags.get(error.field or "", f"--model {model}:")
         fail(f"{flag} {str(error.__cause__ or '').partition(chr(10))[0] or error.message}")
     if as_json:
-        print(json.dumps(_document(found, sentences), indent=2))
+        print(json.dumps(_document(estimated, sentences), indent=2))
     else:
-        _show(found, sentences)
-    raise typer.Exit(0 if found.fits else 1)
+        _show(estimated, sentences)
+    raise typer.Exit(0 if estimated.fits else 1)
 
 
 @contextmanager

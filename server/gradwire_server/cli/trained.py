@@ -36,16 +36,16 @@ class Trained:
         """
         file = folder / "state.json"
         try:
-            found = dict(json.loads(file.read_text(encoding="utf-8")))
+            note = dict(json.loads(file.read_text(encoding="utf-8")))
         except FileNotFoundError:
-            found = {}
+            note = {}
         except (OSError, ValueError, TypeError):
             raise SettingsError(f"{file} is not the state of a training") from None
-        if not found.get("checkpoint") or "settings" not in found:
+        if not note.get("checkpoint") or "settings" not in note:
             raise SettingsError(f"{folder} holds no training that has saved a checkpoint")
-        if not found.get("server"):
-            raise SettingsError(f"the training in {folder} used the server at {found.get('address')}, which serves it")
-        return Trained(found["settings"]["model"], found["server"], found["checkpoint"])
+        if not note.get("server"):
+            raise SettingsError(f"the training in {folder} used the server at {note.get('address')}, which serves it")
+        return Trained(note["settings"]["model"], note["server"], note["checkpoint"])
 
     def flags(self) -> dict[str, Any]:
         """The settings of a server for it."""

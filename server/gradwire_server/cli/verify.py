@@ -52,20 +52,20 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="gradwire-verify-") as folder:
         try:
             _unpack(record, Path(folder, "record"))
-            found = read_record(Path(folder, "record"))
-            _say_what_it_is(found, signed_by)
-            settings = _settings(found, Path(folder, "state"), model or [], losses or [], device, threads)
-            verdict = asyncio.run(_verify(found, settings))
+            own_record = read_record(Path(folder, "record"))
+            _say_what_it_is(own_record, signed_by)
+            settings = _settings(own_record, Path(folder, "state"), model or [], losses or [], device, threads)
+            verdict = asyncio.run(_verify(own_record, settings))
         except BadRecord as error:
             fail(f"{record} cannot be verified: {error}")
         except OtherBase as error:
-            fail(f"{error}; name the folder of the right one: --model {found.config.base_model}=FOLDER")
+            fail(f"{error}; name the folder of the right one: --model {own_record.config.base_model}=FOLDER")
         except (ServiceError, EngineDied, OSError, ValueError) as error:
             fail(str(error))
     if verdict.difference:
         say(verdict.difference, "red")
         raise typer.Exit(DIFFERS)
-    print(f"{_equal(verdict)}: {_of(verdict, found)}")
+    print(f"{_equal(verdict)}: {_of(verdict, own_record)}")
 
 
 def _unpack(tar: Path, folder: Path) -> None:

@@ -101,7 +101,7 @@ class Observed:
     def _queued(self, queue: RunQueue, caller: Caller) -> pb.QueuedRun:
         pending = list(queue.pending.values())
         record = queue.record
-        found = pb.QueuedRun(
+        queued = pb.QueuedRun(
             engine=self._scheduler.placement.of(record.run_id).engine.number,
             executing=len(queue.sent),
             waiting=len(pending) - sum(operation.seq in queue.sent for operation in pending),
@@ -111,5 +111,5 @@ class Observed:
             parked=queue.parked is not None,
         )
         if record.readable(caller) or caller == ANYONE:
-            found.run_id, found.name, found.owner = record.run_id, record.config.name, record.owner
-        return found
+            queued.run_id, queued.name, queued.owner = record.run_id, record.config.name, record.owner
+        return queued

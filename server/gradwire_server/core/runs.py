@@ -127,11 +127,11 @@ class Runs:
     async def page(self, caller: Caller, page_size: int = 0, page_token: str = "") -> tuple[list[pb.Run], str]:
         """List a page of the runs that the caller may read, oldest first, and the next page's token, "" at the end."""
         page, token = self._records.page(caller, page_size, page_token)
-        found: list[pb.Run] = []
+        runs: list[pb.Run] = []
         for start in range(0, len(page), SLICE_RUNS):
-            found += [self.described(record) for record in page[start : start + SLICE_RUNS]]
+            runs += [self.described(record) for record in page[start : start + SLICE_RUNS]]
             await asyncio.sleep(0)
-        return found, token
+        return runs, token
 
     async def watch(
         self, caller: Caller, cursor: str = "", *, with_points: bool = False
@@ -178,10 +178,10 @@ class Runs:
     def _update(self, caller: Caller, changes: Changes, with_points: bool) -> pb.RunUpdates:
         jobs_changed = any(caller.sees_all or owner == caller.name for owner in changes.job_owners)
         update = pb.RunUpdates(jobs_changed=jobs_changed)
-        found = {run_id: self._records.find(run_id) for run_id in changes.run_ids}
+        records = {run_id: self._records.find(run_id) for run_id in changes.run_ids}
         update.runs.extend(
             self.described(record)
-            for record in found.values()
+            for record in records.values()
             if record is not None and record.ready and record.readable(caller)
         )
         for run_id, names in changes.gone:
@@ -409,13 +409,13 @@ def _take_settings(config: pb.RunConfig, upload: pb.Upload) -> None:
                 field="lora",
             )
         return
-    given, own = config.lora, upload.lora
+    asked, own = config.lora, upload.lora
     for name in ("rank", "alpha"):
-        if getattr(given, name) and getattr(given, name) != getattr(own, name):
-            raise _differs(f"lora.{name}", getattr(given, name), getattr(own, name))
-    if given.target_modules and sorted(given.target_modules) != list(own.target_modules):
-        raise _differs("lora.target_modules", list(given.target_modules), list(own.target_modules) or "all-linear")
-    dropout = given.dropout or own.dropout  # a setting of the training, not of the weights
+        if getattr(asked, name) and getattr(asked, name) != getattr(own, name):
+            raise _differs(f"lora.{name}", getattr(asked, name), getattr(own, name))
+    if asked.target_modules and sorted(asked.target_modules) != list(own.target_modules):
+        raise _differs("lora.target_modules", list(asked.target_modules), list(own.target_modules) or "all-linear")
+    dropout = asked.dropout or own.dropout  # a setting of the training, not of the weights
     config.lora.CopyFrom(own)
     config.lora.dropout = dropout
 

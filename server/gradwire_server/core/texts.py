@@ -97,13 +97,13 @@ class Texts:
 
     async def pieces(self, caller: Caller, model: str, ids: Sequence[int]) -> list[str]:
         """Each token as the model's vocabulary writes it; empty for an id that it does not have."""
-        found: list[str] = []
+        texts: list[str] = []
         for start in range(0, len(ids), PIECES):
             sequences = [pb.TokenIds(ids=[token]) for token in ids[start : start + PIECES]]
             request = pb.DecodeRequest(model=model, sequences=sequences, pieces=True)
             response = await self.convert(caller, "Decode", request.SerializeToString())
-            found += pb.DecodeResponse.FromString(response).texts
-        return found
+            texts += pb.DecodeResponse.FromString(response).texts
+        return texts
 
     async def render(self, caller: Caller, request: pb.RenderRequest) -> pb.RenderResponse:
         """Render conversations into token ids and loss masks with the model's own chat template."""

@@ -129,10 +129,10 @@ class Agreement:
         Raises:
             Exception: The error, if the process cannot continue after it.
         """
-        found: list[T] = []
+        result: list[T] = []
         failure: Failure | None = None
         try:
-            found.append(work())
+            result.append(work())
             if (late := self._deferred()) is not None:
                 failure = Failure(late, is_out_of_memory(late))
         except Exception as error:
@@ -142,10 +142,10 @@ class Agreement:
         if not own:
             self._confirm_failure(failure)
         if failure is None:
-            return found[0]
+            return result[0]
         if failure.out_of_memory:  # outside the handler, because the traceback keeps the computed tensors alive
             failure.error.__traceback__ = None
-            found.clear()
+            result.clear()
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -157,11 +157,11 @@ class Agreement:
         Args:
             alone: The work cannot be made smaller, so running out of memory raises.
         """
-        found = self.attempt(work)
-        if not isinstance(found, Failure):
-            return found
-        if alone or not found.out_of_memory:
-            raise found.error
+        result = self.attempt(work)
+        if not isinstance(result, Failure):
+            return result
+        if alone or not result.out_of_memory:
+            raise result.error
         return None
 
     def _confirm_failure(self, failure: Failure | None) -> None:

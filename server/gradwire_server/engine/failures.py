@@ -86,10 +86,10 @@ def read_config(loss: LossSpec, kwargs: Mapping[str, Any]) -> LossConfig:
     try:
         return loss.config.model_validate(dict(kwargs))
     except ValidationError as error:
-        found = error.errors()
-    argument = found[0]["loc"][:1]
+        problems = error.errors()
+    argument = problems[0]["loc"][:1]
     # Of an argument with several forms, what is wrong within the form that was meant.
-    meant = (each for each in found if each["loc"][:1] == argument)
+    meant = (each for each in problems if each["loc"][:1] == argument)
     first = max(meant, key=lambda each: (len(each["loc"]), each["type"] != "string_type"))
     name = str(first["loc"][0]) if first["loc"] else ""
     entry = str(first["loc"][-1]) if first["loc"] else ""

@@ -219,18 +219,18 @@ class GroupAgreement(Agreement):
     def _told(self, what: str, number: int, content: bytes = b"", error: Exception | None = None) -> list[Told]:
         mine = Told(_place(what), number, content)
         patience = LATEST_S if self.lock_step and error is not None else None
-        found = self._collective(mine.place, lambda: self._messages.all_told(mine, patience))
-        if len(found) < self.ranks or len({each.place for each in found}) > 1:
+        told = self._collective(mine.place, lambda: self._messages.all_told(mine, patience))
+        if len(told) < self.ranks or len({each.place for each in told}) > 1:
             raise GroupBroken(f"the ranks are out of step; rank {self.rank} is in {what!r}, after {error!r}") from error
-        return found
+        return told
 
     def _first_told(self, what: str, content: bytes) -> bytes:
         """What rank 0 tells the others."""
         mine = Told(_place(what), 0, content)
-        found = self._collective(mine.place, lambda: self._messages.first_told(mine))
-        if found.place != mine.place:
+        told = self._collective(mine.place, lambda: self._messages.first_told(mine))
+        if told.place != mine.place:
             raise GroupBroken(f"the ranks are out of step; rank {self.rank} is in {what!r}")
-        return found.content
+        return told.content
 
     def _collective(self, place: int, work: Callable[[], T]) -> T:
         self.collective = (self.collective >> PLACE_BITS) + 1 << PLACE_BITS | place

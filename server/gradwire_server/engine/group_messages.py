@@ -92,20 +92,20 @@ def _received(first: socket.socket) -> list[Told]:
 
 
 def _read(everything: bytes) -> list[Told]:
-    found, start = [], 0
+    told, start = [], 0
     while start < len(everything):
         place, number, length = _HEAD.unpack_from(everything, start)
         start += _HEAD.size + length
-        found.append(Told(place, number, everything[start - length : start]))
-    return found
+        told.append(Told(place, number, everything[start - length : start]))
+    return told
 
 
 def _exactly(sock: socket.socket, count: int) -> bytes:
-    found = bytearray(count)
-    room = memoryview(found)
+    content = bytearray(count)
+    room = memoryview(content)
     while room:
         received = sock.recv_into(room)
         if not received:
             raise ConnectionResetError("the other end is closed")
         room = room[received:]
-    return bytes(found)
+    return bytes(content)

@@ -125,11 +125,11 @@ class Lanes:
         Returns:
             The same of all micro-batches, in their order.
         """
-        found: dict[int, Sequence[Mapping[str, Tensor]]] = dict(own)
+        by_micro: dict[int, Sequence[Mapping[str, Tensor]]] = dict(own)
         if not self._whole:
             for told in self._agreement.gathered(_packed(own)):
-                found |= {index: parts for index, parts in _unpacked(told).items() if index not in found}
-        return [found[index] for index in range(number)]
+                by_micro |= {index: parts for index, parts in _unpacked(told).items() if index not in by_micro}
+        return [by_micro[index] for index in range(number)]
 
     def total(self, sums: Sums, device: torch.device, *, of_all: bool = False) -> Sums:
         """Add the sums of all processes, on the device that they are on; takes ownership of the given ones.
@@ -157,7 +157,7 @@ class Lanes:
     def _exchanged(self, peer: int, sums: Sums, theirs: _Layout, device: torch.device) -> Sums:
         """The sums of another process, which gets this one's."""
         own = {(*key, name): value for key, by_name in sums.items() for name, value in by_name.items()}
-        found: Sums = {}
+        received_sums: Sums = {}
         for places in _messages(_layout(_described(sums)) | theirs):
             coming = {place: theirs[place] for place in places if place in theirs}
             dtype = next(iter(coming.values())).dtype if coming else own[places[0]].dtype
@@ -169,9 +169,9 @@ class Lanes:
             )
             parts = received.to(device).split([each.numel() for each in coming.values()])
             for ((loss, unit, name), like), values in zip(coming.items(), parts, strict=True):
-                found.setdefault((loss, unit), {})[name] = values.view(like.shape)
+                received_sums.setdefault((loss, unit), {})[name] = values.view(like.shape)
         order = dict.fromkeys((loss, unit) for loss, unit, _ in theirs)
-        return {key: found[key] for key in order}
+        return {key: received_sums[key] for key in order}
 
 
 class LaneTree:
@@ -256,8 +256,8 @@ def _packed(own: Mapping[int, Sequence[Mapping[str, Tensor]]]) -> bytes:
 
 
 def _unpacked(told: bytes) -> dict[int, Sequence[dict[str, Tensor]]]:
-    found: dict[int, dict[str, Tensor]] = {}
+    by_micro: dict[int, dict[str, Tensor]] = {}
     for path, values in safetensors.torch.load(told).items():
         index, name = path.split("|")
-        found.setdefault(int(index), {})[name] = values.clone()  # aligned like a tensor of one's own
-    return {index: [scores] for index, scores in found.items()}
+        by_micro.setdefault(int(index), {})[name] = values.clone()  # aligned like a tensor of one's own
+    return {index: [scores] for index, scores in by_micro.items()}

@@ -187,10 +187,10 @@ def _spilled(state: Path, number: int, ranks: int) -> list[Path]:
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text or "{}")
+        document = json.loads(text or "{}")
     except ValueError:
-        found = None
-    models = found.get("models", {}) if isinstance(found, dict) else None
-    if not isinstance(found, dict) or not isinstance(models, Mapping):
+        document = None
+    models = document.get("models", {}) if isinstance(document, dict) else None
+    if not isinstance(document, dict) or not isinstance(models, Mapping):
         raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "the engine's settings are not a JSON object")
-    return found
+    return document

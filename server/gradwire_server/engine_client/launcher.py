@@ -85,11 +85,11 @@ def ways(settings: EngineSettings) -> list[tuple[int, int]]:
     ranks = settings.num_ranks
     if not 0 < settings.min_ranks < ranks:
         return [(ranks, 0)]
-    found = [(ranks, 0)] * 2
+    pairs = [(ranks, 0)] * 2
     while (ranks := ranks // 2) >= settings.min_ranks:
         blocks = range(1) if settings.device == "cpu" else range(settings.num_ranks // ranks)
-        found += [(ranks, block * ranks) for block in blocks]
-    return found
+        pairs += [(ranks, block * ranks) for block in blocks]
+    return pairs
 
 
 class LocalLife:
@@ -196,11 +196,11 @@ def environment(gpus: Sequence[int] | None = None) -> dict[str, str]:
     ours = dict(ENVIRONMENT)
     if "OMP_WAIT_POLICY" in os.environ:
         del ours["GOMP_SPINCOUNT"]  # it would take precedence over the policy that somebody chose
-    found = ours | os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    variables = ours | os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     if gpus is not None:
-        visible = found.get("CUDA_VISIBLE_DEVICES", "").split(",") if found.get("CUDA_VISIBLE_DEVICES") else []
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] if visible else str(gpu) for gpu in gpus)
-    return found
+        visible = variables.get("CUDA_VISIBLE_DEVICES", "").split(",") if variables.get("CUDA_VISIBLE_DEVICES") else []
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] if visible else str(gpu) for gpu in gpus)
+    return variables
 
 
 def command(settings: EngineSettings, number: int, engines: int, fd: int, marks_fd: int, pulses_fd: int) -> list[str]:

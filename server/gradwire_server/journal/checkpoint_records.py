@@ -222,10 +222,10 @@ class CheckpointRecords:
             f" WHERE {condition} AND status IN (?, ?) ORDER BY seq DESC LIMIT 1"
         )
         values = (*values, pb.STATUS_UNSPECIFIED, pb.STATUS_SUCCEEDED)
-        found: tuple[str, str, int] | None = await self._store.read(
+        user: tuple[str, str, int] | None = await self._store.read(
             lambda connection: connection.execute(query, values).fetchone()
         )
-        return found
+        return user
 
 
 def store_failed(error: StoreError) -> ServiceError:
@@ -240,14 +240,14 @@ def named_checkpoints(operation: pb.Operation) -> list[tuple[str, str]]:
     Raises:
         ValueError, RecursionError: The arguments of a loss are not JSON.
     """
-    found: list[tuple[str, object]] = []
+    named: list[tuple[str, object]] = []
     if kind_of(operation).loads_checkpoint and "/" in operation.load_checkpoint.checkpoint:
         return [("checkpoint", operation.load_checkpoint.checkpoint)]
     call = loss_call(operation)
     if call is not None:
         arguments = json.loads(call.loss_kwargs_json or "{}")
-        found = [("model", call.model), *(arguments.items() if isinstance(arguments, dict) else ())]
-    return [(name, path) for name, path in found if isinstance(path, str) and path.startswith("run-") and "/" in path]
+        named = [("model", call.model), *(arguments.items() if isinstance(arguments, dict) else ())]
+    return [(name, path) for name, path in named if isinstance(path, str) and path.startswith("run-") and "/" in path]
 
 
 def uses(operation: pb.Operation) -> list[str]:

@@ -70,7 +70,7 @@ def bring_up_to_date(database: Path, segments: Segments) -> int:
 
 def _commits_after(newest: int, segments: Segments) -> dict[int, list[Statement]]:
     """The changes of each commit after one; of a number that was used twice, those that were written last."""
-    found: dict[int, list[Statement]] = {}
+    commits: dict[int, list[Statement]] = {}
     for number in reversed(segments.numbers()):
         here, before = dict[int, list[Statement]](), False
         try:
@@ -82,10 +82,10 @@ def _commits_after(newest: int, segments: Segments) -> dict[int, list[Statement]
                         here[record.commit] = [(each.sql, [*map(_get, each.values)]) for each in parsed.statements]
         except CorruptRecord:
             pass  # torn by the crash, or a number is missing, which the caller sees
-        found = here | found
+        commits = here | commits
         if before:
             break
-    return found
+    return commits
 
 
 def _set(stored: journal_pb2.Value, value: object) -> None:

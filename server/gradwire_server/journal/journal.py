@@ -295,17 +295,17 @@ class Journal:
         )
 
         def read(connection: sqlite3.Connection) -> list[StoredResult]:
-            found, size = list[StoredResult](), 0
+            stored, size = list[StoredResult](), 0
             for seq, header, segment, offset, whole in connection.execute(query, (run_id, from_seq, up_to_seq, limit)):
-                found.append(
+                stored.append(
                     _with_payload(self.segments, pb.OperationResult.FromString(header), _location(segment, offset))
                     if whole
                     else lost_result(seq)
                 )
-                size += len(found[-1].payload)
+                size += len(stored[-1].payload)
                 if size >= READ_BYTES:
                     break
-            return found
+            return stored
 
         return await self.store.read(read)
 

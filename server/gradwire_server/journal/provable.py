@@ -162,17 +162,17 @@ def _used(run: RunRecord, entry: JournalEntry) -> Iterator[str]:
 
 def _saved(run: RunRecord, store: Store, after: int) -> dict[str, dict[str, object]]:
     """Number and digests of tensors of each checkpoint that the recorded operations saved, if it is still there."""
-    found: dict[str, dict[str, object]] = {}
+    by_name: dict[str, dict[str, object]] = {}
     for saved in run.checkpoints.values():
         if saved.seq > after:
             try:
                 with store.reading(saved_place(run.run_id, CHECKPOINTS, saved.name), MANIFEST) as folder:
                     manifest = read_manifest(folder)
             except Exception as error:  # damaged, or deleted meanwhile: nothing can be said of it
-                found[saved.name] = {"seq": saved.seq, "damaged": str(error)}
+                by_name[saved.name] = {"seq": saved.seq, "damaged": str(error)}
                 continue
-            found[saved.name] = {"seq": manifest.seq, "files": tensor_files(manifest.files)}
-    return found
+            by_name[saved.name] = {"seq": manifest.seq, "files": tensor_files(manifest.files)}
+    return by_name
 
 
 def tensor_files(files: Mapping[str, StoredFile]) -> dict[str, str]:
@@ -232,12 +232,12 @@ class Record:
         segments, seq = Segments(self.folder / SEGMENTS), self.after_seq
         try:
             for number in segments.numbers():
-                for found in segments.records(number):
-                    record = journal_pb2.JournalRecord.FromString(found.description)
+                for stored in segments.records(number):
+                    record = journal_pb2.JournalRecord.FromString(stored.description)
                     seq += 1
                     if record.seq != seq:
                         raise BadRecord(f"operation {seq} is missing")
-                    yield record, segments.read(Location(number, found.location.offset))
+                    yield record, segments.read(Location(number, stored.location.offset))
         except (CorruptRecord, DecodeError) as error:
             raise BadRecord(f"the operations after {seq} cannot be read: {error}") from error
         if seq != self.up_to_seq:

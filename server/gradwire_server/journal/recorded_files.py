@@ -70,14 +70,14 @@ class RecordedFiles:
 
     def list(self, run_id: str) -> list[pb.Recording]:
         """The recordings of a run, the oldest first, without their tensors' descriptions."""
-        found = []
+        recordings = []
         for file in sorted((self._root / run_id).glob("*-*")):
             if not file.suffix and (read := self._open(file)) is not None:
                 recording = read[0]
                 recording.ClearField("tensors")
                 recording.ClearField("outputs")
-                found.append(recording)
-        return sorted(found, key=lambda each: (each.time, each.number))
+                recordings.append(recording)
+        return sorted(recordings, key=lambda each: (each.time, each.number))
 
     def read(self, run_id: str, kind: str, number: int) -> tuple[pb.Recording, bytes]:
         """A recording and its content.

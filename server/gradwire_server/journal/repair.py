@@ -162,11 +162,11 @@ def _read_log(segments: Segments) -> _Log:
                 record = journal_pb2.JournalRecord.FromString(place.description)
                 if record.statements:
                     continue  # what they change is made of the other records
-                found = _Found(record, place)
+                entry = _Found(record, place)
                 if record.HasField("result"):
-                    log.results.setdefault(record.run_id, {}).setdefault(record.seq, found)
+                    log.results.setdefault(record.run_id, {}).setdefault(record.seq, entry)
                 else:
-                    log.operations.setdefault(record.run_id, {})[record.seq] = found
+                    log.operations.setdefault(record.run_id, {})[record.seq] = entry
                     # A number is used again only if the transaction with its first operation was not committed; a
                     # result that was written with it was not, either.
                     log.results.get(record.run_id, {}).pop(record.seq, None)
@@ -181,26 +181,26 @@ def _description(
     """The description of a run, from its file or else from its checkpoints."""
     if not NAME.fullmatch(folder.name) or not folder.is_dir():
         return None
-    found = read_description(folder)
-    if found is not None:
-        return found
+    description = read_description(folder)
+    if description is not None:
+        return description
     manifests = _manifests(store, folder.name, lambda sentence: None)
     if not manifests:
         say(f"{folder.name}: its folder has neither a description nor a checkpoint; it is left as it is")
         return None
     newest = max(manifests, key=lambda manifest: manifest.seq)
     origin = engine_pb2.EngineCreateRun(run_id=folder.name, config=newest.config)
-    found = journal_pb2.RunDescription(
+    description = journal_pb2.RunDescription(
         run_id=folder.name, owner=owner, config=newest.config, created_at=newest.created_at, origin=origin
     )
     say(f"{folder.name}: its folder does not say whose it is; it belongs to {owner!r} now (--owner)")
-    write_description(folder, found)
-    return found
+    write_description(folder, description)
+    return description
 
 
 def _manifests(store: Store, run_id: str, say: Callable[[str], object]) -> list[Manifest]:
     """The checkpoints of a run whose files are as they were saved."""
-    found = []
+    manifests = []
     for name in store.names(run_owner(run_id), CHECKPOINTS):
         if name == ORIGIN or not NAME.fullmatch(name):
             continue
@@ -210,10 +210,10 @@ def _manifests(store: Store, run_id: str, say: Callable[[str], object]) -> list[
                 manifest = read_manifest(folder)
             for file, saved in manifest.files.items():
                 store.check(place, file, saved)
-            found.append(manifest)
+            manifests.append(manifest)
         except DamagedCheckpoint as error:
             say(f"{run_id}/{name}: left out, because it is damaged: {error}")
-    return found
+    return manifests
 
 
 def _enter(
@@ -229,12 +229,12 @@ def _enter(
     manifests = sorted(_manifests(store, run_id, say), key=lambda manifest: manifest.seq)
     operations, results = log.operations.get(run_id, {}), log.results.get(run_id, {})
     operations = operations | {
-        seq: found for seq, found in results.items() if seq not in operations and found.record.HasField("operation")
+        seq: entry for seq, entry in results.items() if seq not in operations and entry.record.HasField("operation")
     }
     complete_states = [manifest for manifest in manifests if not manifest.weights_only]
     base, newest, last = _reach(complete_states, operations, results, bool(log.cut))
-    kept = {seq: found for seq, found in results.items() if seq <= last}
-    decided = [seq for seq, found in kept.items() if found.record.result.status != pb.STATUS_CANCELLED]
+    kept = {seq: entry for seq, entry in results.items() if seq <= last}
+    decided = [seq for seq, entry in kept.items() if entry.record.result.status != pb.STATUS_CANCELLED]
     carried_out = max([newest, *decided])
     waiting = [seq for seq in range(carried_out + 1, last + 1) if seq not in kept]
     released = min([*kept, *waiting], default=last + 1) - 1
@@ -243,13 +243,13 @@ def _enter(
         status = kept[seq].record.result.status if seq in kept else done
         _enter_operation(connection, run_id, seq, operations.get(seq), status, kept.get(seq), trimmed=seq <= base)
     points = {(each.run_id, each.seq): each for each in salvaged.points if each.run_id != run_id or each.seq <= last}
-    for seq, found in sorted(kept.items()):
-        _enter_result(connection, run_id, seq, found)
+    for seq, entry in sorted(kept.items()):
+        _enter_result(connection, run_id, seq, entry)
         if seq in operations:
-            operation, result = operations[seq].record.operation.operation, found.record.result
-            point = history.history_point(run_id, operation, result, found.record.step)
+            operation, result = operations[seq].record.operation.operation, entry.record.result
+            point = history.history_point(run_id, operation, result, entry.record.step)
             if point is not None:
-                point.time = found.record.at
+                point.time = entry.record.at
                 points.setdefault((run_id, seq), point)
     _enter_salvaged(connection, run_id, last, list(points.values()), salvaged, say)
     for manifest in manifests:
@@ -260,7 +260,7 @@ def _enter(
         )
     for reader in about.readers:
         connection.execute("INSERT INTO readers VALUES (?, ?)", (run_id, reader))
-    epoch = max([found.record.operation.epoch for found in operations.values()], default=0)
+    epoch = max([entry.record.operation.epoch for entry in operations.values()], default=0)
     marks = kept[max(decided)].record if decided and max(decided) >= newest else None
     step = complete_states[-1].step if complete_states else _origin_step(store, about)
     if marks is not None:

@@ -41,25 +41,25 @@ class Salvaged:
 
 def salvage(state_dir: Path) -> dict[str, Salvaged]:
     """Read what can be read of a database, by run; it may be missing, damaged, or of an earlier version."""
-    found: dict[str, Salvaged] = {}
+    salvaged: dict[str, Salvaged] = {}
     with _copied(state_dir) as copy:
         for read in (_read_facts, _read_points, _read_waiting_points):
             # What was read up to an error is kept; what is missing is said of each run.
             with suppress(sqlite3.DatabaseError), closing(connect(copy)) as connection:
-                read(connection, found)
-    return found
+                read(connection, salvaged)
+    return salvaged
 
 
 def salvage_jobs(state_dir: Path) -> dict[str, list[tuple[Any, ...]]]:
     """Read the rows of jobs, their events and files that can be read, by table; only the database has them."""
-    found: dict[str, list[tuple[Any, ...]]] = {table: [] for table in JOB_TABLES}
+    rows: dict[str, list[tuple[Any, ...]]] = {table: [] for table in JOB_TABLES}
     with _copied(state_dir) as copy:
         for table in JOB_TABLES:
             with suppress(sqlite3.DatabaseError), closing(connect(copy)) as connection:
                 if _has(connection, table):
                     for row in connection.execute(f"SELECT * FROM {table}"):
-                        found[table].append(row)
-    return found
+                        rows[table].append(row)
+    return rows
 
 
 @contextmanager

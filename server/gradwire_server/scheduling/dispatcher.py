@@ -271,13 +271,13 @@ class Dispatcher:
             EngineDied: The engine died while it sampled.
         """
         prompts = max(len(asked.prompt_ids), len(asked.call.prompts))
-        given = sum(len(prompt.ids) for prompt in asked.prompt_ids) + grammar_tokens(asked.call)
-        given += sum(pixels_of_images(asked.images)) // PIXELS_OF_TOKEN
-        tokens = given + prompts * (asked.call.n or 1) * asked.call.max_tokens
+        prompt_tokens = sum(len(prompt.ids) for prompt in asked.prompt_ids) + grammar_tokens(asked.call)
+        prompt_tokens += sum(pixels_of_images(asked.images)) // PIXELS_OF_TOKEN
+        tokens = prompt_tokens + prompts * (asked.call.n or 1) * asked.call.max_tokens
         request = engine_pb2.EngineRequest(sample=asked, streams=on_frame is not None, owner=usage.owner)
         if run is not None:
             request.sampled_run = run.record.run_id
-        visit = Visit(usage.owner, Load(given, samples=not asked.call.prompt_logprobs), run, model)
+        visit = Visit(usage.owner, Load(prompt_tokens, samples=not asked.call.prompt_logprobs), run, model)
 
         def finished(result: pb.OperationResult) -> None:
             self._metrics.finished("", pb.Operation(sample=asked.call), result)

@@ -45,12 +45,12 @@ class OperationLog:
     def newest(self, unfinished: Iterable[QueuedOperation], limit: int) -> list[pb.OperationEntry]:
         """The newest operations, newest first: those without a result, then those that have one."""
         now = time.time()
-        found = []
+        entries = []
         for operation in unfinished:
             entry = _entry(operation, STATES.get(operation.state, "queued"))
             entry.queue_s = max(now - operation.accepted_at, 0.0)
-            found.append(entry)
-        return sorted([*found, *self._finished], key=lambda entry: -entry.seq)[:limit]
+            entries.append(entry)
+        return sorted([*entries, *self._finished], key=lambda entry: -entry.seq)[:limit]
 
 
 def _entry(operation: QueuedOperation, state: str) -> pb.OperationEntry:

@@ -222,14 +222,14 @@ class Results:
             if record.rewound_epoch != rewound_epoch:
                 raise queue.rewound()
             if seq <= record.applied_seq:
-                found = queue.recent(seq)
-                if not found:
+                stored = queue.recent(seq)
+                if not stored:
                     async with turn():
-                        found = await self._journal.results(record.run_id, seq, record.applied_seq)
+                        stored = await self._journal.results(record.run_id, seq, record.applied_seq)
                 if seq <= record.released_seq or record.rewound_epoch != rewound_epoch:
                     continue  # released or rewound during the read
                 whole = list[StoredResult]()
-                for result in found or [lost_result(seq)]:
+                for result in stored or [lost_result(seq)]:
                     whole += [lost_result(missing) for missing in range(seq, result.header.seq)]
                     whole.append(result)
                     seq = result.header.seq + 1

@@ -77,14 +77,14 @@ def claimed(settings: EngineSettings) -> Store:
     proposed = before.identity or secrets.token_hex(8)
     if not before.identity:  # first, so that a crash after the next line does not lose the store
         replace_text(settings.state_dir / NOTE, sealed(asdict(Claim("", proposed))))
-    found = store.identity(proposed)
-    if found != proposed:
+    identity = store.identity(proposed)
+    if identity != proposed:
         hint = f"its checkpoints are in {before.url}" if before.url else "give an empty bucket or another prefix"
         raise StoreError(f"--store {settings.store} belongs to another server than {settings.state_dir}: {hint}")
     if not before.url:
         _move(settings.state_dir, store)
     if before.url != settings.store:
-        replace_text(settings.state_dir / NOTE, sealed(asdict(Claim(settings.store, found))))
+        replace_text(settings.state_dir / NOTE, sealed(asdict(Claim(settings.store, identity))))
     if not before.url:
         _delete(settings.state_dir)
     return store

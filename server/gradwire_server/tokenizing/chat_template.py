@@ -101,12 +101,12 @@ class ChatTemplate:
 
     def __init__(self, folder: Path) -> None:
         config = {**_read(folder / "special_tokens_map.json"), **_read(folder / "tokenizer_config.json")}
-        given = config.get("chat_template")
+        templates = config.get("chat_template")
         self.sources: dict[str, str] = {}
-        if isinstance(given, str):
-            self.sources["default"] = given
-        elif isinstance(given, list):
-            self.sources.update({each["name"]: each["template"] for each in given})
+        if isinstance(templates, str):
+            self.sources["default"] = templates
+        elif isinstance(templates, list):
+            self.sources.update({each["name"]: each["template"] for each in templates})
         if (file := folder / "chat_template.jinja").is_file():
             self.sources["default"] = file.read_text()
         for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
@@ -171,19 +171,19 @@ def _unmarked(text: str, marks: tuple[str, str]) -> tuple[str, list[Span]]:
 
 def _with_tools(messages: Sequence[Message], tools: Sequence[Any] | None) -> list[Message]:
     """Put tools into the system message, and calls into the assistant's texts, as Phi-4-mini was trained with them."""
-    found = []
+    with_tools = []
     for message in messages:
         if calls := message.get("tool_calls"):
             written = [{name: _function(call)[name] for name in ("name", "arguments")} for call in calls]
             text = json.dumps(written, ensure_ascii=False)
             message = {**message, "content": f"{message.get('content') or ''}<|tool_call|>{text}<|/tool_call|>"}
-        found.append(message)
+        with_tools.append(message)
     if tools:
-        if not found or found[0].get("role") != "system":
-            found.insert(0, {"role": "system", "content": ""})
+        if not with_tools or with_tools[0].get("role") != "system":
+            with_tools.insert(0, {"role": "system", "content": ""})
         text = json.dumps([_function(tool) for tool in tools], ensure_ascii=False)
-        found[0] = {"tools": text, **found[0]}
-    return found
+        with_tools[0] = {"tools": text, **with_tools[0]}
+    return with_tools
 
 
 def _function(entry: Any) -> Any:

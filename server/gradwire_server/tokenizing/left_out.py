@@ -27,7 +27,7 @@ class LeftOut:
         Args:
             template: Key of the template with its variables.
         """
-        found = []
+        names = []
         for part, probe, changed, changed_tools in _changed(messages, tools):
             if (template, part) not in self._known:
                 try:
@@ -35,8 +35,8 @@ class LeftOut:
                 except TemplateError:  # it refuses the probe, so it reads the part
                     self._known[template, part] = False
             if self._known[template, part]:
-                found.append(part)
-        return found
+                names.append(part)
+        return names
 
 
 def _changed(

@@ -259,11 +259,11 @@ class _Cache:
 
     def get(self, key: bytes) -> pb.RenderedConversation | None:
         with self._lock:
-            found = self._rows.get(key)
-            if found is None:
+            row = self._rows.get(key)
+            if row is None:
                 return None
             self._rows.move_to_end(key)
-        return pb.RenderedConversation(ids=found[0], loss_mask=found[1], left_out=found[2])
+        return pb.RenderedConversation(ids=row[0], loss_mask=row[1], left_out=row[2])
 
     def put(self, key: bytes, row: pb.RenderedConversation) -> None:
         with self._lock:
@@ -286,13 +286,13 @@ def _by_role(messages: Sequence[chat.Message]) -> int:
 
 def _json(text: str, kind: type, field: str, place: int | None = None) -> Any:
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, kind):
+        parsed = None
+    if not isinstance(parsed, kind):
         where = "" if place is None else f"conversation {place}: "
         raise _invalid(f"{where}{field} is no JSON of a {kind.__name__}", field, place)
-    return found
+    return parsed
 
 
 def _invalid(message: str, field: str, row: int | None) -> ServiceError:

@@ -19,54 +19,54 @@ ROLE_KEYS = {"role": ("role", "from"), "content": ("content", "value")}
 
 def from_axolotl(config: Mapping[str, Any]) -> Imported:
     """Translate a configuration."""
-    given = dict(config)
-    rl = given.pop("rl", None)
+    unread = dict(config)
+    rl = unread.pop("rl", None)
     recipe = PREFERENCES.get(str(rl), "sft")
-    if given.pop("reward_model", False):
+    if unread.pop("reward_model", False):
         recipe = "reward"
-    if given.pop("process_reward_model", False):
+    if unread.pop("process_reward_model", False):
         recipe = "process_reward"
     made = Imported(recipe)
     if rl and str(rl) not in PREFERENCES:
         made.notes["rl"] = f"{rl} has no counterpart; the recipe is {recipe}"
     if rl == "ipo":
         made.settings["loss"] = {"loss_type": "ipo"}
-    made.take(given, "base_model", "model", str)
-    sets = given.pop("datasets", None) or []
+    made.take(unread, "base_model", "model", str)
+    sets = unread.pop("datasets", None) or []
     parts = [_part(made, each) for each in sets if isinstance(each, Mapping)]
     made.settings["data"] = parts[0]["path"] if len(parts) == 1 and set(parts[0]) == {"path"} else parts
-    if tests := given.pop("test_datasets", None):
+    if tests := unread.pop("test_datasets", None):
         made.settings["validation"] = str(tests[0].get("path"))
         if len(tests) > 1:
             made.notes["test_datasets"] = "validation is one file: only the first is taken"
-    size = given.pop("val_set_size", 0)
+    size = unread.pop("val_set_size", 0)
     if isinstance(size, int | float) and size >= 1:
         made.notes["val_set_size"] = f"{size} rows: write their share as held_out"
     else:
         made.settings["held_out"] = float(size or 0)
-    if "sequence_len" in given:
-        made.take(given, "sequence_len", "max_tokens", int)
-    _adapter(made, given)
-    made.take_batch(given, "micro_batch_size")
-    if given.pop("train_on_inputs", False):
+    if "sequence_len" in unread:
+        made.take(unread, "sequence_len", "max_tokens", int)
+    _adapter(made, unread)
+    made.take_batch(unread, "micro_batch_size")
+    if unread.pop("train_on_inputs", False):
         made.settings["train_on"] = "all"
     for key, name in (("rl_beta", "beta"), ("dpo_beta", "beta"), ("orpo_alpha", "beta"), ("simpo_gamma", "gamma")):
-        if key in given and recipe in ("dpo", "kto"):
-            made.take(given, key, "beta", float)
-        elif key in given and recipe in ("orpo", "simpo"):
-            made.settings.setdefault("loss", {})[name] = float(given.pop(key))
+        if key in unread and recipe in ("dpo", "kto"):
+            made.take(unread, key, "beta", float)
+        elif key in unread and recipe in ("orpo", "simpo"):
+            made.settings.setdefault("loss", {})[name] = float(unread.pop(key))
     if recipe == "grpo":
-        _grpo(made, dict(given.pop("trl", None) or {}))
-    if patience := given.pop("early_stopping_patience", None):
+        _grpo(made, dict(unread.pop("trl", None) or {}))
+    if patience := unread.pop("early_stopping_patience", None):
         made.settings |= {"patience": int(patience), "best_by": "loss"}
-    if given.pop("saves_per_epoch", None) == 1:
+    if unread.pop("saves_per_epoch", None) == 1:
         made.settings["save_every"] = 0
-    if given.pop("wandb_project", None):
+    if unread.pop("wandb_project", None):
         made.settings["loggers"] = ["wandb"]
-    for key in [key for key in given if key.startswith("wandb_")]:
-        del given[key]
-    made.take_shared(given)
-    made.note_rest(given)
+    for key in [key for key in unread if key.startswith("wandb_")]:
+        del unread[key]
+    made.take_shared(unread)
+    made.note_rest(unread)
     return made
 
 

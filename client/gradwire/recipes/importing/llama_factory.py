@@ -31,58 +31,58 @@ def from_llama_factory(config: Mapping[str, Any], folder: Path) -> Imported:
     Raises:
         SettingsError: A data set has no description.
     """
-    given = dict(config)
-    stage = str(given.pop("stage", "sft"))
+    unread = dict(config)
+    stage = str(unread.pop("stage", "sft"))
     made = Imported(STAGES.get(stage, "sft"))
     if stage not in STAGES:
         made.notes["stage"] = f"{stage} has no counterpart; the recipe is sft"
-    loss = str(given.pop("pref_loss", "sigmoid"))
+    loss = str(unread.pop("pref_loss", "sigmoid"))
     if made.recipe == "dpo" and loss in ("orpo", "simpo"):
         made.recipe = loss
     elif loss != "sigmoid":
         made.settings["loss"] = {"loss_type": loss}
-    made.take(given, "model_name_or_path", "model", str)
-    directory = given.pop("dataset_dir", "data")
-    names = {key: given.pop(key, None) or [] for key in ("dataset", "eval_dataset")}
+    made.take(unread, "model_name_or_path", "model", str)
+    directory = unread.pop("dataset_dir", "data")
+    names = {key: unread.pop(key, None) or [] for key in ("dataset", "eval_dataset")}
     sets = {key: [each.strip() for each in (value.split(",") if isinstance(value, str) else value) if each.strip()]
             for key, value in names.items()}  # fmt: skip
     parts = _described(made, sets["dataset"], folder / str(directory))
-    limit = given.pop("max_samples", None)
+    limit = unread.pop("max_samples", None)
     if limit:
         made.settings["limit"] = int(limit)
     made.settings["data"] = parts[0]["path"] if len(parts) == 1 and set(parts[0]) == {"path"} else parts
     if sets["eval_dataset"]:
         made.settings["validation"] = _described(made, sets["eval_dataset"][:1], folder / str(directory))[0]["path"]
-    if probabilities := given.pop("interleave_probs", None):
+    if probabilities := unread.pop("interleave_probs", None):
         made.notes["interleave_probs"] = f"{probabilities}: say how often a set is seen by its weight"
-    made.settings["held_out"] = float(given.pop("val_size", 0) or 0)
-    if "cutoff_len" in given:
-        made.take(given, "cutoff_len", "max_tokens", int)
-    kind = given.pop("finetuning_type", "lora")
-    rank, target = given.pop("lora_rank", 8), given.pop("lora_target", "all")
+    made.settings["held_out"] = float(unread.pop("val_size", 0) or 0)
+    if "cutoff_len" in unread:
+        made.take(unread, "cutoff_len", "max_tokens", int)
+    kind = unread.pop("finetuning_type", "lora")
+    rank, target = unread.pop("lora_rank", 8), unread.pop("lora_target", "all")
     made.settings["lora_rank"] = int(rank) if kind == "lora" else 0
     if kind == "freeze":
         made.notes["finetuning_type"] = "freeze has no counterpart; all weights are trained: lora_rank: 0"
     if kind == "lora" and target != "all":
         made.settings["lora_targets"] = [each.strip() for each in str(target).split(",")]
-    if given.pop("use_rslora", False):
+    if unread.pop("use_rslora", False):
         made.settings["rslora"] = True
-    if (beta := given.pop("pref_beta", None)) is not None:
+    if (beta := unread.pop("pref_beta", None)) is not None:
         if made.recipe in ("dpo", "kto"):
             made.settings["beta"] = float(beta)
         else:
             made.settings.setdefault("loss", {})["beta"] = float(beta)
-    if given.pop("train_on_prompt", False):
+    if unread.pop("train_on_prompt", False):
         made.settings["train_on"] = "all"
-    if given.pop("mask_history", False):
+    if unread.pop("mask_history", False):
         made.settings["train_on"] = "last"
-    loggers = given.pop("report_to", None) or []
+    loggers = unread.pop("report_to", None) or []
     known = [each for each in ([loggers] if isinstance(loggers, str) else loggers) if each != "none"]
     if known:
         made.settings["loggers"] = known
-    made.take_batch(given, "per_device_train_batch_size")
-    made.take_shared(given)
-    made.note_rest(given)
+    made.take_batch(unread, "per_device_train_batch_size")
+    made.take_shared(unread)
+    made.note_rest(unread)
     return made
 
 
@@ -97,21 +97,21 @@ def _info(file: Path) -> Mapping[str, Any]:
     if not file.is_file():
         raise SettingsError(f"there is no file {file}, which describes the data sets; set dataset_dir")
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        described = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise SettingsError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(described, dict):
         raise SettingsError(f"{file} maps no names to data sets")
-    return found
+    return described
 
 
 def _described(made: Imported, names: list[str], folder: Path) -> list[dict[str, Any]]:
     """The data sets of these names, as ``dataset_info.json`` describes them."""
-    found = _info(folder / "dataset_info.json")
+    datasets = _info(folder / "dataset_info.json")
     for name in names:
-        if name not in found:
-            raise SettingsError(f"{folder / 'dataset_info.json'} describes no {name!r}; it has {', '.join(found)}")
-    return [_part(made, name, dict(found[name]), folder) for name in names]
+        if name not in datasets:
+            raise SettingsError(f"{folder / 'dataset_info.json'} describes no {name!r}; it has {', '.join(datasets)}")
+    return [_part(made, name, dict(datasets[name]), folder) for name in names]
 
 
 def _part(made: Imported, name: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -20,11 +20,11 @@ def imported(file: Path) -> Imported:
     """
     if file.name == "dataset_info.json":
         return from_dataset_info(file)
-    given = read_yaml(file, example="").values
-    if "base_model" in given:
-        made = from_axolotl(given)
-    elif "model_name_or_path" in given:
-        made = from_llama_factory(given, file.parent)
+    config = read_yaml(file, example="").values
+    if "base_model" in config:
+        made = from_axolotl(config)
+    elif "model_name_or_path" in config:
+        made = from_llama_factory(config, file.parent)
     else:
         raise SettingsError(
             f"{file} has neither base_model, as Axolotl's configurations, nor model_name_or_path, as LLaMA-Factory's"

@@ -221,7 +221,7 @@ class Algorithm(ABC):
         metrics: list[dict[str, Metric]] = []
         waited = time.monotonic()
         async for part in source.parts(iteration):
-            found = {"time/waited_for_rollouts_s": Sum(time.monotonic() - waited), **part.metrics}
+            measured = {"time/waited_for_rollouts_s": Sum(time.monotonic() - waited), **part.metrics}
             self.curriculum.update([*part.trajectories, *part.set_aside])
             if self.config.on_failure == "stop":
                 check_failures(iteration, [*part.trajectories, *part.set_aside])
@@ -229,7 +229,7 @@ class Algorithm(ABC):
                 self._reporter, [*part.trajectories, *part.set_aside], self.config.max_tokens, self._codec
             )
             minibatches = 1 if source.streaming else self.config.num_minibatches
-            metrics.append(found | await self._learn(iteration, part.trajectories, minibatches))
+            metrics.append(measured | await self._learn(iteration, part.trajectories, minibatches))
             trained += part.trajectories
             waited = time.monotonic()
         if self.config.reference_ema is not None:

@@ -53,18 +53,18 @@ class PPOAlgorithm(Algorithm):
         values, bootstrap = [], np.zeros(len(rows), np.float32)
         cut: list[int] = []
         for index, (row, each) in enumerate(zip(rows, scored)):
-            given = np.zeros(len(row.ids), np.float32)
-            given[row.written] = each
-            values.append(given)
+            of_row = np.zeros(len(row.ids), np.float32)
+            of_row[row.written] = each
+            values.append(of_row)
             if row.last and trajectories[row.trajectory].status == "truncated":
                 cut.append(index)
                 bootstrap[index] = each[-1]
             elif not row.last:
                 bootstrap[index] = scored[index + 1][0]
-        for row, given in zip(rows, values):
+        for row, of_row in zip(rows, values):
             steps = trajectories[row.trajectory].steps
             for step in row.ends:
-                steps[step].value = float(given[np.argmax(row.step_of == step)])
+                steps[step].value = float(of_row[np.argmax(row.step_of == step)])
         rewards = [token_rewards(row, trajectories[row.trajectory]) for row in rows]
         kwargs = {"gamma": 1.0, "whiten_advantages": True, **self.config.kl_kwargs(), **self.config.loss_kwargs}
         kwargs, trained = await self._sampler_correction.apply(rows, kwargs)

@@ -42,19 +42,19 @@ class SamplerCorrection:
             The arguments, and with a correction the log-probabilities per row ``[tokens]`` under the policy as it is
             now.
         """
-        found = dict(kwargs)
+        corrected = dict(kwargs)
         if not rows:
-            return found, None
+            return corrected, None
         trained = None
         if "sampler_correction" not in kwargs and self._differs is not False:
             trained = await self._trained_logprobs(rows)
             if self._differs is None:
                 self._differs = self._compare(rows, trained)
             if self._differs:
-                found["sampler_correction"] = "token_truncate"
-        if not found.get("sampler_correction"):
-            return found, None
-        return found, trained if trained is not None else await self._trained_logprobs(rows)
+                corrected["sampler_correction"] = "token_truncate"
+        if not corrected.get("sampler_correction"):
+            return corrected, None
+        return corrected, trained if trained is not None else await self._trained_logprobs(rows)
 
     def _compare(self, rows: Sequence[Row], trained: Sequence[FloatArray]) -> bool:
         difference = max(

@@ -41,11 +41,11 @@ def write_step_advantages(
         mask=np.concatenate([row.written for row in rows]),
     )
     ends = np.cumsum([len(row.ids) for row in rows])
-    for row, given in zip(rows, np.split(advantages, ends[:-1])):
+    for row, of_row in zip(rows, np.split(advantages, ends[:-1])):
         trajectory = trajectories[row.trajectory]
         for number in row.ends:
             step = trajectory.steps[number]
-            step.advantage = float(given[row.step_of == number].mean())
+            step.advantage = float(of_row[row.step_of == number].mean())
             logger.debug(
                 "episode %d.%d step %d: value %.4g, advantage %.4g",
                 trajectory.group, trajectory.member, number, step.value or 0.0, step.advantage,

@@ -228,12 +228,12 @@ class OpenAIInference(WeightFolder, ToolGeneration):
         return result
 
     def _logprobs(self, choice: Any, name: str, count: int) -> Any:
-        found = getattr(choice.logprobs, name, None) or ()
-        if len(found) < count:
+        logprobs = getattr(choice.logprobs, name, None) or ()
+        if len(logprobs) < count:
             raise UnsupportedError(
-                f"{self._base_url}/completions returned {len(found)} of {count} {name}: it does not score prompts"
+                f"{self._base_url}/completions returned {len(logprobs)} of {count} {name}: it does not score prompts"
             )
-        return found
+        return logprobs
 
     async def _text(self, ids: list[int]) -> str:
         """Decode without the token that begins a text, because the endpoint's tokenizer adds it again."""

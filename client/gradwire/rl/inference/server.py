@@ -118,16 +118,16 @@ class RunInference(ToolGeneration):
 
     async def _likeliest(self, rows: Sequence[IntArray], top_k: int) -> list[list[int]]:
         """Find the ``top_k`` most probable next tokens of each row, in order of their ids."""
-        found: list[set[int]] = [set() for _ in rows]
+        likeliest: list[set[int]] = [set() for _ in rows]
         for seed in range(ROUNDS):
-            left = [index for index, tokens in enumerate(found) if len(tokens) < top_k]
+            left = [index for index, tokens in enumerate(likeliest) if len(tokens) < top_k]
             if not left:
-                return [sorted(tokens) for tokens in found]
+                return [sorted(tokens) for tokens in likeliest]
             # 8 k samples miss one of k equally likely tokens about once in three thousand times.
             result = await self.run.sample(
                 [rows[index] for index in left],
                 n=8 * top_k, max_tokens=1, temperature=HOT, top_k=top_k, seed=seed, ignore_eos=True,
             )  # fmt: skip
             for index, samples in zip(left, result.samples):
-                found[index].update(int(sample.token_ids[0]) for sample in samples)
+                likeliest[index].update(int(sample.token_ids[0]) for sample in samples)
         raise UnsupportedError(f"the sampler found fewer than {top_k} tokens: is top_k larger than the vocabulary?")

@@ -191,14 +191,14 @@ class _Algorithm:
         return self.algorithm
 
     def _config(self) -> algorithms.AlgorithmConfig:
-        given = {each.name: getattr(self.config, each.name) for each in fields(self.config) if each.name not in OWN}
+        shared = {each.name: getattr(self.config, each.name) for each in fields(self.config) if each.name not in OWN}
         size = self.config.group_size or min(self.group_size, self.config.batch_size)
         if self.config.batch_size % size:
             raise ValueError(f"batch_size {self.config.batch_size} is not a multiple of group_size {size}")
         rate = self.backprop.learning_rate if self.config.learning_rate is None else self.config.learning_rate
         rollouts, inference = self.rollout_manager.config, self.env.inference
         return algorithms.AlgorithmConfig(
-            **given
+            **shared
             | {
                 "batch_size": self.config.batch_size // size,
                 "group_size": size,

@@ -157,16 +157,16 @@ class BackpropModule:
         """
         flat = not any(np.ndim(each) for each in rewards)
         rows = [np.atleast_1d(np.asarray(each, np.float64)) for each in rewards]
-        given = [np.zeros_like(row) for row in rows] if values is None else [
+        baselines = [np.zeros_like(row) for row in rows] if values is None else [
             np.atleast_1d(np.asarray(each, np.float64)) for each in values
         ]  # fmt: skip
         lengths = [len(row) for row in rows]
-        if lengths != [len(row) for row in given]:
-            raise ValueError(f"rewards and values differ in shape: {lengths} and {[len(row) for row in given]}")
+        if lengths != [len(row) for row in baselines]:
+            raise ValueError(f"rewards and values differ in shape: {lengths} and {[len(row) for row in baselines]}")
         if not rows:
             return np.zeros(0) if flat else []
         advantages, _ = gae(
-            np.concatenate(rows), np.concatenate(given), lengths,
+            np.concatenate(rows), np.concatenate(baselines), lengths,
             gamma=self.config.gamma, gae_lambda=self.config.gae_lambda,
         )  # fmt: skip
         if self.config.normalize_advantages:
@@ -190,18 +190,18 @@ class BackpropModule:
         columns: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "old_log_probs": [], "advantages": []}
         for row in rows:
             index, steps = row.trajectory, len(trajectories[row.trajectory].steps)
-            given = np.asarray(advantages[index], np.float64)
+            of_row = np.asarray(advantages[index], np.float64)
             tokens = np.zeros(len(row.ids), np.float32)
-            if given.ndim == 0:
-                tokens[row.written] = given
-            elif len(given) == steps:
-                tokens = row.spread(given)
-            elif len(given) == written[index]:
-                tokens[row.written] = given[used[index] : used[index] + row.written.sum()]
+            if of_row.ndim == 0:
+                tokens[row.written] = of_row
+            elif len(of_row) == steps:
+                tokens = row.spread(of_row)
+            elif len(of_row) == written[index]:
+                tokens[row.written] = of_row[used[index] : used[index] + row.written.sum()]
             else:
                 raise ValueError(
                     f"trajectory {index} has {steps} steps and {int(written[index])} tokens of the policy's, and "
-                    f"{len(given)} advantages"
+                    f"{len(of_row)} advantages"
                 )
             used[index] += row.written.sum()
             for name, value in zip(columns, (row.ids, row.written, row.logprobs, tokens)):

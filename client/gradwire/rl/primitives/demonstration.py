@@ -14,11 +14,11 @@ CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 
 def demonstration_inference(arguments: list[str] | None = None) -> InferenceModule:
     """Create an inference module of the model named on the command line, or of a random model."""
-    given = sys.argv[1:] if arguments is None else arguments
-    if len(given) > 1 or (given and given[0].startswith("-")):
+    words = sys.argv[1:] if arguments is None else arguments
+    if len(words) > 1 or (words and words[0].startswith("-")):
         raise SystemExit("one argument at most: the name or path of a model; without it, a random one is made")
-    if given:
-        return InferenceModule(given[0], max_new_tokens=16)
+    if words:
+        return InferenceModule(words[0], max_new_tokens=16)
     model, tokenizer = random_model()
     print("a random model of a few thousand parameters: its output is meaningless\n")
     return InferenceModule(model=model, tokenizer=tokenizer, max_new_tokens=8)

@@ -210,12 +210,12 @@ class InferenceModule:
         generation = ToolGeneration.batch_generate_with_tools(
             self.backend, list(prompts), tools_of(available_tools), params=params, max_turns=max_turns
         )
-        found = wait_for(generation)
-        for each in found:
+        trajectories = wait_for(generation)
+        for each in trajectories:
             if each.error:
                 raise RuntimeError(f"{each.task.prompt!r:.100}: {each.error}")
-        calls = [[result for step in each.steps for result in step.tool_results] for each in found]
-        return [each.response for each in found], calls
+        calls = [[result for step in each.steps for result in step.tool_results] for each in trajectories]
+        return [each.response for each in trajectories], calls
 
     async def _ids(self, prompt: Prompt) -> IntArray:
         return await TokenHistory(self.backend.codec).prompt_ids(prompt)

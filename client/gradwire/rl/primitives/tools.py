@@ -64,12 +64,12 @@ def tools_of(tools: Iterable[str | Tool | Callable[..., Any]]) -> list[Tool]:
     Raises:
         ValueError: A name is not registered.
     """
-    found = []
+    chosen = []
     for each in tools:
         if isinstance(each, str) and each not in _tools:
             raise ValueError(
                 f"there is no tool {each!r}: register_tool(function, name={each!r}) adds it; registered are "
                 f"{', '.join(sorted(_tools))}"
             )
-        found.append(_tools[each] if isinstance(each, str) else Tool.of(each))
-    return found
+        chosen.append(_tools[each] if isinstance(each, str) else Tool.of(each))
+    return chosen

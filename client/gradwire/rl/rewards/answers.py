@@ -38,10 +38,10 @@ def math_answer(*, format_score: float = 0.0, limits: SandboxLimits | None = Non
         wanted = math_verify.parse(f"${truth}$" if bare else truth, parsing_timeout=None)
         if not wanted:
             raise ValueError(f"the ground truth {truth!r} cannot be parsed by math-verify")
-        found = math_verify.parse(response, parsing_timeout=None)
-        if not found:
+        answer = math_verify.parse(response, parsing_timeout=None)
+        if not answer:
             return 0.0
-        return 1.0 if math_verify.verify(wanted, found, timeout_seconds=None) else format_score
+        return 1.0 if math_verify.verify(wanted, answer, timeout_seconds=None) else format_score
 
     return RewardFunction(math_answer, limits=limits, workers=workers)
 
@@ -70,11 +70,11 @@ def multiple_choice(*, format_score: float = 0.0) -> RewardFunction:
     """
 
     def multiple_choice(response: str, ground_truth: Any, data: dict[str, Any]) -> float:
-        wanted, found = str(ground_truth).strip().upper(), find_choice(response, len(data.get("options") or LETTERS))
+        wanted, choice = str(ground_truth).strip().upper(), find_choice(response, len(data.get("options") or LETTERS))
         if len(wanted) != 1 or not wanted.isalpha():
             raise ValueError(
                 f"the ground truth {ground_truth!r} is not the letter of an option; choice_tasks converts it to one"
             )
-        return 0.0 if found is None else 1.0 if found == wanted else format_score
+        return 0.0 if choice is None else 1.0 if choice == wanted else format_score
 
     return RewardFunction(multiple_choice, sandboxed=False)

@@ -31,12 +31,12 @@ def last_number(*, tolerance: float = 1e-6, format_score: float = 0.0) -> Reward
     """
 
     def last_number(response: str, ground_truth: Any) -> float:
-        found, wanted = find_last_number(response), find_last_number(str(ground_truth))
+        number, wanted = find_last_number(response), find_last_number(str(ground_truth))
         if wanted is None:
             raise ValueError(f"the ground truth {ground_truth!r} has no number")
-        if found is None:
+        if number is None:
             return 0.0
-        return 1.0 if abs(found - wanted) <= tolerance * max(1.0, abs(wanted)) else format_score
+        return 1.0 if abs(number - wanted) <= tolerance * max(1.0, abs(wanted)) else format_score
 
     return RewardFunction(last_number, sandboxed=False)
 

@@ -84,10 +84,10 @@ async def _talked(process: asyncio.subprocess.Process, asked: dict[str, Any], as
     while True:
         process.stdin.write(json.dumps(said).encode() + b"\n")
         await process.stdin.drain()
-        found: dict[str, Any] = json.loads(await process.stdout.readline())
-        if "question" not in found or ask is None:
-            return found
+        reply: dict[str, Any] = json.loads(await process.stdout.readline())
+        if "question" not in reply or ask is None:
+            return reply
         try:
-            said = {"text": await ask(found["question"])}
+            said = {"text": await ask(reply["question"])}
         except ServiceError as error:
             said = {"error": error.error.message}

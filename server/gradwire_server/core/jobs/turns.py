@@ -171,12 +171,12 @@ def _checked(event: jobs.JobEvent) -> dict[str, Any]:
 
 def _object(text: str, field: str) -> dict[str, Any]:
     try:
-        found = json.loads(text or "{}")
+        parsed = json.loads(text or "{}")
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        parsed = None
+    if not isinstance(parsed, dict):
         raise _invalid(f"{field} is no JSON object: {text[:50]!r}", field)
-    return found
+    return parsed
 
 
 def _invalid(message: str, field: str) -> ServiceError:

@@ -87,10 +87,10 @@ class JobService(JobServiceServicer):
         return self._core.files.get(CALLER.get(), request.file_id)
 
     async def ListFiles(self, request: jobs.ListFilesRequest, context: Any) -> jobs.ListFilesResponse:
-        found, more = self._core.files.page(
+        files, more = self._core.files.page(
             CALLER.get(), request.page_size, request.after, request.purpose, oldest_first=request.oldest_first
         )
-        return jobs.ListFilesResponse(files=found, has_more=more)
+        return jobs.ListFilesResponse(files=files, has_more=more)
 
     async def DeleteFile(self, request: jobs.DeleteFileRequest, context: Any) -> jobs.DeleteFileResponse:
         await self._core.files.delete(CALLER.get(), request.file_id)

@@ -102,17 +102,17 @@ def _retry_after_s(status: int, error: pb.Error) -> int | None:
 
 def error_response(error: pb.Error, body: ErrorBody, status: int | None = None) -> JSONResponse:
     """The response for an error; ``status`` replaces that of its code."""
-    given = pb.Error()
-    given.CopyFrom(error)
-    given.request_id = error.request_id or secrets.token_hex(8)
-    if len(given.message) > MAX_MESSAGE_CHARS:
-        given.message = given.message[:MAX_MESSAGE_CHARS] + "…"
-    status = status or status_of(given)
-    log.info("request %s refused with %d: %s", given.request_id, status, pb.ErrorCode.Name(given.code))
-    headers = {"X-Request-Id": given.request_id}
-    if (retry_after_s := _retry_after_s(status, given)) is not None:
+    body_error = pb.Error()
+    body_error.CopyFrom(error)
+    body_error.request_id = error.request_id or secrets.token_hex(8)
+    if len(body_error.message) > MAX_MESSAGE_CHARS:
+        body_error.message = body_error.message[:MAX_MESSAGE_CHARS] + "…"
+    status = status or status_of(body_error)
+    log.info("request %s refused with %d: %s", body_error.request_id, status, pb.ErrorCode.Name(body_error.code))
+    headers = {"X-Request-Id": body_error.request_id}
+    if (retry_after_s := _retry_after_s(status, body_error)) is not None:
         headers["Retry-After"] = str(retry_after_s)
-    return JSONResponse(dict(body(status, given)), status, headers)
+    return JSONResponse(dict(body(status, body_error)), status, headers)
 
 
 def internal_error(error: Exception, path: str) -> pb.Error:

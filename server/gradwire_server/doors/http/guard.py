@@ -260,14 +260,14 @@ class _Headers:
     """The headers that matter here."""
 
     def __init__(self, raw: Iterable[tuple[bytes, bytes]]) -> None:
-        found = {name: value.decode("latin-1") for name, value in raw}
-        bearer = found.get(b"authorization", "")
-        self.secret = found.get(b"x-api-key") or (bearer[7:] if bearer[:7].lower() == "bearer " else "")
-        self.encoding = found.get(b"content-encoding", "").strip().lower()
-        self.length = found.get(b"content-length", "")
-        self.waits = bool(found.get(b"expect"))  # sends its body only when it is asked for
-        self.content_type = found.get(b"content-type", "").lower()
-        self.traceparent = found.get(b"traceparent", "")
+        headers = {name: value.decode("latin-1") for name, value in raw}
+        bearer = headers.get(b"authorization", "")
+        self.secret = headers.get(b"x-api-key") or (bearer[7:] if bearer[:7].lower() == "bearer " else "")
+        self.encoding = headers.get(b"content-encoding", "").strip().lower()
+        self.length = headers.get(b"content-length", "")
+        self.waits = bool(headers.get(b"expect"))  # sends its body only when it is asked for
+        self.content_type = headers.get(b"content-type", "").lower()
+        self.traceparent = headers.get(b"traceparent", "")
 
 
 async def _body(headers: _Headers, receive: Receive, limit: BodyLimit) -> bytes:

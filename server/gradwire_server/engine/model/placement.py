@@ -149,13 +149,13 @@ def _go_on_after_errors(layer: nn.Module, defer: Callable[[Exception], bool]) ->
 
 def layers_of(trunk: nn.Module) -> list[nn.Module]:
     """The layers that are divided one by one: all tokens go through each, unlike the experts within them."""
-    found = []
+    layers = []
     for part in trunk.children():
         if isinstance(trunk, nn.ModuleList) and not isinstance(part, nn.ModuleList):
-            found.append(part)
+            layers.append(part)
         else:
-            found += layers_of(part)
-    return found
+            layers += layers_of(part)
+    return layers
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -182,12 +182,12 @@ def whole_on_host(tensors: Mapping[str, Tensor], *, keep: bool) -> Mapping[str, 
     Args:
         keep: Whether this rank wants them.
     """
-    found = {}
+    on_host = {}
     for name, tensor in tensors.items():
         value = whole(tensor).cpu() if isinstance(tensor, DTensor) else tensor
         if keep:
-            found[name] = value
-    return found
+            on_host[name] = value
+    return on_host
 
 
 def placed_like(value: Tensor, target: Tensor) -> Tensor:

@@ -237,10 +237,10 @@ class Policy:
         Raises:
             OperationError: INVALID_ARGUMENT, before any change, if names or shapes differ.
         """
-        mine, given = (
+        mine, theirs = (
             {name for name in names if head or not name.startswith(HEAD_PREFIX)} for names in (self._masters, tensors)
         )
-        differing = sorted(mine ^ given) or [
+        differing = sorted(mine ^ theirs) or [
             name for name in sorted(mine) if self._masters[name].shape != tensors[name].shape
         ]
         if differing:

@@ -114,7 +114,7 @@ def forward(context: EngineContext, run: EngineRun, seq: int, call: training_pb2
         loss, config = read_loss(call)
         asked = LossCall(loss, config, _reference(context, run, config), _teacher(context, run, config))
     refuse_part(call)
-    found = evaluate.forward(
+    evaluation = evaluate.forward(
         policy,
         read(asked.loss if asked else PLAIN, columns, policy, call.maybe_padded),
         asked,
@@ -123,14 +123,14 @@ def forward(context: EngineContext, run: EngineRun, seq: int, call: training_pb2
         budget=context.budget,
         agreement=context.agreement,
     )
-    return evaluated(found)
+    return evaluated(evaluation)
 
 
 def kept_forward(
     context: EngineContext, run: EngineRun, seq: int, call: training_pb2.KeptForward, columns: Columns
 ) -> Outcome:
     """Compute scores and keep their graph for :func:`backward`: the first half of a loss on the client."""
-    run.kept[seq], found = evaluate.kept_forward(
+    run.kept[seq], evaluation = evaluate.kept_forward(
         run.policy,
         read(PLAIN, columns, run.policy, call.maybe_padded),
         list(call.scores) or ["logprobs"],
@@ -139,7 +139,7 @@ def kept_forward(
         dropout_seed=run.dropout_seed,
         agreement=context.agreement,
     )
-    return evaluated(found)
+    return evaluated(evaluation)
 
 
 def backward(

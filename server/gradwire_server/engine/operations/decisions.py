@@ -208,12 +208,12 @@ class Decisions:
 def _row_lengths(run: EngineRun, columns: Columns) -> list[NDArray[np.uint32]]:
     """Lengths of the rows of each column that has any, with parts that came before; images' bytes are no rows."""
     parts = run.accumulator.parts
-    found = [
+    by_field = [
         np.concatenate([*(parts.row_lengths(name) if parts is not None else ()), column.levels[-1]])
         for name, column in columns.items()
         if column.levels and name != IMAGE_BYTES
     ]
-    return [lengths for lengths in found if len(lengths)]
+    return [lengths for lengths in by_field if len(lengths)]
 
 
 def _longest(lengths: Sequence[NDArray[np.uint32]]) -> int:

@@ -211,20 +211,20 @@ class _Tokens:
         Args:
             numbers: The row's images, if they are not those of the given rows.
         """
-        given = self._given
-        numbers = given.rows[row] if numbers is None else numbers
+        images = self._given
+        numbers = images.rows[row] if numbers is None else numbers
         try:
-            expanded = given.vision.expand(ids, [given.images[number] for number in numbers])
+            expanded = images.vision.expand(ids, [images.images[number] for number in numbers])
         except ImageRefused as error:
             rule = "one image token for each image"
             raise BatchError(f"{IMAGES}, row {row}: {error}", field=IMAGES, row=row, rule=rule) from error
-        if len(expanded.ids) > given.context_length:
+        if len(expanded.ids) > images.context_length:
             raise BatchError(
                 f"{IMAGES}, row {row}: it has {len(expanded.ids)} tokens with those of its images, and the model's"
-                f" context has {given.context_length}; make the images smaller",
+                f" context has {images.context_length}; make the images smaller",
                 field=IMAGES,
                 row=row,
-                rule=f"tokens <= {given.context_length}",
+                rule=f"tokens <= {images.context_length}",
             )
         table = torch.cat([torch.zeros(0, dtype=torch.int64), *(self._own[number] for number in numbers)])
         seen = expanded.places >= 0

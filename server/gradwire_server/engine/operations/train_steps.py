@@ -98,13 +98,13 @@ def _evaluated(trainings: Mapping[Execution, Training]) -> dict[Execution, Outco
         if error.code != training_pb2.ERROR_CODE_NON_FINITE or not _loss(execution).skip_nonfinite:
             raise
         return {execution: batches.left_out(execution.run, training, error)}
-    found = {}
+    outcomes = {}
     for (execution, training), evaluation in zip(trainings.items(), evaluations, strict=True):
         if evaluation is not None:
-            outcome = found[execution] = batches.trained(execution.run, training, evaluation)
+            outcome = outcomes[execution] = batches.trained(execution.run, training, evaluation)
             if len(trainings) > 1:
                 outcome.result.loss.grouped_runs = len(trainings)
-    return found
+    return outcomes
 
 
 def _rng(run: EngineRun, part: int) -> AbstractContextManager[None]:

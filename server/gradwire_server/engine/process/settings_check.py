@@ -45,10 +45,10 @@ def _check_device(name: str) -> None:
         )
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        found = "no CUDA device" if count == 0 else f"{count} CUDA devices, numbered from 0"
+        devices = "no CUDA device" if count == 0 else f"{count} CUDA devices, numbered from 0"
         raise OperationError(
             training_pb2.ERROR_CODE_UNSUPPORTED,
-            f"--device {name}: torch {torch.__version__} finds {found} here; `gradwire doctor` looks for the reason,"
+            f"--device {name}: torch {torch.__version__} finds {devices} here; `gradwire doctor` looks for the reason,"
             " and --device cpu trains without one",
         )
 

@@ -128,17 +128,17 @@ class Held:
         owner = first.job.owner
         share = capacity / len(self._owners.keys() | {owner})
         if not self.of(owner) or self.of(owner) + needs <= share:
-            chosen, found = self._latest(missing, lambda row: row.job.owner != owner and row.job.owner, above=share)
-            if found:
+            chosen, enough = self._latest(missing, lambda row: row.job.owner != owner and row.job.owner, above=share)
+            if enough:
                 return chosen
         own = {row.job for row in self._rows if row.job.owner == owner}
         share /= len(own | jobs)
         if first.job in own or needs > share:
             return []
-        chosen, found = self._latest(
+        chosen, enough = self._latest(
             missing, lambda row: row.job.owner == owner and row.job, above=share, steps=QUANTUM
         )
-        return chosen if found else []
+        return chosen if enough else []
 
     def _sums(self, group: Callable[[Waiting], Hashable]) -> dict[Hashable, float]:
         sums: dict[Hashable, float] = {}

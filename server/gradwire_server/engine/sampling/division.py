@@ -63,10 +63,10 @@ class Division:
 
         def with_all() -> T | Failure:
             with model.before_forwards(lambda: agreement.greatest(1)):
-                found = agreement.attempt(step, own=True)
-            while agreement.greatest(0, found.error if isinstance(found, Failure) else None):
+                result = agreement.attempt(step, own=True)
+            while agreement.greatest(0, result.error if isinstance(result, Failure) else None):
                 model.forward_idly()
-            return found
+            return result
 
         return model.compute(with_all)
 

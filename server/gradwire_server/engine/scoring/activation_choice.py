@@ -71,7 +71,7 @@ def choose(row: LongRow, costs: Costs, device_bytes: float, host_bytes: float) -
         return 2 * row.tokens * bytes_a_token / costs.copy_rate
 
     both = Activations.RECOMPUTE | Activations.OFFLOAD
-    found = [
+    fitting = [
         (seconds, treatment)
         for seconds, on_device, on_host, treatment in (
             (forward_s, row.input_bytes + row.working_bytes, 0.0, Activations.RECOMPUTE),
@@ -80,8 +80,8 @@ def choose(row: LongRow, costs: Costs, device_bytes: float, host_bytes: float) -
         )
         if row.tokens * on_device <= device_bytes and row.tokens * on_host <= host_bytes
     ]
-    if found:
-        return min(found, key=lambda each: each[0])[1]
+    if fitting:
+        return min(fitting, key=lambda each: each[0])[1]
     return both if row.tokens * row.input_bytes <= host_bytes else Activations.RECOMPUTE
 
 

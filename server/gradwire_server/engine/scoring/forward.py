@@ -269,7 +269,7 @@ def _shared_token_scores(readings: Sequence[Reading], hidden: Sequence[Tensor]) 
         wanted = frozenset(reading.names) & VOCABULARY_SCORES
         if len(readings) > 1 and wanted and reading.policy.output_head().adapter is None:
             alike.setdefault((wanted, reading.temperature, reading.ids.shape[1]), []).append(number)
-    found: list[TokenScores | None] = [None] * len(readings)
+    of_readings: list[TokenScores | None] = [None] * len(readings)
     for numbers in alike.values():
         if len(numbers) == 1:
             continue
@@ -277,8 +277,8 @@ def _shared_token_scores(readings: Sequence[Reading], hidden: Sequence[Tensor]) 
         states = torch.cat([readings[number].read_states(hidden[number]) for number in numbers])
         whole = members[0].token_scores(states, torch.cat([each.ids for each in members]), training=True)
         for number, part in zip(numbers, whole.split([len(each.ids) for each in members]), strict=True):
-            found[number] = part
-    return found
+            of_readings[number] = part
+    return of_readings
 
 
 def assemble(

@@ -155,13 +155,13 @@ class HeadGradients:
     def results(self) -> tuple[Tensor | None, ...]:
         """The gradients of the bias and of each operand; None where it is not required or was added in place."""
         bias = None if self._of_bias is None or self._bias is None else self._of_bias.to(self._bias.dtype)
-        found: list[Tensor | None] = []
+        products: list[Tensor | None] = []
         for of_states, of_weight in zip(self._of_states, self._of_weights, strict=True):
-            states, weight = self._operands[len(found)], self._operands[len(found) + 1]
-            held = self._held and not found
-            found.append(None if of_states is None else of_states.to(states.dtype))
-            found.append(None if of_weight is None or held else of_weight.to(weight.dtype))
-        return bias, *found
+            states, weight = self._operands[len(products)], self._operands[len(products) + 1]
+            held = self._held and not products
+            products.append(None if of_states is None else of_states.to(states.dtype))
+            products.append(None if of_weight is None or held else of_weight.to(weight.dtype))
+        return bias, *products
 
 
 class HeadProduct:

@@ -35,13 +35,13 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 def versions() -> dict[str, str]:
     """Versions of the packages on which a bit-for-bit continuation depends."""
-    found = {"torch": str(torch.__version__)}
+    by_package = {"torch": str(torch.__version__)}
     for package in ("gradwire", "transformers", "peft"):
         try:
-            found[package] = importlib.metadata.version(package)
+            by_package[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "unknown"
-    return found
+            by_package[package] = "unknown"
+    return by_package
 
 
 class CheckpointStore:

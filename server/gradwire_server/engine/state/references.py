@@ -240,8 +240,8 @@ class References:
         keys = sequence_keys(reference.identity, temperature, batch)
         if self.same_bits:
             keys = keys_in_batch(keys, batch, budget)
-        found = [self._logprobs.get(key) for key in keys]
-        missing = [index for index, known in enumerate(found) if known is None]
+        of_rows = [self._logprobs.get(key) for key in keys]
+        missing = [index for index, known in enumerate(of_rows) if known is None]
         if missing and self.same_bits:
             missing = list(range(len(keys)))
         self.computed_sequences += len(missing)
@@ -260,8 +260,8 @@ class References:
             if len(missing) == len(keys):
                 return scores["logprobs"]
             for index, values in zip(missing, self._keep_new(), strict=True):
-                found[index] = values
-        return torch.cat([values for values in found if values is not None])
+                of_rows[index] = values
+        return torch.cat([values for values in of_rows if values is not None])
 
     def _keep_new(self) -> Sequence[Tensor]:
         """Cache the previous result by sequence; deferred until now, because it requires waiting for the device."""

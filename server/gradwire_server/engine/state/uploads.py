@@ -62,15 +62,15 @@ def check_upload(pool: ModelPool, shapes: AdapterShapes, request: pb.BeginUpload
         OperationError: INVALID_ARGUMENT or UNSUPPORTED, saying what does not fit.
     """
     configs = {file.name: _json(file) for file in request.files if file.name.endswith(".json")}
-    given: Shapes = {}
+    uploaded: Shapes = {}
     for file in request.files:
         if file.name.endswith(".safetensors"):
-            given |= {name: tuple(entry["shape"]) for name, entry in _tensors(file).items()}
+            uploaded |= {name: tuple(entry["shape"]) for name, entry in _tensors(file).items()}
     if request.kind == ADAPTER:
-        settings = _lora_settings(configs.get(ADAPTER_CONFIG, {}), given)
-        _check_adapter(shapes, request.base_model, settings, given)
+        settings = _lora_settings(configs.get(ADAPTER_CONFIG, {}), uploaded)
+        _check_adapter(shapes, request.base_model, settings, uploaded)
         return pb.Upload(lora=settings)
-    _check_model(pool, request.base_model, configs.get(MODEL_CONFIG, {}), given)
+    _check_model(pool, request.base_model, configs.get(MODEL_CONFIG, {}), uploaded)
     return pb.Upload()
 
 
@@ -143,7 +143,7 @@ def _check_adapter(shapes: AdapterShapes, base: str, settings: pb.LoraSettings, 
     if strange:
         raise invalid(f"the adapter's tensor {strange[0]!r} is not named as peft names them: {PREFIX}...", "path")
     modules = shapes.modules(base)
-    given = {name.removeprefix(PREFIX): shape for name, shape in tensors.items() if not name.endswith(BASE_WEIGHT)}
+    uploaded = {name.removeprefix(PREFIX): shape for name, shape in tensors.items() if not name.endswith(BASE_WEIGHT)}
     lacking = sorted({module for name in tensors if (module := _module(name)) not in modules})
     if lacking:
         raise invalid(f"the base model {base!r} has no module {_some(lacking)}, which the adapter changes", "path")
@@ -153,11 +153,11 @@ def _check_adapter(shapes: AdapterShapes, base: str, settings: pb.LoraSettings, 
                 f"{ADAPTER_CONFIG}: the base model {base!r} has no module {target!r}, a target of the adapter", "path"
             )
     where = ", ".join(settings.target_modules) or "every linear layer"
-    _compare(shapes.of(base, settings), given, f"an adapter of rank {settings.rank} on {where} of {base!r}")
+    _compare(shapes.of(base, settings), uploaded, f"an adapter of rank {settings.rank} on {where} of {base!r}")
 
 
 def _adapter_tensors(pool: ModelPool, files: Path, upload: pb.Upload) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in upload.files:
         if file.name.endswith(".safetensors"):
             try:
@@ -166,10 +166,10 @@ def _adapter_tensors(pool: ModelPool, files: Path, upload: pb.Upload) -> dict[st
                 raise invalid(f"{file.name} is no file of safetensors: {error}", "path") from error
             if other := next((name for name, tensor in loaded.items() if not tensor.is_floating_point()), ""):
                 raise invalid(f"{file.name} has whole numbers as {other!r}; weights are floating-point numbers", "path")
-            found |= {name.removeprefix(PREFIX): tensor for name, tensor in loaded.items()}
-    for name in [name for name in found if name.endswith(BASE_WEIGHT)]:
-        _check_base_weight(pool, upload.base_model, name.removesuffix(BASE_WEIGHT), found.pop(name))
-    return found
+            tensors |= {name.removeprefix(PREFIX): tensor for name, tensor in loaded.items()}
+    for name in [name for name in tensors if name.endswith(BASE_WEIGHT)]:
+        _check_base_weight(pool, upload.base_model, name.removesuffix(BASE_WEIGHT), tensors.pop(name))
+    return tensors
 
 
 def _check_base_weight(pool: ModelPool, base: str, module: str, given: Tensor) -> None:

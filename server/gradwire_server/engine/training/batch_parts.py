@@ -51,11 +51,11 @@ class BatchParts:
         if not self._parts:
             return
         for field in ("loss_fn", "loss_kwargs"):
-            mine, given = (_argument(each, field) for each in (self._call, call))
-            if mine != given:
+            mine, theirs = (_argument(each, field) for each in (self._call, call))
+            if mine != theirs:
                 raise OperationError(
                     training_pb2.ERROR_CODE_INVALID_ARGUMENT,
-                    f"{field} is {given!r}, and {len(self)} parts of a batch wait for their last one, whose {field} is"
+                    f"{field} is {theirs!r}, and {len(self)} parts of a batch wait for their last one, whose {field} is"
                     f" {mine!r}: send that without accumulate, or drop the parts with zero_grad",
                     field=field,
                     rule="the same for all parts of a batch",
@@ -119,14 +119,14 @@ def joined(parts: Sequence[Columns]) -> dict[str, Column]:
     """One batch of several with the same fields, row after row."""
     if any(IMAGES in part for part in parts):
         parts = _with_images(parts)
-    found = {}
+    columns_by_name = {}
     for name in parts[0]:
         columns = [part[name] for part in parts]
-        found[name] = Column(
+        columns_by_name[name] = Column(
             np.concatenate([each.values for each in columns]),
             tuple(np.concatenate(levels) for levels in zip(*(each.levels for each in columns), strict=True)),
         )
-    return found
+    return columns_by_name
 
 
 def _check_alike(first: Columns, part: Columns, number: int) -> None:
@@ -136,10 +136,10 @@ def _check_alike(first: Columns, part: Columns, number: int) -> None:
         has, lacks = ("the first part", f"part {number}") if name in first else (f"part {number}", "the first part")
         raise _refused(f"{has} of this batch has the field {name}, and {lacks} has not", name)
     for name in part.keys() & first.keys():
-        mine, given = first[name], part[name]
-        if (len(mine.levels), mine.values.shape[1:]) != (len(given.levels), given.values.shape[1:]):
+        mine, theirs = first[name], part[name]
+        if (len(mine.levels), mine.values.shape[1:]) != (len(theirs.levels), theirs.values.shape[1:]):
             raise _refused(
-                f"{name} is {_shape(given)} in part {number} of this batch and {_shape(mine)} in the first", name
+                f"{name} is {_shape(theirs)} in part {number} of this batch and {_shape(mine)} in the first", name
             )
 
 

@@ -163,13 +163,13 @@ class DifferentiableScores:
             _passes(
                 part.batch,
                 micro,
-                found,
+                computed,
                 own,
                 counts=counts and collector.counts,
                 in_step=self.lanes.in_step,
                 divided=collector.divided,
             )
-            for part, collector, micro, found, own in zip(
+            for part, collector, micro, computed, own in zip(
                 self._parts, collectors, micros, scores, gradients, strict=True
             )
         ]
@@ -178,7 +178,7 @@ class DifferentiableScores:
         with suited_threads(policy.device, tokens, policy.facts.num_parameters):
             for number in range(count):  # the first key of each batch, then the second
                 outputs: list[Tensor] = []
-                given: list[Tensor] = []
+                in_outputs: list[Tensor] = []
                 for collector, own in zip(collectors, passes, strict=True):
                     if number < len(own):
                         if own[number].counts:
@@ -186,8 +186,8 @@ class DifferentiableScores:
                         else:
                             collector.drop()
                         outputs += own[number].outputs
-                        given += own[number].gradients
-                torch.autograd.backward(outputs, given, retain_graph=number + 1 < count)
+                        in_outputs += own[number].gradients
+                torch.autograd.backward(outputs, in_outputs, retain_graph=number + 1 < count)
 
 
 def combined(
@@ -237,21 +237,21 @@ def _passes(
     In step with other processes each key has a pass, if need be with gradients of 0; over divided weights through the
     same scores in all of them.
     """
-    found = []
+    passes = []
     for key, by_name in gradients.items():
         own = [name for name in by_name if counts and scores[name].requires_grad and scores[name].numel()]
         names = own
         if divided or (in_step and not own):
             names = [name for name, score in scores.items() if score.requires_grad]
         if names:
-            given = [
+            in_scores = [
                 _part(batch, micro, name, by_name[name]).to(scores[name].device, scores[name].dtype, non_blocking=True)
                 if name in own
                 else torch.zeros_like(scores[name])
                 for name in names
             ]
-            found.append(_Pass(key, divided or bool(own), [scores[name] for name in names], given))
-    return found
+            passes.append(_Pass(key, divided or bool(own), [scores[name] for name in names], in_scores))
+    return passes
 
 
 def _part(batch: Batch, micro: MicroBatch, name: str, whole: Tensor) -> Tensor:

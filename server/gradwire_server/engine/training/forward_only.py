@@ -60,10 +60,10 @@ def forward(
         policy, batch, names, temperature=temperature, teacher=teacher, budget=budget, agreement=agreement
     )
     if on_batch is not None:
-        found = on_batch.value(scores)
-        sums.add(found)
-        if found.advantages is not None:
-            scores[ADVANTAGES] = found.advantages
+        value = on_batch.value(scores)
+        sums.add(value)
+        if value.advantages is not None:
+            scores[ADVANTAGES] = value.advantages
     copies = sums.settle(outputs={name: scores[name] for name in outputs if name in scores})
     num_microbatches = len(split_for_scores(policy, batch, budget))
     return reported(batch, copies, num_microbatches, sums if call is not None else None)

@@ -89,16 +89,16 @@ class LossSums:
         Returns:
             The ``outputs``, copied to the host in the same transfer.
         """
-        given = outputs or {}
+        wanted = outputs or {}
         (terms, self._metrics, checked), copies = settled(
-            [self._terms, self._metrics, list(checks)], list(given.values())
+            [self._terms, self._metrics, list(checks)], list(wanted.values())
         )
         for part in terms:
             for name, (total, count) in part.items():
                 self._sums[name] = self._sums.get(name, 0.0) + total
                 self._counts[name] = count if self._units[name] == "sum" else self._counts.get(name, 0.0) + count
         self.finite = all(map(math.isfinite, [*self._sums.values(), *_flat(checked)]))
-        return dict(zip(given, copies, strict=True))
+        return dict(zip(wanted, copies, strict=True))
 
     @property
     def counts(self) -> dict[Key, float]:

@@ -166,10 +166,10 @@ class Optimizer:
                 "optim_step: head_learning_rate is of a run's own head, and this run has none: leave it out",
                 field="head_learning_rate",
             )
-        found, factor = accumulator.normalised()
+        sums, factor = accumulator.normalised()
         # In a fixed order, because the norm's last bit must not depend on whether a checkpoint was loaded in between.
-        gradients = {name: found[name] for name in self._masters if name in found}
-        norm = accumulator.norm if gradients and len(gradients) == len(found) else None
+        gradients = {name: sums[name] for name in self._masters if name in sums}
+        norm = accumulator.norm if gradients and len(gradients) == len(sums) else None
         return Step(gradients, factor, settings, accumulator.num_operations, norm)
 
     def allocate(self, step: Step) -> Mapping[str, str]:

@@ -112,11 +112,11 @@ class Session:
 
     def do_run(self, request: dict[str, Any]) -> dict[str, Any]:
         """Run the code as a program with this standard input; return its output."""
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as printed:
-            given.write(request["stdin"].encode())
-            given.flush()
-            os.lseek(given.fileno(), 0, os.SEEK_SET)
-            os.dup2(given.fileno(), 0)
+        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as printed:
+            stdin.write(request["stdin"].encode())
+            stdin.flush()
+            os.lseek(stdin.fileno(), 0, os.SEEK_SET)
+            os.dup2(stdin.fileno(), 0)
             os.dup2(printed.fileno(), 1)
             sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
             ended: dict[str, Any] = {}

@@ -66,13 +66,13 @@ class ServiceJudge:
             rendered = await self._service.render(
                 list(question.messages), train_on=None, add_generation_prompt=True, model=base
             )
-            found = await self._service.sampling_client(question.model).sample(
+            sampled = await self._service.sampling_client(question.model).sample(
                 [rendered["input_ids"]], max_tokens=question.max_tokens, temperature=question.temperature,
                 top_p=question.top_p, seed=question.seed, json_schema=dict(question.json_schema),
             )  # fmt: skip
         except GradwireError as error:
             raise SampleError("model_grader_server_error", f"{question.model}: {error}") from error
-        return found.samples[0][0].text or ""
+        return sampled.samples[0][0].text or ""
 
     async def base(self, model: str) -> str:
         """The base model of one of these."""
@@ -91,10 +91,10 @@ class ModelGrader(Grader):
         self.name = text_of(spec, "name", where)
         self.model = text_of(spec, "model", where)
         self._judge = judge
-        given = spec.get("input")
-        if not isinstance(given, list) or not 1 <= len(given) <= MAX_MESSAGES:
+        value = spec.get("input")
+        if not isinstance(value, list) or not 1 <= len(value) <= MAX_MESSAGES:
             raise GraderError(f"{where}input must be a list of messages, {MAX_MESSAGES} at most")
-        self._messages = [_message(each, f"{where}input[{number}].") for number, each in enumerate(given)]
+        self._messages = [_message(each, f"{where}input[{number}].") for number, each in enumerate(value)]
         self._sampling = _sampling(spec.get("sampling_params"), f"{where}sampling_params.")
         self._schema = {
             "type": "object", "properties": {"result": dict(result)}, "required": ["result"],
@@ -127,20 +127,20 @@ class ScoreModel(ModelGrader):
     """
 
     def __init__(self, spec: Mapping[str, Any], where: str, judge: Judge | None = None) -> None:
-        given = spec.get("range") or [0.0, 1.0]
+        value = spec.get("range") or [0.0, 1.0]
         numbers = (
-            isinstance(given, list)
-            and len(given) == 2
+            isinstance(value, list)
+            and len(value) == 2
             and all(
-                isinstance(each, int | float) and not isinstance(each, bool) and math.isfinite(each) for each in given
+                isinstance(each, int | float) and not isinstance(each, bool) and math.isfinite(each) for each in value
             )
         )
-        if not numbers or given[0] >= given[1]:
+        if not numbers or value[0] >= value[1]:
             raise GraderError(f"{where}range must be two numbers, the lower one first")
-        self._range = (float(given[0]), float(given[1]))
-        step = 10.0 ** (math.floor(math.log10(given[1] - given[0])) - 2)
+        self._range = (float(value[0]), float(value[1]))
+        step = 10.0 ** (math.floor(math.log10(value[1] - value[0])) - 2)
         super().__init__(
-            spec, where, judge, {"type": "number", "minimum": given[0], "maximum": given[1], "multipleOf": step}
+            spec, where, judge, {"type": "number", "minimum": value[0], "maximum": value[1], "multipleOf": step}
         )
 
     async def grade(self, sample: Sample) -> float:
@@ -170,11 +170,11 @@ class LabelModel(ModelGrader):
 
 
 def _labels(spec: Mapping[str, Any], field: str, where: str) -> list[str]:
-    given = spec.get(field)
-    texts = isinstance(given, list) and all(isinstance(each, str) and each for each in given)
-    if not texts or not 1 <= len(given) <= MAX_LABELS:  # type: ignore[arg-type]
+    labels = spec.get(field)
+    texts = isinstance(labels, list) and all(isinstance(each, str) and each for each in labels)
+    if not texts or not 1 <= len(labels) <= MAX_LABELS:  # type: ignore[arg-type]
         raise GraderError(f"{where}{field} must be a list of texts, {MAX_LABELS} at most")
-    return list(given)  # type: ignore[arg-type]
+    return list(labels)  # type: ignore[arg-type]
 
 
 def _message(given: Any, where: str) -> tuple[str, str]:
@@ -199,7 +199,7 @@ def _sampling(given: Any, where: str) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise GraderError(f"{where.rstrip('.')} must be an object")
     bounds = {"temperature": (0, 100), "top_p": (0, 1), "seed": (0, 2**63), "max_completions_tokens": (1, 1 << 20)}
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in given.items():
         if value is None:
             continue
@@ -213,5 +213,5 @@ def _sampling(given: Any, where: str) -> dict[str, Any]:
             or not least <= value <= most
         ):
             raise GraderError(f"{where}{name} must be a {'whole ' if whole else ''}number from {least} to {most}")
-        found["max_tokens" if name == "max_completions_tokens" else name] = value
-    return found
+        settings["max_tokens" if name == "max_completions_tokens" else name] = value
+    return settings

@@ -22,15 +22,15 @@ class Multi(Grader):
 
     def __init__(self, spec: Mapping[str, Any], where: str, build: Build) -> None:
         self.name = str(spec.get("name") or "multi")
-        given = spec.get("graders")
-        if isinstance(given, Mapping) and isinstance(given.get("type"), str):
-            given = {str(given.get("name") or "grader"): given}  # a single one
-        if not isinstance(given, Mapping) or not 1 <= len(given) <= MAX_GRADERS:
+        graders = spec.get("graders")
+        if isinstance(graders, Mapping) and isinstance(graders.get("type"), str):
+            graders = {str(graders.get("name") or "grader"): graders}  # a single one
+        if not isinstance(graders, Mapping) or not 1 <= len(graders) <= MAX_GRADERS:
             raise GraderError(f"{where}graders must map names to graders, {MAX_GRADERS} at most")
-        for name, each in given.items():
+        for name, each in graders.items():
             if isinstance(each, Mapping) and each.get("type") == "multi":
                 raise GraderError(f"{where}graders.{name} is a multi grader inside of another")
-        self.graders = {name: build(each, f"{where}graders.{name}.") for name, each in given.items()}
+        self.graders = {name: build(each, f"{where}graders.{name}.") for name, each in graders.items()}
         formula = text_of(spec, "calculate_output", where)
         self._formula = Formula(formula, self.graders, f"{where}calculate_output")
 

@@ -136,7 +136,7 @@ def _messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
         raise invalid(f"a message has content of type {type(content).__name__}, not text or blocks", "messages")
-    found: dict[str, Any] = {"role": role}
+    answer: dict[str, Any] = {"role": role}
     parts, calls, results, thought = [], [], [], ""
     for block in content:
         kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
@@ -144,20 +144,20 @@ def _messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
             call = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"id": block.get("id"), "type": "function", "function": call})
         elif kind == "tool_result":
-            given = block.get("content")
-            if not isinstance(given, str | list | None):
+            result = block.get("content")
+            if not isinstance(result, str | list | None):
                 raise invalid("a tool_result has content that is neither text nor blocks", "messages")
-            told = given if isinstance(given, str) else [_part(part) for part in given or []]
+            told = result if isinstance(result, str) else [_part(part) for part in result or []]
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": told})
         elif kind == "thinking":
             thought += str(block.get("thinking") or "")
         elif kind != "redacted_thinking":
             parts.append(_part(block))
     if thought:
-        found["reasoning_content"] = thought
+        answer["reasoning_content"] = thought
     if calls:
-        found["tool_calls"] = calls
-    return [*results, found | {"content": parts}] if parts or calls or not results else results
+        answer["tool_calls"] = calls
+    return [*results, answer | {"content": parts}] if parts or calls or not results else results
 
 
 def _part(block: Any) -> dict[str, Any]:

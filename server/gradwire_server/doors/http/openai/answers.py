@@ -205,18 +205,18 @@ class TokenTexts:
         The rank of a token is its place among the most probable ones that were asked for; None beyond them.
         """
         text_of = await self.read([tokens])
-        found: list[dict[str, Any] | None] = []
+        places: list[dict[str, Any] | None] = []
         for token, logprob, top in zip(tokens.ids, tokens.logprobs, tokens.tops, strict=True):
             if logprob is None:
-                found.append(None)
+                places.append(None)
                 continue
             place = {
                 str(other): {"logprob": value, "rank": rank, "decoded_token": text_of(other)}
                 for rank, (other, value) in enumerate(top, 1)
             }
             place.setdefault(str(token), {"logprob": logprob, "rank": None, "decoded_token": text_of(token)})
-            found.append(place)
-        return found
+            places.append(place)
+        return places
 
 
 def bytes_of_piece(piece: str) -> list[int] | None:
@@ -238,13 +238,13 @@ _BYTE_OF = {chr(byte): byte for byte in _SHOWN} | {
 def _prompts(asked: pb.SampleRequest, columns: Any) -> list[Tokens]:
     lengths = columns["prompt_logprobs"].levels[0].tolist()
     values = {name: column.values for name, column in columns.items()}
-    found, start = [], 0
+    prompts, start = [], 0
     for prompt, length in zip(asked.prompt_ids, lengths, strict=True):
         part = slice(start, start + length)
         logprobs: Sequence[float | None] = [None, *values["prompt_logprobs"][part].tolist()]
-        found.append(Tokens(list(prompt.ids), list(logprobs), [[], *_tops(values, "prompt_top", part)]))
+        prompts.append(Tokens(list(prompt.ids), list(logprobs), [[], *_tops(values, "prompt_top", part)]))
         start += length
-    return found
+    return prompts
 
 
 def _tops(values: dict[str, Any], name: str, part: slice) -> list[list[tuple[int, float]]]:

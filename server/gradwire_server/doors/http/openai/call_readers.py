@@ -60,19 +60,19 @@ def written(opens: str, closes: str = "", *, by_key: bool = False) -> Reader:
     def read(text: str, schemas: Schemas) -> Found:
         end = 0
         for _ in range(MOST_CALLS):
-            found = before.search(text, end)
-            if found is None:
+            match = before.search(text, end)
+            if match is None:
                 return
-            end = found.end()
+            end = match.end()
             whole = _json_at(text, end)
             closed = None if whole is None else behind.match(text, whole[1])
             if whole is None or closed is None:
                 continue
-            name = found[1] if found.groups() else None
+            name = match[1] if match.groups() else None
             calls = [(name, whole[0])] if name is not None else _named(whole[0], by_key=by_key)
             if any(each in schemas for each, _ in calls):
                 end = closed.end()
-                yield from ((found.start(), end, *call) for call in calls)
+                yield from ((match.start(), end, *call) for call in calls)
 
     return read
 
@@ -153,7 +153,7 @@ def _between(opens: re.Pattern[str], closes: re.Pattern[str], text: str) -> Iter
 
 def _python_calls(text: str) -> list[tuple[str, Any]]:
     """The calls in a list ``[name(key=value), …]``; none if it is not one of calls with nothing but keywords."""
-    found = []
+    calls = []
     try:
         with warnings.catch_warnings(action="ignore"):  # of escapes in texts
             tree = ast.parse(text.strip(), mode="eval").body
@@ -161,10 +161,10 @@ def _python_calls(text: str) -> list[tuple[str, Any]]:
             if not isinstance(call, ast.Call) or call.args:
                 return []
             arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-            found.append((ast.unparse(call.func), arguments))
+            calls.append((ast.unparse(call.func), arguments))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return []
-    return found
+    return calls
 
 
 def _value(text: str, schema: Any) -> Any:

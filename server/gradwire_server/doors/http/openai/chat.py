@@ -116,14 +116,14 @@ class Chat:
 
 
 def _delta(part: Part) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    delta: dict[str, Any] = {}
     if part.reasoning:
-        found["reasoning_content"] = part.reasoning
+        delta["reasoning_content"] = part.reasoning
     if part.content:
-        found["content"] = part.content
+        delta["content"] = part.content
     if part.calls:
-        found["tool_calls"] = [{**call, "index": number} for number, call in enumerate(part.calls)]
-    return found
+        delta["tool_calls"] = [{**call, "index": number} for number, call in enumerate(part.calls)]
+    return delta
 
 
 async def token_entries(texts: TokenTexts, tokens: Tokens) -> list[dict[str, Any]]:

@@ -129,13 +129,13 @@ class Conversation:
 
     async def answers(self, call: pb.SampleRequest, http: Request) -> tuple[list[Part], Counts]:
         """All samples, whole."""
-        found = await sampled(self._core, self._caller, call, self._asked.model, http)
+        answer = await sampled(self._core, self._caller, call, self._asked.model, http)
         parts = []
-        for number, row in enumerate(found.rows):
+        for number, row in enumerate(answer.rows):
             read = whole(row.text, self._form)
             reason = _reason(row.finish_reason, read.calls)
             parts.append(Part(number, read.content, read.reasoning, read.calls, reason, None, row.tokens, row.prompt))
-        return parts, Counts(found.num_prompt_tokens, found.num_sampled_tokens, 0)
+        return parts, Counts(answer.num_prompt_tokens, answer.num_sampled_tokens, 0)
 
     async def parts(self, call: pb.SampleRequest) -> AsyncGenerator[Part | Counts]:
         """The samples' parts, as they grow, and the counts as the last. Text comes once it is certain what it is."""

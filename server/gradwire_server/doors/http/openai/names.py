@@ -65,18 +65,18 @@ def described(name: str, created: float = 0, owner: str = "gradwire") -> dict[st
 async def listed(core: Core, caller: Caller) -> list[dict[str, Any]]:
     """The base models, loaded or allowed; then what the caller's fine-tuning jobs made; then its runs, each with its
     newest checkpoint."""
-    found = [described(name) for name in core.config.all_models]
+    models = [described(name) for name in core.config.all_models]
     for job in tuned_jobs(core, caller):
-        found += [described(name, checkpoint.created_at, job.owner) for name, checkpoint in models_of(job)]
+        models += [described(name, checkpoint.created_at, job.owner) for name, checkpoint in models_of(job)]
     token = ""
     while True:
         runs, token = await core.runs.page(caller, 0, token)
         for run in runs:
             shared = core.jobs.of_run(run.run_id) if run.owner != caller.name and caller.role != "admin" else None
             if shared is not None and shared.spec.note:
-                found += [described(name, each.created_at, shared.owner) for name, each in models_of(shared)]
-            found.append(described(run.run_id, run.created_at, run.owner))
+                models += [described(name, each.created_at, shared.owner) for name, each in models_of(shared)]
+            models.append(described(run.run_id, run.created_at, run.owner))
             if run.latest_checkpoint:
-                found.append(described(run.latest_checkpoint, run.created_at, run.owner))
+                models.append(described(run.latest_checkpoint, run.created_at, run.owner))
         if not token:
-            return found
+            return models

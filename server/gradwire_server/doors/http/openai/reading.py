@@ -129,38 +129,41 @@ class AnswerReader:
         if self._fresh:
             self._pending = self._pending.lstrip()
             self._fresh = not self._pending
-        found, rest = self._pending, ""
-        if form.closes in found:
-            found, _, rest = found.partition(form.closes)
+        reasoning, rest = self._pending, ""
+        if form.closes in reasoning:
+            reasoning, _, rest = reasoning.partition(form.closes)
             self.state, self._fresh = "content", True
         elif not last:
-            found = found[: len(found) - _begun_size(found, (form.closes, *self._form.specials))]
-            found, rest = found.rstrip(), self._pending[len(found.rstrip()) :]
+            reasoning = reasoning[: len(reasoning) - _begun_size(reasoning, (form.closes, *self._form.specials))]
+            reasoning, rest = reasoning.rstrip(), self._pending[len(reasoning.rstrip()) :]
         self._pending = rest
-        return without(found.rstrip(), self._form.specials)
+        return without(reasoning.rstrip(), self._form.specials)
 
     def _take_messages(self, form: ReasoningForm, header: re.Pattern[str], last: bool) -> None:
         marks = (form.closes, *(mark for mark in ("<|start|>", "<|channel|>") if mark != form.closes))
-        found = self._pending
-        at = min((found.find(mark) for mark in marks if mark in found), default=-1)
+        pending = self._pending
+        at = min((pending.find(mark) for mark in marks if mark in pending), default=-1)
         if at < 0:
-            kept = 0 if last else _begun_size(found, marks)
-            self._content, self._pending = self._content + found[: len(found) - kept], found[len(found) - kept :]
+            kept = 0 if last else _begun_size(pending, marks)
+            self._content, self._pending = (
+                self._content + pending[: len(pending) - kept],
+                pending[len(pending) - kept :],
+            )
             return
-        self._content, found = self._content + found[:at], found[at:]
-        head = header.match(found)
-        if found.startswith(form.closes):
-            self._pending = found[len(form.closes) :]
+        self._content, pending = self._content + pending[:at], pending[at:]
+        head = header.match(pending)
+        if pending.startswith(form.closes):
+            self._pending = pending[len(form.closes) :]
         elif head is not None:
-            self._pending = found[head.end() :]
+            self._pending = pending[head.end() :]
             if head[1] == "analysis" and "to=" not in head[0]:
                 self.state, self._fresh = "reasoning", True
             elif "to=" in head[0]:
                 self._content += head[0]
-        elif last or len(found) > HEADER_CHARS:
-            self._content, self._pending = self._content + found, ""
+        elif last or len(pending) > HEADER_CHARS:
+            self._content, self._pending = self._content + pending, ""
         else:
-            self._pending = found
+            self._pending = pending
 
 
 def whole(text: str, form: Form) -> Read:

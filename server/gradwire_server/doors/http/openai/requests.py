@@ -140,21 +140,21 @@ class SamplingRequest(BoundedModel):
 
     def _forms(self) -> list[tuple[str, str, str]]:
         """What says which form the text has: the field, the sampler's argument, and its text."""
-        given = self.structured_outputs or StructuredOutputs()
-        found = []
+        structured = self.structured_outputs or StructuredOutputs()
+        forms = []
         for name, form, values in (
-            ("json", "json_schema", (self.guided_json, given.json_)),
-            ("regex", "regex", (self.guided_regex, given.regex)),
-            ("choice", "grammar", (self.guided_choice, given.choice)),
-            ("grammar", "grammar", (self.guided_grammar, given.grammar)),
-            ("json_object", "json_schema", (None, '{"type": "object"}' if given.json_object else None)),
+            ("json", "json_schema", (self.guided_json, structured.json_)),
+            ("regex", "regex", (self.guided_regex, structured.regex)),
+            ("choice", "grammar", (self.guided_choice, structured.choice)),
+            ("grammar", "grammar", (self.guided_grammar, structured.grammar)),
+            ("json_object", "json_schema", (None, '{"type": "object"}' if structured.json_object else None)),
         ):
             for field, value in zip((f"guided_{name}", f"structured_outputs.{name}"), values, strict=True):
                 if name == "choice" and value is not None:
                     value = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
                 if value is not None:
-                    found.append((field, form, value if isinstance(value, str) else json.dumps(value)))
-        return found
+                    forms.append((field, form, value if isinstance(value, str) else json.dumps(value)))
+        return forms
 
 
 def _prompt_kind(prompt: Any) -> str:

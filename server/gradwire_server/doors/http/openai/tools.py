@@ -31,10 +31,10 @@ def read_answer(
     Calls that were cut off, or that name no tool of the request, are content.
     """
     schemas = {str(tool["function"]["name"]): tool["function"].get("parameters") or {} for tool in tools}
-    found = list(itertools.islice(form_of(template).read(text, schemas), MOST_CALLS))
-    left = {span[:2] for span in found if span[2] not in schemas or not isinstance(span[3], dict | str)}
+    spans = list(itertools.islice(form_of(template).read(text, schemas), MOST_CALLS))
+    left = {span[:2] for span in spans if span[2] not in schemas or not isinstance(span[3], dict | str)}
     rest, calls, end = "", [], 0
-    for begin, behind, name, arguments in found:
+    for begin, behind, name, arguments in spans:
         if (begin, behind) in left:
             continue
         if begin >= end:  # else another call of the same list
@@ -87,11 +87,11 @@ def forced(choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, 
     if not isinstance(name, str):
         message = 'tool_choice is "auto", "none", "required", or a tool: {"type": "function", "function": {"name": …}}'
         raise invalid(message, "tool_choice")
-    found = [tool for tool in tools if tool["function"]["name"] == name]
-    if not found:
+    chosen = [tool for tool in tools if tool["function"]["name"] == name]
+    if not chosen:
         known = ", ".join(str(tool["function"]["name"]) for tool in tools)
         raise invalid(f"tool_choice names {name!r}; the tools are {known}", "tool_choice")
-    return found
+    return chosen
 
 
 def forced_schema(tools: Sequence[Mapping[str, Any]], template: str) -> str:
@@ -132,15 +132,15 @@ def messages_for_template(
     Raises:
         ServiceError: INVALID_ARGUMENT; UNSUPPORTED for sound and files.
     """
-    found = [_message(number, message, images) for number, message in enumerate(messages)]
+    for_template = [_message(number, message, images) for number, message in enumerate(messages)]
     no_content, as_text = _WANTS_NONE.search(template), _JOINS_ARGUMENTS.search(template)
-    for message in found if no_content or as_text else ():
+    for message in for_template if no_content or as_text else ():
         calls = message.get("tool_calls", ())
         if calls and not message["content"] and no_content:
             message["content"] = None
         for call in calls if as_text else ():
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    return found
+    return for_template
 
 
 def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
@@ -149,15 +149,15 @@ def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, A
     Raises:
         ServiceError: INVALID_ARGUMENT for a tool without a name; UNSUPPORTED for one that is no function.
     """
-    found = []
+    checked = []
     for number, tool in enumerate(tools or []):
         if tool.get("type", "function") != "function":
             raise unsupported(f"tool {number} is of type {str(tool['type'])[:50]!r}; there are functions", "tools")
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise invalid(f"tool {number} has no function with a name", "tools")
-        found.append({"type": "function", "function": function})
-    return found
+        checked.append({"type": "function", "function": function})
+    return checked
 
 
 def _message(number: int, message: Mapping[str, Any], images: ConversationImages) -> dict[str, Any]:
@@ -165,25 +165,25 @@ def _message(number: int, message: Mapping[str, Any], images: ConversationImages
     role = message.get("role")
     if not isinstance(role, str):
         raise invalid(f"message {number} has no role", where)
-    found = dict(message) | {"role": "system" if role == "developer" else role}
+    made = dict(message) | {"role": "system" if role == "developer" else role}
     content = message.get("content")
     if isinstance(content, list):
         parts = [_part(number, part, images) for part in content]
         texts = [part["text"] for part in parts if part["type"] == "text"]
-        found["content"] = "".join(texts) if len(texts) == len(parts) else parts
+        made["content"] = "".join(texts) if len(texts) == len(parts) else parts
     elif content is None:
-        found["content"] = ""
+        made["content"] = ""
     elif not isinstance(content, str):
         raise invalid(f"the content of message {number} is a {type(content).__name__}, not text", where)
-    check_encodable(json.dumps(found, ensure_ascii=False), where)
+    check_encodable(json.dumps(made, ensure_ascii=False), where)
     calls = message.get("tool_calls")
     if calls:
         if not isinstance(calls, list):
             raise invalid(f"tool_calls of message {number} is a {type(calls).__name__}, not a list", where)
-        found["tool_calls"] = [_known_call(number, call) for call in calls]
-    elif "tool_calls" in found:
-        del found["tool_calls"]
-    return found
+        made["tool_calls"] = [_known_call(number, call) for call in calls]
+    elif "tool_calls" in made:
+        del made["tool_calls"]
+    return made
 
 
 def _part(number: int, part: Any, images: ConversationImages) -> dict[str, str]:

@@ -98,8 +98,8 @@ def routes(core: Core, store: TinkerStore, models: Models, saved_weights: SavedW
     @router.get("/checkpoints")
     async def all_checkpoints(caller: CallerOf, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
         """A page of the caller's checkpoints, the newest first."""
-        found = _checkpoints(caller, [model for model in _own(store.models.values(), caller) if model.run_id])
-        return {"checkpoints": found[offset : offset + limit], "cursor": _cursor(offset, limit, len(found))}
+        listed = _checkpoints(caller, [model for model in _own(store.models.values(), caller) if model.run_id])
+        return {"checkpoints": listed[offset : offset + limit], "cursor": _cursor(offset, limit, len(listed))}
 
     @router.post("/checkpoints/search")
     async def search_checkpoints(caller: CallerOf, request: CheckpointSearch) -> dict[str, Any]:
@@ -113,13 +113,13 @@ def routes(core: Core, store: TinkerStore, models: Models, saved_weights: SavedW
             and (request.project_ids is None or sessions.get(model.session_id, "") in request.project_ids)
             and (request.base_models is None or model.base_model in request.base_models)
         ]
-        found = [checkpoint for checkpoint in _checkpoints(caller, wanted) if request.finds(checkpoint)]
-        found.sort(key=_place, reverse=True)
+        listed = [checkpoint for checkpoint in _checkpoints(caller, wanted) if request.finds(checkpoint)]
+        listed.sort(key=_place, reverse=True)
         if (cursor := request.cursor) is not None:
             last = cursor.last_created_at, cursor.last_checkpoint_uuid
-            found = [checkpoint for checkpoint in found if _place(checkpoint) < last]
-        page, cursors = found[: request.limit], None
-        if len(found) > len(page):
+            listed = [checkpoint for checkpoint in listed if _place(checkpoint) < last]
+        page, cursors = listed[: request.limit], None
+        if len(listed) > len(page):
             cursors = {"last_created_at": page[-1]["time"], "last_checkpoint_uuid": page[-1]["tinker_path"]}
         return {"checkpoints": page, "next_cursor": cursors}
 
@@ -179,10 +179,10 @@ def routes(core: Core, store: TinkerStore, models: Models, saved_weights: SavedW
     @router.get("/sessions/{session_id}")
     async def session(caller: CallerOf, session_id: str) -> dict[str, Any]:
         """What belongs to a session."""
-        found = session_of(store, caller.name, session_id)
+        listed = session_of(store, caller.name, session_id)
         runs = [model.model_id for model in store.models.values() if model.session_id == session_id]
         samplers = [each.sampler_id for each in store.samplers.values() if each.session_id == session_id]
-        return {"training_run_ids": runs, "sampler_ids": samplers, "user_metadata": _texts(found.user_metadata)}
+        return {"training_run_ids": runs, "sampler_ids": samplers, "user_metadata": _texts(listed.user_metadata)}
 
     async def _publish(caller: Caller, path: str, public: bool) -> None:
         await core.runs.publish(caller, saved_weights.checkpoint(caller, path), public)
@@ -208,7 +208,7 @@ def routes(core: Core, store: TinkerStore, models: Models, saved_weights: SavedW
         return run
 
     def _checkpoints(caller: Caller, of: Iterable[ModelRecord]) -> list[dict[str, Any]]:
-        found: list[tuple[float, dict[str, Any]]] = []
+        listed: list[tuple[float, dict[str, Any]]] = []
         exports: dict[str, list[SavedRecord]] = {}
         for record in store.saved.values():
             if record.size_bytes is not None:
@@ -217,11 +217,11 @@ def routes(core: Core, store: TinkerStore, models: Models, saved_weights: SavedW
             for saved in core.runs.list_checkpoints(caller, model.run_id):
                 path = TinkerPath.stored(model.model_id, saved.name)
                 if path is not None:
-                    found.append((saved.created_at, _checkpoint(model, path, saved, saved_weights.record(path))))
+                    listed.append((saved.created_at, _checkpoint(model, path, saved, saved_weights.record(path))))
             for record in exports.get(model.model_id, ()):
                 written = pb.Checkpoint(created_at=record.created_at, size_bytes=record.size_bytes or 0)
-                found.append((record.created_at, _checkpoint(model, TinkerPath.read(record.path), written, record)))
-        return [checkpoint for _, checkpoint in sorted(found, key=lambda each: -each[0])]
+                listed.append((record.created_at, _checkpoint(model, TinkerPath.read(record.path), written, record)))
+        return [checkpoint for _, checkpoint in sorted(listed, key=lambda each: -each[0])]
 
     return router
 

@@ -167,15 +167,15 @@ def _age_recipients(recipients: Sequence[str]) -> list[Any]:
     except ImportError:
         message = "this server cannot encrypt to age recipients: pip install 'gradwire[http]'"
         raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, message, field="age_encryption_recipients") from None
-    found = []
+    parsed = []
     for each in recipients:
         kind = pyrage.ssh if each.startswith("ssh-") else pyrage.x25519
         try:
-            found.append(kind.Recipient.from_str(each))
+            parsed.append(kind.Recipient.from_str(each))
         except pyrage.RecipientError as error:
             message = f"{each[:100]!r} is no age recipient: {error}"
             raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="age_encryption_recipients") from error
-    return found
+    return parsed
 
 
 def _encrypt(folder: Path, to: Path, recipients: Sequence[str]) -> None:

@@ -112,11 +112,11 @@ def read_request_id(request_id: str) -> tuple[str, int, str]:
     Raises:
         ServiceError: UNKNOWN_OPERATION for an id that this server cannot have given.
     """
-    found = REQUEST_ID.fullmatch(request_id)
-    if found is None:
+    match = REQUEST_ID.fullmatch(request_id)
+    if match is None:
         message = f"there is no request {request_id[:200]!r}"
         raise ServiceError(pb.ERROR_CODE_UNKNOWN_OPERATION, message, field="request_id")
-    return found[1], int(found[2]), found[3]
+    return match[1], int(match[2]), match[3]
 
 
 def _invalid(message: str, field: str) -> ServiceError:

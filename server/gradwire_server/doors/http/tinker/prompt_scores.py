@@ -156,7 +156,7 @@ async def add_prompt_scores(
     drawn_ids, drawn_logprobs = np.zeros((max(length - 1, 0), draws), np.int64), np.zeros((max(length - 1, 0), draws))
     targets = wanted.target_prompt_logprobs
     ids = None if targets is None else targets.dense(length)
-    found = None if ids is None else np.zeros(ids.shape, np.float32)
+    of_targets = None if ids is None else np.zeros(ids.shape, np.float32)
     if length > 1:
         call = pb.SampleCall(
             max_tokens=0, temperature=1.0, top_p=1.0, prompt_logprobs=True, top_prompt_logprobs=top
@@ -178,7 +178,7 @@ async def add_prompt_scores(
         if draws:
             drawn_ids, drawn_logprobs = (columns[f"prompt_drawn_{name}"].values for name in ("token_ids", "logprobs"))
         if ids is not None and ids.size:
-            found = np.where(ids == ABSENT, 0.0, columns["prompt_candidate_logprobs"].values)
+            of_targets = np.where(ids == ABSENT, 0.0, columns["prompt_candidate_logprobs"].values)
     if wanted.prompt_logprobs_last_n is not None:
         before = length - wanted.prompt_logprobs_last_n
         logprobs[:before], top_ids[:before], top_logprobs[:before] = np.nan, NO_ID, NO_LOGPROB
@@ -189,8 +189,8 @@ async def add_prompt_scores(
     if draws:
         answer.prompt_draws.tokens.CopyFrom(_tensor(drawn_ids, "<i8", tinker_pb2.TINKER_DTYPE_INT64))
         answer.prompt_draws.logprobs.CopyFrom(_tensor(drawn_logprobs, "<f4", tinker_pb2.TINKER_DTYPE_FLOAT32))
-    if targets is not None and found is not None:
-        answer.target_prompt_logprobs.CopyFrom(targets.answer(found))
+    if targets is not None and of_targets is not None:
+        answer.target_prompt_logprobs.CopyFrom(targets.answer(of_targets))
 
 
 def top_message(ids: npt.NDArray[Any], logprobs: npt.NDArray[Any]) -> tinker_pb2.TopLogprobs:

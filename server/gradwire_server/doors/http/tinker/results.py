@@ -75,7 +75,7 @@ def _record(values: Array, lengths: Array) -> tinker_pb2.ArrayRecord:
 
 def _metrics(loss: pb.LossResult) -> dict[str, float]:
     """Metrics as ``name:how``, where ``how`` says how the client combines those of several requests."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, value in loss.metrics.items():
         if name == "loss" or not math.isfinite(value):
             continue
@@ -84,10 +84,10 @@ def _metrics(loss: pb.LossResult) -> dict[str, float]:
             base, _, how = name.rpartition("_")
             if how not in HOW or not base:
                 base, how = name, "sum" if name.startswith("num_") else "mean"
-        found[f"{base}:{how}"] = value
-    found["num_tokens_processed:sum"] = float(loss.num_tokens)
-    found["engine_loss_tokens:sum"] = float(loss.num_loss_tokens)
-    return found
+        metrics[f"{base}:{how}"] = value
+    metrics["num_tokens_processed:sum"] = float(loss.num_tokens)
+    metrics["engine_loss_tokens:sum"] = float(loss.num_loss_tokens)
+    return metrics
 
 
 def step_output(result: pb.OptimStepResult) -> dict[str, Any]:

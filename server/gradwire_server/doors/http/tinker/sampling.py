@@ -63,22 +63,22 @@ class PromptTokens(BoundedModel):
         Raises:
             ServiceError: INVALID_ARGUMENT, UNSUPPORTED, LIMIT_EXCEEDED.
         """
-        found: list[int] = []
+        prompt_ids: list[int] = []
         shown = [chunk for chunk in self.chunks if chunk.type == "image"]
         counted = all(chunk.expected_tokens is not None for chunk in shown)
         images.begin_row()
         for chunk in self.chunks:
             if chunk.type == "image" and chunk.data is not None:
                 count = chunk.expected_tokens if counted and chunk.expected_tokens is not None else 1
-                found += images.add(chunk.data, count, "the prompt", "prompt").tolist()
+                prompt_ids += images.add(chunk.data, count, "the prompt", "prompt").tolist()
                 continue
             if chunk.tokens is None:
                 message = f"the prompt has a chunk of type {chunk.type[:50]!r}; this server reads text and images"
                 raise _invalid(message, "prompt")
-            found += chunk.tokens
-        if found and not 0 <= min(found) <= max(found) < 2**32:
+            prompt_ids += chunk.tokens
+        if prompt_ids and not 0 <= min(prompt_ids) <= max(prompt_ids) < 2**32:
             raise _invalid("the prompt has a token id that no model has", "prompt")
-        return found
+        return prompt_ids
 
 
 class SampleSettings(BoundedModel):

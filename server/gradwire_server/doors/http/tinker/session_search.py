@@ -80,12 +80,12 @@ def routes(core: Core, store: TinkerStore) -> APIRouter:
     @router.post("/sessions/search")
     async def search_sessions(caller: CallerOf, request: SearchRequest) -> dict[str, Any]:
         """A page of sessions, the newest first."""
-        found = [session for session in store.sessions.values() if request.finds(session, caller)]
-        found.sort(key=_place, reverse=True)
+        matching = [session for session in store.sessions.values() if request.finds(session, caller)]
+        matching.sort(key=_place, reverse=True)
         if (cursor := request.cursor) is not None:
             last = cursor.last_created_at.timestamp(), cursor.last_session_id
-            found = [session for session in found if _place(session) < last]
-        page = found[: request.limit]
+            matching = [session for session in matching if _place(session) < last]
+        page = matching[: request.limit]
         counts, sizes = _checkpoints(core, store, {session.session_id for session in page})
         sessions = [
             {
@@ -101,7 +101,7 @@ def routes(core: Core, store: TinkerStore) -> APIRouter:
             }
             for session in page
         ]
-        more = len(found) > len(page)
+        more = len(matching) > len(page)
         ends = {"last_created_at": _time(page[-1].created_at), "last_session_id": page[-1].session_id} if more else None
         return {"sessions": sessions, "next_cursor": ends}
 

@@ -275,8 +275,8 @@ class TinkerStore:
 
     async def delete(self, table: Table[R], *keys: str) -> None:
         """Delete those of these records that are there."""
-        found = [(table.kind, key) for key in keys if key in table]
-        for _, key in found:
+        deleted = [(table.kind, key) for key in keys if key in table]
+        for _, key in deleted:
             record = table.pop(key)
             if any(table is each for each in self._counted()):
                 self._counts[record.owner] -= 1
@@ -284,8 +284,8 @@ class TinkerStore:
                 self.models_by_run.pop(record.run_id, None)
             if isinstance(record, SessionRecord):
                 self.session_used_at.pop(key, None)
-        if found:
-            await self._execute("DELETE FROM records WHERE kind = ? AND key = ?", *found)
+        if deleted:
+            await self._execute("DELETE FROM records WHERE kind = ? AND key = ?", *deleted)
 
     def in_its_names(self, text: str) -> str:
         """A text of the core's with models and their checkpoints by the names that clients know."""

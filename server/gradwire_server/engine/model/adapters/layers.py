@@ -234,7 +234,7 @@ def grouped_products_run(device: torch.device, dtype: torch.dtype) -> bool:
     tokens, between = torch.randn(24, 64, device=device, dtype=dtype), torch.randn(24, 16, device=device, dtype=dtype)
     stacked = torch.randn(2, 16, 64, device=device, dtype=dtype)
     try:
-        found = [
+        grouped = [
             F.grouped_mm(tokens, stacked.mT, offs=ends).flatten(),
             F.grouped_mm(between, stacked, offs=ends).flatten(),
             F.grouped_mm(between.T, tokens, offs=ends).flatten(),
@@ -247,7 +247,7 @@ def grouped_products_run(device: torch.device, dtype: torch.dtype) -> bool:
         torch.cat([(between[span] @ each).flatten() for span, each in zip(spans, stacked, strict=True)]),
         torch.cat([(between[span].T @ tokens[span]).flatten() for span in spans]),
     ]
-    right = all(torch.allclose(one, other, rtol=5e-2, atol=5e-1) for one, other in zip(found, expected, strict=True))
+    right = all(torch.allclose(one, other, rtol=5e-2, atol=5e-1) for one, other in zip(grouped, expected, strict=True))
     if not right:
         logger.warning("grouped products are wrong on %s in %s: adapters are computed in turn", device, dtype)
     return right

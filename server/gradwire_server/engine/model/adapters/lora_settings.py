@@ -99,12 +99,12 @@ def _left_out(model: PreTrainedModel) -> list[str] | None:
     """
     names = {"dt_proj"} | ({"out_proj"} if model.config.model_type in MAMBA else set())
     read = layers_read(model)
-    found = [
+    left_out = [
         name
         for name, module in model.named_modules()
         if _is_router(module) or name in read or name.rpartition(".")[2] in names
     ]
-    return found or None
+    return left_out or None
 
 
 def _is_router(layer: nn.Module) -> bool:

@@ -123,7 +123,7 @@ def bucketed(spans: Sequence[Span], device: torch.device) -> list[SpanBucket]:
             buckets[-1].append((number, segment))
         else:
             buckets.append([(number, segment)])
-    found = []
+    span_buckets = []
     for bucket in buckets:
         places = bucket_of([segment for _, segment in bucket])
         places = replace(
@@ -132,8 +132,8 @@ def bucketed(spans: Sequence[Span], device: torch.device) -> list[SpanBucket]:
             real=sent(places.real, device),
             places=sent(places.places, device),
         )
-        found.append(SpanBucket([number for number, _ in bucket], places))
-    return found
+        span_buckets.append(SpanBucket([number for number, _ in bucket], places))
+    return span_buckets
 
 
 @dataclass(frozen=True)

@@ -61,10 +61,10 @@ def _is_right(kernel: Varlen, device: torch.device, dtype: torch.dtype) -> bool:
     for window in (None, 8):
         queries, keys, values = (each.transpose(0, 1) for each in (q, k, v))
         expected = masked_attention(queries, keys, values, layout.masked, 0.2, window)
-        found = kernel(q, k, v, layout, 0.2, window)
-        weights = torch.sin(torch.arange(found.numel(), device=device)).view_as(found)
-        gradients = [torch.autograd.grad((each * weights).sum(), (q, k, v)) for each in (found, expected)]
-        for mine, right in ((found, expected), *zip(*gradients, strict=True)):
+        by_kernel = kernel(q, k, v, layout, 0.2, window)
+        weights = torch.sin(torch.arange(by_kernel.numel(), device=device)).view_as(by_kernel)
+        gradients = [torch.autograd.grad((each * weights).sum(), (q, k, v)) for each in (by_kernel, expected)]
+        for mine, right in ((by_kernel, expected), *zip(*gradients, strict=True)):
             error, size = largest_difference(mine, right)
             if not error < 0.02 * size:
                 return False

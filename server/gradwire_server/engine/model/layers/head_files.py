@@ -77,12 +77,12 @@ def save_value_head(head: Head, folder: Path) -> None:
 def load_head(head: Head, folder: Path) -> None:
     """Start a head with the weights in a model's folder, if it has a head of this kind and shape."""
     if head.kind == "value":
-        found = _tensors(folder / VALUE_FILE, "")
+        weights = _tensors(folder / VALUE_FILE, "")
     else:
         names = {"score", *CLASSIFIERS.values()}
-        found = next((tensors for name in sorted(names) if (tensors := _beside_weights(folder, name))), {})
-    if {name: each.shape for name, each in found.items()} == {n: each.shape for n, each in head.state_dict().items()}:
-        head.load_state_dict(found)
+        weights = next((tensors for name in sorted(names) if (tensors := _beside_weights(folder, name))), {})
+    if {name: each.shape for name, each in weights.items()} == {n: each.shape for n, each in head.state_dict().items()}:
+        head.load_state_dict(weights)
 
 
 def _beside_weights(folder: Path, layer: str) -> dict[str, Tensor]:

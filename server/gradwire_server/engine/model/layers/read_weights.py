@@ -38,7 +38,7 @@ def layers_read(model: PreTrainedModel) -> frozenset[str]:
 @contextmanager
 def observe_reads(model: PreTrainedModel) -> Iterator[None]:
     """Find the layers whose weights the model reads in the forwards within, which use no adapter."""
-    found: set[str] = set()
+    read: set[str] = set()
     layers: dict[str, nn.Module] = {
         name: module
         for name, module in model.named_modules()
@@ -48,13 +48,13 @@ def observe_reads(model: PreTrainedModel) -> Iterator[None]:
     try:
         for name, layer in layers.items():
             layer.__class__ = _observed(own[name])  # type: ignore[arg-type]  # types are hashable
-            vars(layer)["read_by"] = found, name
+            vars(layer)["read_by"] = read, name
         yield
     finally:
         for name, layer in layers.items():
             layer.__class__ = own[name]
             vars(layer).pop("read_by", None)
-    _READ[model] = frozenset(found)
+    _READ[model] = frozenset(read)
 
 
 class _Weight(Tensor):

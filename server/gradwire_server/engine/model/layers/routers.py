@@ -191,15 +191,15 @@ def balance_coefficient(model: PreTrainedModel, config: training_pb2.RunConfig) 
     if not config.HasField(COEFFICIENT):
         asked = balanced and getattr(text, "output_router_logits", False)
         return float(getattr(text, COEFFICIENT, 0.0)) if asked else 0.0
-    given = config.router_aux_loss_coef
-    if given and not balanced:
+    coefficient = config.router_aux_loss_coef
+    if coefficient and not balanced:
         raise OperationError(
             training_pb2.ERROR_CODE_INVALID_ARGUMENT,
-            f"{COEFFICIENT} is {given}, and {_why_not(model)}",
+            f"{COEFFICIENT} is {coefficient}, and {_why_not(model)}",
             field=COEFFICIENT,
             rule="a model with a load-balancing loss",
         )
-    return given
+    return coefficient
 
 
 def balance_hint(model: PreTrainedModel, config: training_pb2.RunConfig, coefficient: float) -> str:

@@ -41,10 +41,10 @@ def read_configuration(path: str) -> PreTrainedConfig:
         OSError: It cannot be read.
     """
     with _explained("its config.json cannot be read by transformers", path):
-        given = _given(path)
-        if not isinstance(given, Mapping):
+        values = _given(path)
+        if not isinstance(values, Mapping):
             raise ConfigurationError("its config.json holds no JSON object: take the file that the model came with")
-        _check_sizes(given)
+        _check_sizes(values)
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     _check(config)
     return config

@@ -141,7 +141,7 @@ class _Rotation:
 
 def _rotate_by(function: Any, model: PreTrainedModel) -> bool:
     """Rotate by a kernel wherever a file of transformers that the model comes from rotates as it does."""
-    found = False
+    replaced = False
     for file in {sys.modules[type(module).__module__] for module in model.modules()}:
         plain = vars(file).get(ROTATE)
         if plain is None or isinstance(plain, _Rotation) or model.device.type != "cuda":
@@ -153,8 +153,8 @@ def _rotate_by(function: Any, model: PreTrainedModel) -> bool:
         expected = _values(lambda *each: plain(*each, *rotary), [q, k])  # noqa: B023
         if _alike(lambda: _values(lambda *each: rotation(*each, *rotary), [q, k]), expected, ROTATE):  # noqa: B023
             setattr(file, ROTATE, rotation)
-            found = True
-    return found
+            replaced = True
+    return replaced
 
 
 @torch.enable_grad()
@@ -170,9 +170,9 @@ def _values(compute: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tenso
 
 def _alike(compute: Callable[[], list[Tensor]], expected: Sequence[Tensor], name: str) -> bool:
     try:
-        found = compute()
+        fused = compute()
     except Exception as error:  # whatever a kernel raises, what it would replace is right
         logger.warning("%s has no fused kernel: %s", name, error)
         return False
-    apart = [largest_difference(mine, theirs) for mine, theirs in zip(found, expected, strict=True)]
+    apart = [largest_difference(mine, theirs) for mine, theirs in zip(fused, expected, strict=True)]
     return all(error <= TOLERANCE * size for error, size in apart)

@@ -63,10 +63,10 @@ def check_rows(split_model: SplitModel) -> None:
         OperationError: UNSUPPORTED.
     """
     facts, usable = split_model.facts, _usable_ids(split_model)
-    found = boundaries(split_model.model.config.get_text_config().to_dict())
+    bounds = boundaries(split_model.model.config.get_text_config().to_dict())
     most = MOST_TRIED_ON_CPU if split_model.device.type == "cpu" else MOST_TRIED
-    found = {each for each in found if each <= most}
-    lengths = sorted({length for each in found for length in (each - 1, each, each + 1)} | {3, 7})
+    bounds = {each for each in bounds if each <= most}
+    lengths = sorted({length for each in bounds for length in (each - 1, each, each + 1)} | {3, 7})
     lengths = [length for length in lengths if 0 < length <= facts.context_length]
     rows = [usable[(torch.arange(length) * 5 + number) % len(usable)] for number, length in enumerate(lengths)]
     ones = torch.ones(len(rows), dtype=torch.long)
@@ -86,13 +86,13 @@ def check_rows(split_model: SplitModel) -> None:
 
 def boundaries(config: Mapping[str, Any]) -> set[int]:
     """Lengths that a configuration names as such, also those of its rotary embeddings."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for name, value in config.items():
         if isinstance(value, Mapping):
-            found |= boundaries(value)
+            numbers |= boundaries(value)
         elif type(value) is int and value > 0 and any(part in name for part in BOUNDARIES):
-            found.add(value)
-    return found
+            numbers.add(value)
+    return numbers
 
 
 def _compare(split_model: SplitModel) -> tuple[Packing, str]:
@@ -111,13 +111,13 @@ def _compare(split_model: SplitModel) -> tuple[Packing, str]:
     with packed.observing() as seen:
         expected = _states_and_gradient(split_model, Packing.PADDED, input_ids, lengths, group_sizes)
         masked, seen.mask_windows = seen.mask_windows, set()
-        found = _states_and_gradient(split_model, Packing.PACKED, input_ids, lengths, group_sizes)
+        by_packing = _states_and_gradient(split_model, Packing.PACKED, input_ids, lengths, group_sizes)
     if seen.mask_functions or not masked or masked != seen.attention_windows:
         return Packing.PADDED, "its masks say more than its layers tell the attention function"
     noise = [0.0, 0.0]
     if split_model.dtype in (torch.bfloat16, torch.float16):
         noise = _rounding(split_model, input_ids, lengths)
-    if not _alike(found, expected, split_model.dtype, noise):
+    if not _alike(by_packing, expected, split_model.dtype, noise):
         return Packing.PADDED, "packed states or gradients differ"
     shared = _states_and_gradient(split_model, Packing.SHARED, input_ids, lengths, group_sizes)
     if not _alike(shared, expected, split_model.dtype, noise):

@@ -37,7 +37,7 @@ def check_weights(path: str) -> None:
         return  # its tensors are not those of the configuration; loading it says what is wrong
     try:
         with _silent(), preserved_rng():
-            _, found = auto_class(takes_images(config)).from_pretrained(
+            _, report = auto_class(takes_images(config)).from_pretrained(
                 path,
                 use_safetensors=True,
                 trust_remote_code=False,
@@ -53,10 +53,10 @@ def check_weights(path: str) -> None:
     except Exception as error:  # whatever transformers cannot do without weights; loading them will tell
         logger.warning("the weights of %s are not checked before they are loaded: %s", path, error)
         return
-    if mismatched := sorted(found["mismatched_keys"]):
+    if mismatched := sorted(report["mismatched_keys"]):
         shapes = [f"{name} has the shape {list(was)}, not {list(wanted)}" for name, was, wanted in mismatched]
         raise WeightsError(f"its weights do not fit its config.json: {_some(shapes)}")
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(report["missing_keys"]):
         raise WeightsError(f"its files lack weights that its config.json asks for: {_some(missing)}")
 
 

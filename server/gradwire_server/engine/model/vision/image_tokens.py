@@ -128,10 +128,10 @@ class Vision:
         """
         marks = (ids == self.mark).nonzero().squeeze(1).tolist()
         total = sum(image.count for image in images)
-        given = int((ids == self.image_token).sum())
-        if given == total and (self.mark == self.image_token or len(marks) == len(images)):
+        placeholders = int((ids == self.image_token).sum())
+        if placeholders == total and (self.mark == self.image_token or len(marks) == len(images)):
             whole, source = ids, torch.arange(len(ids))
-        elif len(marks) == len(images) and given in (0, len(marks)):
+        elif len(marks) == len(images) and placeholders in (0, len(marks)):
             parts: list[Tensor] = []
             sources: list[Tensor] = []
             ids, start = ids.clone(), 0
@@ -204,7 +204,7 @@ class Vision:
             get_block_sequence_ids_for_mask,
         )
 
-        found: dict[str, Any] = create_masks_for_vision_model(
+        masks: dict[str, Any] = create_masks_for_vision_model(
             config=self._model.config.get_text_config(),
             inputs_embeds=embedded,
             attention_mask=mask,
@@ -212,7 +212,7 @@ class Vision:
             position_ids=None,
             block_sequence_ids=get_block_sequence_ids_for_mask(sent(seen.long(), embedded.device)),
         )
-        return found
+        return masks
 
     def _features(self, images: ImageTokens, places: Tensor) -> list[Tensor]:
         """``[K, H]`` of the image tokens at ``[K]`` places: embeddings, and what is added in the first layers."""
@@ -264,12 +264,12 @@ class Vision:
         states = torch.zeros(patches, self.width, device=self._device, dtype=dtype, requires_grad=differentiable)
         with torch.autocast(self._device.type, torch.bfloat16) if self._mixed else nullcontext():
             if not self._has_grids:
-                found: Tensor = layer(states[None], attention_mask=None)
-                return found
+                after: Tensor = layer(states[None], attention_mask=None)
+                return after
             angles = torch.zeros(patches, self.width // self._model.config.vision_config.num_heads, device=self._device)
             ends = torch.tensor([0, patches])
-            found = layer(states, cu_seqlens=ends, max_seqlen=patches, position_embeddings=(angles, angles))
-            return found
+            after = layer(states, cu_seqlens=ends, max_seqlen=patches, position_embeddings=(angles, angles))
+            return after
 
     @property
     def _layers(self) -> nn.ModuleList:

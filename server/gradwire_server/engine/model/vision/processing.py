@@ -120,18 +120,18 @@ class ImageProcessor:
         """
         digest = blake2b(content, digest_size=16).digest()
         with self._lock:
-            found = self._kept.get(digest)
-            if found is not None:
+            image = self._kept.get(digest)
+            if image is not None:
                 self._kept.move_to_end(digest)
-        if found is None:
+        if image is None:
             try:
-                found = self._processed(digest, opened(content))
+                image = self._processed(digest, opened(content))
             except ImageRefused as error:  # whoever reads it ahead is not whoever is told
-                found = error
-            self._keep(digest, found)
-        if isinstance(found, ImageRefused):
-            raise ImageRefused(str(found)) from found
-        return found
+                image = error
+            self._keep(digest, image)
+        if isinstance(image, ImageRefused):
+            raise ImageRefused(str(image)) from image
+        return image
 
     def _keep(self, digest: bytes, read: ProcessedImage | ImageRefused) -> None:
         with self._lock:

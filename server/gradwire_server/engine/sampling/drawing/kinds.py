@@ -102,7 +102,7 @@ class Kinds:
         """Draw the next token of every row, given their ``[R, H]`` states and ``[R]`` uniform numbers."""
         count = len(rows)
         drawn: list[tuple[_Kind, IntArray]] = []
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
         for number in np.unique(rows.kind).tolist():
             kind = self._kinds[number]
             of_kind = np.flatnonzero(rows.kind == number)
@@ -112,13 +112,13 @@ class Kinds:
             logits = token_logits(part, kind.policy.output_head(), temperature=kind.params.temperature or 1.0)
             choices = logits_to_choose_by(logits, kind.params, rows, of_kind)
             drawn.append((kind, of_kind))
-            found += draw(logits, sent(torch.from_numpy(uniform[of_kind]), logits.device), kind.params, choices)
+            outputs += draw(logits, sent(torch.from_numpy(uniform[of_kind]), logits.device), kind.params, choices)
             if kind.params.top_logprobs:
-                found += top_tokens(logits, kind.params.top_logprobs)
+                outputs += top_tokens(logits, kind.params.top_logprobs)
         tokens, ends = np.empty(count, np.int64), np.empty(count, np.bool_)
         logprobs = np.empty(count, np.float32)
         tops: dict[int, TopTokens] = {}
-        copies = iter(host.fetched(found))
+        copies = iter(host.fetched(outputs))
         for kind, of_kind in drawn:
             tokens[of_kind] = next(copies).numpy()
             ends[of_kind] = kind.ends[tokens[of_kind]]

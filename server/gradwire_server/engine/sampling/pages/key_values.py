@@ -153,20 +153,20 @@ class Together:
             images = _images_of([prompts[row] for row in rows], width)
             return self._forward(policy, ids[rows, -width:], self._mask[rows, -width:], images=images)
 
-        found = [of_length(alike[0])]
-        if len(alike) > 1 and not is_recurrent(found[0][1]):
+        states = [of_length(alike[0])]
+        if len(alike) > 1 and not is_recurrent(states[0][1]):
             self._masked = True
             images = _images_of(prompts, width)
-            alike, found = [np.arange(len(prompts))], [self._forward(policy, ids, self._mask, images=images)]
+            alike, states = [np.arange(len(prompts))], [self._forward(policy, ids, self._mask, images=images)]
         else:
-            found += map(of_length, alike[1:])
-            self._masked = len(alike) > 1 and has_keys(found[0][1])
-        self._cache = joined([cache for _, cache in found])
+            states += map(of_length, alike[1:])
+            self._masked = len(alike) > 1 and has_keys(states[0][1])
+        self._cache = joined([cache for _, cache in states])
         order = np.argsort(np.concatenate(alike))[spread]
         if len(order) > 1:
             self._cache = selected(self._cache, torch.from_numpy(order))
         self._mask = self._mask[sent(torch.from_numpy(spread), self._mask.device)]
-        together = torch.cat([state for state, _ in found])
+        together = torch.cat([state for state, _ in states])
         return together.index_select(0, sent(torch.from_numpy(order), together.device))
 
     def decode(self, policies: Sequence[Policy], tokens: IntArray, positions: IntArray) -> Tensor:

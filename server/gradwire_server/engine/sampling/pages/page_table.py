@@ -78,13 +78,13 @@ class PageTable:
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
         """The known pages of the longest beginning, each with a use more."""
-        found = []
+        pages = []
         for digest in digests:
             if digest not in self._page_of:
                 break
-            found.append(self._page_of[digest])
-        self.use(found)
-        return found
+            pages.append(self._page_of[digest])
+        self.use(pages)
+        return pages
 
     def know(self, pages: Sequence[int], digests: Sequence[bytes]) -> None:
         """Make full pages findable by their digests, except where another page is."""

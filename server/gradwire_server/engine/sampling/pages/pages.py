@@ -141,10 +141,10 @@ class Pages:
         if len(prompt) <= CHUNK_TOKENS or isinstance(prompt, ImagePrompt):  # a part of it has other images
             return False
         digests = page_digests(prompt, self._weights(policy))
-        found = self._table.find(digests[: (len(prompt) - 1) // PAGE])
+        known = self._table.find(digests[: (len(prompt) - 1) // PAGE])
         self._table.release(self._warmed)
-        self._warmed = found
-        stop = (len(found) * PAGE + CHUNK_TOKENS) // PAGE * PAGE
+        self._warmed = known
+        stop = (len(known) * PAGE + CHUNK_TOKENS) // PAGE * PAGE
         if stop >= len(prompt):
             return False
         whole = self._add(policy, prompt[:stop])
@@ -246,10 +246,10 @@ class Pages:
         """Give a prompt its pages; those of a known beginning are computed already."""
         weights = self._weights(policy) + images_key(tokens)
         digests = page_digests(tokens, weights)
-        found = self._table.find(digests[: (len(tokens) - 1) // PAGE])
-        pages = [*found, *(self._table.new() for _ in range(len(found), -(-len(tokens) // PAGE)))]
+        known = self._table.find(digests[: (len(tokens) - 1) // PAGE])
+        pages = [*known, *(self._table.new() for _ in range(len(known), -(-len(tokens) // PAGE)))]
         rest = pages[-1] if len(tokens) % PAGE else None
-        return _Prompt(policy, weights, tokens, digests, pages, rest, len(found) * PAGE)
+        return _Prompt(policy, weights, tokens, digests, pages, rest, len(known) * PAGE)
 
     def _forward(self, pieces: Sequence[tuple[_Prompt, int, int]]) -> Tensor:
         """Compute pieces of prompts, from a token to another; returns the last state of each, ``[P, H]``."""

@@ -25,14 +25,14 @@ def with_sources(core: Core, caller: Caller, grader: dict[str, Any], param: str)
     Raises:
         ServiceError: UNKNOWN_MODEL for one that the caller may not read.
     """
-    found = copy.deepcopy(grader)
-    for part in _judged(found):
+    expanded = copy.deepcopy(grader)
+    for part in _judged(expanded):
         try:
             part["model"] = find_model(core, caller, part["model"]).source
         except ServiceError as error:
             error.error.field = param
             raise
-    return found
+    return expanded
 
 
 def _judged(spec: Any) -> Iterator[dict[str, Any]]:

@@ -114,9 +114,9 @@ async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -
     """
     method = asked.method.type if asked.method is not None else "supervised"
     settings = asked.method.settings() if asked.method is not None else None
-    given, param = asked.hyperparameters, "hyperparameters"
+    hyperparameters, param = asked.hyperparameters, "hyperparameters"
     if settings is not None and settings.hyperparameters is not None:
-        given, param = settings.hyperparameters, f"method.{method}.hyperparameters"
+        hyperparameters, param = settings.hyperparameters, f"method.{method}.hyperparameters"
     grader = settings.grader if settings is not None else None
     if method != "reinforcement" and grader is not None:
         raise invalid(f"the method {method} takes no grader", f"method.{method}.grader")
@@ -131,7 +131,12 @@ async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -
     if asked.validation_file:
         checked.append(_data(core, caller, asked.validation_file, "validation_file"))
     resolved = resolve(
-        method, given or {}, file, core.model_info(model.base), param, evaluates=asked.validation_file is not None
+        method,
+        hyperparameters or {},
+        file,
+        core.model_info(model.base),
+        param,
+        evaluates=asked.validation_file is not None,
     )
     if method == "reinforcement":
         if grader is None:

@@ -96,14 +96,14 @@ class KeptResponses:
             ServiceError: UNKNOWN_OPERATION, also for another key's.
         """
         self._end()
-        found = self._owners.get(owner, _Owner()).responses.get(response_id)
-        if found is None:
+        kept = self._owners.get(owner, _Owner()).responses.get(response_id)
+        if kept is None:
             message = (
                 f"there is no response {response_id[:100]!r} any more, or it was never kept: they stay in the server's"
                 " memory for a day, up to 16 MiB a key; send the whole conversation as input"
             )
             raise ServiceError(pb.ERROR_CODE_UNKNOWN_OPERATION, message, field=param)
-        return found
+        return kept
 
     def item(self, owner: str, item_id: str) -> Item:
         """An item of a response's output.

@@ -118,7 +118,7 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
     Raises:
         ServiceError: INVALID_ARGUMENT, UNSUPPORTED.
     """
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     reasoning = ""
     for number, item in enumerate(items):
         kind = item.get("type", "message")
@@ -131,22 +131,22 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
                     message["content"] = _text(item["content"], number)
                 if reasoning:
                     message["reasoning_content"], reasoning = reasoning, ""
-            found.append(message)
+            messages.append(message)
         elif kind == "function_call":
-            if not found or found[-1]["role"] != "assistant":
-                found.append({"role": "assistant", "content": ""})
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
             if reasoning:
-                found[-1]["reasoning_content"], reasoning = reasoning, ""
+                messages[-1]["reasoning_content"], reasoning = reasoning, ""
             call = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
-            calls = found[-1].setdefault("tool_calls", [])
+            calls = messages[-1].setdefault("tool_calls", [])
             calls.append({"id": item.get("call_id"), "type": "function", "function": call})
         elif kind == "function_call_output":
             content = _content(item.get("output"), number)
-            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         else:
             known = "messages, function calls, their outputs and reasoning"
             raise unsupported(f"item {number} of input is of type {str(kind)[:50]!r}; there are {known}", "input")
-    return found
+    return messages
 
 
 def _content(content: Any, number: int) -> Any:

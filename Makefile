@@ -37,9 +37,11 @@ notebook: .venv/.notebook
 # The test files run in three processes (pytest-xdist), for two cores: a quarter of the time a test waits, for a process
 # that starts or for the disk. WORKERS=0 is one. The long files come before the many short ones of the server. Random
 # numbers are the same each time; `GRADWIRE_SEED=7 make test` draws others, `GRADWIRE_SEED=random` new ones that a failing
-# test prints.
+# test prints. The sources are compiled first: where the environment forbids Python to write bytecode, each of the hundreds
+# of processes that the tests start would compile them anew.
 WORKERS ?= 3
 test: setup
+	$(BIN)/python -m compileall -q client server losses proto examples tools tests/support
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: setup

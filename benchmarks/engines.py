@@ -1,6 +1,6 @@
-"""Two engines of one thread against one: training, rollouts, and the relay of an engine of an agent.
+"""Two engines of one thread against one: training, rollouts, the relay of an engine of an agent; runs on four engines.
 
-    python -m benchmarks.engines [--repeats 5] [--smoke] [--only training|rollout|relay]
+    python -m benchmarks.engines [--repeats 5] [--smoke] [--only training|rollout|relay|placement]
 
 One rollout has groups of eight samples, as RL's iterations have, and one a sample for each prompt: there a token of 16
 samples takes an engine four fifths of the time of 32, because most of it is the same for any number of samples.
@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import gradwire
+from gradwire_server.config import TRAINED_BYTES
+from gradwire_server.scheduling.placement import LEAST_BYTES
 from support.agent import Agent
 from support.server import Server
 
@@ -32,6 +34,8 @@ from benchmarks.workload import Draw, num_tokens, standard_model
 RUNS, ROWS, LORA_RANK = 8, 4, 8
 PROMPTS, GROUP, NEW_TOKENS = 32, 8, 64
 TRAINING_TARGET, ROLLOUT_TARGET, RELAY_MS = 1.8, 0.6, 0.5
+PLACED, PLACED_ON, RUN_MEMORY, MOST_SHARE = 4096, 4, 256 << 20, 1.2
+"""Runs, engines, bytes of runs that each engine keeps in memory, and the most of its even share that one may have."""
 ONE, TWO = "1 engine", "2 engines"
 HERE, FAR = "here", "relayed"
 
@@ -103,6 +107,34 @@ async def _relay(service: gradwire.ServiceClient, far: int, size: Size) -> Figur
     )
 
 
+async def _placement(model: Path, folder: Path, size: Size) -> Figure:
+    """Place runs of many sizes, a step of each; the largest share of an engine, in units of an even one."""
+    flags = ["--device", "cpu", "--threads", "1", "--engines", str(PLACED_ON), "--run-memory", str(RUN_MEMORY)]
+    server, count, nbytes = Server(model, folder, *flags, name="m").start(), size.pick(PLACED, 32), dict[int, int]()
+    draws, most = Draw.of(11, smoke=True).rng, 0
+    try:
+        async with gradwire.connect(server.address) as service:
+            while not all(engine.ready for engine in (await service.server_info()).engines):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            for _ in range(0, count, 16):
+                ranks = [2 ** int(each) for each in draws.integers(0, 10, 16)]
+                runs = await asyncio.gather(*(service.create_run("m", lora=rank) for rank in ranks))
+                await asyncio.gather(*(run.train_step({"input_ids": [[3, 4, 5]]}, "causal_lm") for run in runs))
+                for run in runs:
+                    info = await run.info()
+                    counted = max(TRAINED_BYTES * info.num_trainable_parameters, LEAST_BYTES)
+                    nbytes[info.engine] = nbytes.get(info.engine, 0) + counted
+                engines = (await service.server_info()).engines
+                most = max(most, *(engine.memory_by_owner.get("runs", 0) for engine in engines))
+            placed = [engine.placed_runs for engine in (await service.server_info()).engines]
+    finally:
+        server.end()
+    share = max(nbytes.values()) / (sum(nbytes.values()) / PLACED_ON)
+    detail = f"{placed} runs; at most {most >> 20} MiB of them in an engine's memory, {RUN_MEMORY >> 20} allowed"
+    name = f"{count} runs on {PLACED_ON} engines: the largest share over an even one"
+    return Figure(name, share, "x", MOST_SHARE, at_least=False, detail=f"{detail}; {_load()}")
+
+
 async def _wait_for_agent(service: gradwire.ServiceClient) -> int:
     while True:
         for engine in (await service.server_info()).engines:
@@ -114,6 +146,8 @@ async def _wait_for_agent(service: gradwire.ServiceClient) -> int:
 async def figures(folder: Path, size: Size) -> list[Figure]:
     model, found = standard_model(folder / "model", smoke=size.smoke), list[Figure]()
     flags = ["--device", "cpu", "--threads", "1"]
+    if size.wants("placement"):
+        found.append(await _placement(standard_model(folder / "tiny", smoke=True), folder / "placed", size))
     async with AsyncExitStack() as stack:
         services = {}
         for name in (ONE, TWO):

@@ -198,6 +198,7 @@ def _begin(
             draws=draws,
             budget=context.memory.most,
             agreement=context.agreement,
+            divided=not call.deterministic,
         )
     except BaseException:
         context.sampler.cancel(job)

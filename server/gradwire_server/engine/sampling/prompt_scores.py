@@ -1,4 +1,8 @@
-"""Log-probabilities of the tokens of prompts, and other tokens in their places: probable, given or drawn ones."""
+"""Log-probabilities of the tokens of prompts, and other tokens in their places: probable, given or drawn ones.
+
+The prompts are divided among the ranks of an engine, in micro-batches as those of a run with as many lanes. The results
+are the same on any number of ranks to rounding, or to the bit if each rank computes all of them.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from torch import Tensor
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.errors import invalid
 from gradwire_server.engine.interruption import between_micro_batches
+from gradwire_server.engine.lanes import Lanes
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.sampling.drawing.draw import draw_many
 from gradwire_server.engine.sampling.image_prompt import ImagePrompt, images_of_pieces
@@ -88,6 +93,7 @@ def score_prompts(
     draws: Draws | None = None,
     budget: Budget,
     agreement: Agreement,
+    divided: bool = True,
 ) -> PromptScores:
     """Score prompts without gradients. If memory runs out, with half as many tokens at a time.
 
@@ -98,7 +104,8 @@ def score_prompts(
         candidates: ``[T, K]`` ids to score in each place.
         draws: Tokens to draw in each place.
         budget: Memory limits.
-        agreement: Tells whether memory ran out.
+        agreement: This process's agreement with the others of the engine.
+        divided: Whether each process computes some of the prompts, or all.
 
     Raises:
         OperationError: CANCELLED.
@@ -111,9 +118,10 @@ def score_prompts(
         ids, lengths, torch.cat([_scored(prompt) for prompt in prompts]), torch.ones_like(lengths), images=images
     )
     longest = int(lengths.max())
+    lanes = Lanes(agreement.ranks if divided else 1, agreement)
 
     def attempt(budget: Budget) -> PromptScores:
-        return _scores(policy, batch, temperature, top, candidates, draws, budget)
+        return _scores(policy, batch, temperature, top, candidates, draws, budget, lanes)
 
     while True:
         alone = budget.microbatch_tokens <= longest and budget.logits_elements <= policy.facts.vocab_size
@@ -135,48 +143,68 @@ def _scores(
     candidates: Tensor | None,
     draws: Draws | None,
     budget: Budget,
+    lanes: Lanes,
 ) -> PromptScores:
-    logprobs = torch.zeros(batch.num_scored)
-    top_ids = torch.zeros(batch.num_scored, top, dtype=torch.int32)
-    top_logprobs = torch.zeros(batch.num_scored, top)
-    candidate_logprobs = None if candidates is None else torch.zeros(candidates.shape)
     uniform = _uniform(draws, batch.num_scored)
-    drawn_ids, drawn_logprobs = torch.zeros(uniform.shape, dtype=torch.int32), torch.zeros(uniform.shape)
 
-    def compute(micro: MicroBatch) -> None:
-        part = micro.batch
+    def empty(places: int) -> dict[str, Tensor]:
+        return {
+            "logprobs": torch.zeros(places),
+            "top_ids": torch.zeros(places, top, dtype=torch.int32),
+            "top_logprobs": torch.zeros(places, top),
+            "candidates": torch.zeros(places, 0 if candidates is None else candidates.shape[1]),
+            "drawn_ids": torch.zeros(places, uniform.shape[1], dtype=torch.int32),
+            "drawn_logprobs": torch.zeros(places, uniform.shape[1]),
+        }
+
+    def compute(micro: MicroBatch) -> dict[str, Tensor]:
+        part, found = micro.batch, empty(len(micro.tokens))
         hidden = policy.hidden(part.input_ids, part.lengths, part.read_positions, images=part.images)
         head, chunk = policy.output_head(), max(1, budget.logits_elements // policy.facts.vocab_size)
         for start in range(0, len(hidden), chunk):
             among = slice(start, start + chunk)
             log_p = token_logits(hidden[among], head, temperature=temperature).log_softmax(dim=-1)
-            targets = sent(part.targets[among, None], log_p.device)
             places = micro.tokens[among]
-            logprobs[places] = log_p.gather(1, targets)[:, 0].float().cpu()
-            if candidates is not None and candidate_logprobs is not None:
+
+            def keep(name: str, ids: Tensor, log_p: Tensor = log_p, among: slice = among) -> None:
+                found[f"{name}_ids"][among] = ids.int().cpu()
+                found[f"{name}_logprobs"][among] = log_p.gather(1, ids).float().cpu()
+
+            targets = sent(part.targets[among, None], log_p.device)
+            found["logprobs"][among] = log_p.gather(1, targets)[:, 0].float().cpu()
+            if candidates is not None:
                 wanted = sent(candidates[places], log_p.device)
-                candidate_logprobs[places] = log_p.gather(1, wanted).float().cpu()
+                found["candidates"][among] = log_p.gather(1, wanted).float().cpu()
             if top:
-                values, ids = log_p.topk(top, dim=-1)
-                top_ids[places], top_logprobs[places] = ids.int().cpu(), values.float().cpu()
+                keep("top", log_p.topk(top, dim=-1).indices)
             if draws is not None:
-                ids = draw_many(log_p, sent(uniform[places], log_p.device), draws.temperature)
-                drawn_ids[places], drawn_logprobs[places] = ids.int().cpu(), log_p.gather(1, ids).float().cpu()
+                keep("drawn", draw_many(log_p, sent(uniform[places], log_p.device), draws.temperature))
+        return found
 
     packing = policy.packing(images=batch.images is not None)
-    with torch.no_grad():
-        for micro in split(batch, budget.microbatch_tokens, packing, image_cost=budget.image_cost):
+    micros = split(batch, budget.microbatch_tokens, packing, image_cost=budget.image_cost, lanes=lanes.count)
+    own: dict[int, list[dict[str, Tensor]]] = {}
+    with torch.no_grad(), lanes.together("prompts"):
+        for number, repeated in lanes.steps(len(micros)):
+            micro = micros[number]
             between_micro_batches()
-            if not micro.batch.num_scored:
-                continue
-            with suited_threads(policy.device, len(micro.batch.input_ids), policy.facts.num_parameters):
-                policy.compute(partial(compute, micro))
+            found = empty(0)
+            if micro.batch.num_scored or lanes.in_step:
+                with suited_threads(policy.device, len(micro.batch.input_ids), policy.facts.num_parameters):
+                    found = policy.compute(partial(compute, micro))
+            if not repeated:
+                own[number] = [found]
+    whole = empty(batch.num_scored)
+    for micro, (computed,) in zip(micros, lanes.gathered(own, len(micros)), strict=True):
+        for name, values in computed.items():
+            whole[name][micro.tokens] = values
+    arrays = {name: values.numpy() for name, values in whole.items()}
     return PromptScores(
         lengths=batch.row_lengths.numpy().astype(np.uint32),
-        logprobs=logprobs.numpy(),
-        top=(top_ids.numpy(), top_logprobs.numpy()) if top else None,
-        candidates=None if candidate_logprobs is None else candidate_logprobs.numpy(),
-        drawn=(drawn_ids.numpy(), drawn_logprobs.numpy()) if draws else None,
+        logprobs=arrays["logprobs"],
+        top=(arrays["top_ids"], arrays["top_logprobs"]) if top else None,
+        candidates=None if candidates is None else arrays["candidates"],
+        drawn=(arrays["drawn_ids"], arrays["drawn_logprobs"]) if draws else None,
     )
 
 

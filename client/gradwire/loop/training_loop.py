@@ -116,7 +116,7 @@ class TrainingLoop:
         if state:
             self.checkpoint = state["checkpoint"]
             await self.run.load_checkpoint(self.checkpoint)
-        self.step, self.best.state = state.get("step", state.get("iteration", 0)), state.get("best", {})
+        self.step, self.best.state = state.get("step", 0), state.get("best", {})
         for each in self.loggers:
             if hasattr(each, "forget"):
                 each.forget(self.step + self.plan.first if self.step else 0)

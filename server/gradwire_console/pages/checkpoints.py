@@ -127,19 +127,19 @@ class _Checkpoints:
     def _show_ancestors(self) -> None:
         """Show the checkpoints that the run goes back to, as links, and what the oldest of their runs began with."""
         runs, paths = self._workspace.runs, ancestors(self._workspace, self._run_id)
-        found = {path: _origin(self._workspace, path) for path in paths}
+        origins = {path: _origin(self._workspace, path) for path in paths}
         oldest = [self._run_id, *(path.partition("/")[0] for path in paths)][-1]
         if oldest in runs:
             info = runs[oldest].info
             begun = f"the upload {info.from_upload}" if info.from_upload else f"the base model {info.base_model}"
-            found[""] = begun, ""
+            origins[""] = begun, ""
 
         def draw(origin: tuple[str, str]) -> Callable[[tuple[str, str]], object]:
             words, href = origin
             link = ui.link(words, href).classes("gw-link") if href else plain(words)
             return lambda now: link.set_text(now[0])  # type: ignore[attr-defined]
 
-        self._ancestors.show(found, draw)
+        self._ancestors.show(origins, draw)
 
     async def _rated(self) -> defaultdict[str, list[str]]:
         """Path of a checkpoint -> what people said of it, for each agent."""

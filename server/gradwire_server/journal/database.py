@@ -29,7 +29,8 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.durable_files import is_full
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.commit_log import Statement, description_of
-from gradwire_server.journal.mirror import JournalConnection, copy_database
+from gradwire_server.journal.connection import JournalConnection
+from gradwire_server.journal.mirror import copy_database
 from gradwire_server.journal.schema import connect, connect_as, migrate, newest_commit
 from gradwire_server.journal.segments import Segments
 

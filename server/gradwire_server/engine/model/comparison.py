@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -10,3 +11,8 @@ def largest_difference(mine: Tensor, theirs: Tensor) -> tuple[float, float]:
     multiplied: one more than the largest of ``theirs``."""
     mine, theirs = mine.detach().double(), theirs.detach().double()
     return (mine - theirs).abs().max().item(), 1.0 + theirs.abs().max().item()
+
+
+def relative_tolerance(dtype: torch.dtype) -> float:
+    """How far two computations in this dtype may be apart, as a part of :func:`largest_difference`'s size."""
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.attention.packed import LAYOUT
 from gradwire_server.engine.model.attention.paged import PagedDecode, PagedPrefill
-from gradwire_server.engine.model.comparison import largest_difference
+from gradwire_server.engine.model.comparison import largest_difference, relative_tolerance
 from gradwire_server.engine.model.layers.dropout import DropoutPlaces, EmbeddingNoise, jittered
 from gradwire_server.engine.model.layers.embedding import add_rows_in_place
 from gradwire_server.engine.model.layers.feed_forward import FeedForward
@@ -412,7 +412,7 @@ def check_split(split_model: SplitModel) -> None:
         bias = 0.0 if head.bias is None else head.bias.float()
         return head.transform(hidden.float() @ head.weight.float().T + bias)
 
-    tolerance = 1e-3 if split_model.dtype in (torch.float32, torch.float64) else 5e-2
+    tolerance = relative_tolerance(split_model.dtype)
     with observe_reads(split_model.model):
         ours = split_model.compute(split_logits)
         _check_training_mode(split_model, ids)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.attention import packed
-from gradwire_server.engine.model.comparison import largest_difference
+from gradwire_server.engine.model.comparison import largest_difference, relative_tolerance
 from gradwire_server.engine.model.packing import MIN_SAVED, Packing, arrange, lay_out
 from gradwire_server.engine.model.split_model import SplitModel
 
@@ -72,7 +72,7 @@ def check_rows(split_model: SplitModel) -> None:
     ones = torch.ones(len(rows), dtype=torch.long)
     arranged = arrange(split_model.packing, torch.cat(rows), torch.tensor(lengths), ones)
     together = split_model.states(arranged)[arranged.places.to(split_model.device)].float()
-    tolerance = _tolerance(split_model.dtype)
+    tolerance = relative_tolerance(split_model.dtype)
     for row, mine in zip(rows, together.split(lengths), strict=True):
         alone = split_model.states(arrange(Packing.PADDED, row, torch.tensor([len(row)]), ones[:1])).float()
         error, size = largest_difference(mine, alone)
@@ -185,11 +185,7 @@ def _alike(
 ) -> bool:
     for mine, theirs, rounding in zip(found, expected, noise, strict=True):
         error, size = largest_difference(mine, theirs)
-        tolerance = max(_tolerance(dtype), min(3 * rounding / size, MOST_ROUNDING))
+        tolerance = max(relative_tolerance(dtype), min(3 * rounding / size, MOST_ROUNDING))
         if not error <= tolerance * size:
             return False
     return True
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    return 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
 from gradwire_server.access.keys import KeyFile
 
+from support import steady_caller
 from support.keyed import Keyed
 from support.server import free_port
 from support.tinker import HttpServer
@@ -41,6 +45,21 @@ class Served:
             self.server.address, options=[("grpc.max_send_message_length", -1)]
         ) as channel:
             yield channel, Keyed(TrainingServiceStub(channel), self.secrets[name])
+
+    @contextmanager
+    def steady_calls(self, name: str, file: Path) -> Iterator[Callable[[], list[float]]]:
+        """Have a process call again and again; what is given returns the seconds of each call since the last time."""
+        words = [sys.executable, steady_caller.__file__, self.server.address, self.secrets[name], str(file)]
+        with subprocess.Popen(words) as caller:
+            try:
+                while not (file.exists() and file.read_text().count("\n") > 1):
+                    assert caller.poll() is None
+                    time.sleep(0.01)
+                with file.open() as times:
+                    yield lambda: [float(line.split()[1]) for line in times.readlines()]
+                assert caller.poll() is None
+            finally:
+                caller.kill()
 
     def front(self, what: str) -> int:
         """A size of the front's process in bytes: VmRSS, or VmHWM for the largest so far."""

@@ -10,17 +10,19 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import httpx
 import pytest
 from gradwire_http.json_bounds import JsonBounds, UnboundedJsonError
-from gradwire_proto.v1 import training_pb2 as pb
 from support import costly_bodies, hostile, routes
 from support.costly_bodies import Costly
 from support.drawn_bodies import drawn_body
+from support.scripted import until
 from support.served import Served
 from support.tinker import TinkerClient, datum, forward_backward, outputs
 
@@ -96,48 +98,42 @@ async def _send(body: Costly, http: httpx.AsyncClient, channel: grpc.aio.Channel
 @pytest.mark.timeout(60 * MINUTES + 1200)
 @pytest.mark.parametrize("minutes", [0, pytest.param(MINUTES, marks=pytest.mark.slow)])
 @pytest.mark.holds_loop("it draws the bodies, before it measures")
-async def test_no_body_costs_another_key_much(served: Served, documents: Documents, minutes: float, seed: int) -> None:
+async def test_no_body_costs_another_key_much(
+    served: Served, documents: Documents, minutes: float, seed: int, tmp_path: Path
+) -> None:
     """Every route with one body at least; the long form draws further bodies for so many minutes."""
-    async with (
-        served.http("hostile") as http,
-        served.grpc("hostile") as (channel, _),
-        served.grpc("other") as (_, stub),
-    ):
+
+    async def ended(calls: Callable[[], list[float]]) -> list[float]:
+        """Those of the other key's calls that began before now."""
+        times, last = calls(), list[float]()
+        await until(lambda: bool(last.extend(calls()) or last))
+        return times + last
+
+    async with served.http("hostile") as http, served.grpc("hostile") as (channel, _), AsyncExitStack() as stack:
         named = {route for document in documents for route in costly_bodies.routes_of(*document)}
         named |= {f"/{each.full_name}/{rpc.name}" for each in costly_bodies.services() for rpc in each.methods}
         bodies = _bodies(await _known(http), documents, seed)
-        until = time.monotonic() + 60 * minutes
-
-        async def calls(times: list[float], ended: asyncio.Event) -> None:
-            while not ended.is_set():
-                began = time.perf_counter()
-                await stub.ListRuns(pb.ListRunsRequest())
-                times.append(time.perf_counter() - began)
-                await asyncio.sleep(0.005)
-
-        async def beside(work: Any) -> list[float]:
-            times, ended = list[float](), asyncio.Event()
-            calling = asyncio.create_task(calls(times, ended))
-            await work
-            ended.set()
-            await calling
-            return times
-
+        calls = stack.enter_context(served.steady_calls("other", tmp_path / "times"))
+        deadline = time.monotonic() + 60 * minutes
+        calls()
         began = served.front_cpu_s()
-        quiet, during = await beside(asyncio.sleep(1)), list[float]()
+        await asyncio.sleep(1)
+        quiet, during = await ended(calls) + await ended(calls), list[float]()
         of_call = (served.front_cpu_s() - began) / len(quiet)
         before = served.front("VmRSS")
         costs, sizes, wrong, tried = dict[str, float](), dict[str, int](), list[str](), set[str]()
         for number, body in enumerate(bodies):
-            if number >= len(named) + len(FOUND) and time.monotonic() > until:
+            if number >= len(named) + len(FOUND) and time.monotonic() > deadline:
                 break
             served.forget_most()
+            calls()
             began = served.front_cpu_s()
             try:
-                times = await beside(_send(body, http, channel, served.secrets["hostile"]))
+                await _send(body, http, channel, served.secrets["hostile"])
             except AssertionError as error:
                 wrong.append(f"{body.name}: {error}")
                 continue
+            times = await ended(calls)
             during += times
             tried.add(body.route)
             costs[body.name] = served.front_cpu_s() - began - of_call * len(times)

@@ -116,8 +116,9 @@ async def _placement(model: Path, folder: Path, size: Size) -> Figure:
         async with gradwire.connect(server.address) as service:
             while not all(engine.ready for engine in (await service.server_info()).engines):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
-            for _ in range(0, count, 16):
-                ranks = [2 ** int(each) for each in draws.integers(0, 10, 16)]
+        for _ in range(0, count, 16):
+            ranks = [2 ** int(each) for each in draws.integers(0, 10, 16)]
+            async with gradwire.connect(server.address) as service:  # each open run has a stream
                 runs = await asyncio.gather(*(service.create_run("m", lora=rank) for rank in ranks))
                 await asyncio.gather(*(run.train_step({"input_ids": [[3, 4, 5]]}, "causal_lm") for run in runs))
                 for run in runs:
@@ -126,7 +127,7 @@ async def _placement(model: Path, folder: Path, size: Size) -> Figure:
                     nbytes[info.engine] = nbytes.get(info.engine, 0) + counted
                 engines = (await service.server_info()).engines
                 most = max(most, *(engine.memory_by_owner.get("runs", 0) for engine in engines))
-            placed = [engine.placed_runs for engine in (await service.server_info()).engines]
+        placed = [engine.placed_runs for engine in engines]
     finally:
         server.end()
     share = max(nbytes.values()) / (sum(nbytes.values()) / PLACED_ON)

@@ -33,7 +33,7 @@ export default {
       this.chart.setOption({
         animation: false,
         textStyle: { fontFamily: style.fontFamily },
-        grid: { left: 20, right: 14, top: 8, bottom: 8, containLabel: true },
+        grid: { left: 20, right: 32, top: 8, bottom: 8, containLabel: true },
         xAxis: { type: "time", min: "dataMin", max: "dataMax", axisLabel: labels, axisLine: { lineStyle: { color: line } },
                  splitLine: { show: true, lineStyle: { color: line, width: 0.5 } } },
         yAxis: { type: "category", data: this.lanes, inverse: true, axisTick: { show: false },

@@ -105,9 +105,10 @@ class _Playground:
                 self._top_p.props["title"] = "Only the likeliest tokens that together have this probability are drawn"
                 self._seed = _number("Seed", self._first.seed, precision=0)
                 ui.element("div").classes("grow")
-                button("Copy the link", self._link)
-                button("Stop", self._stop)
-                button("Generate", self._generate, kind="primary")
+                with ui.element("div").classes("gw-actions"):
+                    button("Copy the link", self._link)
+                    button("Stop", self._stop)
+                    button("Generate", self._generate, kind="primary")
         self._answers = ui.element("div").classes("gw-answers")
         with self._answers:
             empty("Answers appear here, side by side. A shaded token was unlikely: its probability on hover.")

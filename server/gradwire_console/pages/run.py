@@ -192,7 +192,7 @@ class _Run:
 
 
 def _about(each: gradwire.Checkpoint, values: dict[str, str]) -> list[str]:
-    about = [f"step {each.step:,}", size_of(each.size_bytes), f"{ago(each.created_at)} old"]
+    about = [f"step {each.step:,}", size_of(each.size_bytes), f"{ago(each.created_at)} old".replace(" ", "\u00a0")]
     figures = ", ".join(f"{name} {value}" for name, value in values.items())
     return [text for text in (", ".join(filter(None, [*about, each.note])), figures) if text]
 

@@ -1,4 +1,4 @@
-"""The console's pictures in docs/images, of the demo's runs: PYTHONPATH=examples python tools/console_pictures.py [PAGE…].
+"""The console's pictures in docs/images, of the demo's runs: PYTHONPATH=examples python tools/console_pictures.py.
 
 Each page at three widths in both themes, by Debian's chromium. A page that is wider than its window is named. It takes
 ten minutes, and less once out/console_demo has the runs.

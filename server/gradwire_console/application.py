@@ -109,13 +109,13 @@ def create_application(workspaces: Workspaces, names: Sequence[str]) -> ASGIApp:
 def _add_json(app: FastAPI, workspaces: Workspaces) -> None:
     async def workspace_of(request: Request) -> Workspace:
         try:
-            own = await workspaces.of(str(request.session.get("id", "")))
+            workspace = await workspaces.of(str(request.session.get("id", "")))
         except gradwire.GradwireError as error:
             raise HTTPException(503, str(error)) from None
-        if own is None:
+        if workspace is None:
             raise HTTPException(401, "sign in at /login first")
-        await own.listed()
-        return own
+        await workspace.listed()
+        return workspace
 
     @app.exception_handler(gradwire.GradwireError)
     async def failed(_request: Request, error: gradwire.GradwireError) -> JSONResponse:
@@ -167,17 +167,17 @@ def _add_json(app: FastAPI, workspaces: Workspaces) -> None:
     async def report(request: Request, runs: str) -> HTMLResponse:
         workspace = await workspace_of(request)
         asked = list(dict.fromkeys(runs.split(",")))[: compare.MOST]
-        own = [run_id for run_id in asked if run_id in workspace.runs]
-        if not own:
+        readable = [run_id for run_id in asked if run_id in workspace.runs]
+        if not readable:
             raise HTTPException(404, "there are no such runs, or this key may not read them")
         headers = {"Content-Disposition": 'attachment; filename="gradwire-comparison.html"'}
-        return HTMLResponse(await compare.report(workspace, own), headers=headers)
+        return HTMLResponse(await compare.report(workspace, readable), headers=headers)
 
     @app.get("/api/trace")
     async def trace(request: Request) -> JSONResponse:
         workspace = await workspace_of(request)
-        own = timeline.trace(workspace, await timeline.spans(workspace))
-        return JSONResponse(own, headers={"Content-Disposition": 'attachment; filename="gradwire-trace.json"'})
+        events = timeline.trace(workspace, await timeline.spans(workspace))
+        return JSONResponse(events, headers={"Content-Disposition": 'attachment; filename="gradwire-trace.json"'})
 
     @app.get("/api/uploads")
     async def list_uploads(request: Request) -> list[dict[str, Any]]:
@@ -189,10 +189,10 @@ def _add_json(app: FastAPI, workspaces: Workspaces) -> None:
         if workspaces.feedback is None:
             raise HTTPException(404, "no feedback service is beside this console: start it with --feedback URL")
         try:
-            own = await workspaces.feedback.ratings()
+            everybodys = await workspaces.feedback.ratings()
         except OSError as error:
             raise HTTPException(503, str(error)) from None
-        return [dataclasses.asdict(each) for each in ratings.readable(workspace, own)]
+        return [dataclasses.asdict(each) for each in ratings.readable(workspace, everybodys)]
 
     @app.get("/api/audit")
     async def list_events(request: Request) -> list[dict[str, Any]]:

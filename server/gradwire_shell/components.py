@@ -83,8 +83,8 @@ class Table(Element, component="table.js"):
         """Show other rows, if they are others."""
         if rows != self._props["rows"]:
             self._props["rows"] = list(rows)
-            self._show_instead()
             self.update()
+        self._show_instead()
 
     def _show_instead(self) -> None:
         if self._instead is not None:

@@ -65,6 +65,7 @@ async def _show(workspaces: Workspaces, workspace: Workspace) -> None:
         except OSError as failure:
             with failed:
                 error(str(failure))
+            none.set_visibility(False)
             return
         table.show([_row(workspace, each) for each in ratings])
 

@@ -74,10 +74,14 @@ def test_actions_show_their_line_and_are_carried_out(console: Console, service: 
     run.save_checkpoint("kept", note="a note").result(60)
     page.goto(f"{console.url}/run/{run.run_id}")
     dialog = page.get_by_role("dialog")
-    press = page.get_by_role("button", name="Fork kept").bounding_box()
-    assert press is not None
-    page.mouse.move(press["x"] + press["width"] / 2, press["y"] + press["height"] / 2)
+    kept = page.get_by_role("button", name="Fork kept")
+    expect(page.locator(".gw-facts").first).to_contain_text("Newest checkpoint")
+    kept.hover()
     page.mouse.down()
+    while not kept.evaluate("each => each.matches(':active')"):  # the page moved under the pointer before
+        page.mouse.up()
+        kept.hover()
+        page.mouse.down()
     run.save_checkpoint("newer").result(60)  # which pushes it down
     expect(page.get_by_role("button", name="Fork newer")).to_be_visible()
     page.mouse.up()

@@ -16,7 +16,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.engine_pb2 import EngineChunk, EngineOffer
 from gradwire_proto.v1.engine_pb2_grpc import EngineServiceStub
 
-from gradwire_server.engine_link.chunks import ChunkedLink
+from gradwire_server.engine_link.chunks import ADMITTED, ChunkedLink
 from gradwire_server.engine_link.frames import LinkClosed
 from gradwire_server.errors import ERROR_METADATA, ServiceError
 
@@ -100,11 +100,16 @@ class Lending:
         metadata = (("authorization", f"Bearer {front.key}"),) if front.key else ()
         stub: Any = EngineServiceStub(channel)
         self._call = stub.Attach(metadata=metadata)
+        self._taken = asyncio.Event()
         self._writing = asyncio.create_task(self._write(offer))
 
     async def _write(self, offer: EngineOffer) -> None:
+        # Nothing is written to a call that may be refused: gRPC can tell of that write instead of the refusal.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader is told
+            if ADMITTED not in dict(await self._call.initial_metadata()):
+                return
             await self._call.write(EngineChunk(offer=offer))
+            await self._taken.wait()
             async for chunk in self.link.chunks():
                 await self._call.write(chunk)
             await self._call.done_writing()
@@ -125,6 +130,7 @@ class Lending:
         except grpc.aio.AioRpcError as error:
             raise _error(error.code(), error.details(), dict(error.trailing_metadata() or ())) from error
         assert isinstance(chunk, EngineChunk)
+        self._taken.set()
         return chunk
 
     async def _metadata(self) -> dict[str, Any]:

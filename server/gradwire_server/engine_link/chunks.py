@@ -13,6 +13,8 @@ from gradwire_server.engine_link.frames import Buffer, Incoming, LinkClosed, M, 
 
 CHUNK_BYTES = 1 << 20
 """Most bytes of frames in a chunk."""
+ADMITTED = "gradwire-admitted"
+"""Metadata with which the server begins to answer an agent whose key may lend engines."""
 
 
 class ChunkedLink:

@@ -12,6 +12,7 @@ from gradwire_proto.v1.engine_pb2_grpc import EngineServiceServicer
 
 from gradwire_server.core.core import Core
 from gradwire_server.engine_client.remote import RemoteLife
+from gradwire_server.engine_link.chunks import ADMITTED
 from gradwire_server.errors import ServiceError
 
 
@@ -26,6 +27,7 @@ class EngineService(EngineServiceServicer):
         self._agents = core.agents
 
     async def Attach(self, requests: AsyncIterator[EngineChunk], context: Any) -> AsyncIterator[EngineChunk]:
+        await context.send_initial_metadata(((ADMITTED, "yes"),))  # the agent sends its offer now
         first = await anext(aiter(requests), EngineChunk())
         if not first.HasField("offer"):
             raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "the first chunk is to be the engine's offer")

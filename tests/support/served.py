@@ -56,7 +56,14 @@ class Served:
                     assert caller.poll() is None
                     time.sleep(0.01)
                 with file.open() as times:
-                    yield lambda: [float(line.split()[1]) for line in times.readlines()]
+                    rest = ""
+
+                    def since() -> list[float]:
+                        nonlocal rest
+                        *lines, rest = (rest + times.read()).split("\n")  # the last line may be half written
+                        return [float(line.split()[1]) for line in lines]
+
+                    yield since
                 assert caller.poll() is None
             finally:
                 caller.kill()

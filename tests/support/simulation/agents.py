@@ -109,7 +109,7 @@ class AgentCall(Call):
         super().__init__(world.network, self._attach)
 
     def _attach(self, service: Any, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        return EngineService(service._core).Attach(requests, None)
+        return EngineService(service._core).Attach(requests, SimpleNamespace(send_initial_metadata=_nothing))
 
     def reset(self, told_after_s: float) -> None:
         """End the call at the server now, and at the agent later."""
@@ -358,5 +358,5 @@ def checked_end(world: World) -> Callable[[RemoteLife], Awaitable[str]]:
     return end
 
 
-async def _nothing() -> None:
+async def _nothing(*_: Any) -> None:
     pass

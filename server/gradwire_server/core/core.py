@@ -437,7 +437,7 @@ class Core(Startable):
             label: Under which it is counted in the key's usage; the run's name if empty.
 
         Raises:
-            ServiceError: The request is invalid; ENGINE_UNAVAILABLE if the engine died while it sampled.
+            ServiceError: The request is invalid; ENGINE_UNAVAILABLE if engines died while they sampled.
         """
         return await self._sampling.sample(caller, request, label)
 

@@ -53,7 +53,7 @@ class Sampling:
             label: Under which it is counted; that of the run if empty.
 
         Raises:
-            ServiceError: The request is invalid; ENGINE_UNAVAILABLE if the engine died while it sampled.
+            ServiceError: The request is invalid; ENGINE_UNAVAILABLE if engines died while they sampled.
         """
         return await self._answer(caller, *self._checked(caller, request), label=label)
 
@@ -133,7 +133,7 @@ class Sampling:
                 count=lambda result: self._usage.count(caller.name, source, result, label=label, base_model=base),
             )
         except EngineDied as error:
-            message = "the engine ended while it sampled; it is being started again, try again"
+            message = "the engine ended while it sampled, and could not be replaced in time; try again"
             raise ServiceError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, message) from error
         return StoredResult(reply.result, payload)
 

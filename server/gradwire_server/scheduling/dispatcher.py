@@ -11,14 +11,14 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.quotas import PIXELS_OF_TOKEN, Usage, grammar_tokens
-from gradwire_server.engine_client.client import EngineAnswer, Interruptible
+from gradwire_server.engine_client.client import EngineAnswer, EngineDied, Interruptible
 from gradwire_server.errors import shutting_down
 from gradwire_server.journal.segments import Buffer
 from gradwire_server.observability import logs
@@ -26,7 +26,7 @@ from gradwire_server.observability.metrics import Metrics
 from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling import abort_rule
 from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint
-from gradwire_server.scheduling.executor import Executor
+from gradwire_server.scheduling.executor import DEATHS, Executor
 from gradwire_server.scheduling.fairness import Load
 from gradwire_server.scheduling.image_counts import pixels_of_images
 from gradwire_server.scheduling.operation import QueuedOperation, retrieved
@@ -260,6 +260,9 @@ class Dispatcher:
     ) -> EngineAnswer:
         """Sample outside any run's queue, when it is the owner's turn. A caller who is cancelled ends the generation.
 
+        If the engine dies, the samples are generated anew, on another engine or when this one has started again, unless
+        tokens of them were streamed.
+
         Args:
             model: Name of the base model of what is sampled from.
             run: The run whose current weights are sampled from, instead of the request's model.
@@ -268,7 +271,7 @@ class Dispatcher:
 
         Raises:
             ServiceError: LIMIT_EXCEEDED, SHUTTING_DOWN, or the engine's own error.
-            EngineDied: The engine died while it sampled.
+            EngineDied: The engine died after it had streamed tokens, or :data:`DEATHS` times, or does not start.
         """
         prompts = max(len(asked.prompt_ids), len(asked.call.prompts))
         prompt_tokens = sum(len(prompt.ids) for prompt in asked.prompt_ids) + grammar_tokens(asked.call)
@@ -303,40 +306,85 @@ class Dispatcher:
         """
         usage.check(0, tokens)
         usage.operations += 1
+        heard = _Heard(ON_START.get(), on_frame)
+        if heard.on_start is not None:
+            request.tells_start = True
+        deaths = 0
         try:
-            there = await self.enter(visit)
-            while (run := visit.run) is not None and not (
-                self._executor.holds(run) and there is self._placement.of(run.record.run_id)
-            ):
-                self.leave(visit)  # it could be the place that the run's own operation waits for
-                await self._executor.hold(run)
+            while True:
+                try:
+                    return await self._visited(request, visit, heard, finished)
+                except EngineDied as error:
+                    deaths += error.suspect
+                    if deaths == DEATHS or heard.tokens:
+                        raise
                 visit = replace(visit, given=asyncio.get_running_loop().create_future())
-                there = await self.enter(visit)
-            engine: Interruptible = there.engine
-            if (on_start := ON_START.get()) is not None:
-                request.tells_start, on_frame = True, partial(_heard, on_start, on_frame)
-            spread = self.spread.outside(request, visit, there, on_frame, finished)
-            if spread is not None:
-                engine, answer = spread, spread.answer
-            else:
-                answer = there.engine.request(request, (), on_frame)
-            if run is not None:
-                run.reads(answer)
-            answer.add_done_callback(retrieved)
-            answer.add_done_callback(lambda _: self.leave(visit))  # also if the caller has left meanwhile
-            answer.add_done_callback(partial(tell_result, finished))
-            try:
-                return await asyncio.shield(answer)
-            except asyncio.CancelledError:  # the caller has left
-                await end(engine, answer)
-                raise
+                await self._placement.restarted(visit)
         finally:
             usage.operations -= 1
 
+    async def _visited(
+        self,
+        request: engine_pb2.EngineRequest,
+        visit: Visit,
+        heard: _Heard,
+        finished: Callable[[pb.OperationResult], None],
+    ) -> EngineAnswer:
+        """As :meth:`_outside`, once.
 
-def _heard(
-    on_start: Callable[[], object], on_frame: Callable[[pb.SampleFrame], None] | None, frame: pb.SampleFrame
-) -> None:
-    on_start()
-    if on_frame is not None:
-        on_frame(frame)
+        Raises:
+            EngineDied: The engine died before it answered.
+        """
+        there = await self.enter(visit)
+        while (run := visit.run) is not None and not (
+            self._executor.holds(run) and there is self._placement.of(run.record.run_id)
+        ):
+            self.leave(visit)  # it could be the place that the run's own operation waits for
+            await self._executor.hold(run)
+            visit = replace(visit, given=asyncio.get_running_loop().create_future())
+            there = await self.enter(visit)
+        engine: Interruptible = there.engine
+        on_frame = heard.frame if heard.is_wanted else None
+        spread = self.spread.outside(request, visit, there, on_frame, finished)
+        if spread is not None:
+            engine, answer = spread, spread.answer
+        else:
+            answer = there.engine.request(request, (), on_frame)
+        if run is not None:
+            run.reads(answer)
+        answer.add_done_callback(retrieved)
+        answer.add_done_callback(lambda _: self.leave(visit))  # also if the caller has left meanwhile
+        answer.add_done_callback(partial(tell_result, finished))
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:  # the caller has left
+            await end(engine, answer)
+            raise
+
+
+@dataclass(eq=False)
+class _Heard:
+    """Frames on their way to whoever asked for samples outside any run's queue.
+
+    Attributes:
+        on_start: Called at each frame; the first one says that an engine has begun.
+        on_frame: Takes the frames.
+        tokens: Whether it has taken tokens: what an engine computes again could not be told from these.
+    """
+
+    on_start: Callable[[], object] | None
+    on_frame: Callable[[pb.SampleFrame], None] | None
+    tokens: bool = False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody takes frames."""
+        return self.on_start is not None or self.on_frame is not None
+
+    def frame(self, frame: pb.SampleFrame) -> None:
+        """Take a frame."""
+        if self.on_start is not None:
+            self.on_start()
+        if self.on_frame is not None:
+            self.tokens = self.tokens or bool(frame.deltas)
+            self.on_frame(frame)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.config import TRAINED_BYTES
-from gradwire_server.engine_client.client import EngineClient
+from gradwire_server.engine_client.client import EngineClient, EngineDied
 from gradwire_server.engine_client.pool import EnginePool
 from gradwire_server.scheduling.fairness import UNKNOWN, FairQueue, Load
 from gradwire_server.scheduling.run_queue import RunQueue
@@ -134,6 +134,20 @@ class Placement:
             there = self.target(item)
             if there.is_up:
                 return there
+            await changed.wait()
+
+    async def restarted(self, visit: Visit) -> None:
+        """Wait, after the death of an engine, until one has a process that a visit could go to.
+
+        Raises:
+            EngineDied: None starts: the newest attempt failed, or there is nobody who could.
+        """
+        while True:
+            changed, able = self.pool.changed, self.able(visit.model)
+            if any(there.is_up for there in able):
+                return
+            if all(there.engine.fails_to_start for there in able):
+                raise EngineDied(suspect=False)
             await changed.wait()
 
     def target(self, item: RunQueue | Visit) -> EngineQueue:

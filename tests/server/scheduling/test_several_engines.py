@@ -6,10 +6,13 @@ import asyncio
 import random
 from typing import Any
 
+import grpc
 import pytest
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine_client.client import EngineDied
 from gradwire_server.errors import ServiceError
+from support.fake_engine import FakeEngine
 from support.front import Client, Door, Start
 from support.scripted import until
 
@@ -206,6 +209,55 @@ async def test_a_sample_of_a_run_that_moves_finds_it_where_it_is(start: Start) -
         await asyncio.gather(sampling, moving, later)
         there = door.engines[1 - here.number]
         assert there.newest.sampled_run == run.run_id and run.run_id in there.runs and run.run_id not in here.runs
+
+
+async def sample_of_model(client: Client) -> Any:
+    """Samples outside any run's queue; the frames of the answer."""
+    prompt = [pb.TokenIds(ids=[1])]
+    request = pb.SampleRequest(model="tiny", prompt_ids=prompt, call=pb.SampleCall(max_tokens=1))
+    return [frame async for frame in client.stub.Sample(request)]
+
+
+async def test_a_sample_whose_engine_dies_is_generated_by_another_one(start: Start) -> None:
+    async with start(engines=2) as door:
+        client = await door.client()
+        for engine in door.engines:
+            engine.gate.clear()
+        sampling = asyncio.create_task(sample_of_model(client))
+        await until(lambda: any(engine.newest.HasField("sample") for engine in door.engines))
+        first, other = sorted(door.engines, key=lambda engine: not engine.newest.HasField("sample"))
+        first.end()
+        first.gate.set()
+        await until(lambda: other.newest.HasField("sample"))
+        other.end()
+        other.gate.set()
+        await asyncio.sleep(0.05)
+        assert not sampling.done(), "it waits for an engine that starts"
+        first.begin()
+        assert len(await sampling) == 1
+        for engine in door.engines:
+            engine.end()
+            engine.fails_to_start = True
+        with pytest.raises(grpc.aio.AioRpcError, match="could not be replaced"):
+            await sample_of_model(client)
+
+
+async def test_a_sample_that_kills_its_engine_kills_two_at_most(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = []
+
+    async with start(engines=3) as door:
+        for engine in door.engines:
+
+            async def kill(request: engine_pb2.EngineRequest, engine: FakeEngine = engine) -> None:
+                if request.HasField("sample"):
+                    killed.append(engine.number)
+                    engine.end()
+                    raise EngineDied(suspect=True)
+
+            monkeypatch.setattr(engine, "work", kill)
+        with pytest.raises(grpc.aio.AioRpcError, match="could not be replaced"):
+            await sample_of_model(await door.client())
+        assert len(killed) == 2 == len(set(killed))
 
 
 async def test_an_engine_with_too_much_to_do_for_long_gives_a_run_away(start: Start) -> None:

@@ -110,6 +110,7 @@ async def _relay(service: gradwire.ServiceClient, far: int, size: Size) -> Figur
 async def _placement(model: Path, folder: Path, size: Size) -> Figure:
     """Place runs of many sizes, a step of each; the largest share of an engine, in units of an even one."""
     flags = ["--device", "cpu", "--threads", "1", "--engines", str(PLACED_ON), "--run-memory", str(RUN_MEMORY)]
+    flags += [word for name in ("max_runs", "key_runs") for word in ("--limit", f"{name}={PLACED}")]
     server, count, nbytes = Server(model, folder, *flags, name="m").start(), size.pick(PLACED, 32), dict[int, int]()
     draws, most = Draw.of(11, smoke=True).rng, 0
     try:

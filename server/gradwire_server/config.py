@@ -211,8 +211,8 @@ class EngineSettings(BaseModel):
     )
     kernels: Literal["auto", "plain"] = setting(
         "auto",
-        "Norms, gated activations and rotary embeddings on a GPU. auto: by liger-kernel where it is installed "
-        "(gradwire[kernels]) and agrees; plain: as transformers computes them.",
+        "How a GPU computes. auto: norms, gated activations and rotary embeddings by liger-kernel where it is "
+        "installed (gradwire[kernels]) and agrees, sampled tokens by graphs of kernels; plain: as transformers does.",
         subject=COMPUTE,
     )
     sampler: Literal["local", "vllm"] = setting(

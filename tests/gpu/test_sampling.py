@@ -9,6 +9,7 @@ import torch
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.sampling.pages import replay
 from gradwire_server.engine.sampling.pages.pages import paged_token_bytes
 from gradwire_server.engine.sampling.samplers.local import LocalSampler
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
@@ -25,8 +26,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logprobs_are_those_of_one_forward(path: Path, dtype: torch.dtype) -> None:
-    policy = Policy(ModelPool({"small": str(path)}, "cuda", dtype).load("small"))
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "plain"])
+def test_logprobs_are_those_of_one_forward(path: Path, dtype: torch.dtype, graphs: bool) -> None:
+    policy = Policy(ModelPool({"small": str(path)}, "cuda", dtype, fused=graphs).load("small"))
     assert paged_token_bytes(policy, Agreement())
     sampler = LocalSampler()
     params = [SamplingParams(max_tokens=tokens, seed=tokens, n=2, ignore_eos=True) for tokens in (30, 7, 12)]
@@ -36,6 +38,7 @@ def test_logprobs_are_those_of_one_forward(path: Path, dtype: torch.dtype) -> No
         sampler.step()
     while sampler.turn():
         sampler.step()
+    assert replay._right.get(policy.split_model, False) is graphs
     atol = 1e-3 if dtype == torch.float32 else 0.1
     for job in jobs:
         for prompt, of_prompt in zip(PROMPTS, job.samples().by_prompt(), strict=True):

@@ -152,7 +152,10 @@ class SplitModel:
         vision: What turns images into states of their tokens; None for a model of text.
         packing: Form in which the model takes ragged sequences; padded until
             :func:`.packing_check.choose_packing` finds a better one.
+        replays: Whether a forward of one token of every row may be replayed as a graph of kernels.
     """
+
+    replays = False
 
     def __init__(self, facts: ModelFacts, model: PreTrainedModel, placement: Placement, *, mixed: bool = False) -> None:
         self.facts = facts

@@ -11,15 +11,20 @@ calls does not grow with the rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from gradwire_losses.batch import sent
 from torch import Tensor, nn
 
 from gradwire_server.engine.model.attention.masked import MaskedSegments
+from gradwire_server.engine.model.comparison import largest_difference
 from gradwire_server.engine.model.packing import Layout
+
+logger = logging.getLogger(__name__)
 
 PAGE = 16
 """Tokens of a page."""
@@ -30,10 +35,11 @@ class PageStore:
 
     Attributes:
         pages: Number of pages there is room for.
+        moves: How often the tensors have moved to other addresses.
     """
 
     def __init__(self) -> None:
-        self.pages = 0
+        self.pages = self.moves = 0
         self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -42,16 +48,22 @@ class PageStore:
         return sum(each.nbytes for pair in self._layers.values() for each in pair)
 
     def reserve(self, pages: int) -> None:
-        """Make room for so many pages; layer by layer, so that no more than one layer is there twice."""
+        """Make room for so many pages; layer by layer, so that no more than one layer is there twice.
+
+        On a GPU half as many more, because graphs of kernels are captured anew after each move.
+        """
         if pages <= self.pages:
             return
-        self.pages = max(pages, self.pages + self.pages // 16)
+        on_gpu = any(keys.is_cuda for keys, _ in self._layers.values())
+        self.pages = max(pages, self.pages + self.pages // (2 if on_gpu else 16))
+        self.moves += 1
         for layer, pair in self._layers.items():
             self._layers[layer] = _resized(pair[0], self.pages), _resized(pair[1], self.pages)
 
     def write(self, layer: nn.Module, places: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write the keys and values of ``[M]`` places, ``[M, K, D]``; returns the layer's whole ones."""
         if layer not in self._layers:
+            self.moves += 1
             # Zeros, because what a mask leaves out must be finite.
             room = self.pages * PAGE
             self._layers[layer] = keys.new_zeros(room, *keys.shape[1:]), values.new_zeros(room, *values.shape[1:])
@@ -69,6 +81,7 @@ class PageStore:
 
     def select(self, pages: Tensor) -> None:
         """Keep only these pages, in this order."""
+        self.moves += 1
         for layer, (keys, values) in self._layers.items():
             index = sent(pages, keys.device)
             kept = (_pages(each).index_select(0, index).flatten(0, 1) for each in (keys, values))
@@ -116,9 +129,10 @@ class PageLists:
     lengths: Tensor | None = None
     first: int | None = None
 
-    def to(self, device: torch.device) -> PageLists:
-        lengths = None if self.lengths is None else sent(self.lengths, device)
-        return PageLists(sent(self.rows, device), sent(self.table, device), lengths, self.first)
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> PageLists:
+        """The same with what a function makes of each tensor."""
+        lengths = None if self.lengths is None else function(self.lengths)
+        return PageLists(function(self.rows), function(self.table), lengths, self.first)
 
     def taken(self, flat: Tensor) -> Tensor:
         """``[T, K, D] -> [G, K, N * PAGE, D]``: keys or values of each list."""
@@ -142,15 +156,19 @@ class RowLists:
 
     classes: Sequence[PageLists]
     order: Tensor | None
-    _sent: dict[torch.device, tuple[list[PageLists], Tensor | None, list[Tensor | None]]] = field(default_factory=dict)
+    _sent: dict[tuple[torch.device, torch.dtype], tuple[RowLists, list[Tensor | None]]] = field(default_factory=dict)
 
-    def on(self, device: torch.device) -> tuple[list[PageLists], Tensor | None, list[Tensor | None]]:
-        """Classes and order on a device, copied once, and the masks of the classes, ``[G, 1, 1, N * PAGE]``."""
-        if device not in self._sent:
-            classes = [each.to(device) for each in self.classes]
-            order = None if self.order is None else sent(self.order, device)
-            self._sent[device] = classes, order, [_mask(each) for each in classes]
-        return self._sent[device]
+    def on(self, device: torch.device, dtype: torch.dtype) -> tuple[RowLists, list[Tensor | None]]:
+        """The same on a device, copied once, and the additive masks of the classes, ``[G, 1, 1, N * PAGE]``."""
+        if (device, dtype) not in self._sent:
+            on_device = self.mapped(lambda numbers: sent(numbers, device))
+            self._sent[device, dtype] = on_device, [_mask(each, dtype) for each in on_device.classes]
+        return self._sent[device, dtype]
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> RowLists:
+        """The same with what a function makes of each tensor."""
+        classes = [each.mapped(function) for each in self.classes]
+        return RowLists(classes, None if self.order is None else function(self.order))
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +187,11 @@ class PagedDecode:
     shared: RowLists
     own: Sequence[RowLists]
     _sent: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> PagedDecode:
+        """The same with what a function makes of each tensor."""
+        own = [each.mapped(function) for each in self.own]
+        return PagedDecode(self.store, function(self.places), self.shared.mapped(function), own)
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """``[R, H, D], [R, K, D], [R, K, D] -> [R, H, D]``; writes the keys and values."""
@@ -191,15 +214,16 @@ class PagedDecode:
 def _over(lists: RowLists, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """``[R, H, D]`` attention of each row over its list, and ``[R, H]`` its log-sum-exp; -inf for a row in none."""
     heads, shared_by = query.shape[1], query.shape[1] // keys.shape[1]
-    classes, order, masks = lists.on(query.device)
+    on_device, masks = lists.on(query.device, query.dtype)
+    order = on_device.order
     outputs, sums = [], []
-    for of_class, mask in zip(classes, masks, strict=True):
+    for of_class, mask in zip(on_device.classes, masks, strict=True):
         groups, count = of_class.rows.shape
         q = query if order is None else query.index_select(0, of_class.rows.flatten())
         q = q.view(groups, count, -1, shared_by, query.shape[2])
         q = q.transpose(1, 2).flatten(2, 3)  # [G, K, C * H / K, D]
         k, v = of_class.taken(keys), of_class.taken(values)
-        out, lse = _attention(q, k, v, None if mask is None else mask.to(q.dtype), scale)
+        out, lse = _attention(q, k, v, mask, scale)
         outputs.append(out.unflatten(2, (count, shared_by)).transpose(1, 2).reshape(groups * count, heads, -1))
         sums.append(lse.unflatten(2, (count, shared_by)).transpose(1, 2).reshape(groups * count, heads))
     if order is None:
@@ -211,14 +235,49 @@ def _over(lists: RowLists, query: Tensor, keys: Tensor, values: Tensor, scale: f
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Attention with an additive mask, ``[G, K, Q, D]``, and its log-sum-exps ``[G, K, Q]``."""
-    if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
-        found: tuple[Tensor, Tensor] = _flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
-        return found
+    if q.shape[-1] == v.shape[-1]:
+        if q.device.type == "cpu":
+            found: tuple[Tensor, Tensor] = _flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+            return found
+        if _one_kernel_runs(q.device, q.dtype, q.shape[-1]):
+            return _by_one_kernel(q, k, v, mask, scale)
+    return _by_products(q, k, v, mask, scale)
+
+
+def _by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     scores = (q @ k.transpose(2, 3)).float() * scale
     if mask is not None:
         scores = scores + mask
     lse = scores.logsumexp(dim=-1)
     return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
+
+
+def _by_one_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    if mask is not None:
+        mask = mask.expand(*q.shape[:3], k.shape[2])
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, scale=scale)
+    return out, lse[:, :, : q.shape[2]]  # filled up
+
+
+@cache
+@torch.no_grad()
+def _one_kernel_runs(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether torch's memory-efficient attention is right on a GPU."""
+    if device.type == "meta":
+        return True
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(3, length, 2, head_size) for length in (4, 2 * PAGE, 2 * PAGE)]
+    q, k, v = (torch.randn(size, generator=generator).to(device, dtype).transpose(1, 2) for size in sizes)
+    rows, table = torch.zeros(3, 1, dtype=torch.int64), torch.tensor([[0, 1]] * 3)
+    lists = PageLists(rows, table, torch.tensor([1, PAGE + 3, PAGE])).mapped(lambda numbers: sent(numbers, device))
+    mask = _mask(lists, dtype)
+    try:
+        found = _by_one_kernel(q, k, v, mask, 0.3)
+    except RuntimeError as error:
+        logger.info("attention to pages is several kernels on %s in %s: %s", device, dtype, error)
+        return False
+    apart = [largest_difference(*each) for each in zip(found, _by_products(q, k, v, mask, 0.3), strict=True)]
+    return all(error <= 0.02 * size for error, size in apart)
 
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -228,11 +287,11 @@ def _pages(flat: Tensor) -> Tensor:
     return flat.view(-1, PAGE, *flat.shape[1:])
 
 
-def _mask(lists: PageLists) -> Tensor | None:
+def _mask(lists: PageLists, dtype: torch.dtype) -> Tensor | None:
     if lists.lengths is None:
         return None
     places = torch.arange(lists.table.shape[1] * PAGE, device=lists.table.device)
-    zeros = torch.zeros(len(lists.rows), len(places), device=places.device)
+    zeros = torch.zeros(len(lists.rows), len(places), dtype=dtype, device=places.device)
     return zeros.masked_fill_(places >= lists.lengths[:, None], -torch.inf)[:, None, None]
 
 

@@ -46,7 +46,7 @@ class ModelPool:
             CUDA and float32 on the CPU.
         compiled: Whether layers go through ``torch.compile``.
         quantize: How shared copies hold their linear layers; None in ``dtype``.
-        fused: Whether :mod:`.fused_kernels` are used, on a GPU where they are installed.
+        fused: Whether :mod:`.fused_kernels` are used, on a GPU where they are installed, and graphs of kernels.
 
     Attributes:
         placement: Where models live.
@@ -71,6 +71,8 @@ class ModelPool:
         on_device = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.dtype = torch.float32 if dtype == "mixed" else dtype or on_device
         self.fused = fused and not compiled and fused_kernels_run(self.device, self.dtype)
+        whole = type(self.placement) is Placement and not self._mixed
+        self._replays = fused and not compiled and whole and self.device.type == "cuda"
         self._paths = dict(models)
         transformers_logging.disable_progress_bar()
         self._loaded: dict[str, SplitModel] = {}
@@ -205,6 +207,7 @@ class ModelPool:
             check_split(split_model)
             split_model.packing = choose_packing(split_model)
             check_rows(split_model)
+        split_model.replays = self._replays and not offload and quantize is None
         if self._compiled and not offload:
             compile_layers(split_model.trunk)
         placement.place(split_model.root, layers_of(split_model.trunk))

@@ -126,6 +126,8 @@ def _whole_lists(table: IntArray, lengths: IntArray, fills: bool) -> RowLists:
         parts.append(rows)
         own = np.ascontiguousarray(table[rows, : counts[rows].max()])
         made.append(_lists(rows[:, None], own, lengths[rows], fills))
+    if fills:
+        return RowLists(made, None)
     order = np.empty(len(table), np.int64)
     order[np.concatenate(parts)] = np.arange(len(table))
     return RowLists(made, torch.from_numpy(order))

@@ -33,6 +33,7 @@ from gradwire_server.engine.sampling.image_prompt import ImagePrompt, images_key
 from gradwire_server.engine.sampling.pages.key_values import IntArray, Prompt, Room
 from gradwire_server.engine.sampling.pages.page_lists import OwnLists, power_of_two, shared_lists
 from gradwire_server.engine.sampling.pages.page_table import SCRATCH, PageTable, page_digests
+from gradwire_server.engine.sampling.pages.replay import Replays
 from gradwire_server.engine.sampling.several_policies import activate_each
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,9 @@ class Pages:
         self._rows: list[_Row] = []
         self._warmed: list[int] = []
         self._shared: RowLists | None = None
+        self._apart: list[tuple[int, ...]] = []
         self._own: OwnLists | None = None
+        self._replays = Replays()
         self._shifts = False
         self.computed_tokens = 0
 
@@ -190,22 +193,28 @@ class Pages:
 
     def decode(self, policies: Sequence[Policy], tokens: IntArray, positions: IntArray) -> Tensor:
         split_model = policies[0].split_model
-        rows, fills = self._rows, split_model.device.type != "cpu"
-        inside = positions - np.array([len(row.shared) * PAGE for row in rows])
-        pages = inside // PAGE
-        for row, page in zip(rows, pages.tolist(), strict=True):
-            if page == len(row.own):
+        rows, fills = self._rows, fills_up(split_model.device)
+        for row, page in zip(rows, (positions // PAGE).tolist(), strict=True):
+            if page == len(row.shared) + len(row.own):
                 row.own.append(self._table.new())
         if self._kept:
             for row, token in zip(rows, tokens.tolist(), strict=True):
                 row.tokens.append(token)
         self._store.reserve(self._table.pages)
         if self._shared is None:
-            self._shared = shared_lists([row.shared for row in rows], fills)
+            # Where lists are filled up, those that a row has for itself are read with its own pages, by one call.
+            shared_by = Counter(row.shared for row in rows)
+            alone = [fills and shared_by[row.shared] == 1 for row in rows]
+            self._apart = [row.shared if of_one else () for row, of_one in zip(rows, alone, strict=True)]
+            shared = [() if of_one else row.shared for row, of_one in zip(rows, alone, strict=True)]
+            self._shared = shared_lists(shared, fills)
+        apart = self._apart
+        inside = positions - PAGE * np.array([len(row.shared) - len(own) for row, own in zip(rows, apart, strict=True)])
+        pages = inside // PAGE
         count = power_of_two(len(rows)) if fills else len(rows)
         table = np.full((count, int(pages.max()) + 1), SCRATCH, np.int64)
-        for number, row in enumerate(rows):
-            table[number, : len(row.own)] = row.own
+        for number, (row, own) in enumerate(zip(rows, apart, strict=True)):
+            table[number, : len(own) + len(row.own)] = (*own, *row.own)
         place = np.zeros(count, np.int64)
         place[: len(rows)] = table[np.arange(len(rows)), pages] * PAGE + inside % PAGE
         lengths, ids, at = (np.zeros(count, np.int64) for _ in range(3))
@@ -214,10 +223,10 @@ class Pages:
             at[: len(rows)] += np.array([row.shift for row in rows])
         if self._own is None:
             self._own = OwnLists(fills)
-        own = self._own.lists(table, lengths + 1)
-        plan = PagedDecode(self._store, torch.from_numpy(place), self._shared, own)
+        lists = self._own.lists(table, lengths + 1)
+        plan = PagedDecode(self._store, torch.from_numpy(place), self._shared, lists)
         activate_each(policies, [1] * (len(rows) - 1) + [1 + count - len(rows)])
-        states = split_model.packed_states(torch.from_numpy(ids), torch.from_numpy(at), plan)
+        states = self._replays.states(policies, torch.from_numpy(ids), torch.from_numpy(at), plan)
         return states[: len(rows)]
 
     def keep(self, rows: IntArray) -> None:
@@ -232,6 +241,7 @@ class Pages:
         self.keep(np.zeros(0, np.int64))
         self._table.release(self._warmed)
         self._warmed, self._shifts = [], False
+        self._replays.clear()
         self._store.select(torch.tensor(self._table.compact()))
 
     def _leave(self, row: _Row) -> None:
@@ -274,6 +284,11 @@ class Pages:
         self._table.kept = self._kept * self._store.pages // max(1, self._store.nbytes)
         self.computed_tokens += len(ids)
         return states.index_select(0, sent(ends - 1, states.device))
+
+
+def fills_up(device: torch.device) -> bool:
+    """Whether rows and lists are filled up to few shapes on a device."""
+    return device.type != "cpu"
 
 
 def _places(pages: Sequence[int], stop: int) -> Tensor:

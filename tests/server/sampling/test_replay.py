@@ -1,0 +1,124 @@
+"""Tokens replayed as graphs of kernels; here a "graph" computes the captured forward again, on the captured tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gradwire_proto.v1 import training_pb2
+from gradwire_server.engine.model.attention.paged import PAGE
+from gradwire_server.engine.model.loading.pool import ModelPool
+from gradwire_server.engine.model.policy import LoraPolicy, Policy
+from gradwire_server.engine.sampling.pages import pages, replay
+from gradwire_server.engine.sampling.samplers.local import LocalSampler
+from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
+from torch import Tensor
+
+FullLogprobs = Callable[..., Tensor]
+Compute = Callable[[], Tensor]
+
+
+class Graphs:
+    """How many were captured and replayed, and what is added to the states that they give."""
+
+    def __init__(self) -> None:
+        self.captured = self.replayed = 0
+        self.error = 0.0
+
+    def capture(self, compute: Compute, pool: Any) -> Compute:
+        def again() -> Tensor:
+            self.replayed += 1
+            return compute() + self.error
+
+        self.captured += 1
+        return again
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    made = Graphs()
+    monkeypatch.setattr(pages, "fills_up", lambda device: True)
+    monkeypatch.setattr(replay, "captured", made.capture)
+    monkeypatch.setattr(replay, "new_pool", object)
+    return made
+
+
+@pytest.fixture
+def policy(tiny_model_path: Path) -> Policy:
+    split_model = ModelPool({"tiny": str(tiny_model_path)}, "cpu").load("tiny")
+    split_model.model.requires_grad_(False)
+    split_model.replays = True
+    lora = LoraPolicy(split_model, "a", training_pb2.LoraSettings(rank=4), seed=0)
+    with torch.no_grad():
+        for weight in lora.masters().values():
+            weight.normal_(std=0.2)
+    return lora
+
+
+def test_samples_are_scored_as_a_fresh_forward_scores_them(
+    policy: Policy, graphs: Graphs, full_logprobs: FullLogprobs, rng: np.random.Generator
+) -> None:
+    sampler, jobs = LocalSampler(), []
+    for number, count in enumerate((3, 1, 5)):
+        prompts = [rng.integers(4, 60, length).tolist() for length in (5 + number, PAGE, 3 * PAGE + 2)]
+        params = SamplingParams(max_tokens=2 * PAGE + number, seed=number, n=count, ignore_eos=True)
+        jobs.append((prompts, sampler.begin(policy, prompts, params)))
+        for _ in range(5):
+            sampler.step()
+    steps = 15
+    while sampler.turn():
+        sampler.step()
+        steps += 1
+    for prompts, job in jobs:
+        for prompt, of_prompt in zip(prompts, job.samples().by_prompt(), strict=True):
+            for sample in of_prompt:
+                expected = full_logprobs(policy, prompt, sample.token_ids)
+                torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-5, rtol=0)
+    assert graphs.replayed > steps / 2
+
+
+def test_a_graph_is_dropped_when_weights_move(policy: Policy, graphs: Graphs) -> None:
+    sampler = LocalSampler()
+    job = sampler.begin(policy, [[4, 5, 6]], SamplingParams(max_tokens=12, seed=0, ignore_eos=True))
+    for _ in range(5):
+        sampler.step()
+    captured, replayed = graphs.captured, graphs.replayed
+    assert captured and replayed
+    policy.put_tensors({name: weight.clone() for name, weight in policy.state_tensors().items()})
+    sampler.step()
+    assert (graphs.captured, graphs.replayed) == (captured, replayed)
+    while not job.done:
+        sampler.step()
+    assert graphs.captured == captured + 1
+
+
+def test_a_wrong_graph_is_used_for_no_token(
+    policy: Policy, graphs: Graphs, full_logprobs: FullLogprobs, rng: np.random.Generator
+) -> None:
+    graphs.error = 1.0
+    sampler, prompt = LocalSampler(), rng.integers(4, 60, 9).tolist()
+    job = sampler.begin(policy, [prompt], SamplingParams(max_tokens=12, seed=0, ignore_eos=True))
+    while not job.done:
+        sampler.step()
+    (sample,) = job.samples().by_prompt()[0]
+    expected = full_logprobs(policy, prompt, sample.token_ids)
+    torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-5, rtol=0)
+    assert graphs.replayed == 1
+
+
+def test_a_forward_that_cannot_be_captured_is_computed(
+    policy: Policy, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(compute: Compute, pool: Any) -> Compute:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(replay, "captured", refused)
+    sampler = LocalSampler()
+    job = sampler.begin(policy, [[4, 5, 6]], SamplingParams(max_tokens=12, seed=0, ignore_eos=True))
+    while not job.done:
+        sampler.step()
+    assert len(job.samples().by_prompt()[0][0].token_ids) == 12

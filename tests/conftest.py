@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Before torch or a server process is started: the suite shares a few cores, and results must not depend on how many.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,6 +24,9 @@ from support.tiny import tiny_model
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
+
+SHARING = ("tests/examples/", "tests/server/doors/", "tests/server/engine/ranks/")
+"""Folders with servers of a session or a package, which each process that has one of their files starts anew."""
 
 DETECTOR.install()
 choose_seed()
@@ -100,6 +103,19 @@ def server(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 def browser() -> Iterator[Browser]:
     with launched() as browser:
         yield browser
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each file to one process, and a folder whose files share servers as a whole to one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Folders(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+        def _split_scope(self, nodeid: str) -> str:
+            file = str(super()._split_scope(nodeid))
+            return next((folder for folder in SHARING if file.startswith(folder)), file)
+
+    return Folders(config, log)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

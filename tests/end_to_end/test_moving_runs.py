@@ -53,6 +53,7 @@ async def results(service: gradwire.ServiceClient, kill: Any = None) -> list[lis
     return found
 
 
+@pytest.mark.slow
 async def test_runs_move_and_the_engine_dies_and_every_bit_is_the_same(
     moving: Server, service: gradwire.ServiceClient, tmp_path: Path
 ) -> None:

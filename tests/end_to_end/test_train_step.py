@@ -111,6 +111,7 @@ async def test_the_run_s_history_has_loss_and_step_in_one_point(service: gradwir
     assert (history.learning_rate[0], history.step[0], history.tokens[0]) == (1e-3, 1, done.num_tokens)
 
 
+@pytest.mark.slow
 async def test_a_killed_server_repeats_both_halves_or_none(killable: Server) -> None:
     def step(run: gradwire.TrainingClient) -> gradwire.Future[gradwire.TrainStepResult]:
         return run.train_step(BATCH, "causal_lm", learning_rate=1e-2)

@@ -62,6 +62,7 @@ def test_the_primitives_trainings(script: list[str], said: str, root: Path) -> N
     assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_alone_starts_its_own_server(root: Path) -> None:
     done = execute(root, root / "examples" / "sft.py", "--steps", "1")
     assert done.returncode == 0, done.stderr
@@ -88,6 +89,7 @@ def test_three_stages_on_their_own_task(root: Path, tmp_path: Path) -> None:
     assert "KL to the SFT policy" in page
 
 
+@pytest.mark.slow
 def test_three_stages_on_files(root: Path, tmp_path: Path) -> None:
     problems = [{"question": f"What is {n} and {n}?", "answer": f"{n}+{n}={2 * n}\n#### {2 * n}"} for n in range(60)]
     pairs = [{"prompt": p["question"], "chosen": p["answer"], "rejected": "I do not know.\n#### 0"} for p in problems]

@@ -133,6 +133,7 @@ def storm(stage: Stage, kills: int, rng: random.Random, calm: Calm) -> None:
     disturb(stage, kills, rng, calm, kill_one)
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments_cost_nothing(
     stage: Stage, seed: int, rng: random.Random, left_alone: Callable[[int, int], Calm]
 ) -> None:

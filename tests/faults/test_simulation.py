@@ -243,6 +243,8 @@ LATE = (
     "two writers get one epoch",
     "an agent's engine that is given up still writes",
     "a server leaves the agents' engines of the one before it",
+    "a lost agent's first operation is blamed",
+    "an operation that is sent again is not recognised",
 )
 """Found after many seeds only."""
 

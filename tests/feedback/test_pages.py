@@ -292,6 +292,7 @@ def test_two_raters_never_hold_the_same_item(
         rater.context.close()
 
 
+@pytest.mark.slow
 def test_training_deploying_and_rolling_back(service: FeedbackService, api: httpx.Client, page: Page) -> None:
     api.post("/feedback/shop", json=scores(6))
     page.goto(f"{service.url}/policies/shop")

@@ -79,6 +79,7 @@ async def test_a_job_tells_everything_and_leaves_results(
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_kills_change_nothing(server: Server, data: dict[str, Path], undisturbed: dict[int, Any]) -> None:
     async with gradwire.connect(server.address) as service:
         job = await service.jobs.submit("sft", SETTINGS | {"data": str(data["talks"])})

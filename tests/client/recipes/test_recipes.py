@@ -207,6 +207,8 @@ KILLED: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "grpo": (REWARDED | {"group_size": 8}, (2,)),
 }
 """Recipe -> settings, and for each kill the lines of its log that the process has written by then."""
+ALIKE = ("dpo", "reward", "distill", "ppo")
+"""Go on through the same loop as sft and grpo."""
 
 
 def test_every_loop_is_killed() -> None:
@@ -221,7 +223,9 @@ def trained(recipe: str, folder: Path, lines: int = 0) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("recipe", KILLED)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(each, marks=pytest.mark.slow) if each in ALIKE else each for each in KILLED]
+)
 def test_a_killed_training_ends_as_if_nothing_had_happened(
     recipe: str, server: Server, sums: dict[str, str], tmp_path: Path
 ) -> None:

@@ -40,17 +40,20 @@ def test_its_threads_spin_for_a_moment_where_nobody_says_otherwise(
     assert (found["OMP_WAIT_POLICY"], found.get("GOMP_SPINCOUNT")) == waiting
 
 
-@pytest.fixture
-def started(tiny_model_path: Path, tmp_path: Path) -> Iterator[list[EngineProcess]]:
-    """``started[0]``: an engine; whatever is in the list is killed at the end."""
-    engines = [EngineProcess({"tiny": tiny_model_path}, tmp_path)]
-    yield engines
-    for engine in engines:
-        engine.kill()
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("state")
 
 
-def test_it_says_what_it_holds(started: list[EngineProcess], tiny_model_path: Path) -> None:
-    hello = started[0].hello.hello
+@pytest.fixture(scope="module")
+def engine(tiny_model_path: Path, state: Path) -> Iterator[EngineProcess]:
+    engine = EngineProcess({"tiny": tiny_model_path}, state)
+    yield engine
+    assert engine.shut_down() == 0
+
+
+def test_it_says_what_it_holds(engine: EngineProcess, tiny_model_path: Path) -> None:
+    hello = engine.hello.hello
     assert hello.device == "cpu"
     (model,) = hello.models
     assert (model.name, model.context_length, model.has_tokenizer) == ("tiny", 256, True)
@@ -63,47 +66,52 @@ def test_it_says_what_it_holds(started: list[EngineProcess], tiny_model_path: Pa
     assert losses["dpo"].metrics and losses["dpo"].summary
 
 
-@pytest.mark.parametrize("config", [{}, {"lora": {"rank": 4, "dropout": 0.2}, "head": "value"}], ids=["full", "lora"])
+@pytest.fixture(scope="module")
+def another(tiny_model_path: Path, state: Path) -> Iterator[EngineProcess]:
+    """A second process over the same folder."""
+    engine = EngineProcess({"tiny": tiny_model_path}, state)
+    yield engine
+    engine.kill()
+
+
+@pytest.mark.parametrize(
+    ("run", "config"), [("full", {}), ("lora", {"lora": {"rank": 4, "dropout": 0.2}, "head": "value"})]
+)
 def test_a_checkpoint_goes_on_bit_for_bit_in_another_process(
-    started: list[EngineProcess], tiny_model_path: Path, tmp_path: Path, config: dict[str, object], seed: int
+    engine: EngineProcess, another: EngineProcess, run: str, config: dict[str, object], seed: int
 ) -> None:
     generator = np.random.default_rng(seed)
     batches = [token_rows([generator.integers(3, 90, length) for length in (3, 12, 7)]) for _ in range(7)]
-    engine = started[0]
-    assert engine.create("run-a", seed=5, **config).run_created.num_trainable_parameters > 0
-    engine.train("run-a", batches[0])
-    engine.do("run-a", update_reference=pb.UpdateReference(ema=0.5))
-    engine.train("run-a", batches[1])
-    engine.do("run-a", update_reference=pb.UpdateReference(ema=0.5))
-    engine.do("run-a", batches[2], forward_backward=pb.LossCall(loss_fn="causal_lm"))  # accumulated, not stepped
-    saved = engine.do("run-a", save_checkpoint=pb.SaveCheckpoint(name="mid", note="a note")).proto.checkpoint
-    assert (saved.path, saved.step, saved.seq, saved.note) == ("run-a/mid", 2, 8, "a note")
+    assert engine.create(run, seed=5, **config).run_created.num_trainable_parameters > 0
+    engine.train(run, batches[0])
+    engine.do(run, update_reference=pb.UpdateReference(ema=0.5))
+    engine.train(run, batches[1])
+    engine.do(run, update_reference=pb.UpdateReference(ema=0.5))
+    engine.do(run, batches[2], forward_backward=pb.LossCall(loss_fn="causal_lm"))  # accumulated, not stepped
+    saved = engine.do(run, save_checkpoint=pb.SaveCheckpoint(name="mid", note="a note")).proto.checkpoint
+    assert (saved.path, saved.step, saved.seq, saved.note) == (f"{run}/mid", 2, 8, "a note")
 
     def go_on(engine: EngineProcess) -> list[object]:
-        told: list[object] = [engine.train("run-a", batch) for batch in batches[3:6]]
+        told: list[object] = [engine.train(run, batch) for batch in batches[3:6]]
         sampled = engine.do(
-            "run-a", token_rows(ROWS, "prompt_ids"), sample=pb.SampleCall(max_tokens=5, temperature=1, seed=3)
+            run, token_rows(ROWS, "prompt_ids"), sample=pb.SampleCall(max_tokens=5, temperature=1, seed=3)
         )
         told.append(sampled.columns["token_ids"].values.tolist())
-        told.append(engine.logprobs("run-a", batches[6]).tolist())
-        told.append(engine.logprobs("run-a", batches[6], model="ema").tolist())
+        told.append(engine.logprobs(run, batches[6]).tolist())
+        told.append(engine.logprobs(run, batches[6], model="ema").tolist())
         return told
 
     expected = go_on(engine)
     assert expected[-1] != expected[-2]
-    assert engine.shut_down() == 0
-    started.append(EngineProcess({"tiny": tiny_model_path}, tmp_path))
-    engine = started[1]
-    created = engine.create("run-a", seed=5, checkpoint="run-a/mid", **config).run_created
+    created = another.create(run, seed=5, checkpoint=f"{run}/mid", **config).run_created
     assert (created.step, created.seq) == (2, 8)
-    assert go_on(engine) == expected
-    loaded = engine.do("run-a", load_checkpoint=pb.LoadCheckpoint(checkpoint="mid")).proto.checkpoint
+    assert go_on(another) == expected
+    loaded = another.do(run, load_checkpoint=pb.LoadCheckpoint(checkpoint="mid")).proto.checkpoint
     assert loaded.step == 2
-    assert go_on(engine) == expected
+    assert go_on(another) == expected
 
 
-def test_replies_come_in_order_and_a_broken_payload_fails_its_operation_only(started: list[EngineProcess]) -> None:
-    engine = started[0]
+def test_replies_come_in_order_and_a_broken_payload_fails_its_operation_only(engine: EngineProcess) -> None:
     engine.create("run-a", lora=4)
     specs, buffers = codec.encode(token_rows([[1, 2, 3]]))
     for number in range(1, 41):
@@ -123,23 +131,22 @@ def test_replies_come_in_order_and_a_broken_payload_fails_its_operation_only(sta
     ]
 
 
-def test_operations_do_not_wait_while_a_checkpoint_is_read_back(started: list[EngineProcess], tmp_path: Path) -> None:
-    engine = started[0]
-    engine.create("run-a", lora=4)
-    engine.do("run-a", save_checkpoint=pb.SaveCheckpoint(name="slow"))
-    manifest = next(tmp_path.rglob("slow/manifest.json"))
+def test_operations_do_not_wait_while_a_checkpoint_is_read_back(engine: EngineProcess, state: Path) -> None:
+    engine.create("run-b", lora=4)
+    engine.do("run-b", save_checkpoint=pb.SaveCheckpoint(name="slow"))
+    manifest = next(state.rglob("slow/manifest.json"))
     content = manifest.read_bytes()
     manifest.unlink()
     os.mkfifo(manifest)  # the disk does not answer
-    verify = engine_pb2.EngineVerifyCheckpoint(checkpoint="run-a/slow")
+    verify = engine_pb2.EngineVerifyCheckpoint(checkpoint="run-b/slow")
     for number in (1001, 1002):
         engine.link.send(engine_pb2.EngineRequest(id=number, verify_checkpoint=verify))
-    engine.do("run-a", zero_grad=pb.ZeroGrad())
-    engine.create("run-b", lora=4)
+    engine.do("run-b", zero_grad=pb.ZeroGrad())
+    engine.create("run-c", lora=4)
     for number in (1001, 1002):
         manifest.write_bytes(content)
         reply, _ = engine.receive()
-        assert (reply.id, reply.result.checkpoint.path) == (number, "run-a/slow")
+        assert (reply.id, reply.result.checkpoint.path) == (number, "run-b/slow")
     manifest.unlink()
     assert engine.request(verify_checkpoint=verify)[0].error.code == pb.ERROR_CODE_CHECKPOINT_CORRUPT
 

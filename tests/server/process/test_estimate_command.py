@@ -31,11 +31,9 @@ def gradwire(*words: str) -> subprocess.CompletedProcess[str]:
 def test_json_has_bytes_by_part_from_a_configuration_without_weights(model: Path, tmp_path: Path) -> None:
     alone = tmp_path / "config.json"
     alone.write_text((model / "config.json").read_text())
-    done = gradwire(
-        "--model", str(alone), "--lora-rank", "4", "--tokens", "64", "--rows", "3", "--runs", "2",
-        "--reference", "base", "--device", "1 GiB", "--json",
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr  # it does not fit
+    words = ["--model", str(alone), "--lora-rank", "4", "--tokens", "64", "--rows", "3", "--runs", "2"]
+    done = CliRunner().invoke(app, [*words, "--reference", "base", "--device", "1 GiB", "--json"])
+    assert done.exit_code == 1, done.stderr  # it does not fit
     found = json.loads(done.stdout)
     assert set(found["bytes"]) == PARTS
     assert found["total_bytes"] == sum(found["bytes"].values()) > 0

@@ -50,12 +50,12 @@ class PageStore:
     def reserve(self, pages: int) -> None:
         """Make room for so many pages; layer by layer, so that no more than one layer is there twice.
 
-        On a GPU half as many more, because graphs of kernels are captured anew after each move.
+        On a GPU a quarter more than there were, because graphs of kernels are captured anew after each move.
         """
         if pages <= self.pages:
             return
         on_gpu = any(keys.is_cuda for keys, _ in self._layers.values())
-        self.pages = max(pages, self.pages + self.pages // (2 if on_gpu else 16))
+        self.pages = max(pages, self.pages + self.pages // (4 if on_gpu else 16))
         self.moves += 1
         for layer, pair in self._layers.items():
             self._layers[layer] = _resized(pair[0], self.pages), _resized(pair[1], self.pages)

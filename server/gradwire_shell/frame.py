@@ -48,6 +48,17 @@ UNCONNECTED_S = 600.0
 """Seconds from the beginning of a page that its browser has to connect. NiceGUI's minute, for which it has no setting,
 can be over on a busy machine before the scripts are loaded, and then the page reloads."""
 Client.prune_instances.__func__.__kwdefaults__["client_age_threshold"] = UNCONNECTED_S  # type: ignore[attr-defined]
+MOST_UNCONNECTED = 500
+"""Pages that may wait for their browsers to connect. Each takes 110 KB, and needs no key to be asked for."""
+
+
+def _end_oldest_unconnected() -> None:
+    waiting = [each for each in Client.instances.values() if each.tab_id is None]
+    for client in waiting[:-MOST_UNCONNECTED]:  # they stand in the order of their beginning
+        client.delete()
+
+
+app.timer(1.0, _end_oldest_unconnected)
 
 
 def page_at(path: str, *, title: str) -> ui.page:

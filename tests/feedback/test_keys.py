@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from gradwire_console.feedback import Feedback
 from gradwire_feedback.cli import app
@@ -86,3 +87,15 @@ def test_a_training_server_that_is_not_there_is_explained(tmp_path: Path) -> Non
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert ended.returncode == 2
     assert "127.0.0.1:1" in ended.stderr and "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_pages_that_no_browser_opens_do_not_stay(server: Server, tmp_path: Path) -> None:
+    with FeedbackService(tmp_path, "tiny", "--service", server.address) as service:
+        run_keys(service, "create", "ann", "--role", "rate")
+        sizes = []
+        for _ in range(3):
+            for _ in range(600):
+                assert httpx.get(f"{service.url}/login").status_code == 200
+            sizes.append(service.memory("VmRSS"))
+        assert sizes[2] - sizes[0] < 30 << 20, sizes  # 1,200 pages would take 130 MiB

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 from support.blocking import DETECTOR
 
@@ -36,6 +37,11 @@ class Child:
                 if line.startswith(self._announcement):
                     return line.split()[-1]
             raise RuntimeError(f"{self._command[2]} ended with {self.process.wait()} before it listened")
+
+    def memory(self, what: str) -> int:
+        """A size of the process in bytes: VmRSS, or VmHWM for the largest so far."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.split(f"{what}:")[1].split()[0]) << 10
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(how)

@@ -68,11 +68,6 @@ class Served:
             finally:
                 caller.kill()
 
-    def front(self, what: str) -> int:
-        """A size of the front's process in bytes: VmRSS, or VmHWM for the largest so far."""
-        status = Path(f"/proc/{self.server.process.pid}/status").read_text()
-        return int(status.split(f"{what}:")[1].split()[0]) << 10
-
     def forget_most(self) -> None:
         """Let VmHWM begin anew."""
         Path(f"/proc/{self.server.process.pid}/clear_refs").write_text("5")

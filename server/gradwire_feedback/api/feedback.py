@@ -136,8 +136,10 @@ async def _counted_lines(body: bytes) -> tuple[list[FeedbackIn], bool]:
 def _parse(text: bytes | str, place: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise UnprocessableError(f"{place} is not JSON: {error}") from None
+    except ValueError:  # Python reads no more digits
+        raise UnprocessableError(f"{place} holds a whole number of more than 4,300 digits") from None
 
 
 def _lines(body: bytes) -> list[FeedbackIn]:

@@ -35,7 +35,7 @@ def policy_of(session: Session, agent_id: str, version: str) -> Policy:
     stored = session.scalar(sa.select(Policy).where(Policy.agent_id == agent_id, Policy.version == version))
     if stored is None:
         have = ", ".join(policy.version for policy in policies_of(session, agent_id)) or "none yet"
-        raise NotFoundError(f"{agent_id} has no version {version!r}; it has: {have}")
+        raise NotFoundError(f"{agent_id} has no version {version!r}; it has {have}")
     return stored
 
 

@@ -120,7 +120,7 @@ async def test_no_body_costs_another_key_much(
         await asyncio.sleep(1)
         quiet, during = await ended(calls) + await ended(calls), list[float]()
         of_call = (served.front_cpu_s() - began) / len(quiet)
-        before = served.front("VmRSS")
+        before = served.server.memory("VmRSS")
         costs, sizes, wrong, tried = dict[str, float](), dict[str, int](), list[str](), set[str]()
         for number, body in enumerate(bodies):
             if number >= len(named) + len(FOUND) and time.monotonic() > deadline:
@@ -137,7 +137,7 @@ async def test_no_body_costs_another_key_much(
             during += times
             tried.add(body.route)
             costs[body.name] = served.front_cpu_s() - began - of_call * len(times)
-            sizes[body.name] = served.front("VmHWM") - before
+            sizes[body.name] = served.server.memory("VmHWM") - before
             if costs[body.name] > MOST_CPU_S or sizes[body.name] > GROWTH_BYTES:
                 wrong.append(f"{body.name}: {costs[body.name]:.1f} s, {sizes[body.name] >> 20} MiB")
     dearest, largest = (max(found, key=lambda name: found[name]) for found in (costs, sizes))
@@ -234,7 +234,7 @@ def _logprobs(body: bytes) -> Sequence[bytes]:
 
 def test_what_is_no_request_costs_nothing(served: Served) -> None:
     host, _, port = served.server.url.removeprefix("http://").partition(":")
-    before = served.front("VmRSS")
+    before = served.server.memory("VmRSS")
     for sent in hostile.raw_requests(host, "/v1/completions").values():
         hostile.answer_to((host, int(port)), sent)
-    assert served.front("VmRSS") - before < GROWTH_BYTES
+    assert served.server.memory("VmRSS") - before < GROWTH_BYTES

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +12,9 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Features = Mapping[str, float | str] | npt.ArrayLike
+
+LARGEST = 1e30
+BOUNDS = f"features must be finite numbers up to {LARGEST:g}"
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,9 @@ class FeatureSpace:
             )
         vector = np.zeros(len(self))
         vector[: len(numbers)] = numbers
-        if not math.isfinite(vector.sum()):  # one call instead of two: this runs for every request
-            raise ValueError(f"feature {self.names[int(np.argmin(np.isfinite(vector)))]!r} is not finite")
+        if not np.abs(vector).max() <= LARGEST:
+            worst = int(np.argmax(np.where(np.isnan(vector), np.inf, np.abs(vector))))
+            raise ValueError(f"feature {self.names[worst]!r} is {vector[worst]}; {BOUNDS}")
         return vector
 
     def _from_mapping(self, features: Mapping[str, float | str]) -> Floats:
@@ -152,6 +155,6 @@ class FeatureSpace:
             number = float(value)
         except (TypeError, ValueError):
             raise ValueError(f"feature {name!r} is {value!r}, which is not a number") from None
-        if not math.isfinite(number):
-            raise ValueError(f"feature {name!r} is {number}; features must be finite numbers")
+        if not abs(number) <= LARGEST:
+            raise ValueError(f"feature {name!r} is {number}; {BOUNDS}")
         return number

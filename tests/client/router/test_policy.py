@@ -35,7 +35,9 @@ def test_features_by_name_and_in_order_are_the_same() -> None:
         ({"length": "long", "domain": "math"}, "'length' is 'long', which is not a number"),
         ({"length": float("nan"), "domain": "math"}, "'length' is nan"),
         ([1.0, 2.0], "takes 3 numbers: length, domain=code, domain=math"),
-        ([1.0, np.inf, 0.0], "'domain=code' is not finite"),
+        ([1.0, np.inf, 0.0], "'domain=code' is inf; features must be finite numbers up to 1e\\+30"),
+        ([1.0, 0.0, np.nan], "is nan"),
+        ([1e200, 0.0, 0.0], "is 1e\\+200"),
     ],
 )
 def test_wrong_features_are_named(features: object, says: str) -> None:

@@ -138,8 +138,8 @@ class GroupAgreement(Agreement):
         Raises:
             GroupBroken: The ranks have different answers.
         """
-        if len(set(self._numbers("answer", zlib.crc32(_compared(answer))))) > 1:
-            raise GroupBroken(f"the ranks have different answers to request {answer.id}; rank {self.rank}: {answer}")
+        if self._differs("answer", zlib.crc32(_compared(answer))):
+            raise GroupBroken(f"the ranks have different answers to request {answer.id}; that of rank 0: {answer}")
 
     def alike(self, what: str, digest: Callable[[], int]) -> None:
         """See :class:`.agreement.Agreement`.
@@ -147,7 +147,7 @@ class GroupAgreement(Agreement):
         Raises:
             GroupBroken: The ranks have different digests.
         """
-        if len(set(self._numbers(what, digest()))) > 1:
+        if self._differs(what, digest()):
             raise GroupBroken(f"the ranks have different {what}; all runs are restored")
 
     @contextmanager
@@ -216,10 +216,19 @@ class GroupAgreement(Agreement):
         """
         return [each.number for each in self._told(what, own, error=error)]
 
+    def _differs(self, what: str, own: int) -> bool:
+        """Whether the ranks have different numbers; only rank 0 learns it, which ends the group."""
+        mine = Told(_place(what), own, b"")
+        told = self._collective(mine.place, lambda: self._messages.told_first(mine))
+        return self.rank == 0 and len({each.number for each in self._in_step(what, told)}) > 1
+
     def _told(self, what: str, number: int, content: bytes = b"", error: Exception | None = None) -> list[Told]:
         mine = Told(_place(what), number, content)
         patience = LATEST_S if self.lock_step and error is not None else None
         told = self._collective(mine.place, lambda: self._messages.all_told(mine, patience))
+        return self._in_step(what, told, error)
+
+    def _in_step(self, what: str, told: list[Told], error: Exception | None = None) -> list[Told]:
         if len(told) < self.ranks or len({each.place for each in told}) > 1:
             raise GroupBroken(f"the ranks are out of step; rank {self.rank} is in {what!r}, after {error!r}") from error
         return told

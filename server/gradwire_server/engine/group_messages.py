@@ -40,6 +40,7 @@ class GroupMessages:
 
     def __init__(self, rank: int, sockets: Sequence[socket.socket]) -> None:
         self._rank, self._sockets = rank, sockets
+        self._patience_s: float | None = None
 
     def all_told(self, own: Told, patience_s: float | None = None) -> list[Told]:
         """Tell all ranks a message, and wait for those of all, by rank.
@@ -50,19 +51,25 @@ class GroupMessages:
         Raises:
             OSError: A rank is gone, or too late.
         """
-        for each in self._sockets:
-            each.settimeout(patience_s)
-        mine = _packed(own)
+        self._wait_at_most(patience_s)
         if self._rank:
-            (first,) = self._sockets
-            first.sendall(mine)
-            return _received(first)
-        everything = bytearray(mine)
-        for each in self._sockets:
-            head = _exactly(each, _HEAD.size)
-            everything += head + _exactly(each, _HEAD.unpack(head)[2])
+            self._sockets[0].sendall(_packed(own))
+            return _received(self._sockets[0])
+        everything = self._gathered(own)
         self._send(everything)
-        return _read(bytes(everything))
+        return _read(everything)
+
+    def told_first(self, own: Told) -> list[Told]:
+        """Tell rank 0 a message; it waits for those of all, and returns them by rank. The others wait for nobody.
+
+        Raises:
+            OSError: A rank is gone.
+        """
+        self._wait_at_most(None)
+        if self._rank:
+            self._sockets[0].sendall(_packed(own))
+            return [own]
+        return _read(self._gathered(own))
 
     def first_told(self, own: Told) -> Told:
         """Rank 0's message; it waits for nobody.
@@ -70,12 +77,24 @@ class GroupMessages:
         Raises:
             OSError: A rank is gone.
         """
-        for each in self._sockets:
-            each.settimeout(None)
+        self._wait_at_most(None)
         if not self._rank:
             self._send(_packed(own))
             return own
         return _received(self._sockets[0])[0]
+
+    def _wait_at_most(self, patience_s: float | None) -> None:
+        if patience_s != self._patience_s:
+            self._patience_s = patience_s
+            for each in self._sockets:
+                each.settimeout(patience_s)
+
+    def _gathered(self, own: Told) -> bytes:
+        everything = bytearray(_packed(own))
+        for each in self._sockets:
+            head = _exactly(each, _HEAD.size)
+            everything += head + _exactly(each, _HEAD.unpack(head)[2])
+        return bytes(everything)
 
     def _send(self, messages: bytes | bytearray) -> None:
         for each in self._sockets:

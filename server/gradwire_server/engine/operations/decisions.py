@@ -50,7 +50,7 @@ class Decision:
     Attributes:
         samples: Requests for samples that begin; one without a seed was given one.
         steps_samples: Whether the samples in progress then advance by a token.
-        stopped: Ids of requests for samples in progress that end instead -> the error that they end with.
+        stopped: Ids of requests that end instead, also samples in progress -> the error that they end with.
         requests: Other requests to execute; several may share one forward.
         withdrawn: Ids of those requests that the front has withdrawn, so that they do not begin.
         budgets: Memory limits of each of ``requests``.
@@ -98,8 +98,7 @@ class Decisions:
 
     def step_samples(self, in_progress: Iterable[engine_pb2.EngineRequest]) -> Decision:
         """Decide to advance the samples in progress by a token, but for those that are cancelled or late."""
-        ended = ((request.id, self._agreement.ended(request)) for request in in_progress)
-        return Decision(steps_samples=True, stopped={number: error for number, error in ended if error is not None})
+        return Decision(steps_samples=True, stopped=self._ended(in_progress))
 
     def execute(self, ready: Sequence[Request]) -> Decision:
         """Decide which of the ready requests of different runs, samples aside, to execute: the first, or several.
@@ -112,6 +111,7 @@ class Decisions:
         return Decision(
             requests=requests,
             withdrawn=withdrawn,
+            stopped=self._ended(request.message for request in requests),
             budgets=[self._budget(request) for request in requests],
             group_tokens=self.group_tokens,
         )
@@ -154,6 +154,11 @@ class Decisions:
         begin = self._agreement.begin([request.message.id for request in requests])
         marked = requests[: len(begin)]
         return marked, {request.message.id for request, begins in zip(marked, begin, strict=True) if not begins}
+
+    def _ended(self, requests: Iterable[engine_pb2.EngineRequest]) -> Mapping[int, OperationError]:
+        """The errors that requests end with, of those that are not to be executed further, by id."""
+        ended = ((request.id, self._agreement.ended(request)) for request in requests)
+        return {number: error for number, error in ended if error is not None}
 
     def _budget(self, request: Request) -> Budget:
         operation = request.message.operation

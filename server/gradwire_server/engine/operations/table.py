@@ -13,9 +13,10 @@ import torch
 
 from gradwire_server.engine.errors import invalid, panics_as_errors
 from gradwire_server.engine.failures import is_fatal, to_error
-from gradwire_server.engine.interruption import between_micro_batches, interruptible
+from gradwire_server.engine.interruption import interruptible
 from gradwire_server.engine.operations import batches, checkpoints, limits, steps, train_steps
 from gradwire_server.engine.operations.context import EngineContext
+from gradwire_server.engine.operations.decisions import Decision
 from gradwire_server.engine.operations.lifecycle import Answer, Execution, answer_to, plain_answer
 from gradwire_server.engine.operations.request import Columns, Outcome, Request
 from gradwire_server.engine.scoring.planner import Budget
@@ -52,7 +53,7 @@ SHARED_HANDLERS: Mapping[str, SharedHandler] = {
 
 
 def carry_out(
-    context: EngineContext, requests: Sequence[Request], budgets: Sequence[Budget], group_tokens: int = 0
+    context: EngineContext, decision: Decision, operations: Sequence[tuple[Request, Budget]]
 ) -> Iterator[Answer]:
     """Execute begun operations of different runs, at once where that goes. One that raises leaves its run unchanged.
 
@@ -60,15 +61,14 @@ def carry_out(
     and the other runs are unaffected.
 
     Args:
-        requests: One operation, or several that a decision puts together.
-        budgets: Memory limits of each, if it is divisible. If memory runs out all the same, it is repeated within the
-            limits decided then.
-        group_tokens: Maximum tokens of operations at once.
+        decision: What is decided of them.
+        operations: One operation, or several that the decision puts together, and the memory limits of each, if it is
+            divisible. If memory runs out all the same, it is repeated within the limits decided then.
 
     Raises:
         torch.AcceleratorError: The device is lost, and the process with it.
     """
-    groups = deque([list(zip(requests, budgets, strict=True))])
+    groups = deque([operations])
     while groups:
         group = groups.popleft()
         if len(group) > 1 and not _brought(context, [request.run_id for request, _ in group]):
@@ -81,7 +81,7 @@ def carry_out(
                 executions.append(Execution(context, request, budget))
             except Exception as error:  # the boundary: its run is not here
                 yield answer_to(request, plain_answer(error=to_error(_not_fatal(error), "request operation")))
-        outcomes = _outcomes(context, executions, group_tokens)
+        outcomes = _outcomes(context, decision, executions)
         seconds = (time.perf_counter() - began) / max(1, sum(execution.request.tokens for execution in executions))
         for execution, outcome in zip(executions, outcomes, strict=True):
             if outcome is None:
@@ -103,7 +103,7 @@ def _brought(context: EngineContext, run_ids: Sequence[str]) -> bool:
 
 
 def _outcomes(
-    context: EngineContext, executions: Sequence[Execution], group_tokens: int
+    context: EngineContext, decision: Decision, executions: Sequence[Execution]
 ) -> Sequence[Outcome | Exception | None]:
     """The outcome or the error of each; None for one that failed in company, and is as it was before."""
     if not executions:
@@ -118,8 +118,10 @@ def _outcomes(
     outcomes: Sequence[Outcome | Exception | None]
     try:
         with executions[0].span() if alone else nullcontext(), panics_as_errors(), interruptible(check):
-            between_micro_batches()
-            outcomes = _within_memory(context, executions, group_tokens)
+            for execution in executions:
+                if (error := decision.stopped.get(execution.request.message.id)) is not None:
+                    raise error
+            outcomes = _within_memory(context, executions, decision.group_tokens)
     except Exception as error:  # the boundary: the error becomes the operation's result
         if alone:
             return [_not_fatal(error)]

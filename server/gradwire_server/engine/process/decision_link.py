@@ -56,11 +56,12 @@ class Followers:
             payload_bytes=[len(request.payload) for request in requests],
         ).SerializeToString()
         size = sum(len(request.payload) for request in requests)
+        content = _PREFIX.pack(len(message), size) + message  # in one piece, which wakes a rank once
         shared = [_shared([request.payload for request in requests])] if size else []
         try:
             for each in self._sockets:
-                socket.send_fds(each, [_PREFIX.pack(len(message), size)], shared)
-                each.sendall(message)
+                sent = socket.send_fds(each, [content], shared)
+                each.sendall(content[sent:])
         except OSError as error:
             raise GroupBroken(f"a rank of the engine takes no decisions any more: {error}") from error
         finally:

@@ -178,8 +178,7 @@ class Engine:
                 yield answer
 
     def _answers(self, decision: Decision) -> Iterator[Answer]:
-        operations: list[Request] = []
-        budgets: list[Budget] = []
+        operations: list[tuple[Request, Budget]] = []
         for request, budget in zip(decision.requests, decision.budgets, strict=True):
             message = request.message
             if not begins(self.context, decision, message):
@@ -187,12 +186,11 @@ class Engine:
             elif request.error is not None:
                 yield answer_to(request, failure(self.context, message.operation, request.error))
             elif message.HasField("operation"):
-                operations.append(request)
-                budgets.append(budget)
+                operations.append((request, budget))
             else:
                 yield self._answer(request)
         if operations:
-            yield from carry_out(self.context, operations, budgets, decision.group_tokens)
+            yield from carry_out(self.context, decision, operations)
 
     def _answer(self, request: Request) -> Answer:
         """Execute a request that is no operation. Errors become part of the answer.

@@ -4,7 +4,9 @@
 
 On a CPU each rank has one thread, and a machine needs as many idle cores as ranks for the figures to mean something.
 ``--ranks 1`` is an engine of one process: no process is started beside it and no collective is called, so that nothing
-remains to be compared. The cost of a decision is that of an operation that computes nothing, on two ranks and on one.
+remains to be compared. Two engines of one process each, which share nothing and train at the same time, say what the
+machine's two cores give at most. The cost of a decision is that of an operation that computes nothing, on two ranks and
+on one.
 """
 
 from __future__ import annotations
@@ -28,11 +30,12 @@ from benchmarks.workload import Draw, standard_model
 TARGETS = {"lora": 1.8, "full": 1.8}
 OVERHEAD_MS = 0.3
 LORA_RANK, LANES, ROWS = 8, 2, 16
-ONE, MORE = "1 rank", "2 ranks"
+ONE, MORE, OTHER = "1 rank", "2 ranks", "1 rank of another server"
+APART = "two engines that share nothing"
 
 
 async def by_turns(model: Path, size: Size) -> list[Figure]:
-    """Figures of an engine of one process and one of two ranks."""
+    """Figures of engines of one process and one of two ranks."""
     async with AsyncExitStack() as stack:
         services = {
             name: await stack.enter_async_context(
@@ -42,33 +45,42 @@ async def by_turns(model: Path, size: Size) -> list[Figure]:
                     connect_timeout=300,
                 )
             )
-            for name in (ONE, MORE)
+            for name in (ONE, MORE, OTHER)
         }
-        figures = [await _training(services, tuning, size) for tuning in TARGETS]
+        figures = [figure for tuning in TARGETS for figure in await _training(services, tuning, size)]
         return [*figures, await _overhead(services, size)]
 
 
-async def _training(services: dict[str, gradwire.ServiceClient], tuning: str, size: Size) -> Figure:
-    source, turns = Draw.of(8, smoke=size.smoke), Turns(MORE, ONE)
+async def _training(services: dict[str, gradwire.ServiceClient], tuning: str, size: Size) -> list[Figure]:
+    source, turns = Draw.of(8, smoke=size.smoke), Turns(MORE, ONE, APART)
     lora = LORA_RANK if tuning == "lora" else None
-    runs = {name: await service.create_run("m", lora=lora, seed=1, lanes=LANES) for name, service in services.items()}
-    losses: dict[str, list[float]] = {name: [] for name in runs}
+    sides = {ONE: [ONE], MORE: [MORE], APART: [ONE, OTHER]}
+    runs = {
+        side: [await services[name].create_run("m", lora=lora, seed=1, lanes=LANES) for name in names]
+        for side, names in sides.items()
+    }
+    losses: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(size.repeats + 1):
         batches = [KINDS["sft"].batch(source.rows(4 if size.smoke else ROWS)) for _ in range(2)]
         tokens = sum(len(row) for batch in batches for row in batch["input_ids"])
-        for name, run in runs.items():
-            with turns.turn(name, tokens):
-                losses[name] += await train(run, KINDS["sft"], batches)
+        for side, its_runs in runs.items():
+            with turns.turn(side, tokens * len(its_runs)):
+                found = await asyncio.gather(*(train(run, KINDS["sft"], batches) for run in its_runs))
+            losses[side] += found[0]
     turns.drop_first()
     same = "the same bits" if losses[ONE] == losses[MORE] else "losses differ"
-    return Figure(
-        f"{tuning}: two ranks against one",
-        turns.ratio(),
-        "x",
-        TARGETS[tuning],
-        detail=f"{turns.said('tokens')}; {same}; load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores",
-        samples=turns.rates,
-    )
+    load = f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores"
+    return [
+        Figure(
+            f"{tuning}: two ranks against one",
+            turns.ratio(),
+            "x",
+            TARGETS[tuning],
+            detail=f"{turns.said('tokens')}; {same}; {load}",
+            samples=turns.rates,
+        ),
+        Figure(f"{tuning}: {APART} against one", turns.ratio(APART), "x", detail=load),
+    ]
 
 
 async def _overhead(services: dict[str, gradwire.ServiceClient], size: Size) -> Figure:

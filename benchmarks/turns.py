@@ -22,17 +22,17 @@ def cpu_seconds(process: psutil.Process | None = None) -> float:
 
 
 class Turns:
-    """Rates of two sides, turn by turn.
+    """Rates of two sides, or more, turn by turn.
 
     Attributes:
         rates: Name of the side -> rate per second in each turn; higher is better.
         cpu_rates: The same per CPU second, which depends less on the load of the machine.
     """
 
-    def __init__(self, ours: str, theirs: str) -> None:
+    def __init__(self, ours: str, theirs: str, *more: str) -> None:
         self._ours, self._theirs = ours, theirs
-        self.rates: dict[str, list[float]] = {ours: [], theirs: []}
-        self.cpu_rates: dict[str, list[float]] = {ours: [], theirs: []}
+        self.rates: dict[str, list[float]] = {side: [] for side in (ours, theirs, *more)}
+        self.cpu_rates: dict[str, list[float]] = {side: [] for side in self.rates}
 
     @contextmanager
     def turn(self, side: str, amount: float) -> Iterator[None]:
@@ -54,17 +54,17 @@ class Turns:
         """The same as :meth:`ratio`, per CPU second."""
         return self._ratio(self.cpu_rates)
 
-    def ratio(self) -> float:
-        """The median over turns of our rate divided by theirs in the same turn."""
-        return self._ratio(self.rates)
+    def ratio(self, side: str = "") -> float:
+        """The median over turns of our rate, or another side's, divided by theirs in the same turn."""
+        return self._ratio(self.rates, side)
 
     def said(self, unit: str) -> str:
-        """Format both sides' median rates, and the ratio per CPU second."""
+        """Format all sides' median rates, and the ratio per CPU second."""
         sides = ", ".join(f"{side} {statistics.median(rates):,.0f}" for side, rates in self.rates.items())
         return f"{sides} {unit}/s; {self.cpu_ratio():.2f} x a CPU second"
 
-    def _ratio(self, rates: dict[str, list[float]]) -> float:
-        pairs = zip(rates[self._ours], rates[self._theirs], strict=True)
+    def _ratio(self, rates: dict[str, list[float]], side: str = "") -> float:
+        pairs = zip(rates[side or self._ours], rates[self._theirs], strict=True)
         return statistics.median(ours / theirs for ours, theirs in pairs)
 
 

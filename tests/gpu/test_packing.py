@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gradwire_server.engine.model.attention.varlen import varlen_kernel
+from gradwire_server.engine.model.attention.varlen import LONG, one_sequence_kernel, varlen_kernel
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.packing import Packing, arrange
 from gradwire_server.engine.model.split_model import SplitModel
@@ -27,7 +27,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=2 * LONG,
         initializer_range=0.2,
     )
     if isinstance(config, MistralConfig):
@@ -72,3 +72,24 @@ def test_half_precision_uses_a_varlen_kernel() -> None:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("flash attention needs compute capability 8.0")
     assert varlen_kernel(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
+def test_one_long_sequence_is_as_near_to_float64_as_padded(path: Path, dtype: torch.dtype) -> None:
+    lengths = torch.tensor([LONG + 37])
+    ids = torch.randint(64, (int(lengths),), generator=torch.Generator().manual_seed(0))
+    exact, padded, alone = (
+        ModelPool({"m": str(path)}, device, kind).load("m").states(arrange(packing, ids, lengths)).double().cpu()
+        for device, kind, packing in (
+            ("cpu", torch.float64, Packing.PADDED),
+            ("cuda", dtype, Packing.PADDED),
+            ("cuda", dtype, Packing.PACKED),
+        )
+    )
+    assert relative_error(alone, exact) < 1.5 * relative_error(padded, exact) + 1e-6
+
+
+def test_hopper_computes_one_long_sequence_by_cudnn() -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("cuDNN's attention is used from compute capability 9.0 on")
+    assert one_sequence_kernel(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16) is not None

@@ -24,7 +24,7 @@ from transformers.masking_utils import sdpa_mask
 from gradwire_server.engine.model.attention.blocks import in_blocks
 from gradwire_server.engine.model.attention.masked import masked_attention
 from gradwire_server.engine.model.attention.paged import PagedDecode, PagedPrefill
-from gradwire_server.engine.model.attention.varlen import varlen_kernel
+from gradwire_server.engine.model.attention.varlen import kernel_for
 from gradwire_server.engine.model.meta_device import computes_as_cpu, is_estimate
 from gradwire_server.engine.model.packing import Layout
 
@@ -86,7 +86,7 @@ def packed_attention(
     one_size = query.shape[-1] == value.shape[-1]
     varlen = None
     if query.is_cuda and one_size and query.shape[-1] <= 256 and not dropout:
-        varlen = varlen_kernel(query.device, query.dtype)
+        varlen = kernel_for(layout, window, query.device, query.dtype)
     if varlen is not None:
         return varlen(query[0], key[0], value[0], layout, scale, window)[None], None
     on_blocks = computes_as_cpu(query.device) or is_estimate(query.device)  # they save what the varlen kernel saves

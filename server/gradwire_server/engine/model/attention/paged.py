@@ -50,12 +50,15 @@ class PageStore:
     def reserve(self, pages: int) -> None:
         """Make room for so many pages; layer by layer, so that no more than one layer is there twice.
 
-        On a GPU a quarter more than there were, because graphs of kernels are captured anew after each move.
+        On a GPU there is more room then, as graphs of kernels are captured anew after each move: twice as much up to
+        1 GiB, then a quarter more.
         """
         if pages <= self.pages:
             return
-        on_gpu = any(keys.is_cuda for keys, _ in self._layers.values())
-        self.pages = max(pages, self.pages + self.pages // (4 if on_gpu else 16))
+        spare = self.pages // 16
+        if any(keys.is_cuda for keys, _ in self._layers.values()):
+            spare = self.pages if self.nbytes < 1 << 30 else self.pages // 4
+        self.pages = max(pages, self.pages + spare)
         self.moves += 1
         for layer, pair in self._layers.items():
             self._layers[layer] = _resized(pair[0], self.pages), _resized(pair[1], self.pages)

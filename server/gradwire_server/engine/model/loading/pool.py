@@ -72,6 +72,7 @@ class ModelPool:
         self.dtype = torch.float32 if dtype == "mixed" else dtype or on_device
         self.fused = fused and not compiled and fused_kernels_run(self.device, self.dtype)
         whole = type(self.placement) is Placement and not self._mixed
+        torch.backends.cuda.enable_cudnn_sdp(fused)
         self._replays = fused and not compiled and whole and self.device.type == "cuda"
         self._paths = dict(models)
         transformers_logging.disable_progress_bar()

@@ -115,7 +115,7 @@ def _whole_lists(table: IntArray, lengths: IntArray, fills: bool) -> RowLists:
     """The lists of all own pages of each row, in classes of similar numbers of pages."""
     counts = -(-lengths // PAGE)
     if fills:
-        width = power_of_two(table.shape[1])
+        width = filled_up(table.shape[1])
         table = np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=SCRATCH)
         counts, sizes = np.full(len(table), width), np.zeros(len(table), np.int64)
     else:
@@ -147,3 +147,9 @@ def _lists(rows: IntArray, table: IntArray, lengths: IntArray | None, fills: boo
 def power_of_two(number: int) -> int:
     """The smallest power of two that is not less."""
     return 1 << (number - 1).bit_length()
+
+
+def filled_up(number: int) -> int:
+    """The smallest power of two, or three halves of one, that is not less."""
+    whole = power_of_two(number)
+    return whole // 4 * 3 if number <= whole // 4 * 3 and whole >= 4 else whole

@@ -1,8 +1,9 @@
 """Forwards of one token of every row, replayed as graphs of kernels on a GPU.
 
 A token is some dozens of small kernels a layer, and starting one from Python takes longer than running it. Rows and
-lists of pages are filled up to few shapes, so a shape that has occurred before is captured as a graph. From then on
-the host writes the forward's numbers into the graph's buffer, by one copy, and starts all kernels at once.
+lists of pages are filled up to few shapes, and each shape is captured as a graph: from then on the host writes the
+forward's numbers into the graph's buffer, by one copy, and starts all kernels at once. The first forward of a model is
+computed without a graph, so that its kernels are there.
 
 A graph reads the weights and pages at the addresses that they had, and is dropped when one of them has moved. The first
 graph of a model is compared with the forward that it stands for.
@@ -74,9 +75,6 @@ class Replays:
         if (addresses := _addresses(policies[0], plan)) != self._addresses or len(self._graphs) == MOST_GRAPHS:
             self.clear()
             self._addresses = addresses
-        if shapes not in self._seen:
-            self._seen.add(shapes)
-            return split_model.packed_states(ids, positions, plan)
         numbers = sent(torch.cat([each.flatten() for each in inputs]), split_model.device)
         if shapes in self._graphs:
             self._graphs[shapes].numbers.copy_(numbers)
@@ -100,7 +98,12 @@ class Replays:
         self._pool = None
 
     def _capture(self, split_model: SplitModel, inputs: Sequence[Tensor], numbers: Tensor, plan: PagedDecode) -> bool:
-        """Capture a forward; returns whether it could be."""
+        """Capture a forward; returns whether it was. One that could not be is tried again once it was computed."""
+        shapes = tuple(each.shape for each in inputs)
+        computed = shapes in self._seen
+        self._seen.add(shapes)
+        if not computed and split_model not in _right:
+            return False
 
         def compute() -> Tensor:
             parts = numbers.split([each.numel() for each in inputs])
@@ -112,12 +115,14 @@ class Replays:
             replay = captured(compute, self._pool)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # something in the model's forward waits for the device
-            logger.info("no graphs for %s: %s", split_model.facts.name, error)
-            _right[split_model] = False
-            self.clear()
+        except RuntimeError as error:
+            self._graphs.clear()
+            self._pool = None
+            if computed:  # something in the model's forward waits for the device
+                logger.info("no graphs for %s: %s", split_model.facts.name, error)
+                _right[split_model] = False
             return False
-        self._graphs[tuple(each.shape for each in inputs)] = _Graph(numbers, replay)
+        self._graphs[shapes] = _Graph(numbers, replay)
         return True
 
 

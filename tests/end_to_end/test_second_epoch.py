@@ -36,7 +36,7 @@ def counted(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     assert server.end() == 0
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.slow), {"rank": 4}], ids=["full", "lora"])
 @pytest.mark.parametrize("loss_fn", ["enhanced_ppo", "dpo", "grpo"])
 async def test_the_second_pass_has_no_reference_forward(
     counted: tuple[str, str], loss_fn: str, lora: dict[str, int] | None

@@ -14,16 +14,10 @@ import numpy as np
 import pytest
 from support.batches import SEVEN, VOCAB, causal_lm
 from support.server import Server
-from support.tiny import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 PROBE = [[5, 9, 11, 30, 7], [40, 41, 42], list(range(3, 23))]
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models") / "small", hidden_size=256, num_layers=4)
 
 
 @pytest.fixture(scope="module")

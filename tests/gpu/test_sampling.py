@@ -13,22 +13,16 @@ from gradwire_server.engine.sampling.pages import replay
 from gradwire_server.engine.sampling.pages.pages import paged_token_bytes
 from gradwire_server.engine.sampling.samplers.local import LocalSampler
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
-from support.tiny import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 PROMPTS = [[5, 9, 11, 30, 7], [40, 41, 42], list(range(3, 23))]
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models") / "small", hidden_size=256, num_layers=4)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "plain"])
-def test_logprobs_are_those_of_one_forward(path: Path, dtype: torch.dtype, graphs: bool) -> None:
-    policy = Policy(ModelPool({"small": str(path)}, "cuda", dtype, fused=graphs).load("small"))
+def test_logprobs_are_those_of_one_forward(model_path: Path, dtype: torch.dtype, graphs: bool) -> None:
+    policy = Policy(ModelPool({"small": str(model_path)}, "cuda", dtype, fused=graphs).load("small"))
     assert paged_token_bytes(policy, Agreement())
     sampler = LocalSampler()
     params = [SamplingParams(max_tokens=tokens, seed=tokens, n=2, ignore_eos=True) for tokens in (30, 7, 12)]

@@ -23,7 +23,6 @@ from gradwire_server.engine.operations.decisions import Decisions
 from gradwire_server.engine.scoring.memory import MOST, Memory
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
-from support.tiny import tiny_model
 from support.training import train_on
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -31,11 +30,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 load_builtin_losses()
 VOCAB = 96
 WHOLE = Budget(1 << 20, activation_bytes=1 << 40)
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models") / "small", hidden_size=256, num_layers=4)
 
 
 def run_on(path: Path, device: str, dtype: Any = None, *, compiled: bool = False, **config: Any) -> EngineRun:

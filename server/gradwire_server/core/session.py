@@ -32,7 +32,10 @@ class Output:
 
 
 class SessionCalls(Protocol):
-    """The methods of the core that a session needs; doors whose clients number their operations call the same ones."""
+    """The methods of the core that a session needs; doors whose clients number their operations call the same ones.
+
+    A protocol, as the core imports this module.
+    """
 
     def receive(self, caller: Caller, header: pb.OperationHeader) -> Incoming: ...
 

@@ -189,6 +189,7 @@ def test_a_model_without_attention_is_estimated_and_one_that_sees_all_tokens_is_
         estimated(tmp_path / "bert", lora_rank=0)
 
 
+@pytest.mark.slow  # 16,384 tokens, a chunk after another
 def test_a_long_row_fits_because_the_server_recomputes_it(model: Path) -> None:
     fits = estimated(model, Device("cpu", int(0.98 * GIB)), tokens=16_384)
     assert fits.chosen == Activations.RECOMPUTE | Activations.CHUNK

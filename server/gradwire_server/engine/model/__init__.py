@@ -4,7 +4,6 @@ May import: ``errors`` and the other single files of ``engine``.
 """
 
 import sys
-from importlib.util import find_spec, module_from_spec
 
 
 def _import_peft() -> None:
@@ -23,21 +22,5 @@ def _import_peft() -> None:
             del sys.modules[name]
 
 
-def _import_models() -> None:
-    """Import the package ``transformers.models`` without its names, which transformers itself has read already.
-
-    Its own code reads all 3,000 files of models for them a second time (0.3 s of CPU); its modules are found as before.
-    """
-    import transformers
-
-    spec = find_spec("transformers.models")
-    assert spec is not None
-    models = module_from_spec(spec)
-    models.__getattr__ = lambda name: getattr(transformers, name)  # type: ignore[method-assign]
-    sys.modules[spec.name] = models
-
-
 if "peft" not in sys.modules:
-    if "transformers.models" not in sys.modules:
-        _import_models()
     _import_peft()

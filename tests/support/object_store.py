@@ -1,6 +1,7 @@
 """Real object stores over HTTP on loopback, in front of which requests fail as they do on a network.
 
-They are moto for S3 and Azurite for Azure.
+They are moto for S3 and Azurite for Azure. No emulator of Google's has what a store needs: moto stands in for it,
+behind a translation of Google's headers, made after its reference of the XML API.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import email.utils
 import hmac
 import http.client
 import io
+import itertools
+import json
 import logging
 import os
 import subprocess
@@ -33,6 +36,10 @@ AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZ
 """The emulator's account, the same everywhere and published by Microsoft."""
 HOP_BY_HOP = ("connection", "keep-alive", "transfer-encoding")
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+OF_S3 = "AWS4-HMAC-SHA256 Credential=key/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+"""What moto takes for the signature of the bucket's owner."""
+Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
+"""A WSGI application."""
 Fault = Callable[["Faults", dict[str, Any], Any], Iterable[bytes]]
 """Answers a WSGI request in place of the server."""
 
@@ -115,11 +122,17 @@ class Objects:
         faults: What goes wrong.
         part: What the address of a request that writes a part of a large object contains.
         whole: Method, and a part of the address, of a request that begins or ends such an object.
-        deletes: What the address of a request that deletes several objects contains.
+        deletes: Method, and a part of the address, of a request that deletes objects.
     """
 
     def __init__(
-        self, url: str, environment: dict[str, str], faults: Faults, part: str, whole: tuple[str, str], deletes: str
+        self,
+        url: str,
+        environment: dict[str, str],
+        faults: Faults,
+        part: str,
+        whole: tuple[str, str],
+        deletes: tuple[str, str],
     ) -> None:
         self.url, self.environment, self.faults = url, environment, faults
         self.part, self.whole, self.deletes = part, whole, deletes
@@ -130,6 +143,12 @@ class Objects:
         import obstore
 
         return {each["path"]: each["size"] for page in obstore.list(self._store(), prefix) for each in page}
+
+    def read(self, key: str) -> bytes:
+        """The content of an object."""
+        import obstore
+
+        return bytes(obstore.get(self._store(), key).bytes())
 
     def overwrite(self, key: str, content: bytes) -> None:
         """Change an object behind everyone's back."""
@@ -172,26 +191,86 @@ def _served(faults: Faults) -> Iterator[int]:
 @contextmanager
 def s3_server() -> Iterator[Objects]:
     """Start moto's S3 server with an empty bucket; skips the test where moto or obstore is not installed."""
+    with _moto(lambda app: app) as (faults, endpoint):
+        yield _emptied(
+            Objects(
+                f"s3://{BUCKET}", CREDENTIALS | {"AWS_ENDPOINT_URL": endpoint}, faults,
+                "partNumber", ("POST", "uploads"), ("POST", "?delete"),
+            )
+        )  # fmt: skip
+
+
+@contextmanager
+def google_server() -> Iterator[Objects]:
+    """Start what speaks Google's XML API, with an empty bucket; skips the test as :func:`s3_server` does."""
+    with _moto(_as_google) as (faults, endpoint):
+        account = {"gcs_base_url": endpoint, "disable_oauth": True, "client_email": "", "private_key": ""}
+        account["private_key_id"] = ""
+        yield _emptied(
+            Objects(
+                f"gs://{BUCKET}", {"GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(account)}, faults,
+                "partNumber", ("POST", "uploads"), ("DELETE", "/"),
+            )
+        )  # fmt: skip
+
+
+@contextmanager
+def _moto(spoken: Callable[[Application], Application]) -> Iterator[tuple[Faults, str]]:
+    """moto's S3 server with a bucket, through an application that speaks as another does; its faults and address."""
     for package in ("moto", "flask_cors", "obstore"):
         pytest.importorskip(package, reason=f"needs {package}: pip install 'gradwire[store,dev]'")
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
-    faults = Faults(DomainDispatcherApplication(create_backend_app))
+    faults = Faults(spoken(DomainDispatcherApplication(create_backend_app)))
     with _served(faults) as port:
-        environment = CREDENTIALS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
-        s3 = Objects(f"s3://{BUCKET}", environment, faults, "partNumber", ("POST", "uploads"), "?delete")
-        _make_bucket(environment)
-        for key in s3.objects():  # moto keeps them for the whole process
-            s3.remove(key)
-        yield s3
+        endpoint = f"http://127.0.0.1:{port}"
+        _make_bucket(endpoint)
+        yield faults, endpoint
 
 
-def _make_bucket(environment: dict[str, str]) -> None:
+def _emptied(bucket: Objects) -> Objects:
+    for key in bucket.objects():  # moto keeps them for the whole process
+        bucket.remove(key)
+    return bucket
+
+
+def _as_google(s3: Application) -> Application:
+    """Google's XML API on top of S3's, which it resembles: an object has a generation, and writes name that."""
+    generations, numbers, lock = dict[str, str](), itertools.count(1), threading.Lock()
+
+    def app(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+        key, writes = environ["PATH_INFO"], environ["REQUEST_METHOD"] in ("PUT", "POST")
+        if not environ.get("HTTP_AUTHORIZATION", "").startswith("AWS4"):
+            environ["HTTP_AUTHORIZATION"] = OF_S3
+        source = environ.pop("HTTP_X_GOOG_COPY_SOURCE", None)
+        if source is not None:
+            environ["HTTP_X_AMZ_COPY_SOURCE"] = source
+
+        def answer(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
+            if writes and status.startswith("2"):
+                generations[key] = str(next(numbers))
+            return start(status, [*headers, ("x-goog-generation", generations.get(key, "0"))], *rest)
+
+        if not writes:
+            return s3(environ, answer)
+        with lock:
+            wanted = environ.pop("HTTP_X_GOOG_IF_GENERATION_MATCH", None)
+            if wanted == "0":
+                environ["HTTP_IF_NONE_MATCH"] = "*"
+            elif wanted is not None and wanted != generations.get(key):
+                start("412 Precondition Failed", [("Content-Type", "text/plain")])
+                return [b"another generation"]
+            return list(s3(environ, answer))
+
+    return app
+
+
+def _make_bucket(endpoint: str) -> None:
     import boto3
 
     client = boto3.client(
         "s3",
-        endpoint_url=environment["AWS_ENDPOINT_URL"],
+        endpoint_url=endpoint,
         aws_access_key_id="key",
         aws_secret_access_key="secret",
         region_name="us-east-1",
@@ -220,13 +299,13 @@ def azure_server(folder: Path) -> Iterator[Objects]:
                 address = f"http://127.0.0.1:{relay}"
                 environment = {"AZURE_STORAGE_USE_EMULATOR": "true", "AZURITE_BLOB_STORAGE_URL": address}
                 whole = ("PUT", "comp=blocklist")
-                yield Objects(f"az://{BUCKET}", environment, faults, "comp=block&", whole, "comp=batch")
+                yield Objects(f"az://{BUCKET}", environment, faults, "comp=block&", whole, ("POST", "comp=batch"))
         finally:
             azurite.terminate()
             azurite.wait(60)
 
 
-def _forwarded(port: int) -> Callable[[dict[str, Any], Any], Iterable[bytes]]:
+def _forwarded(port: int) -> Application:
     """A WSGI application that is the HTTP server on another port."""
 
     def app(environ: dict[str, Any], start: Any) -> Iterable[bytes]:

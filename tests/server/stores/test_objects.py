@@ -15,6 +15,7 @@ from support.object_store import (
     BUCKET,
     Objects,
     azure_server,
+    google_server,
     lost_answer,
     s3_server,
     silent,
@@ -33,9 +34,10 @@ PLACE = Place("runs/run-a", "checkpoints/one")
 MANIFEST = "runs/run-a/manifest.json"
 
 
-@pytest.fixture(scope="module", params=["s3", "az"])
+@pytest.fixture(scope="module", params=["s3", "gs", "az"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Objects]:
-    with s3_server() if request.param == "s3" else azure_server(tmp_path_factory.mktemp("azurite")) as objects:
+    starts = {"s3": s3_server, "gs": google_server, "az": lambda: azure_server(tmp_path_factory.mktemp("azurite"))}
+    with starts[request.param]() as objects:
         yield objects
 
 
@@ -145,7 +147,7 @@ def test_requests_that_fail_for_a_while_are_repeated(bucket: Objects, tmp_path: 
         bucket.faults.plan(unavailable, method, "large", 2)
     bucket.faults.plan(slow_read, "GET", "large")
     assert read(opened(bucket, tmp_path / "there")) == content
-    bucket.faults.plan(lost_answer, "POST", bucket.deletes, 1)
+    bucket.faults.plan(lost_answer, *bucket.deletes, 1)
     store.delete(PLACE)
     assert not bucket.faults.planned  # each happened
     assert not store.inspect({"runs/run-a"}, print)

@@ -9,7 +9,9 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-REFUSED = 2
+REFUSED = "refused"
+"""Beginning of the state of an agent that ended for good."""
+FOR_GOOD = 2
 """Exit code of an agent that the server refuses for good, or whose options are wrong: starting it again is no use."""
 KEPT_LINES = 20
 
@@ -23,7 +25,7 @@ class RunningAgent:
     """
 
     def __init__(self, arguments: Sequence[str], key: str) -> None:
-        environment = os.environ | ({"GRADWIRE_API_KEY": key} if key else {})
+        environment = os.environ | {"COLUMNS": "1000"} | ({"GRADWIRE_API_KEY": key} if key else {})
         self._said: deque[str] = deque(maxlen=KEPT_LINES)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "gradwire_server.cli", *arguments],
@@ -36,13 +38,14 @@ class RunningAgent:
         for line in self._process.stderr:
             self._said.append(line.rstrip())
             print(line, end="", file=sys.stderr, flush=True)
-        if self._process.wait() != REFUSED:
+        if self._process.wait() != FOR_GOOD:
             os._exit(1)
 
     def state(self) -> str:
         """ "running", or why it is not."""
         code = self._process.poll()
-        return "running" if code is None else f"refused: {self._said[-1] if self._said else f'exit code {code}'}"
+        words = (line.strip("│ ") for line in reversed(self._said) if any(map(str.isalnum, line)))
+        return "running" if code is None else f"{REFUSED}: {next(words, f'exit code {code}')}"
 
     def pid(self) -> int:
         """The agent's process."""

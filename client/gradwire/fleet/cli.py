@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,8 @@ from gradwire.fleet.plan import Plan, PlanError, read_plan
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 console = Console(stderr=True, soft_wrap=True)
+
+CONNECT_S = 10.0
 
 Address = Annotated[
     str, typer.Option("--ray", envvar="RAY_ADDRESS", help="HOST:PORT of the cluster's head; that of this machine.")
@@ -108,10 +111,13 @@ def _join(address: str) -> None:
 
     if ray.is_initialized():
         return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
+        if host and port.isdigit():  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), CONNECT_S).close()
         ray.init(address=address, namespace="gradwire", log_to_driver=False, logging_level="error")
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise _refusal(f"no Ray cluster at {address}: {error}") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _refusal(f"no Ray cluster at {address}: {error}; `ray status` at its head says its address") from error
 
 
 def _fleet(address: str) -> Any:

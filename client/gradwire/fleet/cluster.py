@@ -18,7 +18,7 @@ from ray.experimental import internal_kv
 from ray.util import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from gradwire.fleet.agent import RunningAgent
+from gradwire.fleet.agent import REFUSED, RunningAgent
 from gradwire.fleet.placing import place
 from gradwire.fleet.plan import Plan
 
@@ -52,9 +52,16 @@ class Fleet:
         threading.Thread(target=self._follow, daemon=True).start()
 
     def apply(self, plan: str, key: str) -> None:
-        """Take another plan; engines that are in both stay, with the options that they were started with."""
+        """Take another plan.
+
+        Engines that are in both stay, with the options that they were started with, unless they were refused or the
+        server is another one.
+        """
         with self._lock:
-            self._plan, self._key = Plan.model_validate_json(plan), key
+            before, self._plan, self._key = self._plan, Plan.model_validate_json(plan), key
+            for engine in list(self._placed):
+                if self._plan.front != before.front or _state(engine).startswith(REFUSED):
+                    self._end(engine)
             self._keep()
 
     def plan(self) -> str:
@@ -119,14 +126,17 @@ class Fleet:
         wanted = place(self._plan, nodes, self._placed)
         for engine, node in list(self._placed.items()):
             if wanted.get(engine) != node:
-                _end(engine)
-                del self._placed[engine]
-                self._note()
+                self._end(engine)
         for engine, node in wanted.items():
             if engine not in self._placed:
                 self._placed[engine] = node
                 self._note()  # first, so that an actor that is started again ends it rather than not know of it
                 self._begin(engine, node)
+
+    def _end(self, engine: str) -> None:
+        _end(engine)
+        del self._placed[engine]
+        self._note()
 
     def _begin(self, engine: str, node: str) -> None:
         group = self._plan.group_of(engine)

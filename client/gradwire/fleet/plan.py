@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from gradwire.errors import did_you_mean
+
+BRANCHES = ("constrained-int", "literal['all']", "int", "float", "str", "list[str]")
+"""What pydantic adds to the place of a field that may be one of several types."""
 NAME = r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?"
 
 
@@ -89,13 +94,31 @@ def read_plan(file: Path) -> Plan:
     except OSError as error:
         raise PlanError(f"{file} cannot be read: {error.strerror}") from error
     except yaml.YAMLError as error:
-        raise PlanError(f"{file} is not YAML: {error}") from error
+        raise PlanError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
     except ValidationError as error:
-        fault = error.errors()[0]
-        raise PlanError(f"{file}: {'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg']}") from error
+        raise PlanError(f"{file}: {_sentence(error.errors())}") from error
     names = [group.name for group in plan.groups]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise PlanError(f"{file}: two groups are called {twice}")
     if not re.fullmatch(r"https?://[^/\s]+:\d+", plan.front):
         raise PlanError(f"{file}: front must be https://HOST:PORT of the server's gRPC, not {plan.front[:100]!r}")
     return plan
+
+
+def _sentence(faults: Sequence[Any]) -> str:
+    """What is wrong with a file, in which field, and what to write."""
+    fault = min(faults, key=lambda each: each["type"] != "extra_forbidden")  # a misspelt field is missing, too
+    place = [str(each) for each in fault["loc"] if each not in BRANCHES]
+    in_group, given = len(place) > 1, fault["input"]
+    where, known = ".".join(place) or "the file", (Group if in_group else Plan).model_fields
+    says = {
+        "extra_forbidden": f"there is no such field{did_you_mean(''.join(place[-1:]), known)}: {', '.join(known)}",
+        "missing": "this field is missing",
+        "model_type": f"must have fields, as `{'name: far' if in_group else 'front: https://HOST:50051'}`",
+        "string_pattern_mismatch": f"must be of a-z, 0-9 and hyphens, 40 at most, not {given!r}",
+    }
+    if place[-1:] == ["engines"]:
+        return f"{where}: must be a number or all, not {given!r}"
+    if "options" in place[:-1]:
+        return f"{where}: must be a text, a number or a list of texts, not {given!r}"
+    return f"{where}: {says.get(fault['type'], fault['msg'])}"

@@ -62,7 +62,23 @@ def test_a_plan_becomes_the_commands_of_its_agents() -> None:
     [
         ({"front": "front:50051", "groups": [{"name": "a"}]}, "https://HOST:PORT"),
         ({"front": "https://f:1", "groups": [{"name": "a"}, {"name": "a"}]}, "two groups are called a"),
-        ({"front": "https://f:1", "groups": [{"name": "a", "engine": 3}]}, "groups.0.engine"),
+        (
+            {"front": "https://f:1", "groups": [{"name": "a", "engine": 3}]},
+            "engine: there is no such field (did you mean 'engines'?)",
+        ),
+        ({"frnt": "https://f:1", "groups": [{"name": "a"}]}, "frnt: there is no such field (did you mean 'front'?)"),
+        ({"groups": [{"name": "a"}]}, "front: this field is missing"),
+        ({"front": "https://f:1", "groups": [{"name": "A_1"}]}, "groups.0.name: must be of a-z, 0-9 and hyphens"),
+        (
+            {"front": "https://f:1", "groups": [{"name": "a", "engines": "two"}]},
+            "engines: must be a number",
+        ),
+        (
+            {"front": "https://f:1", "groups": [{"name": "a", "options": {"b": {}}}]},
+            "options.b: must be a text",
+        ),
+        ({"front": "https://f:1", "groups": ["a"]}, "groups.0: must have fields, as `name: far`"),
+        ("- a", "the file: must have fields"),
         ({"front": "https://f:1", "groups": []}, "groups"),
         ("[", "not YAML"),
         (None, "cannot be read"),

@@ -53,9 +53,9 @@ class LineClient:
         self.process.stdout.close()
 
 
-@pytest.fixture
-def client(tiny_model_path: Path, tmp_path: Path) -> Any:
-    client = LineClient(tmp_path, tiny_model_path)
+@pytest.fixture(scope="module")
+def client(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    client = LineClient(tmp_path_factory.mktemp("door"), tiny_model_path)
     yield client
     client.kill()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gradwire_server.engine.model.attention.varlen import LONG, one_sequence_kernel, varlen_kernel
+from gradwire_server.engine.model.attention.varlen import LONG, long_kernel, varlen_kernel
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.packing import Packing, arrange
 from gradwire_server.engine.model.split_model import SplitModel
@@ -75,8 +75,8 @@ def test_half_precision_uses_a_varlen_kernel() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
-def test_one_long_sequence_is_as_near_to_float64_as_padded(path: Path, dtype: torch.dtype) -> None:
-    lengths = torch.tensor([LONG + 37])
+def test_long_sequences_are_as_near_to_float64_as_padded(path: Path, dtype: torch.dtype) -> None:
+    lengths = torch.tensor([LONG + 37, LONG])
     ids = torch.randint(64, (int(lengths),), generator=torch.Generator().manual_seed(0))
     exact, padded, alone = (
         ModelPool({"m": str(path)}, device, kind).load("m").states(arrange(packing, ids, lengths)).double().cpu()
@@ -89,7 +89,7 @@ def test_one_long_sequence_is_as_near_to_float64_as_padded(path: Path, dtype: to
     assert relative_error(alone, exact) < 1.5 * relative_error(padded, exact) + 1e-6
 
 
-def test_hopper_computes_one_long_sequence_by_cudnn() -> None:
+def test_hopper_computes_long_sequences_by_cudnn() -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("cuDNN's attention is used from compute capability 9.0 on")
-    assert one_sequence_kernel(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16) is not None
+    assert long_kernel(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16) is not None

@@ -1,7 +1,7 @@
-"""Attention over a layout of sequences with kernels of a GPU: a varlen kernel, and cuDNN's for one long sequence.
+"""Attention over a layout of sequences with kernels of a GPU: a varlen kernel, and cuDNN's for long sequences.
 
-cuDNN's takes 0.58 of the time of FlashAttention 2, forward and backward together, on an H200. It plans anew for each
-length, so lengths are filled up to few. ``--kernels plain`` leaves it out.
+cuDNN's takes 0.58 of the time of FlashAttention 2, forward and backward together, on an H200. It computes a sequence a
+call and plans anew for each length, so lengths are filled up to few. ``--kernels plain`` leaves it out.
 
 Legend: ``M`` tokens, ``H`` heads, ``K`` heads of keys and values, ``D`` head size.
 """
@@ -28,9 +28,9 @@ from gradwire_server.engine.model.packing import Layout, lay_out
 logger = logging.getLogger(__name__)
 
 LONG = 2048
-"""Tokens from which a sequence alone on the axis is computed by cuDNN."""
+"""Tokens of the shortest sequence of a layout that cuDNN computes."""
 FILLED_UP = 512
-"""Its tokens are filled up to a multiple of this."""
+"""Tokens are filled up to a multiple of this."""
 
 Varlen = Callable[[Tensor, Tensor, Tensor, Layout, float, int | None], Tensor]
 """Kernel: ``(query [H, M, D], key [K, M, D], value [K, M, D], layout, scale, window) -> [M, H, D]``."""
@@ -38,21 +38,20 @@ Varlen = Callable[[Tensor, Tensor, Tensor, Layout, float, int | None], Tensor]
 
 def kernel_for(layout: Layout, window: int | None, device: torch.device, dtype: torch.dtype) -> Varlen | None:
     """The fastest kernel that gives correct results for a layout on this device, or None."""
-    alone = len(layout.segments) == 1 and layout.longest >= LONG and window is None
-    if alone and torch.backends.cuda.cudnn_sdp_enabled() and one_sequence_kernel(device, dtype) is not None:
-        return _cudnn_of_one
-    return varlen_kernel(device, dtype)
+    long = window is None and all(each.length >= LONG and not each.prefix_length for each in layout.segments)
+    by_cudnn = long_kernel(device, dtype) if long and torch.backends.cuda.cudnn_sdp_enabled() else None
+    return by_cudnn or varlen_kernel(device, dtype)
 
 
 @cache
-def one_sequence_kernel(device: torch.device, dtype: torch.dtype) -> Varlen | None:
-    """A kernel for one long sequence that gives correct results on this device, or None."""
+def long_kernel(device: torch.device, dtype: torch.dtype) -> Varlen | None:
+    """A kernel for long sequences without prefixes that gives correct results on this device, or None."""
     if dtype not in (torch.bfloat16, torch.float16) or torch.cuda.get_device_capability(device) < (9, 0):
         return None
-    lengths = torch.tensor([FILLED_UP + 40])
+    lengths = torch.tensor([FILLED_UP + 40, 90])
     try:
-        if _is_right(_cudnn_of_one, device, dtype, lay_out(torch.arange(int(lengths)), lengths), [None]):
-            return _cudnn_of_one
+        if _is_right(_cudnn_each, device, dtype, lay_out(torch.arange(int(lengths.sum())), lengths), [None]):
+            return _cudnn_each
         reason = "its results differ from those of plain attention"
     except RuntimeError as error:
         reason = str(error)
@@ -131,12 +130,18 @@ def _flash_varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float,
     return out
 
 
-def _cudnn_of_one(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int | None) -> Tensor:
+def _cudnn_each(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int | None) -> Tensor:
+    lengths = [segment.length for segment in layout.segments]
+    rows = zip(q.split(lengths, dim=1), k.split(lengths, dim=1), v.split(lengths, dim=1), strict=True)
+    return torch.cat([_cudnn(*row, scale) for row in rows], dim=1).transpose(0, 1)
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     tokens = q.shape[1]
     q, k, v = (F.pad(each, (0, 0, 0, -tokens % FILLED_UP))[None] for each in (q, k, v))  # no token sees a later one
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    return out[0, :, :tokens].transpose(0, 1)
+    return out[0, :, :tokens]
 
 
 def _varlen_arguments(

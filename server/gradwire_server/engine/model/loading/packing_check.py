@@ -116,7 +116,7 @@ def _compare(split_model: SplitModel) -> tuple[Packing, str]:
         return Packing.PADDED, "its masks say more than its layers tell the attention function"
     noise = [0.0, 0.0]
     if split_model.dtype in (torch.bfloat16, torch.float16):
-        noise = _rounding(split_model, input_ids, lengths)
+        noise = _rounding(split_model, input_ids, lengths, group_sizes)
     if not _alike(by_packing, expected, split_model.dtype, noise):
         return Packing.PADDED, "packed states or gradients differ"
     shared = _states_and_gradient(split_model, Packing.SHARED, input_ids, lengths, group_sizes)
@@ -158,14 +158,18 @@ def _states_and_gradient(
         weights = torch.sin(places[:, None] * width + torch.arange(width)).to(states.device)
         (gradient,) = torch.autograd.grad((states.float() * weights).sum(), embedded)
     gradient = gradient.flatten(0, 1).float()
-    if packing is not Packing.SHARED:  # a shared token receives the sum of the gradients of its copies
-        places = lay_out(input_ids, lengths, group_sizes).places.to(gradient.device)
-        copies = gradient[arranged.places.to(gradient.device)]
-        gradient = copies.new_zeros(int(places.max()) + 1, copies.shape[1]).index_add(0, places, copies)
+    if packing is not Packing.SHARED:
+        gradient = _summed(gradient[arranged.places.to(gradient.device)], input_ids, lengths, group_sizes)
     return states.detach(), gradient
 
 
-def _rounding(split_model: SplitModel, input_ids: Tensor, lengths: Tensor) -> list[float]:
+def _summed(copies: Tensor, input_ids: Tensor, lengths: Tensor, group_sizes: Tensor) -> Tensor:
+    """``[N, H] -> [M, H]``: gradients, where a shared token receives the sum of those of its copies."""
+    places = lay_out(input_ids, lengths, group_sizes).places.to(copies.device)
+    return copies.new_zeros(int(places.max()) + 1, copies.shape[1]).index_add(0, places, copies)
+
+
+def _rounding(split_model: SplitModel, input_ids: Tensor, lengths: Tensor, group_sizes: Tensor) -> list[float]:
     """By how much states and gradients change when each row is computed alone, where both forms are right.
 
     A rounding of bfloat16 grows from layer to layer, in deep models beyond any tolerance that could be fixed.
@@ -177,7 +181,10 @@ def _rounding(split_model: SplitModel, input_ids: Tensor, lengths: Tensor) -> li
         for number, row in enumerate(input_ids.split(lengths.tolist()))
     ]
     alone = [torch.cat(each) for each in zip(*rows, strict=True)]
-    return [largest_difference(mine, theirs)[0] for mine, theirs in zip(alone, together, strict=True)]
+    mine, theirs = (
+        (states, _summed(gradient, input_ids, lengths, group_sizes)) for states, gradient in (alone, together)
+    )
+    return [largest_difference(*each)[0] for each in zip(mine, theirs, strict=True)]
 
 
 def _alike(

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from gradwire_server.engine.model.attention.paged import PagedDecode
 from gradwire_server.engine.model.comparison import largest_difference, relative_tolerance
+from gradwire_server.engine.model.placement import addresses
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.split_model import SplitModel
 
@@ -55,7 +56,7 @@ class Replays:
     def __init__(self) -> None:
         self._graphs: dict[tuple[torch.Size, ...], _Graph] = {}
         self._seen: set[tuple[torch.Size, ...]] = set()
-        self._addresses: object = None
+        self._read_from: object = None
         self._pool: Any = None
 
     def states(self, policies: Sequence[Policy], ids: Tensor, positions: Tensor, plan: PagedDecode) -> Tensor:
@@ -72,9 +73,10 @@ class Replays:
 
         plan.mapped(noted)
         shapes = tuple(each.shape for each in inputs)
-        if (addresses := _addresses(policies[0], plan)) != self._addresses or len(self._graphs) == MOST_GRAPHS:
+        read_from = _read_from(policies[0], plan)
+        if read_from != self._read_from or len(self._graphs) == MOST_GRAPHS:
             self.clear()
-            self._addresses = addresses
+            self._read_from = read_from
         numbers = sent(torch.cat([each.flatten() for each in inputs]), split_model.device)
         if shapes in self._graphs:
             self._graphs[shapes].numbers.copy_(numbers)
@@ -126,9 +128,9 @@ class Replays:
         return True
 
 
-def _addresses(policy: Policy, plan: PagedDecode) -> object:
+def _read_from(policy: Policy, plan: PagedDecode) -> object:
     """What changes when weights or pages move; the base's own weights stay where they were loaded."""
-    return plan.store.moves, [weight.data_ptr() for weight in policy.trainable_parameters().values()]
+    return plan.store.moves, addresses(policy.trainable_parameters().values())
 
 
 def new_pool() -> Any:

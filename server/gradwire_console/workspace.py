@@ -25,7 +25,7 @@ TRAINING_S = 5.0
 PATIENCE_S = 5.0
 AGAIN_S = 1.0
 ACTIVITY = 256
-OVERVIEW = 4000
+OVERVIEW = 1200
 """Operations of a long record that are shown while all of it is fetched."""
 WHOLE_AFTER_S = 1.0
 USAGE_S = 30 * 86_400.0

@@ -1,4 +1,7 @@
-"""Components of pages: tables, plots, empty and error states, and lines of code to copy. They show strings as text."""
+"""Components of pages: tables, plots, empty and error states, and lines of code to copy. They show strings as text.
+
+What they show many of is in tuples: NiceGUI watches every item of a list for changes, which takes longer than a page.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any, TypeVar
 
 from nicegui import ui
 from nicegui.element import Element
-from nicegui.elements import echart as _library  # noqa: F401  it offers the library that plot.js imports
+from nicegui.elements import echart as _library  # noqa: F401  it offers the library that chart.js imports
 from nicegui.events import GenericEventArguments
 
 E = TypeVar("E", bound=Element)
@@ -65,8 +68,7 @@ class Table(Element, component="table.js"):
         on_chosen: Callable[[list[str]], object] | None = None,
     ) -> None:
         super().__init__()
-        self._props["columns"] = [vars(column) for column in columns]
-        self._props["rows"] = list(rows)
+        self._props |= {"columns": tuple(vars(column) for column in columns), "rows": tuple(rows)}
         self._props |= {"label": label, "search": search, "unit": unit, "none": none}
         self._props["searchable"], self._props["selectable"] = bool(search), on_chosen is not None
         self._instead = instead
@@ -81,8 +83,8 @@ class Table(Element, component="table.js"):
 
     def show(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Show other rows, if they are others."""
-        if rows != self._props["rows"]:
-            self._props["rows"] = list(rows)
+        if tuple(rows) != self._props["rows"]:
+            self._props["rows"] = tuple(rows)
             self.update()
         self._show_instead()
 
@@ -102,12 +104,19 @@ class Curve:
     faint: bool = False
 
 
-class Plot(Element, component="plot.js", default_classes="gw-plot"):
+def _columns(curves: Sequence[Curve]) -> tuple[dict[str, Any], ...]:
+    columns = []
+    for curve in curves:
+        x, y = zip(*curve.points, strict=True) if curve.points else ((), ())
+        columns.append({"name": curve.name, "x": x, "y": y, "colour": curve.colour, "faint": curve.faint})
+    return tuple(columns)
+
+
+class Plot(Element, component="plot.js", dependencies=["chart.js"], default_classes="gw-plot"):
     """Curves over a common axis; drag to zoom, double-click for all.
 
     Args:
         title: What it shows, for screen readers.
-        shared: Plots with the same name share their pointer.
         on_range: Called with the two ends of the range that was dragged, or None for all.
     """
 
@@ -117,11 +126,10 @@ class Plot(Element, component="plot.js", default_classes="gw-plot"):
         *,
         title: str,
         time: bool = False,
-        shared: str = "",
         on_range: Callable[[tuple[float, float] | None], object] | None = None,
     ) -> None:
         super().__init__()
-        self._props |= {"series": [vars(curve) for curve in curves], "title": title, "time": time, "shared": shared}
+        self._props |= {"series": _columns(curves), "title": title, "time": time}
         if on_range is not None:
             zoomed = on_range
 
@@ -133,7 +141,7 @@ class Plot(Element, component="plot.js", default_classes="gw-plot"):
 
     def show(self, curves: Sequence[Curve], *, time: bool | None = None) -> None:
         """Show other curves, if they are others: drawing costs a browser most."""
-        series, time = [vars(curve) for curve in curves], self._props["time"] if time is None else time
+        series, time = _columns(curves), self._props["time"] if time is None else time
         if (series, time) != (self._props["series"], self._props["time"]):
             self._props |= {"series": series, "time": time}
             self.update()

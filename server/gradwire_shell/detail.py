@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nicegui.element import Element
-from nicegui.elements import echart as _library  # noqa: F401  it offers the library that lanes.js imports
+from nicegui.elements import echart as _library  # noqa: F401  it offers the library that chart.js imports
 
 
 class Tokens(Element, component="tokens.js"):
@@ -20,7 +20,7 @@ class Tokens(Element, component="tokens.js"):
 
     def __init__(self, sequences: Sequence[Mapping[str, Any]], by: str) -> None:
         super().__init__()
-        self._props |= {"sequences": list(sequences), "by": by}
+        self._props |= {"sequences": tuple(sequences), "by": by}
 
     def colour(self, by: str) -> None:
         """Colour by another figure."""
@@ -28,7 +28,7 @@ class Tokens(Element, component="tokens.js"):
         self.update()
 
 
-class Lanes(Element, component="lanes.js", default_classes="gw-lanes"):
+class Lanes(Element, component="lanes.js", dependencies=["chart.js"], default_classes="gw-lanes"):
     """A timeline of lanes.
 
     Args:
@@ -38,11 +38,11 @@ class Lanes(Element, component="lanes.js", default_classes="gw-lanes"):
 
     def __init__(self, title: str, colours: Mapping[str, str]) -> None:
         super().__init__()
-        self._props |= {"title": title, "colours": dict(colours), "lanes": [], "boxes": []}
+        self._props |= {"title": title, "colours": dict(colours), "lanes": (), "boxes": ()}
 
     def show(self, lanes: Sequence[str], boxes: Sequence[Sequence[Any]]) -> None:
         """Show boxes, if they are others: the lane's number, begin and end in milliseconds, kind, and text on hover."""
-        shown = {"lanes": list(lanes), "boxes": [list(box) for box in boxes]}
+        shown = {"lanes": tuple(lanes), "boxes": tuple(boxes)}
         if shown["lanes"] != self._props["lanes"] or shown["boxes"] != self._props["boxes"]:
             self._props |= shown
             self.style(f"height: {max(len(lanes), 2) * 2.2 + 2.5}rem")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -78,6 +79,8 @@ class _Run:
     async def show(self) -> None:
         live = self._live
         assert live is not None
+        asked = self._ask()
+        await asyncio.sleep(0)  # so that both are on their way while the page is built
         with ui.element("div").classes("gw-head"):
             title(live.name)
             self._state = Drawn()
@@ -108,10 +111,13 @@ class _Run:
                     _settings(live)
                 with panel("Resume it in Python"):
                     sdk_line(resuming(self._workspaces.server, self._run_id))
-        await self._refresh()
+        await self._refresh(asked)
         on_change(self._workspace, self._refresh)
 
-    async def _refresh(self) -> None:
+    def _ask(self) -> asyncio.Future[tuple[Record, list[gradwire.Checkpoint]]]:
+        return asyncio.gather(self._workspace.record(self._run_id), self._workspace.checkpoints(self._run_id))
+
+    async def _refresh(self, asked: Awaitable[tuple[Record, list[gradwire.Checkpoint]]] | None = None) -> None:
         live = self._live
         self._away.clear()
         if live is None:
@@ -121,8 +127,7 @@ class _Run:
         self._state.show((live.state, live.info.parked), lambda shown: state(*shown))
         self._now.show(_now(live), facts)
         try:
-            record = await self._workspace.record(self._run_id)
-            found = await self._workspace.checkpoints(self._run_id)
+            record, found = await (asked or self._ask())
             self._show_checkpoints(found, record)
         except gradwire.GradwireError as failure:
             with self._away:

@@ -12,10 +12,9 @@ import gradwire
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 from gradwire_http.browsers import BrowserGuard
-from gradwire_shell.frame import RECONNECT_TIMEOUT_S
+from gradwire_shell.frame import add_pages
 from gradwire_shell.policy import ContentPolicy
 from nicegui import app as pages
-from nicegui import ui
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -36,6 +35,7 @@ from gradwire_console.pages import (
     timeline,
     uploads,
 )
+from gradwire_console.pages.common import SECTIONS
 from gradwire_console.series import AXES
 from gradwire_console.workspace import Workspace, Workspaces
 
@@ -94,15 +94,8 @@ def create_application(workspaces: Workspaces, names: Sequence[str]) -> ASGIApp:
         audit,
     ):
         page.register(workspaces)
-    ui.run_with(
-        app,
-        title="gradwire console",
-        language="en-US",
-        storage_secret=secrets.token_urlsafe(32),  # a session ends with the console, which holds its key
-        show_welcome_message=False,
-        reconnect_timeout=RECONNECT_TIMEOUT_S,
-        gzip_middleware_factory=None,
-    )
+    secret = secrets.token_urlsafe(32)  # a session ends with the console, which holds its key
+    add_pages(app, "console", secret=secret, sections=SECTIONS)
     return GZipMiddleware(ContentPolicy(Guarded(app, BrowserGuard(None if workspaces.asks else names, pages=True))))
 
 

@@ -7,10 +7,13 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exception_handlers import http_exception_handler, request_validation_exception_handler
+from fastapi.exceptions import RequestValidationError
 from nicegui import Client, app, events, ui
 from nicegui.element import Element
 
-from gradwire_shell.components import button, named, plain, title
+from gradwire_shell.components import button, error, named, plain, title
 
 CSS = (Path(__file__).parent / "theme.css").read_text(encoding="utf-8")
 THEMES: dict[bool | None, tuple[str, str]] = {
@@ -59,6 +62,48 @@ def _end_oldest_unconnected() -> None:
 
 
 app.timer(1.0, _end_oldest_unconnected)
+
+
+def add_pages(within: FastAPI, product: str, *, secret: str, sections: Sequence[tuple[str, str]]) -> None:
+    """Add the pages to an application, after its own routes.
+
+    Args:
+        secret: Signs the cookies of the browsers' sessions.
+        sections: Navigation of the page that answers a mistyped address.
+    """
+    _answer_mistyped_addresses(product, sections)
+    ui.run_with(
+        within,
+        title=f"gradwire {product}",
+        language="en-US",
+        storage_secret=secret,
+        show_welcome_message=False,
+        reconnect_timeout=RECONNECT_TIMEOUT_S,
+        gzip_middleware_factory=None,  # a policy's nonces are written first
+        tailwind=False,  # no page uses it, and its script would take each 50 ms
+    )
+
+
+def _answer_mistyped_addresses(product: str, sections: Sequence[tuple[str, str]]) -> None:
+    def says(request: Request, status: int, sentences: Sequence[str]) -> Response:
+        with Client(ui.page(""), request=request) as client, frame(product, sections, ""):
+            title("There is no such page")
+            for sentence in sentences:
+                error(sentence)
+        return client.build_response(request, status)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, wrong: RequestValidationError) -> Response:
+        if getattr(request.scope["endpoint"], "__wrapped__", None) not in Client.page_routes:
+            return await request_validation_exception_handler(request, wrong)
+        found = [f"{each['loc'][-1]} in the address is {each['input']!r}: {each['msg']}." for each in wrong.errors()]
+        return says(request, 422, found)
+
+    @app.exception_handler(404)
+    async def unknown(request: Request, wrong: HTTPException) -> Response:
+        if request.scope.get("endpoint") not in (None, app) or "/api/" in request.url.path:
+            return await http_exception_handler(request, wrong)
+        return says(request, 404, [f"Nothing is at {request.url.path}; the menu has what there is."])
 
 
 def page_at(path: str, *, title: str) -> ui.page:

@@ -68,6 +68,59 @@ def test_a_run_appears_trains_and_is_found(console: Console, service: sync.Servi
     assert len(found["loss"]) == 3 and len(found["learning_rate"]) == 3
 
 
+def test_a_plot_is_zoomed_by_dragging(console: Console, service: sync.ServiceClient, page: Page) -> None:
+    run = service.create_run("tiny", lora={"rank": 2}, name="zoomed")
+    train(run, 4)
+    page.goto(f"{console.url}/run/{run.run_id}")
+    plot, whole = page.get_by_role("img", name="loss", exact=True), page.get_by_role("button", name="Show all")
+    operations = page.get_by_role("region", name="Operations").locator("tbody tr")
+    for turn in range(2):  # also when it was drawn anew
+        box = plot.locator("canvas").bounding_box()
+        assert box is not None
+        expect(whole).to_be_hidden()
+        page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 0.5 * box["height"])
+        page.mouse.down()
+        page.mouse.move(box["x"] + 0.8 * box["width"], box["y"] + 0.5 * box["height"], steps=4)
+        page.mouse.up()
+        expect(whole).to_be_visible()
+        plot.dblclick()
+        expect(whole).to_be_hidden()
+        train(run, 1)
+        expect(operations).to_have_count(10 + 2 * turn)
+
+
+def test_mistyped_addresses_are_answered_by_a_page(console: Console, service: sync.ServiceClient, page: Page) -> None:
+    run = service.create_run("tiny", lora={"rank": 2}, name="mistyped")
+    here = f"run/{run.run_id}"
+    for path, status, said in (
+        ("nowhere", 404, "Nothing is at /nowhere"),
+        (f"{here}/batches/2", 404, "the menu has what there is"),
+        (f"{here}/batches?n=abc", 422, "n in the address is 'abc'"),
+        (f"{here}/rollouts?n=1.5", 422, "n in the address is '1.5'"),
+        ("playground?temperature=warm&chat=perhaps", 422, "temperature in the address is 'warm'"),
+        (f"{here}/batches?n=-4&page=-9", 200, ""),
+        (f"{here}/batches?n={10**30}", 200, ""),
+        (f"{here}/rollouts?n={10**30}", 200, "No rollouts of this run"),
+        ("run/%00", 200, "There is no such run"),
+        ("jobs/none", 200, "none"),
+    ):
+        response = page.goto(f"{console.url}/{path}")
+        assert response is not None and response.status == status
+        expect(page.get_by_role("heading", level=1)).to_be_visible()
+        if said:
+            expect(page.locator(".gw-main")).to_contain_text(said)
+        else:
+            expect(page.get_by_role("alert")).to_be_visible()
+        expect(page.get_by_role("link", name="Playground")).to_be_visible()
+    for path, status in (
+        ("api/nothing", 404),
+        (f"api/{here}s/x", 404),
+        (f"api/runs/{run.run_id}/metrics?smooth=a", 422),
+    ):
+        answer = page.request.get(f"{console.url}/{path}")
+        assert answer.status == status and answer.json()["detail"]
+
+
 def test_actions_show_their_line_and_are_carried_out(console: Console, service: sync.ServiceClient, page: Page) -> None:
     run = service.create_run("tiny", lora={"rank": 2}, name="acted-on")
     train(run, 1)

@@ -6,11 +6,11 @@ import os
 import secrets
 
 from fastapi import FastAPI
-from gradwire_shell.frame import RECONNECT_TIMEOUT_S
-from nicegui import ui
+from gradwire_shell.frame import add_pages
 
 from gradwire_feedback.context import Context
 from gradwire_feedback.pages import home, login, offer, policies, rate, ratings
+from gradwire_feedback.pages.session import AGENTS
 
 SECRET_FILE = ".session-secret"
 
@@ -19,15 +19,7 @@ def mount(app: FastAPI, context: Context) -> None:
     """Add the pages to the application, after its own routes."""
     for page in (home, login, offer, rate, ratings, policies):
         page.register(context)
-    ui.run_with(
-        app,
-        title="gradwire feedback",
-        language="en-US",
-        storage_secret=_session_secret(context),
-        show_welcome_message=False,
-        reconnect_timeout=RECONNECT_TIMEOUT_S,
-        gzip_middleware_factory=None,  # a policy's nonces are written first
-    )
+    add_pages(app, "feedback", secret=_session_secret(context), sections=(AGENTS,))
 
 
 def _session_secret(context: Context) -> str:

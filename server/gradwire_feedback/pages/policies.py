@@ -48,7 +48,7 @@ class _Policies:
 
     async def show(self) -> None:
         self._shown = await run_in_threadpool(load, self._context, self._agent_id)
-        with ui.column().classes("full-width gap-3"):
+        with ui.column().classes("full-width").style("gap: var(--gap-3)"):
             title(f"Policies of {self._agent_id}")
             self._away = error("")
             self._away.set_visibility(False)

@@ -97,7 +97,7 @@ class _Rating:
         self._busy = False
 
     async def show(self) -> None:
-        with ui.column().classes("full-width gap-3"):
+        with ui.column().classes("full-width").style("gap: var(--gap-3)"):
             with ui.row().classes("full-width items-baseline justify-between"):
                 title(f"Rate answers of {self._agent_id}")
                 self._waiting = ui.label().classes("quiet")
@@ -105,7 +105,7 @@ class _Rating:
             with self._none:
                 self._why = ui.label()
                 _button("Look again", self._next, kind="primary")
-            self._item = ui.column().classes("full-width gap-3")
+            self._item = ui.column().classes("full-width").style("gap: var(--gap-3)")
             with ui.row().classes("full-width items-center"):
                 self._actions = ui.element("div").classes("contents")
                 _button("Undo (U)", self._undo)

@@ -46,7 +46,7 @@ class _Ratings:
     async def show(self) -> None:
         title(f"Ratings of {self._agent_id}" if self._everyones else f"Your ratings of {self._agent_id}")
         self._empty = ui.element("div")
-        self._list = ui.column().classes("full-width gap-4")
+        self._list = ui.column().classes("full-width")
         with ui.row():
             self._newest = button("Newest", lambda: self._page(None))
             self._older = button("Older", lambda: self._page(self._rows[-1].number))

@@ -87,7 +87,7 @@ class ReportCard:
         with ui.element("div").classes("gw-answers full-width"):
             for colour, (name, values) in enumerate(found.curves.items()):
                 points = [(step, round(value, 4)) for step, value in enumerate(values, 1) if value is not None]
-                with ui.column().classes("gap-1"):
+                with ui.element("div").classes("gw-lines"):
                     ui.label(CURVES[name]).classes("quiet")
                     Plot([Curve(name, points, colour)], title=CURVES[name])
         if found.examples:
@@ -100,7 +100,7 @@ class ReportCard:
                         (found.started_from, example.before, example.before_score),
                         (found.version, example.after, example.after_score),
                     ):
-                        with ui.column().classes("gap-1"):
+                        with ui.element("div").classes("gw-lines"):
                             plain(name if score is None else f"{name}, predicted {score:.2f}", "quiet")
                             named(plain(text or "(empty)", "text gw-scroll"), name).props("tabindex=0 role=group")
 

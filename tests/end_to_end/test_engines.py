@@ -178,7 +178,7 @@ async def test_samples_on_two_engines_are_cancelled_and_have_a_timeout(server: S
         await client.delete_run(run.run_id)
 
 
-@pytest.mark.parametrize("dies", ["holder", "other"])
+@pytest.mark.parametrize("dies", ["holder", pytest.param("other", marks=pytest.mark.slow)])
 async def test_samples_go_on_when_one_of_their_engines_dies(server: Server, dies: str) -> None:
     async with gradwire.connect(server.address) as client:
         run = await client.create_run("tiny", lora=LORA, seed=1)

@@ -66,7 +66,7 @@ def of_targets(logits: torch.Tensor, row: list[int]) -> np.ndarray:
     return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(row)[1:, None])[:, 0].numpy()
 
 
-@pytest.mark.parametrize("lora", [4, None], ids=["lora", "full"])
+@pytest.mark.parametrize("lora", [4, pytest.param(None, marks=pytest.mark.slow)], ids=["lora", "full"])
 async def test_the_output_head_in_sampling_and_in_training(
     service: gradwire.ServiceClient, plain: Path, lora: int | None
 ) -> None:

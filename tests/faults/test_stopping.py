@@ -228,7 +228,7 @@ async def test_sampling_outside_a_run_ends_with_its_timeout(service: Any) -> Non
             await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize("kind", LONG)
+@pytest.mark.parametrize("kind", ["sample", pytest.param("forward_backward", marks=pytest.mark.slow)])
 async def test_deleting_a_run_ends_what_it_is_doing(service: Any, kind: str) -> None:
     run, other = await run_of(service), await run_of(service)
     future = LONG[kind](run)

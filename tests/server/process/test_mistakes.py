@@ -126,7 +126,7 @@ def here(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield folder
 
 
-SLOW = ("device misspelt", "device of another kind")
+SLOW = ("device misspelt", "device of another kind", "folder of an impossible model")
 """As "no GPU", the engine says them."""
 
 

@@ -74,6 +74,9 @@ def estimate(
     ranks: Annotated[
         int, typer.Option(min=1, max=64, help="Ranks, each on such a device: a power of two, as of `gradwire serve`.")
     ] = 1,
+    engines: Annotated[
+        int, typer.Option(min=1, max=MOST, help="Engines over which runs and samples are spread, with such ranks each.")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print bytes by part and total_bytes as JSON.")] = False,
 ) -> None:
     """Compute what a training takes in memory, whether it fits a device, and what to turn on if not.
@@ -108,8 +111,8 @@ def estimate(
             target_modules=tuple(target_module or ()),
             tokens=tokens or TOKENS,
             rows=rows,
-            runs=runs,
-            samples=samples,
+            runs=-(-runs // engines),
+            samples=-(-samples // engines),
             head=head or "",
             checkpointing=checkpointing,
             dtype=getattr(torch, dtype or default),
@@ -135,8 +138,10 @@ def estimate(
         flag = flags.get(error.field or "", f"--model {model}:")
         fail(f"{flag} {str(error.__cause__ or '').partition(chr(10))[0] or error.message}")
     if as_json:
-        print(json.dumps(_document(estimated, sentences), indent=2))
+        print(json.dumps({"engines": engines, **_document(estimated, sentences)}, indent=2))
     else:
+        if engines > 1:
+            console.print(f"Each of {engines} engines, which has {estimated.workload.runs} of the {runs} runs at most:")
         _show(estimated, sentences)
     raise typer.Exit(0 if estimated.fits else 1)
 
@@ -194,6 +199,7 @@ def _document(found: Estimate, sentences: list[str]) -> dict[str, object]:
         "needed_bytes": found.needed_bytes,
         "usable_bytes": found.usable_bytes,
         "fits": found.fits,
+        "runs": found.workload.runs,
         "ranks": found.workload.ranks,
         "divided": found.workload.divided,
         "activations": found.chosen.label,

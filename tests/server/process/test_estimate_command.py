@@ -42,6 +42,18 @@ def test_json_has_bytes_by_part_from_a_configuration_without_weights(model: Path
     assert found["fits"] is False and "does not fit" in found["advice"][0]  # the engine itself takes 1 GiB of a GPU
 
 
+def test_runs_are_spread_over_engines(model: Path) -> None:
+    words = ["--model", str(model), "--lora-rank", "4", "--tokens", "64", "--device", "cpu 8 GiB"]
+    each, alone = [
+        json.loads(CliRunner().invoke(app, [*words, *more, "--json"]).stdout)
+        for more in (("--runs", "7", "--engines", "3"), ("--runs", "3"))
+    ]
+    assert (each.pop("engines"), alone.pop("engines")) == (3, 1)
+    assert each == alone and each["runs"] == 3
+    said = CliRunner().invoke(app, [*words, "--runs", "7", "--engines", "3"]).stdout
+    assert said.startswith("Each of 3 engines, which has 3 of the 7 runs at most:")
+
+
 def test_a_person_reads_a_table_and_what_to_do(model: Path) -> None:
     done = gradwire("--model", str(model), "--full", "--tokens", "100", "--device", "cpu 8 GiB")
     assert done.returncode == 0, done.stderr

@@ -198,11 +198,6 @@ def placed_like(value: Tensor, target: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def addresses(tensors: Iterable[Tensor]) -> list[int]:
-    """Where whole tensors are on their device, which a graph of kernels reads them from."""
-    return [tensor.data_ptr() for tensor in tensors]
-
-
 def assign(target: Tensor, value: Tensor) -> None:
     """Copy a tensor, whole or placed like the target, into the target."""
     target.copy_(placed_like(value, target) if isinstance(target, DTensor) else value)

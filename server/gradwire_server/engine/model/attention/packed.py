@@ -86,7 +86,7 @@ def packed_attention(
     one_size = query.shape[-1] == value.shape[-1]
     varlen = None
     if query.is_cuda and one_size and query.shape[-1] <= 256 and not dropout:
-        varlen = kernel_for(layout, window, query.device, query.dtype)
+        varlen = kernel_for(query, layout, window)
     if varlen is not None:
         return varlen(query[0], key[0], value[0], layout, scale, window)[None], None
     on_blocks = computes_as_cpu(query.device) or is_estimate(query.device)  # they save what the varlen kernel saves

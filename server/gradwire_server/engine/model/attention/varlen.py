@@ -31,16 +31,20 @@ LONG = 2048
 """Tokens of the shortest sequence of a layout that cuDNN computes."""
 FILLED_UP = 512
 """Tokens are filled up to a multiple of this."""
+HEAD_SIZES = (64, 128)
+"""Those that were tried."""
 
 Varlen = Callable[[Tensor, Tensor, Tensor, Layout, float, int | None], Tensor]
 """Kernel: ``(query [H, M, D], key [K, M, D], value [K, M, D], layout, scale, window) -> [M, H, D]``."""
 
 
-def kernel_for(layout: Layout, window: int | None, device: torch.device, dtype: torch.dtype) -> Varlen | None:
-    """The fastest kernel that gives correct results for a layout on this device, or None."""
+def kernel_for(query: Tensor, layout: Layout, window: int | None) -> Varlen | None:
+    """The fastest kernel that gives correct results for queries and a layout on their device, or None."""
+    device, dtype = query.device, query.dtype
     long = window is None and all(each.length >= LONG and not each.prefix_length for each in layout.segments)
-    by_cudnn = long_kernel(device, dtype) if long and torch.backends.cuda.cudnn_sdp_enabled() else None
-    return by_cudnn or varlen_kernel(device, dtype)
+    if long and query.shape[-1] in HEAD_SIZES and torch.backends.cuda.cudnn_sdp_enabled():
+        return long_kernel(device, dtype) or varlen_kernel(device, dtype)
+    return varlen_kernel(device, dtype)
 
 
 @cache

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gradwire_server.engine.model.attention.paged import PagedDecode
 from gradwire_server.engine.model.comparison import largest_difference, relative_tolerance
-from gradwire_server.engine.model.placement import addresses
+from gradwire_server.engine.model.placement import storage_address
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.split_model import SplitModel
 
@@ -130,7 +130,7 @@ class Replays:
 
 def _read_from(policy: Policy, plan: PagedDecode) -> object:
     """What changes when weights or pages move; the base's own weights stay where they were loaded."""
-    return plan.store.moves, addresses(policy.trainable_parameters().values())
+    return plan.store.moves, [storage_address(weight) for weight in policy.trainable_parameters().values()]
 
 
 def new_pool() -> Any:

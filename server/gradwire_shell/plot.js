@@ -21,7 +21,8 @@ export default {
                      axisLine: { lineStyle: { color: token("--edge") } } };
       return {
         grid: { left: 8, right: 14, top: 14, bottom: 8, containLabel: true },
-        xAxis: { type: this.time ? "time" : "value", min: "dataMin", max: "dataMax", splitLine: { show: false }, ...axis },
+        xAxis: { type: this.time ? "time" : "value", min: "dataMin", max: "dataMax", splitLine: { show: false }, ...axis,
+                 axisLabel: { ...axis.axisLabel, alignMaxLabel: "right" } }, // or its end is cut off
         yAxis: { type: "value", scale: true, splitLine: { lineStyle: { color: token("--line"), width: 0.5 } }, ...axis,
                  axisLine: { show: false } },
         tooltip: { trigger: "axis",

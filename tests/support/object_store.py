@@ -57,8 +57,8 @@ def lost_answer(faults: Faults, environ: dict[str, Any], start: Any) -> Iterable
 
 
 def silent(faults: Faults, environ: dict[str, Any], start: Any) -> Iterable[bytes]:
-    """The server says nothing until the client has given up."""
-    faults.over.wait(60)
+    """The server says nothing until the client has given up, or until it is mended."""
+    faults.mended.wait(60)
     return unavailable(faults, environ, start)
 
 
@@ -82,7 +82,7 @@ class Faults:
     """The server's application, with faults for the next requests that match."""
 
     def __init__(self, app: Any) -> None:
-        self.app, self.over = app, threading.Event()
+        self.app, self.mended = app, threading.Event()
         self.overwrite: Callable[[str, bytes], None]
         self.requests: list[tuple[str, str]] = []
         self._planned: list[list[Any]] = []
@@ -98,8 +98,10 @@ class Faults:
         return [(method, part) for _, method, part, times in self._planned if times > 0]
 
     def mend(self) -> None:
-        """Plan no more faults."""
+        """Plan no more faults, and end those that go on."""
         self._planned.clear()
+        self.mended.set()
+        self.mended = threading.Event()
 
     def __call__(self, environ: dict[str, Any], start: Any) -> Iterable[bytes]:
         method, path = environ["REQUEST_METHOD"], f"{environ['PATH_INFO']}?{environ['QUERY_STRING']}"
@@ -182,7 +184,7 @@ def _served(faults: Faults) -> Iterator[int]:
     try:
         yield server.server_port
     finally:
-        faults.over.set()
+        faults.mend()
         server.shutdown()
         thread.join()
         server.server_close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ ray = pytest.importorskip("ray", reason="needs Ray: make test-fleet installs it 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.filterwarnings("ignore")]
 
 LOOPBACK = "127.0.0.1"
+START_S = 300
+"""What a node may take to start on a busy machine; Ray gives up after 30 s, which no setting changes."""
 PLAIN = {"node_ip_address": LOOPBACK, "object_store_memory": 80 << 20}
 
 
@@ -32,10 +35,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "300")
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", str(START_S))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setattr(services, "resolve_ip_for_localhost", lambda address, *rest, **more: address)
     monkeypatch.setattr(services, "get_node_ip_address", lambda *rest, **more: LOOPBACK)
+    monkeypatch.setattr(services, "get_node", patient(services.get_node))
+    wait = Cluster._wait_for_node
+    monkeypatch.setattr(Cluster, "_wait_for_node", lambda cluster, node: wait(cluster, node, timeout=START_S))
     with DETECTOR.excused():
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **PLAIN})
         cluster.add_node(num_cpus=1, **PLAIN)
@@ -44,6 +50,22 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     with DETECTOR.excused():
         ray.shutdown()
         cluster.shutdown()
+
+
+def patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
+    """Ray's look-up of a node, again while it is not known."""
+
+    def get(*given: Any) -> Any:
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                return get_node(*given)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.2)
+
+    return get
 
 
 @pytest.fixture
@@ -76,13 +98,25 @@ async def train(run: gradwire.TrainingClient, first: int, count: int = 3) -> lis
 
 
 async def test_a_fleet_follows_the_cluster(cluster: Any, server: Server, tmp_path: Path) -> None:
-    """Nodes come and go, a node is drained, an agent is killed: the runs go on with the figures of a calm training."""
+    """A plan is corrected, nodes come and go, one is drained, an agent killed: the figures stay those of a calm run."""
     from gradwire.fleet import cli
     from gradwire.fleet.cluster import fleet
 
-    plan = tmp_path / "fleet.yaml"
-    plan.write_text(yaml.safe_dump({"front": f"http://{server.address}", "groups": [{"name": "far"}]}))
-    await asyncio.to_thread(cli.up, plan, "auto", "")
+    plan, group = tmp_path / "fleet.yaml", {"name": "far", "options": {"thread": 1}}
+
+    async def up() -> None:
+        plan.write_text(yaml.safe_dump({"front": f"http://{server.address}", "groups": [group]}))
+        await asyncio.to_thread(cli.up, plan, "auto", "")
+
+    await up()
+    for _ in range(1200):
+        states = [row["state"] for row in ray.get(fleet().status.remote())]
+        if any(state.startswith("refused") for state in states):
+            break
+        await asyncio.sleep(0.25)
+    assert states == ["refused: No such option: --thread (Possible options: --shard, --threads)"]
+    del group["options"]
+    await up()
     async with gradwire.connect(server.address) as client:
         await until("the first engine", ready("far-0"), client)
         calm, run = [await client.create_run("tiny", lora={"rank": 4, "dropout": 0.1}, seed=3) for _ in range(2)]

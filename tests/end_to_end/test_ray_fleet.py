@@ -97,6 +97,13 @@ async def train(run: gradwire.TrainingClient, first: int, count: int = 3) -> lis
     return figures
 
 
+async def rows() -> list[dict[str, Any]]:
+    """The fleet's status; not on the loop, as Ray may take seconds."""
+    from gradwire.fleet.cluster import fleet
+
+    return await asyncio.to_thread(lambda: ray.get(fleet().status.remote()))
+
+
 async def test_a_fleet_follows_the_cluster(cluster: Any, server: Server, tmp_path: Path) -> None:
     """A plan is corrected, nodes come and go, one is drained, an agent killed: the figures stay those of a calm run."""
     from gradwire.fleet import cli
@@ -110,7 +117,7 @@ async def test_a_fleet_follows_the_cluster(cluster: Any, server: Server, tmp_pat
 
     await up()
     for _ in range(1200):
-        states = [row["state"] for row in ray.get(fleet().status.remote())]
+        states = [row["state"] for row in await rows()]
         if any(state.startswith("refused") for state in states):
             break
         await asyncio.sleep(0.25)
@@ -126,7 +133,7 @@ async def test_a_fleet_follows_the_cluster(cluster: Any, server: Server, tmp_pat
         with DETECTOR.excused():
             second = cluster.add_node(num_cpus=1, **PLAIN)  # in the main thread: it handles signals
         await until("an engine on the new node", ready("far-0", "far-1"), client)
-        places = {row["engine"]: row["node"] for row in ray.get(fleet().status.remote())}
+        places = {row["engine"]: row["node"] for row in await rows()}
         assert len(set(places.values())) == 2
         assert await client.move_run(run.run_id, engine=1) == 1
         figures += await train(run, 3)
@@ -134,7 +141,7 @@ async def test_a_fleet_follows_the_cluster(cluster: Any, server: Server, tmp_pat
         await asyncio.to_thread(cli.drain, places["far-1"], "auto", False, "", None)
         await until("the drained engine's end", ready("far-0"), client)
         assert (await run.info()).engine == 0
-        assert {(row["state"], row["node"]) for row in ray.get(fleet().status.remote())} == {
+        assert {(row["state"], row["node"]) for row in await rows()} == {
             ("running", places["far-0"]), ("drained", places["far-1"])
         }  # fmt: skip
         figures += await train(run, 6)

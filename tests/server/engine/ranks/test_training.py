@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from gradwire_losses.registry import LossSpec, all_losses, get_loss, load_builtin_losses
 from gradwire_proto.v1 import training_pb2 as pb
@@ -73,11 +74,11 @@ def test_ranks_give_the_bits_of_one_process(
     assert engines.weights("one", run_id) == engines.weights("group", run_id)
 
 
-def by_loss(engine: Driver, run_id: str, loss: LossSpec, columns: Any) -> list[object]:
+def by_loss(engine: Driver, run_id: str, loss: LossSpec, columns: Any, **config: Any) -> list[object]:
     """What an engine says of two steps of a loss."""
     head = loss.head or ("value" if "values" in loss.optional_scores else "")
     labels = {"num_labels": 64} if head == "classification" else {}
-    engine.create(run_id, seed=5, lora={"rank": 4}, head=head, lanes=4, **labels)
+    engine.create(run_id, seed=5, head=head, lanes=4, **labels, **config)
     figures: list[object] = []
     for _ in range(2):
         found = engine.do(run_id, columns, forward_backward=loss_call(loss)).proto.loss
@@ -93,9 +94,41 @@ def by_loss(engine: Driver, run_id: str, loss: LossSpec, columns: Any) -> list[o
 def test_every_loss_gives_the_bits_of_one_process(engines: Engines, batches: Any, name: str) -> None:
     loss = get_loss(name)
     columns = batches.columns(loss, rows=9, shortest=2, longest=9)
-    one, group = (by_loss(engine, f"run-{name}", loss, columns) for engine in (engines.one, engines.group))
+    one, group = (
+        by_loss(engine, f"run-{name}", loss, columns, lora={"rank": 4}) for engine in (engines.one, engines.group)
+    )
     assert repr(one) == repr(group)  # NaN is NaN
     assert engines.weights("one", f"run-{name}") == engines.weights("group", f"run-{name}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_trains_all_weights(engines: Engines, batches: Any, name: str) -> None:
+    """To the bits of one process; divided weights to the same bits again, and to rounding of those of one process."""
+    loss = get_loss(name)
+    columns = batches.columns(loss, rows=9, shortest=2, longest=9)
+    one, group = (by_loss(engine, f"full-{name}", loss, columns) for engine in (engines.one, engines.group))
+    if "weights divided" in engines.group.hello.hello.device:
+        np.testing.assert_allclose(numbers(group), numbers(one), atol=1e-5, rtol=1e-4)
+        assert repr(by_loss(engines.group, f"full-{name}-again", loss, columns)) == repr(group)
+        again = engines.weights("group", f"full-{name}-again")
+    else:
+        assert repr(one) == repr(group)
+        again = engines.weights("one", f"full-{name}")
+    assert again == engines.weights("group", f"full-{name}")
+
+
+def numbers(figures: list[object]) -> list[float]:
+    """The numbers among what :func:`by_loss` returns."""
+    found: list[float] = []
+    for each in figures:
+        if isinstance(each, pb.OptimStepResult):
+            found.append(each.grad_norm)
+        elif isinstance(each, list):
+            found += [value for item in each if isinstance(item, tuple) for value in item[1:]]
+        elif isinstance(each, int | float):
+            found.append(each)
+    return found
 
 
 def test_an_error_of_one_rank_is_that_of_the_operation(engines: Engines) -> None:

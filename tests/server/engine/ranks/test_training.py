@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from gradwire_losses.registry import LossSpec, all_losses, get_loss, load_builtin_losses
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine.operations.steps import COMPARED_STEPS
 from gradwire_server.engine.process.pulse import BROKEN
 from gradwire_server.engine_link.frames import LinkClosed
-from support.engine import Driver, EngineProcess, loss_call, token_rows
+from support.engine import Driver, EngineProcess, LocalEngine, loss_call, token_rows
 from support.ranks import CAUSAL, FAILING, ROWS, STEP, Engines, children
 from support.stage import wait_for
 
@@ -143,6 +144,20 @@ def test_an_error_of_one_rank_is_that_of_the_operation(engines: Engines) -> None
     assert engines.group.do("run-errors", optim_step=STEP).proto.optim_step.num_accumulated == 2
 
 
+@pytest.mark.slow  # a group of its own
+def test_eight_ranks_give_the_bits_of_one_process(tiny_model_path: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"microbatch_tokens": 16, "threads": 1}
+    models = {"tiny": tiny_model_path}
+    group = EngineProcess(models, tmp_path / "group", ranks=8, **settings)
+    try:
+        engines = Engines(LocalEngine(models, tmp_path / "one", **settings), group, tmp_path)
+        config = {"lora": {"rank": 4, "dropout": 0.2}, "lanes": 8}
+        assert trained(engines.one, "run-a", **config) == trained(group, "run-a", **config)
+        assert engines.weights("one", "run-a") == engines.weights("group", "run-a")
+    finally:
+        group.kill()
+
+
 @pytest.mark.slow  # the tests of faults kill ranks, too
 def test_a_group_that_loses_a_rank_ends_as_one(tiny_model_path: Path, tmp_path: Path) -> None:
     engine = EngineProcess({"tiny": tiny_model_path}, tmp_path, ranks=2)
@@ -160,15 +175,20 @@ def test_a_group_that_loses_a_rank_ends_as_one(tiny_model_path: Path, tmp_path: 
         engine.kill()
 
 
-@pytest.mark.slow
-def test_ranks_with_different_weights_end_before_a_checkpoint_is_written(tiny_model_path: Path, tmp_path: Path) -> None:
+@pytest.mark.slow  # groups of their own
+@pytest.mark.parametrize("by", ["a checkpoint", "steps"])
+def test_ranks_with_different_weights_end(tiny_model_path: Path, tmp_path: Path, by: str) -> None:
+    """Before a checkpoint is written, or within the steps after which the ranks compare their weights."""
     (tmp_path / "losses.py").write_text(FAILING)
     engine = EngineProcess({"tiny": tiny_model_path}, tmp_path, ranks=2, losses=[tmp_path / "losses.py"])
     try:
         engine.create("run-a", seed=1, lora=4)
         engine.do("run-a", ROWS, forward_backward=pb.LossCall(loss_fn="spoils"))
         with pytest.raises(LinkClosed):
-            engine.do("run-a", save_checkpoint=pb.SaveCheckpoint(name="now"))
+            if by == "a checkpoint":
+                engine.do("run-a", save_checkpoint=pb.SaveCheckpoint(name="now"))
+            for _ in range(COMPARED_STEPS if by == "steps" else 0):
+                engine.train("run-a", ROWS)
         assert not list(tmp_path.rglob("*.safetensors"))
     finally:
         engine.kill()

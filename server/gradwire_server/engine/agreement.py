@@ -184,10 +184,11 @@ class Agreement:
         """Every process's bytes, by rank."""
         return [own]
 
-    def exchanged(self, peer: int, own: Tensor, theirs: Tensor) -> Tensor:
-        """Exchange tensors on the host with another process, while all others do so, too.
+    def exchanged(self, peer: int, own: Tensor, theirs: Tensor, longest: int) -> Tensor:
+        """Exchange flat tensors on the host with another process, while all others do so, too.
 
         Args:
             theirs: Is filled with the other's, and returned.
+            longest: Numbers of the longest tensor that any process gives.
         """
         raise NotImplementedError

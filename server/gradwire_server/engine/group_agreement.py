@@ -25,6 +25,7 @@ from torch import Tensor
 from gradwire_server.engine.agreement import Agreement, Failure
 from gradwire_server.engine.errors import GroupBroken, OperationError
 from gradwire_server.engine.failures import is_fatal, is_out_of_memory, to_error
+from gradwire_server.engine.group_buffers import BUFFER_BYTES, GroupBuffers
 from gradwire_server.engine.group_messages import GroupMessages, Told
 from gradwire_server.engine_link.crash_marks import CrashMarks
 from gradwire_server.engine_link.pulses import PLACE_BITS
@@ -64,20 +65,21 @@ class GroupAgreement(Agreement):
         self.rank, self.ranks, self.lock_step = rank, ranks, divides is not None
         self._device = divides
         self.models: dist.ProcessGroup | None = None
-        self._messages = GroupMessages(rank, ())
+        self._messages, self._buffers = GroupMessages(rank, ()), GroupBuffers(())
         self._apart = False  # within a piece of work, in which ranks do different things
         self._error: Exception | None = None
         self.collective, self.inside = 0, False
         self.waited_s = 0.0
 
-    def join(self, store: Path, sockets: Sequence[socket.socket]) -> None:
+    def join(self, store: Path, sockets: Sequence[socket.socket], buffers: Sequence[int]) -> None:
         """Wait until all ranks have joined.
 
         Args:
             store: A file that all ranks know, in a folder that exists until this returns.
             sockets: As for :class:`.group_messages.GroupMessages`.
+            buffers: As for :class:`.group_buffers.GroupBuffers`.
         """
-        self._messages = GroupMessages(self.rank, sockets)
+        self._messages, self._buffers = GroupMessages(self.rank, sockets), GroupBuffers(buffers)
         dist.init_process_group(
             "gloo",
             init_method=store.as_uri(),
@@ -192,16 +194,15 @@ class GroupAgreement(Agreement):
         """See :class:`.agreement.Agreement`."""
         return [each.content for each in self._told("bytes", 0, own)]
 
-    def exchanged(self, peer: int, own: Tensor, theirs: Tensor) -> Tensor:
+    def exchanged(self, peer: int, own: Tensor, theirs: Tensor, longest: int) -> Tensor:
         """See :class:`.agreement.Agreement`."""
-        ways = [(dist.isend, own), (dist.irecv, theirs)]
-        both = [dist.P2POp(way, tensor, peer) for way, tensor in ways if tensor.numel()]
-
-        def exchange() -> None:
-            for work in dist.batch_isend_irecv(both) if both else []:
-                work.wait()
-
-        self._collective(_place("exchange"), exchange)
+        at_once = BUFFER_BYTES // own.itemsize
+        for start in range(0, longest, at_once):
+            going, coming = own[start : start + at_once], theirs[start : start + at_once]
+            self._buffers.of(self.rank, going).copy_(going)
+            self._numbers("written", 0)
+            coming.copy_(self._buffers.of(peer, coming))
+            self._numbers("read", 0)
         return theirs
 
     def _numbers(self, what: str, own: int, error: Exception | None = None) -> list[int]:

@@ -12,6 +12,7 @@ micro-batches than another then repeats one, whose scores and gradient do not co
 from __future__ import annotations
 
 import json
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -144,7 +145,7 @@ class Lanes:
         distance = 1 if of_all else max(1, ranks // self.count)
         while distance < ranks:
             peer = rank ^ distance
-            theirs = self._exchanged(peer, sums, layouts[peer], device)
+            theirs = self._exchanged(peer, sums, layouts, device)
             sums = added(sums, theirs) if rank < peer else added(theirs, sums)
             layouts = [layouts[each & ~distance] | layouts[each | distance] for each in range(ranks)]
             distance *= 2
@@ -154,18 +155,20 @@ class Lanes:
     def _whole(self) -> bool:
         return len(self.own) == self.count
 
-    def _exchanged(self, peer: int, sums: Sums, theirs: _Layout, device: torch.device) -> Sums:
-        """The sums of another process, which gets this one's."""
+    def _exchanged(self, peer: int, sums: Sums, layouts: Sequence[_Layout], device: torch.device) -> Sums:
+        """The sums of another process, which gets this one's. All processes exchange the same places at a time."""
+        theirs, of_all = layouts[peer], dict(ChainMap(*layouts))
         own = {(*key, name): value for key, by_name in sums.items() for name, value in by_name.items()}
         received_sums: Sums = {}
-        for places in _messages(_layout(_described(sums)) | theirs):
+        for places in _messages(of_all):
             coming = {place: theirs[place] for place in places if place in theirs}
-            dtype = next(iter(coming.values())).dtype if coming else own[places[0]].dtype
+            dtype = of_all[places[0]].dtype
             going = [own[place].flatten() for place in places if place in own]
             received = self._agreement.exchanged(
                 peer,
                 torch.cat(going).cpu() if going else torch.empty(0, dtype=dtype),
                 torch.empty(sum(each.numel() for each in coming.values()), dtype=dtype),
+                longest=sum(of_all[place].numel() for place in places),
             )
             parts = received.to(device).split([each.numel() for each in coming.values()])
             for ((loss, unit, name), like), values in zip(coming.items(), parts, strict=True):

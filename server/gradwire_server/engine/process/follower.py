@@ -40,10 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     agreement = GroupAgreement(options.rank, settings.num_ranks, divides=divided_device(settings, options.rank))
     activity = Activity()
     pulse = Pulse(agreement, activity)
-    decisions, messages, pulses = (socket.socket(fileno=int(fd)) for fd in options.fds.split(","))
+    fds = [int(fd) for fd in options.fds.split(",")]
+    decisions, messages, pulses = (socket.socket(fileno=fd) for fd in fds[:3])
     pulse.start(pulses)
     leader = Leader(decisions)
-    agreement.join(options.store, [messages])
+    agreement.join(options.store, [messages], fds[3:])
     engine = Engine(settings, agreement, share=share, rank=options.rank)
     pulse.device = engine.context.pool.device
     samples = SamplesInProgress(engine.context)
@@ -63,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m gradwire_server.engine.process.follower", description="Started by rank 0 of an engine."
     )
     parser.add_argument("--rank", type=int, required=True, help="this process's number, from 1 on")
-    parser.add_argument("--fds", required=True, help="the sockets for rank 0's decisions, for messages and for pulses")
+    parser.add_argument("--fds", required=True, help="sockets for decisions, messages, pulses; memory of all ranks")
     parser.add_argument("--store", type=Path, required=True, help="the file by which the ranks find each other")
     parser.add_argument("--number", type=int, required=True, help="the engine's number among those of the server")
     parser.add_argument("--engines", type=int, required=True, help="how many processes share the machine")

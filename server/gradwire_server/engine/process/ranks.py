@@ -22,6 +22,7 @@ import torch
 from gradwire_server.config import EngineSettings
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.group_agreement import GroupAgreement
+from gradwire_server.engine.group_buffers import open_buffers
 from gradwire_server.engine.machine import Share
 from gradwire_server.engine.operations.decisions import Decision
 from gradwire_server.engine.process.activity import Activity
@@ -80,13 +81,13 @@ class Ranks:
 
     def _start(self, settings: EngineSettings, agreement: GroupAgreement, share: Share, pulses: int) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
-        sockets, messages = [], []
+        sockets, messages, buffers = [], [], open_buffers(settings.num_ranks)
         with tempfile.TemporaryDirectory(prefix="gradwire-ranks-") as folder:
             store = Path(folder) / "store"
             for rank in range(1, settings.num_ranks):
                 (ours, theirs), (my_messages, their_messages) = socket.socketpair(), socket.socketpair()
                 with theirs, their_messages:
-                    fds = [theirs.fileno(), their_messages.fileno(), pulses]
+                    fds = [theirs.fileno(), their_messages.fileno(), pulses, *buffers]
                     process = subprocess.Popen(
                         command(settings, share, rank, fds, store), pass_fds=fds, stdin=subprocess.DEVNULL
                     )
@@ -95,7 +96,7 @@ class Ranks:
                 messages.append(my_messages)
             os.close(pulses)
             self._followers = Followers(sockets)
-            agreement.join(store, messages)
+            agreement.join(store, messages, buffers)
 
     def _wait(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
@@ -118,7 +119,7 @@ def command(settings: EngineSettings, share: Share, rank: int, fds: Sequence[int
     """The command line of a rank's process.
 
     Args:
-        fds: Its sockets, of decisions, messages and pulses.
+        fds: Its sockets, of decisions, messages and pulses, and the memory of all ranks.
     """
     options = {
         "--rank": rank,

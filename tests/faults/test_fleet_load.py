@@ -129,10 +129,12 @@ class Fleet:
         self.store.faults.mend()
 
     def state_of(self, run_id: str) -> dict[str, Any]:
-        """As of :class:`Stage`, of the newest checkpoint in the store."""
-        keys = [key for key in self.store.objects() if run_id in key and key.endswith("/manifest.json")]
-        found = [json.loads(self.store.read(key)).get("content") for key in keys]
-        content = max(filter(None, found), key=lambda each: each["seq"])
+        """As of :class:`Stage`, of the checkpoint "final" in the store."""
+
+        def manifest(folder: str) -> Any:
+            return json.loads(self.store.read(f"fleet/runs/{run_id}/{folder}manifest.json"))["content"]
+
+        content = manifest(f"{manifest('')['folders']['checkpoints/final']['data']}/")
         files = {name: stored["blake2b"] for name, stored in content["files"].items()}
         return {"step": content["step"], "seq": content["seq"]} | files
 

@@ -63,6 +63,16 @@ def test_no_room_is_taken_before_tokens_come(policy: Policy) -> None:
     assert len(stage.batch._rows) == len(jobs)
 
 
+def test_a_long_prompt_that_would_soon_be_computed_again_waits(policy: Policy) -> None:
+    stage = Stage(policy, pages=60)
+    for number in range(8):  # each has 11 pages at first and 13 in the end: 5 would fit for some tokens, 4 to the end
+        stage.begin([1 + number] * 10 * PAGE, 40)
+    while stage.sampler.turn():
+        stage.step()
+        assert not stage.sampler._batches or not stage.batch._left
+    assert stage.most_rows == 4
+
+
 def test_a_row_that_left_has_the_same_tokens_and_log_probabilities(
     policy: Policy, full_logprobs: FullLogprobs, rng: np.random.Generator
 ) -> None:

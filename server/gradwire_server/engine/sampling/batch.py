@@ -38,6 +38,10 @@ logger = logging.getLogger(__name__)
 PREFILL_TOKENS = 1 << 14
 """Maximum prompt tokens in one forward, padding included; a longer prompt goes alone."""
 
+WORTH = 8
+"""Tokens that a row may have to compute for each step that there is room for, if its key has others in progress. A row
+that left soon would have them computed again for few tokens of its own."""
+
 
 class Batch:
     """The samples of one policy, or of several that compute in spans.
@@ -212,6 +216,9 @@ class Batch:
                 else:
                     blocked = first
                 continue
+            if held.of(first.job.owner) and self._growth([*admitted, first], len(prompt) // WORTH) > -missing:
+                blocked = first
+                continue
             prompts.add((first.job.policy, prompt))
             longest = max(longest, len(prompt))
             if admitted and len(prompts) * longest > PREFILL_TOKENS:
@@ -223,6 +230,13 @@ class Batch:
             room.add(shared, len(prompt))
             held.add(first.job.owner, needs)
         return admitted
+
+    def _growth(self, joining: Sequence[Waiting], steps: int) -> int:
+        """Tokens that the rows in progress and those that join take in so many steps."""
+        left = [self._left.get((each.job, each.row)) for each in joining]
+        counts = [0 if each is None else len(each.tokens) for each in left]
+        rests = [int(each.job.limits[each.row]) - count for each, count in zip(joining, counts, strict=True)]
+        return int(np.minimum([*(self._rows.limit - self._rows.count), *rests], steps).sum())
 
     def _giving_way(self, held: Held, first: Waiting, needs: int, missing: int) -> list[int]:
         return held.to_give_way(first, needs, missing, self._cache_tokens, self._waiting.jobs(first.job.owner))

@@ -88,7 +88,7 @@ def connect(address: str | None = None, **options: Unpack[ConnectionOptions]) ->
         ServerStartError: The embedded server did not start.
         UnauthenticatedError: The key is missing or wrong.
     """
-    check_options(ConnectionOptions, options, "connect")
+    check_options(ConnectionOptions, options, connect)
     return Connection(address, options)
 
 

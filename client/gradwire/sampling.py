@@ -60,7 +60,7 @@ class SamplingClient(Connected):
 
         ``timeout`` counts from the call, as nothing is queued; the server stops when it is over.
         """
-        check_options(SamplingOptions, options, "sample")
+        check_options(SamplingOptions, options, self.sample)
 
         def build() -> SampleMessage:
             return sample_call(prompts, options, n=n, images=images)
@@ -77,7 +77,7 @@ class SamplingClient(Connected):
             prompt: A text, or a row of token ids.
             options: See :class:`gradwire.SamplingOptions`.
         """
-        check_options(SamplingOptions, options, "stream")
+        check_options(SamplingOptions, options, self.stream)
         message, columns = sample_call(prompt if isinstance(prompt, str) else [prompt], options)
         return TokenStream(self._transport, self._loop, self._request(message, columns))
 

@@ -250,7 +250,7 @@ def connect(address: str | None = None, **options: Unpack[ConnectionOptions]) ->
     Use ``with``, or call :meth:`ServiceClient.close`; otherwise the end of the program does, so that operations that
     were submitted reach the server.
     """
-    check_options(ConnectionOptions, options, "connect")
+    check_options(ConnectionOptions, options, connect)
     loop_thread = LoopThread()
     try:
         client = ServiceClient(loop_thread.run(connection.open_service(address, options)), loop_thread)

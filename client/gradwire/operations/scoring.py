@@ -93,7 +93,7 @@ class ScoringOperations(Submitter):
         Returns:
             A future; ``.samples[p][k]`` is the k-th sample of prompt p: token ids, text, log-probabilities.
         """
-        check_options(SamplingOptions, options, "sample")
+        check_options(SamplingOptions, options, self.sample)
 
         def build() -> Request:
             call, columns = sample_call(prompts, options, n=n, images=images)

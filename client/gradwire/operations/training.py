@@ -144,7 +144,7 @@ class TrainingOperations(Submitter):
             NonFiniteError: The gradient is NaN or infinite; weights and moments are unchanged.
         """
 
-        check_options(OptimizerOptions, options, "optim_step")
+        check_options(OptimizerOptions, options, self.optim_step)
 
         def build() -> Request:
             step = requests.optim_step(learning_rate, on_nonfinite, options)
@@ -193,7 +193,7 @@ class TrainingOperations(Submitter):
         Errors of the future: those of :meth:`forward_backward` and :meth:`optim_step`.
         """
 
-        check_options(OptimizerOptions, options, "train_step")
+        check_options(OptimizerOptions, options, self.train_step)
 
         def build() -> Request:
             step = requests.optim_step(learning_rate, on_nonfinite, options)

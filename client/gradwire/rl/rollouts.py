@@ -78,7 +78,7 @@ class RolloutManager:
         environment: BaseEnvironment | GroupBuilder,
         **options: Unpack[RolloutOptions],
     ) -> None:
-        check_options(RolloutOptions, options, "RolloutManager")
+        check_options(RolloutOptions, options, type(self))
         counts = {name: value for name, value in options.items() if name in ("num_parallel", "group_size", "max_batch")}
         for name, value in counts.items():
             if not isinstance(value, int) or value < 1:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from typing import Any
 
 
-def check_options(kind: type, options: Mapping[str, object], caller: str) -> None:
+def check_options(kind: type, options: Mapping[str, object], caller: Callable[..., Any]) -> None:
     """Check the names of keyword arguments, as Python does without ``**``.
 
     Args:
         kind: The ``TypedDict`` with the known names.
-        caller: The function that has them, for the error.
+        caller: The function or class that has them beside its own, for the error.
 
     Raises:
         TypeError: A name is unknown.
     """
-    known = kind.__annotations__
     for name in options:
-        if name not in known:
+        if name not in kind.__annotations__:
+            own = (each.name for each in inspect.signature(caller).parameters.values() if each.kind != each.VAR_KEYWORD)
+            known = [*own, *kind.__annotations__]
             close = get_close_matches(name, known)
             hint = f"; did you mean {close[0]!r}?" if close else f"; it takes {', '.join(known)}"
-            raise TypeError(f"{caller}() has no argument {name!r}{hint}")
+            raise TypeError(f"{caller.__name__}() has no argument {name!r}{hint}")

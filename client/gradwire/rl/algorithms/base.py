@@ -107,7 +107,7 @@ class Algorithm(ABC):
         config: AlgorithmConfig | None = None,
         **options: Unpack[AlgorithmOptions],
     ) -> None:
-        check_options(AlgorithmOptions, options, type(self).__name__)
+        check_options(AlgorithmOptions, options, type(self))
         environment, inference = options.get("environment"), options.get("inference")
         rollout_manager, eval_tasks = options.get("rollout_manager"), options.get("eval_tasks", ())
         self.config = config or AlgorithmConfig()

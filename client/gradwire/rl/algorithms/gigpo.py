@@ -199,7 +199,7 @@ class GiGPOAlgorithm(Algorithm):
         config: AlgorithmConfig | None = None,
         **options: Unpack[GiGPOOptions],
     ) -> None:
-        check_options(GiGPOOptions, options, type(self).__name__)
+        check_options(GiGPOOptions, options, type(self))
         omega, gamma = options.pop("omega", 1.0), options.pop("gamma", 0.95)
         state_hash = options.pop("state_hashing_function", anchor_state)
         default_step_reward = options.pop("default_step_reward", None)

@@ -74,7 +74,7 @@ class OpenAIInference(WeightFolder, ToolGeneration):
     def __init__(
         self, base_url: str, model: str, codec: TextCodec | None = None, **options: Unpack[OpenAIOptions]
     ) -> None:
-        check_options(OpenAIOptions, options, "OpenAIInference")
+        check_options(OpenAIOptions, options, type(self))
         weights, weights_folder = options.get("weights"), options.get("weights_folder")
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url must start with http:// or https://, got {base_url!r}")

@@ -40,4 +40,4 @@ def test_whatever_happens_to_a_rank_costs_nothing(
 ) -> None:
     points = STRIKES[part::3]
     rng.shuffle(points)
-    die_at(group, tuple(points), left_alone(seed, 40 * len(points)))
+    die_at(group, tuple(points), left_alone(seed, 60 * len(points)))  # 30 to 60 operations pass between two

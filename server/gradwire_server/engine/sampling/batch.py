@@ -27,7 +27,7 @@ from gradwire_server.engine.sampling.drawing.kinds import Kinds
 from gradwire_server.engine.sampling.growing.growing_sample import GrowingSample
 from gradwire_server.engine.sampling.image_prompt import ImagePrompt
 from gradwire_server.engine.sampling.jobs import LocalJob
-from gradwire_server.engine.sampling.pages.key_values import KeyValues, Room
+from gradwire_server.engine.sampling.pages.key_values import IntArray, KeyValues, Room
 from gradwire_server.engine.sampling.rows import DRAWS, BoolArray, Left, Rows, begun, widened
 from gradwire_server.engine.sampling.samplers.sampler import TopTokens
 from gradwire_server.engine.sampling.several_policies import neighbours
@@ -196,7 +196,7 @@ class Batch:
         if not self._waiting or (len(self._rows) and not self.values.joins):
             return []
         admitted: list[Waiting] = []
-        held, room = self._held(), self._room()
+        held, room, rests = self._held(), self._room(), self._rests()
         longest = 0
         prompts: set[tuple[Policy, tuple[int, ...]]] = set()
         blocked: Waiting | None = None
@@ -212,11 +212,12 @@ class Batch:
             if count and missing > 0:
                 if not admitted and (giving := self._giving_way(held, first, needs, missing)):
                     self._leave(giving)
-                    held, room = self._held(), self._room()
+                    held, room, rests = self._held(), self._room(), self._rests()
                 else:
                     blocked = first
                 continue
-            if held.of(first.job.owner) and self._growth([*admitted, first], len(prompt) // WORTH) > -missing:
+            joined = np.append(rests, self._rest(first))
+            if held.of(first.job.owner) and np.minimum(joined, len(prompt) // WORTH).sum() > -missing:
                 blocked = first
                 continue
             prompts.add((first.job.policy, prompt))
@@ -227,16 +228,19 @@ class Batch:
                 break
             self._waiting.pop(first)
             admitted.append(first)
+            rests = joined
             room.add(shared, len(prompt))
             held.add(first.job.owner, needs)
         return admitted
 
-    def _growth(self, joining: Sequence[Waiting], steps: int) -> int:
-        """Tokens that the rows in progress and those that join take in so many steps."""
-        left = [self._left.get((each.job, each.row)) for each in joining]
-        counts = [0 if each is None else len(each.tokens) for each in left]
-        rests = [int(each.job.limits[each.row]) - count for each, count in zip(joining, counts, strict=True)]
-        return int(np.minimum([*(self._rows.limit - self._rows.count), *rests], steps).sum())
+    def _rests(self) -> IntArray:
+        """``[R]`` tokens that the rows in progress may still take."""
+        return self._rows.limit - self._rows.count
+
+    def _rest(self, waiting: Waiting) -> int:
+        """Tokens that a row which waits may still take."""
+        left = self._left.get((waiting.job, waiting.row))
+        return int(waiting.job.limits[waiting.row]) - (0 if left is None else len(left.tokens))
 
     def _giving_way(self, held: Held, first: Waiting, needs: int, missing: int) -> list[int]:
         return held.to_give_way(first, needs, missing, self._cache_tokens, self._waiting.jobs(first.job.owner))

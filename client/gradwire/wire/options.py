@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any
+
+from gradwire.errors import did_you_mean
 
 
 def check_options(kind: type, options: Mapping[str, object], caller: Callable[..., Any]) -> None:
@@ -22,6 +23,5 @@ def check_options(kind: type, options: Mapping[str, object], caller: Callable[..
         if name not in kind.__annotations__:
             own = (each.name for each in inspect.signature(caller).parameters.values() if each.kind != each.VAR_KEYWORD)
             known = [*own, *kind.__annotations__]
-            close = get_close_matches(name, known)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; it takes {', '.join(known)}"
+            hint = did_you_mean(name, known) or f"; it takes {', '.join(known)}"
             raise TypeError(f"{caller.__name__}() has no argument {name!r}{hint}")

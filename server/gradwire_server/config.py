@@ -216,7 +216,7 @@ class EngineSettings(BaseModel):
         subject=COMPUTE,
     )
     sampler: Literal["local", "vllm"] = setting(
-        "local", "What generates: the engine itself, or vLLM for LoRA runs (gradwire[vllm], a GPU).", subject=COMPUTE
+        "local", "What generates: the engine itself, or vLLM (gradwire[vllm], a GPU).", subject=COMPUTE
     )
     group_runs: Literal["auto", "on", "off"] = setting(
         "auto", "Small batches of several LoRA runs on one base at once; auto: on a GPU.", subject=COMPUTE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -52,12 +53,13 @@ async def own(run: gradwire.TrainingClient, n: int = 1) -> list[list[int]]:
     return await greedy(run, n, temperature=1.0, top_k=1)
 
 
-async def test_samples_follow_the_weights(service: gradwire.ServiceClient) -> None:
-    run = await service.create_run("tiny", lora={"rank": 32}, seed=3)
-    said = []
+@pytest.mark.parametrize("lora", [{"rank": 32}, None], ids=["adapter", "all weights"])
+async def test_samples_follow_the_weights(service: gradwire.ServiceClient, lora: Any) -> None:
+    run = await service.create_run("tiny", lora=lora, seed=3)
+    said, adapters = [], pushed()
     for _ in range(3):
         said.append(await greedy(run, n=2))
-        assert pushed() == 1
+        assert pushed() == adapters + (lora is not None)
         assert said[-1] == await own(run, n=2)
         drawn = await run.sample(PROMPTS, n=2, max_tokens=12, seed=1, ignore_eos=True)
         rows = [[*prompt, *sample.token_ids] for prompt, of in zip(PROMPTS, drawn.samples) for sample in of]
@@ -66,6 +68,18 @@ async def test_samples_follow_the_weights(service: gradwire.ServiceClient) -> No
             np.testing.assert_allclose(sample.logprobs, scored[place][-12:], atol=1e-4)
         await trained(run)
     assert said[0] != said[-1]
+
+
+async def test_runs_that_train_all_weights_take_turns(service: gradwire.ServiceClient) -> None:
+    """One set of weights is in vLLM at a time; requests of the other run, which come meanwhile, wait for theirs."""
+    runs = [await service.create_run("tiny") for _ in range(2)]
+    for run in (runs[0], *runs):
+        await trained(run)
+    expected = [await own(run) for run in runs]
+    assert expected[0] != expected[1]
+    asked = [greedy(run, max_tokens=tokens) for run in (*runs, *runs) for tokens in (12, 4)]
+    found = await asyncio.gather(*asked)
+    assert found == [[ids[:tokens] for ids in rows] for rows in expected * 2 for tokens in (12, 4)]
 
 
 async def test_more_runs_than_vllm_holds_adapters(service: gradwire.ServiceClient) -> None:

@@ -65,6 +65,7 @@ class EngineArgs:
     logprobs_mode: str = "raw_logprobs"
     trust_remote_code: bool = False
     disable_log_stats: bool = False
+    weight_transfer_config: dict[str, str] | None = None
 
 
 @dataclass
@@ -118,6 +119,8 @@ class LLMEngine:
         self.loras: dict[int, dict[str, torch.Tensor]] = {}
         self.aborted: list[str] = []
         self.fails = False
+        self.called: list[str] = []
+        self.weights: dict[str, torch.Tensor] = {}
         LLMEngine.started.append(self)
 
     @classmethod
@@ -157,6 +160,25 @@ class LLMEngine:
     def remove_lora(self, lora_id: int) -> bool:
         return self.loras.pop(lora_id, None) is not None
 
+    def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> None:
+        self.called.append(method)
+        if kwargs is not None:
+            if self.fails:
+                raise ValueError("out of something")
+            self.weights = {name: weight.clone() for name, weight in kwargs["update_info"]["weights"]}
+
+    def reset_prefix_cache(self) -> bool:
+        self.called.append("reset_prefix_cache")
+        return True
+
+
+class Registry:
+    """vLLM's registry of what transfers weights."""
+
+    @classmethod
+    def register_engine(cls, name: str, engine: type) -> None:
+        pass
+
 
 @dataclass
 class Stage:
@@ -186,7 +208,17 @@ def stage(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[St
     vllm.EngineArgs, vllm.LLMEngine = EngineArgs, LLMEngine  # type: ignore[attr-defined]
     lora.LoRARequest = LoRARequest  # type: ignore[attr-defined]
     sampling.SamplingParams, sampling.RequestOutputKind = VllmParams, RequestOutputKind  # type: ignore[attr-defined]
-    for module in (vllm, lora, sampling):
+    transfer, factory, reload = (
+        types.ModuleType(name)
+        for name in (
+            "vllm.distributed.weight_transfer.base",
+            "vllm.distributed.weight_transfer.factory",
+            "vllm.model_executor.model_loader.reload",
+        )
+    )
+    transfer.WeightTransferEngine = object  # type: ignore[attr-defined]
+    factory.WeightTransferEngineFactory = Registry  # type: ignore[attr-defined]
+    for module in (vllm, lora, sampling, transfer, factory, reload):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(LLMEngine, "started", [])
     pool = ModelPool({"tiny": str(tiny_model_path)})
@@ -269,6 +301,51 @@ def test_an_adapter_is_pushed_when_its_weights_have_changed(stage: Stage) -> Non
     assert pushed.lora_path.startswith("/dev/shm")
 
 
+def test_all_weights_are_replaced_between_requests(stage: Stage) -> None:
+    """Jobs of one set of weights join those in progress; those of another wait, and so does what comes behind them."""
+    first, second = (FullPolicy(stage.pool.load("tiny")) for _ in range(2))
+    jobs = [stage.sampler.begin(policy, [[1, 2]], params()) for policy in (first, first, second, first)]
+    engine = stage.engine
+    assert engine.arguments.weight_transfer_config == {"backend": "gradwire_in_process"}
+    assert not engine.arguments.enable_lora and stage.sampler.uses(second)
+    in_progress = []
+    while stage.sampler.turn():
+        stage.sampler.step()
+        in_progress.append(len(engine.asked))
+    assert all(job.done for job in jobs) and in_progress == [2, 2, 3, 4]
+    update = ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"]
+    assert engine.called == 3 * update
+    names = {name for name, _ in first.model.named_parameters()}  # the output head is the embedding
+    assert set(engine.weights) == names and "lm_head.weight" not in names
+    stage.sampler.begin(first, [[1, 2]], params())
+    stage.finish()
+    assert engine.called == 3 * update  # vLLM has them
+    with torch.no_grad():
+        next(iter(first.masters().values())).add_(0.25)  # a step
+    stage.sampler.begin(first, [[1, 2]], params())
+    stage.finish()
+    assert engine.called == 4 * update
+    for name, weight in first.model.named_parameters():
+        assert torch.equal(engine.weights[name], weight)
+
+
+def test_a_request_leaves_or_fails_before_its_weights_come(stage: Stage) -> None:
+    first, second = (FullPolicy(stage.pool.load("tiny")) for _ in range(2))
+    kept, left = (stage.sampler.begin(policy, [[1, 2]], params()) for policy in (first, second))
+    stage.sampler.cancel(left)
+    stage.finish()
+    assert kept.done and not stage.sampler.uses(second) and len(stage.engine.asked) == 1
+    failing = stage.sampler.begin(second, [[1, 2]], params())
+    stage.engine.fails = True
+    stage.finish()
+    with pytest.raises(ValueError, match="out of something"):
+        failing.samples()
+    stage.engine.fails = False
+    again = stage.sampler.begin(first, [[1, 2]], params())  # the weights of a failed update are nobody's
+    stage.finish()
+    assert again.done and stage.engine.called.count("update_weights") == 3
+
+
 def test_adapters_of_a_process_that_is_gone_are_removed(stage: Stage) -> None:
     stage.sampler.begin(stage.lora("run-a"), [[1, 2]], params())
     here = Path(stage.engine.asked[0].lora.lora_path).parent  # type: ignore[union-attr]
@@ -286,7 +363,6 @@ def test_the_base_model_goes_without_an_adapter(stage: Stage) -> None:
 
 def test_what_vllm_means_otherwise_is_sampled_here(stage: Stage) -> None:
     policy = stage.lora()
-    full = FullPolicy(stage.pool.load("tiny"))
     alone = stage.sampler.begin(policy, [[1, 2]], params(), alone=True)
     jobs = [
         alone,
@@ -294,7 +370,6 @@ def test_what_vllm_means_otherwise_is_sampled_here(stage: Stage) -> None:
         stage.sampler.begin(policy, [[1, 2]], params(top_p=0.5)),
         stage.sampler.begin(policy, [[1, 2]], params(temperature=2.5)),
         stage.sampler.begin(policy, [[1, 2]], params(temperature=0.005)),
-        stage.sampler.begin(full, [[1, 2]], params()),
         stage.sampler.begin(stage.lora("run-big", rank=65), [[1, 2]], params()),
     ]
     assert not LLMEngine.started

@@ -324,8 +324,8 @@ def set_by(given: dict[str, Any], override: str) -> None:
             raise SettingsError(f"--set {override}: {each} is a single value and has no {name}")
     try:
         section[name] = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise SettingsError(f"--set {override}: {value!r} is not a YAML value") from None
+    except yaml.YAMLError:  # [::1]:50051, *.jsonl
+        section[name] = value
 
 
 def built(kind: type[S], given: Mapping[str, Any], places: Mapping[str, str] = types.MappingProxyType({})) -> S:

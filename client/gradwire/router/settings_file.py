@@ -113,7 +113,7 @@ def _override(given: dict[str, Any], override: str) -> Place:
     try:
         section[names[-1]] = yaml.load(value, Loader=_Loader)
     except yaml.YAMLError:
-        raise SettingsError(f"--set {override}: {value!r} is not a YAML value") from None
+        section[names[-1]] = value
     return tuple(names)
 
 

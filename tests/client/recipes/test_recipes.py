@@ -263,6 +263,8 @@ BAD: list[tuple[str, list[str], str]] = [
     ("model: x\n", ["--set", "batch_siz=3"], "--set batch_siz=3: there is no setting 'batch_siz'"),
     ("model: x\n", ["--set", "batch_size"], "write NAME=VALUE"),
     ("model: x\n", ["--set", "data=/nowhere.jsonl"], "there is no file /nowhere.jsonl"),
+    ("model: x\n", ["--set", "data=*.jsonl"], "there is no file *.jsonl"),
+    ("model: x\n", ["--set", "batch_size=[1"], "batch_size is '[1'; it must be a whole number"),
 ]
 
 

@@ -98,6 +98,7 @@ def test_overrides_have_the_last_word_and_are_checked_like_the_file() -> None:
     for override, says in (
         ("trainer.learning_rate=fast", "--set trainer.learning_rate: input should be a valid number, not 'fast'"),
         ("trainer.learning=1", "--set trainer.learning: there is no such setting; trainer takes"),
+        ("trainer.learning_rate=[1", "--set trainer.learning_rate: input should be a valid number, not '[1'"),
         ("trainer", "--set trainer: write SECTION.NAME=VALUE"),
         ("trainer.learning_rate.x=1", "--set trainer.learning_rate.x=1: learning_rate is a single value"),
     ):

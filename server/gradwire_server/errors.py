@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from gradwire_proto.v1 import training_pb2 as pb
@@ -42,9 +43,16 @@ def unknown_run(run_id: str) -> ServiceError:
     return ServiceError(pb.ERROR_CODE_UNKNOWN_RUN, f"there is no run {run_id[:100]!r}", field="run_id")
 
 
-def unknown_checkpoint(path: str) -> ServiceError:
-    """UNKNOWN_CHECKPOINT, also for a checkpoint that the caller may not read."""
-    return ServiceError(pb.ERROR_CODE_UNKNOWN_CHECKPOINT, f"there is no checkpoint {path[:200]!r}", field="checkpoint")
+def unknown_checkpoint(path: str, there: Sequence[str] = ()) -> ServiceError:
+    """UNKNOWN_CHECKPOINT, also for a checkpoint that the caller may not read.
+
+    Args:
+        there: Names of the run's checkpoints, the newest last, of a run that the caller may read.
+    """
+    more = f" and {len(there) - 5} more" if len(there) > 5 else ""
+    instead = f"; the run has {', '.join(there[-5:])}{more}" if there else ""
+    message = f"there is no checkpoint {path[:200]!r}{instead}"
+    return ServiceError(pb.ERROR_CODE_UNKNOWN_CHECKPOINT, message, field="checkpoint")
 
 
 def unknown_upload(upload_id: str) -> ServiceError:

@@ -52,8 +52,10 @@ class CheckpointRecords:
         run_id, _, name = path.partition("/")
         record = self._runs.find(run_id)
         checkpoint = None if record is None else record.checkpoints.get(name)
-        if record is None or checkpoint is None or not (record.readable(caller) or checkpoint.public):
+        if record is None or not (record.readable(caller) or (checkpoint is not None and checkpoint.public)):
             raise unknown_checkpoint(path)
+        if checkpoint is None:
+            raise unknown_checkpoint(path, [each for each in record.checkpoints if not each.startswith(SNAPSHOT)])
         if write:
             record.check_writable(caller)
         return record, checkpoint

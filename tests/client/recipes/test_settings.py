@@ -230,8 +230,9 @@ def test_what_was_trained_is_exported_and_talked_to(
     assert done.exit_code == 0 and done.output.count("trained> ") == 2, done.output
     with gradwire.sync.connect(server.address) as service:
         assert not [run for run in service.list_runs() if run.name == "export"]
-    done = runner.invoke(app, ["chat", f"{folder}@stp-1"])
-    assert done.exit_code == 2 and "there is no checkpoint" in done.output, done.output
+    for words in (["chat", f"{folder}@stp-1"], ["export", f"{folder}@stp-1", str(tmp_path / "none")]):
+        done = runner.invoke(app, words)
+        assert done.exit_code == 2 and "there is no checkpoint" in done.output and "step-1" in done.output, done.output
 
 
 def test_a_server_finds_what_was_trained(tmp_path: Path) -> None:

@@ -122,14 +122,14 @@ def main() -> int:
     seconds: dict[str, float] = {}
     for row in args.only or (LONG_ROWS if args.long else ROWS):
         start = time.perf_counter()
-        found = run(row, args.repeats, args.smoke)
+        measured = run(row, args.repeats, args.smoke)
         seconds[row] = time.perf_counter() - start
-        if isinstance(found, str):
-            failures[row] = found
-            console.print(f"{row}: failed: {found} ({seconds[row]:.0f} s)", markup=False)
+        if isinstance(measured, str):
+            failures[row] = measured
+            console.print(f"{row}: failed: {measured} ({seconds[row]:.0f} s)", markup=False)
             continue
-        figures += found
-        for figure in found:
+        figures += measured
+        for figure in measured:
             console.print(f"{figure.name}: {show(figure.value)} {figure.unit} ({seconds[row]:.0f} s)", markup=False)
     console.print(rich_table(figures, failures, words))
     report: dict[str, Any] = {"machine": here, "repeats": args.repeats, "seconds": seconds, "failures": failures}

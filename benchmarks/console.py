@@ -152,7 +152,7 @@ def opened(browser: Browser, url: str, run_id: str, count: int) -> list[Page]:
 
 def weigh(count: int, folder: Path, window_s: float = 15.0) -> bool:
     cores = sorted(os.sched_getaffinity(0))
-    found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+    by_looks: dict[bool, list[dict[str, float]]] = {False: [], True: []}
     os.sched_setaffinity(0, cores[:1])  # what is started from here on has the same
     server = Server(tiny_model(folder / "tiny"), folder / "state")
     with server:
@@ -181,12 +181,12 @@ def weigh(count: int, folder: Path, window_s: float = 15.0) -> bool:
                 figures = {f"{name}, CPU ms a step": 1000 * (now[name] - used[name]) / done for name in now}
                 figures["both, CPU ms a step"] = sum(figures.values())
                 figures["ms a step"] = 1000 * seconds / done
-                found[looks].append(figures)
+                by_looks[looks].append(figures)
                 said = ", ".join(f"{value:.2f} {name}" for name, value in figures.items())
                 print(f"{f'{count} pages' if looks else 'no console'}: {said}", flush=True)
     quotients = {}
-    for name in found[True][0]:
-        without, beside = (statistics.median(each[name] for each in found[looks]) for looks in (False, True))
+    for name in by_looks[True][0]:
+        without, beside = (statistics.median(each[name] for each in by_looks[looks]) for looks in (False, True))
         quotients[name] = beside / without
         print(f"{name}: {without:.2f} without, {beside:.2f} beside {count} pages, {beside / without - 1:+.1%}")
     return quotients["both, CPU ms a step"] <= LOSS
@@ -208,12 +208,12 @@ def watch_pages(minutes: float, count: int, folder: Path) -> bool:
             while time.monotonic() < end:
                 begun, before, used, taken = time.monotonic(), calls(metrics), cpu_s(front), steps.taken
                 pages[0].wait_for_timeout(min(60.0, 15 * minutes) * 1000)
-                seconds, found = time.monotonic() - begun, calls(metrics) - before
+                seconds, counted = time.monotonic() - begun, calls(metrics) - before
                 heaps.append(sum(page.evaluate("(gc(), performance.memory.usedJSHeapSize / 1e6)") for page in pages))
                 held.append(resident_mb(console.process.pid))
                 print(
                     f"heaps {heaps[-1]:.0f} MB together, console {held[-1]:.0f} MB;"
-                    f" {found.total() / seconds:.2f} calls/s {dict(found)};"
+                    f" {counted.total() / seconds:.2f} calls/s {dict(counted)};"
                     f" {(steps.taken - taken) / seconds:.1f} steps/s,"
                     f" front {1000 * (cpu_s(front) - used) / max(steps.taken - taken, 1):.2f} CPU ms a step",
                     flush=True,
@@ -264,7 +264,7 @@ def time_plots(count: int, folder: Path) -> bool:
     begun = time.monotonic()
     fill(folder / "state" / DATABASE, runs)
     print(f"{count} records of {POINTS:,} operations in {time.monotonic() - begun:.0f} s", flush=True)
-    found: dict[str, list[tuple[float, float]]] = {}
+    by_action: dict[str, list[tuple[float, float]]] = {}
     with server, Console(server.address) as console, launched() as browser:
         page = new_page(browser)
         page.goto(console.url)
@@ -280,16 +280,16 @@ def time_plots(count: int, folder: Path) -> bool:
                 used = cpu_s(console.process.pid)
                 page.goto(f"{console.url}/{path}")
                 took_ms = page.wait_for_function(there).json_value()  # since its address was given
-                found.setdefault(what, []).append((took_ms, 1000 * (cpu_s(console.process.pid) - used)))
+                by_action.setdefault(what, []).append((took_ms, 1000 * (cpu_s(console.process.pid) - used)))
                 page.wait_for_timeout(3000)  # the whole record follows the overview
             for act in ("Tokens", "50 values", "Steps", "None"):
-                found.setdefault(f"to {act}", []).append(timed(page, console, act))
+                by_action.setdefault(f"to {act}", []).append(timed(page, console, act))
                 page.wait_for_timeout(300)
         print(f"console {resident_mb(console.process.pid):.0f} MB")
-    for name, figures in found.items():
+    for name, figures in by_action.items():
         wall, used = (statistics.median(each) for each in zip(*figures, strict=True))
         print(f"{name}: {wall:.0f} ms, {used:.0f} ms of the console's processor")
-    medians = {name: statistics.median(each for each, _ in figures) for name, figures in found.items()}
+    medians = {name: statistics.median(each for each, _ in figures) for name, figures in by_action.items()}
     shell = medians.pop(EMPTY)
     return all(took - shell * ("look" in name) < PLOT_MS for name, took in medians.items())
 

@@ -146,10 +146,10 @@ async def _wait_for_agent(service: gradwire.ServiceClient) -> int:
 
 
 async def figures(folder: Path, size: Size) -> list[Figure]:
-    model, found = standard_model(folder / "model", smoke=size.smoke), list[Figure]()
+    model, measured = standard_model(folder / "model", smoke=size.smoke), list[Figure]()
     flags = ["--device", "cpu", "--threads", "1"]
     if size.wants("placement"):
-        found.append(await _placement(standard_model(folder / "tiny", smoke=True), folder / "placed", size))
+        measured.append(await _placement(standard_model(folder / "tiny", smoke=True), folder / "placed", size))
     async with AsyncExitStack() as stack:
         services = {}
         for name in (ONE, TWO):
@@ -157,15 +157,15 @@ async def figures(folder: Path, size: Size) -> list[Figure]:
             stack.callback(server.end)
             services[name] = await stack.enter_async_context(gradwire.connect(server.address))
         if size.wants("training"):
-            found.append(await _training(services, size))
+            measured.append(await _training(services, size))
         if size.wants("rollout"):
-            found += [await _rollout(services, size, samples) for samples in (GROUP, 1)]
+            measured += [await _rollout(services, size, samples) for samples in (GROUP, 1)]
         if size.wants("relay"):
             agent = Agent(services[ONE].address).start()
             stack.callback(agent.end)
             far = await asyncio.wait_for(_wait_for_agent(services[ONE]), 300)
-            found.append(await _relay(services[ONE], far, size))
-    return found
+            measured.append(await _relay(services[ONE], far, size))
+    return measured
 
 
 def measure(size: Size) -> list[Figure]:

@@ -99,18 +99,18 @@ def on_ranks(most: int) -> list[Case]:
 
 def scaling_table(results: dict[str, Any], cases: list[Case]) -> Table:
     """Build the table of the results on several ranks."""
-    rate, found = results["matrix_rate"], results["cases"]
+    rate, by_case = results["matrix_rate"], results["cases"]
     out = Table(title=results["device"])
     for name in ("model", "tuning", "GPUs", "tokens/s", "utilisation", "efficiency"):
         out.add_column(name)
     for case in cases:
-        own = found.get(str(case), {"error": NOT_MEASURED})
+        own = by_case.get(str(case), {"error": NOT_MEASURED})
         cells = [case.size, case.tuning, str(case.ranks)]
         if "error" in own:
             out.add_row(*cells, own["error"].splitlines()[-1][:80])
             continue
         alike = [each for each in cases if (each.size, each.tuning) == (case.size, case.tuning)]
-        part = efficiency([(each.ranks, found.get(str(each), {})) for each in alike])[case.ranks]
+        part = efficiency([(each.ranks, by_case.get(str(each), {})) for each in alike])[case.ranks]
         used = own["flops_per_second"] / (rate * case.ranks)
         out.add_row(*cells, f"{own['tokens_per_second']:,.0f}", f"{used:.1%}", f"{part:.0%}")
     return out
@@ -124,18 +124,18 @@ def table(results: dict[str, Any]) -> Table:
         out.add_column(name)
     cases = results["cases"]
     for case in CASES:
-        found = cases.get(str(case))
-        if found is None or "parts" in found:
+        result = cases.get(str(case))
+        if result is None or "parts" in result:
             continue
         place = (case.size, case.tuning, case.side)
-        if "error" in found:
-            out.add_row(*place, found["error"].splitlines()[-1][:60])
+        if "error" in result:
+            out.add_row(*place, result["error"].splitlines()[-1][:60])
             continue
         ours = cases.get(str(Case(case.size, case.tuning, "ours")), {}).get("tokens_per_second")
-        ratio = f"{ours / found['tokens_per_second']:.2f} x" if ours and case.side != "ours" else ""
+        ratio = f"{ours / result['tokens_per_second']:.2f} x" if ours and case.side != "ours" else ""
         out.add_row(
-            *place, f"{found['tokens_per_second']:,.0f}", f"{found['flops_per_second'] / rate:.1%}", ratio,
-            str(found.get("rows_at_a_time", "")), show(found.get("peak_gib", 0.0)),
+            *place, f"{result['tokens_per_second']:,.0f}", f"{result['flops_per_second'] / rate:.1%}", ratio,
+            str(result.get("rows_at_a_time", "")), show(result.get("peak_gib", 0.0)),
         )  # fmt: skip
     return out
 

@@ -63,15 +63,15 @@ async def measured(name: str, model: Path, shape: Shape, tuning: str, device: st
             async with gradwire.connect(server.address) as service:
                 lora = None if tuning == "full" else LORA_RANK
                 run = await service.create_run("m", lora=lora, seed=1)
-                found: dict[str, Any] = {"first run s": time.perf_counter() - began}
+                by_title: dict[str, Any] = {"first run s": time.perf_counter() - began}
                 part = _Part(name, service, run, server, metrics, shape, lora is not None, smoke)
                 for title, measure in part.all().items():
                     try:
-                        found[title] = await measure()
+                        by_title[title] = await measure()
                     except gradwire.GradwireError as error:
-                        found[title] = {"error": str(error)[:300]}
-                    print(title, found[title], file=sys.stderr, flush=True)
-                return found
+                        by_title[title] = {"error": str(error)[:300]}
+                    print(title, by_title[title], file=sys.stderr, flush=True)
+                return by_title
 
 
 @dataclass

@@ -73,14 +73,14 @@ class Groups:
     def batched(self, prompts: list[list[int]]) -> None:
         tokens = self.prompts * self.samples * (self.prompt_tokens + self.answer_tokens)
         pages = ContinuousBatchingConfig(page_size=32, num_blocks=tokens // 32 + 64, max_batch_tokens=2048)
-        found = self._batching.generate_batch(
+        generated = self._batching.generate_batch(
             prompts,
             generation_config=self._config(),
             continuous_batching_config=pages,
             persistent_manager=True,
             warmup=False,
         )
-        assert sum(len(each.generated_tokens) for each in found.values()) == self.tokens
+        assert sum(len(each.generated_tokens) for each in generated.values()) == self.tokens
 
     def close(self) -> None:
         self._batching.destroy_cached_continuous_batching_manager()

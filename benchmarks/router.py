@@ -89,12 +89,12 @@ def against_sb3(size: Size) -> list[Figure]:
     steps = max(taken for _, _, taken in our)
     their = {name: theirs(seeds, steps, tuned) for name, tuned in ((DEFAULTS, False), (TUNED, True))}
     rewards, seconds = [reward for reward, _, _ in our], [cpu for _, cpu, _ in our]
-    their_rewards = {name: mean(each["reward"] for each in found) for name, found in their.items()}
+    their_rewards = {name: mean(each["reward"] for each in runs) for name, runs in their.items()}
     fastest = min(their, key=lambda name: median(each["cpu_seconds"] for each in their[name]))
     their_seconds = median(each["cpu_seconds"] for each in their[fastest])
     samples = {"our reward": rewards, "our s": seconds}
-    for name, found in their.items():
-        samples |= {f"{name}: {key}": [each[key] for each in found] for key in ("reward", "cpu_seconds")}
+    for name, runs in their.items():
+        samples |= {f"{name}: {key}": [each[key] for each in runs] for key in ("reward", "cpu_seconds")}
     said = f"{steps:,} steps, {len(seeds)} seeds, stable-baselines3 2.9's PPO"
     return [
         *(

@@ -41,11 +41,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
     parser.add_argument("--tuned", action="store_true", help="settings for this environment in place of the defaults")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    settings = TUNED if given.tuned else {}
-    for seed in given.seeds:
-        print(json.dumps(train(seed, given.steps, settings)), flush=True)
+    settings = TUNED if arguments.tuned else {}
+    for seed in arguments.seeds:
+        print(json.dumps(train(seed, arguments.steps, settings)), flush=True)
 
 
 if __name__ == "__main__":

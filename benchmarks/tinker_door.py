@@ -77,7 +77,7 @@ class Meters:
 
     def read(self) -> dict[str, float]:
         """``operations`` and ``engine_s`` of the kinds that a step has; CPU seconds of ``front`` and ``engine``."""
-        found = {"operations": 0.0, "engine_s": 0.0}
+        counted = {"operations": 0.0, "engine_s": 0.0}
         with urllib.request.urlopen(self._url) as answer:
             families = text_string_to_metric_families(answer.read().decode())
         for family in families:
@@ -85,12 +85,12 @@ class Meters:
                 continue
             for sample in family.samples:
                 if sample.labels.get("kind") in KINDS:
-                    found["operations"] += sample.value * sample.name.endswith("_count")
-                    found["engine_s"] += sample.value * sample.name.endswith("_sum")
+                    counted["operations"] += sample.value * sample.name.endswith("_count")
+                    counted["engine_s"] += sample.value * sample.name.endswith("_sum")
         for name, process in (("front", self._front), ("engine", self._engine)):
             times = process.cpu_times()
-            found[name] = times.user + times.system
-        return found
+            counted[name] = times.user + times.system
+        return counted
 
 
 def difference(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

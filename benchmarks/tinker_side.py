@@ -60,12 +60,12 @@ async def main(model: str) -> None:
         await asyncio.gather(*(client.begin() for client in new))
         clients += new
         wall, cpu = time.perf_counter(), time.process_time()
-        found = await asyncio.gather(*(client.train(asked["steps"]) for client in clients[: asked["clients"]]))
+        trained = await asyncio.gather(*(client.train(asked["steps"]) for client in clients[: asked["clients"]]))
         answer = {
             "seconds": time.perf_counter() - wall,
             "cpu_seconds": time.process_time() - cpu,
-            "losses": [losses for losses, _ in found],
-            "numbers": [numbers for _, numbers in found],
+            "losses": [losses for losses, _ in trained],
+            "numbers": [numbers for _, numbers in trained],
         }
         print(json.dumps(answer), flush=True)
 

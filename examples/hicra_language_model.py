@@ -141,22 +141,22 @@ async def find_grams(
     def marked(grams: StrategicGrams) -> float:
         return fmean(float(mark) for each in texts for mark in grams.planning_mask(each))
 
-    found = find_strategic_grams(solutions)
+    mined = find_strategic_grams(solutions)
     clusters = list(find_strategic_grams(solutions, top_share=1.0).clusters)
     random.Random(seed + 1).shuffle(clusters)
     drawn = StrategicGrams(())
     for cluster in clusters:
-        if marked(drawn) >= marked(found):
+        if marked(drawn) >= marked(mined):
             break
-        drawn = StrategicGrams((*drawn.clusters, cluster), found.num_solutions, found.num_clusters)
+        drawn = StrategicGrams((*drawn.clusters, cluster), mined.num_solutions, mined.num_clusters)
     print(
-        f"seed {seed}: of {found.num_clusters} clusters of grams in {len(solutions)} right answers, "
-        f"{len(found.clusters)} are strategic and mark {marked(found):.0%} of tokens; {len(drawn.clusters)} random "
+        f"seed {seed}: of {mined.num_clusters} clusters of grams in {len(solutions)} right answers, "
+        f"{len(mined.clusters)} are strategic and mark {marked(mined):.0%} of tokens; {len(drawn.clusters)} random "
         f"clusters mark {marked(drawn):.0%}"
     )
-    for cluster in found.clusters:
+    for cluster in mined.clusters:
         print(f"  in {cluster.solutions:3d} answers: {', '.join(cluster.grams[:6])}")
-    return found, drawn
+    return mined, drawn
 
 
 async def train(

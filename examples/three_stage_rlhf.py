@@ -197,13 +197,13 @@ async def three_stages(
             policy.compute_logprobs(scored, model=reference),
         )
         kl = [float(np.sum(p) - np.sum(q)) for p, q in zip(own, theirs)]
-        found = {
+        figures = {
             "reward": float(np.mean(shaped(rewards, rows))),
             "accuracy": accuracy(held_out, answers),
             "kl_per_answer": float(np.mean(kl)),
             "kl_per_token": sum(kl) / sum(map(len, own)),
         }
-        return found, answers
+        return figures, answers
 
     before, _ = await held_out_figures()
     loss_kwargs = {

@@ -117,7 +117,7 @@ def plain(folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def widest(folder: Path, found: Found) -> torch.dtype:
+def widest(folder: Path, result: Found) -> torch.dtype:
     """The dtype to compare in: float64, unless transformers itself cannot compute the model in it.
 
     Also measures what float32 costs transformers, in one forward and where it adds token after token to its own cache.
@@ -126,26 +126,26 @@ def widest(folder: Path, found: Found) -> torch.dtype:
     with torch.no_grad():
         narrow = logprobs_of(model, row)
         with suppress(ValueError):  # some caches of transformers take no single tokens
-            found.rounding = apart(by_own_cache(model, row), narrow)
+            result.rounding = apart(by_own_cache(model, row), narrow)
     try:
         with torch.no_grad():
-            found.rounding = max(found.rounding, apart(narrow, logprobs_of(plain(folder, torch.float64), row)))
+            result.rounding = max(result.rounding, apart(narrow, logprobs_of(plain(folder, torch.float64), row)))
     except RuntimeError:
-        found.limits.append("float32")
+        result.limits.append("float32")
         return torch.float32
     return torch.float64
 
 
 def by_own_cache(model: Any, row: Sequence[int]) -> Tensor:
     """``[T]`` log-probabilities of a row's tokens but the first, token after token by transformers' own cache."""
-    cache, found = None, []
+    cache, logprobs = None, []
     for token, after in pairwise(row):
         output = model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True)
         cache = getattr(output, "past_key_values", None)
         if cache is None:
             return logprobs_of(model, row)
-        found.append(output.logits[0, -1].float().log_softmax(-1)[after])
-    return torch.stack(found)
+        logprobs.append(output.logits[0, -1].float().log_softmax(-1)[after])
+    return torch.stack(logprobs)
 
 
 def logprobs_of(model: Any, row: Sequence[int]) -> Tensor:
@@ -161,9 +161,9 @@ def reference(model: Any, rows: Sequence[Sequence[int]]) -> Tensor:
     parts: dict[int, Tensor] = {}
     tokens = sum(len(row) - 1 for row in rows)
     for number in sorted(range(len(rows)), key=lambda number: len(rows[number])):
-        found = logprobs_of(model, rows[number])
-        (-found.sum() / tokens).backward()
-        parts[number] = found.detach()
+        result = logprobs_of(model, rows[number])
+        (-result.sum() / tokens).backward()
+        parts[number] = result.detach()
     return torch.cat([parts[number] for number in range(len(rows))])
 
 
@@ -174,14 +174,14 @@ def trained(run: EngineRun, rows: Sequence[Sequence[int]], tokens: int = 1 << 20
     batch = read_batch(loss, columns, vocab_size=facts.vocab_size, context_length=facts.context_length)
     call = LossCall(loss, loss.config()).on(run.policy, batch, ["logprobs"])
     with run.rng():
-        (found,) = forward_backward([Training(call, run.accumulator, budget=Budget(tokens))])
-    assert found is not None
-    return found.outputs["logprobs"].detach().double()
+        (result,) = forward_backward([Training(call, run.accumulator, budget=Budget(tokens))])
+    assert result is not None
+    return result.outputs["logprobs"].detach().double()
 
 
-def apart(found: Tensor, expected: Tensor) -> float:
+def apart(result: Tensor, expected: Tensor) -> float:
     """Largest difference; infinite if anything is not a number."""
-    largest = (found.double() - expected.double()).abs().max().item()
+    largest = (result.double() - expected.double()).abs().max().item()
     return largest if largest == largest else float("inf")
 
 
@@ -192,7 +192,7 @@ def gradients_apart(run: EngineRun, expected: dict[str, Tensor]) -> float:
     return max(apart(sums.get(key, torch.zeros_like(each)) * factor, each) for key, each in expected.items()) / scale
 
 
-def check_training(folder: Path, found: Found, lora: bool, dtype: torch.dtype) -> None:
+def check_training(folder: Path, result: Found, lora: bool, dtype: torch.dtype) -> None:
     """Log-probabilities and gradients."""
     kind = "LoRA" if lora else "full"
     rows = rows_of(LENGTHS, 1)
@@ -205,23 +205,23 @@ def check_training(folder: Path, found: Found, lora: bool, dtype: torch.dtype) -
         expected = reference(model, rows)
         gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     computed = trained(run, rows)
-    found.figures[f"{kind} log-probabilities"] = apart(computed, expected)
-    found.figures[f"{kind} gradients"] = gradients_apart(run, gradients)
+    result.figures[f"{kind} log-probabilities"] = apart(computed, expected)
+    result.figures[f"{kind} gradients"] = gradients_apart(run, gradients)
     run.accumulator.clear()
-    found.figures[f"{kind} log-probabilities again"] = apart(trained(run, rows), expected)
+    result.figures[f"{kind} log-probabilities again"] = apart(trained(run, rows), expected)
     run.accumulator.clear()
-    found.figures[f"{kind} in micro-batches"] = apart(trained(run, rows, 48), expected)
-    found.figures[f"{kind} gradients in micro-batches"] = gradients_apart(run, gradients)
+    result.figures[f"{kind} in micro-batches"] = apart(trained(run, rows, 48), expected)
+    result.figures[f"{kind} gradients in micro-batches"] = gradients_apart(run, gradients)
     run.accumulator.clear()
     if run.policy.model.supports_gradient_checkpointing:
         run.policy.gradient_checkpointing = True
-        found.figures[f"{kind} log-probabilities recomputed"] = apart(trained(run, rows), expected)
-        found.figures[f"{kind} gradients recomputed"] = gradients_apart(run, gradients)
+        result.figures[f"{kind} log-probabilities recomputed"] = apart(trained(run, rows), expected)
+        result.figures[f"{kind} gradients recomputed"] = gradients_apart(run, gradients)
         run.policy.gradient_checkpointing = False
     if not lora:
         alone = [trained(run, [row]) for row in rows]
-        found.figures["rows alone"] = apart(torch.cat(alone), expected)
-        found.limits.append(run.policy.split_model.packing.name.lower())
+        result.figures["rows alone"] = apart(torch.cat(alone), expected)
+        result.limits.append(run.policy.split_model.packing.name.lower())
 
 
 def lora_reference(run: EngineRun, model: Any, rows: Sequence[Sequence[int]]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -275,7 +275,7 @@ def peft_reference(
     return expected, {name: each.grad for name, each in own.items() if each.grad is not None}
 
 
-def check_rounding(folder: Path, found: Found) -> None:
+def check_rounding(folder: Path, result: Found) -> None:
     """Log-probabilities in bfloat16, of all weights and of LoRA that changes nothing yet."""
     rows = rows_of(LENGTHS, 1)
     with torch.no_grad():
@@ -287,10 +287,10 @@ def check_rounding(folder: Path, found: Found) -> None:
     for kind in ("full", "LoRA"):
         config = RunConfig(base_model="m", lora=LoraSettings(rank=2)) if kind == "LoRA" else RunConfig(base_model="m")
         run = EngineRun(ModelPool({"m": str(folder)}, "cpu", torch.bfloat16), "run-a", config)
-        found.figures[f"{kind} bfloat16"] = apart(trained(run, rows), true) / max(usual, 0.05 / ROUNDING)
+        result.figures[f"{kind} bfloat16"] = apart(trained(run, rows), true) / max(usual, 0.05 / ROUNDING)
 
 
-def check_sampling(folder: Path, found: Found) -> None:
+def check_sampling(folder: Path, result: Found) -> None:
     """Samples in float32 against a forward of their tokens."""
     policy = Policy(ModelPool({"m": str(folder)}, "cpu", torch.float32).get("m"))
     prompts = rows_of(PROMPTS, 3)
@@ -319,45 +319,45 @@ def check_sampling(folder: Path, found: Found) -> None:
                 expected = logprobs_of(model, [*prompt, *sample.token_ids])[len(prompt) - 1 :]
             worst = max(worst, apart(torch.tensor(sample.logprobs), expected))
     if len(lengths) < 3:
-        found.wrong.append("sampling: the samples end together")
-    found.figures["sampling"] = worst
+        result.wrong.append("sampling: the samples end together")
+    result.figures["sampling"] = worst
     if not sampler._fits_pages(policy):
-        found.limits.append("own cache")
+        result.limits.append("own cache")
 
 
-def limit_of(check: str, found: Found) -> float:
+def limit_of(check: str, result: Found) -> float:
     """A float32 figure may also be as far off as a small multiple of what rounding costs transformers itself."""
     if check.endswith("bfloat16"):
         return ROUNDING
-    return max(SAMPLED, ROUNDING * found.rounding) if check == "sampling" or "float32" in found.limits else EXACT
+    return max(SAMPLED, ROUNDING * result.rounding) if check == "sampling" or "float32" in result.limits else EXACT
 
 
 def check(name: str) -> Found:
     """Check one configuration."""
-    found = Found()
+    result = Found()
     with tempfile.TemporaryDirectory() as folder:
         save_model(name, Path(folder))
-        dtype = widest(Path(folder), found)
+        dtype = widest(Path(folder), result)
         checks: dict[str, Callable[[Path, Found], None]] = {
-            "full": lambda path, found: check_training(path, found, False, dtype),
-            "LoRA": lambda path, found: check_training(path, found, True, dtype),
+            "full": lambda path, result: check_training(path, result, False, dtype),
+            "LoRA": lambda path, result: check_training(path, result, True, dtype),
             "bfloat16": check_rounding,
             "sampling": check_sampling,
         }
         for what, run in checks.items():
             try:
-                run(Path(folder), found)
+                run(Path(folder), result)
             except OperationError as error:
                 if what == "full":
-                    found.refusal = str(error)
+                    result.refusal = str(error)
                     break
-                found.limits.append(f"{what}: {error}")
+                result.limits.append(f"{what}: {error}")
             except Exception as error:  # a failure without a sentence is what this looks for
-                found.wrong.append(f"{what}: {type(error).__name__}: {str(error).partition(chr(10))[0][:160]}")
-    found.wrong += [
-        f"{what} {figure:.1e}" for what, figure in found.figures.items() if not figure <= limit_of(what, found)
+                result.wrong.append(f"{what}: {type(error).__name__}: {str(error).partition(chr(10))[0][:160]}")
+    result.wrong += [
+        f"{what} {figure:.1e}" for what, figure in result.figures.items() if not figure <= limit_of(what, result)
     ]
-    return found
+    return result
 
 
 FORMS = {"shared": "packed, prefixes shared", "packed": "packed", "padded": "padded"}
@@ -398,18 +398,18 @@ def label_of(name: str) -> str:
     return name if same else f"{name} (`{kind}`)"
 
 
-def line_of(name: str, found: Found) -> Line:
+def line_of(name: str, result: Found) -> Line:
     """The line of an architecture that was checked."""
     label = label_of(name)
-    notes = [*found.limits, *found.wrong, *([found.refusal] if found.refusal else [])]
+    notes = [*result.limits, *result.wrong, *([result.refusal] if result.refusal else [])]
     form = [FORMS[note] for note in notes if note in FORMS] + ["own cache" for note in notes if note == "own cache"]
     said = [
         "compared in float32" if note == "float32" else note.replace("model 'm' ", "")
         for note in notes
         if note not in FORMS and note != "own cache"
     ]
-    worst = max((value for key, value in found.figures.items() if "bfloat" not in key), default=0.0)
-    return Line(label, "" if found.refusal else ", ".join(form), 0.0 if found.refusal else worst, said)
+    worst = max((value for key, value in result.figures.items() if "bfloat" not in key), default=0.0)
+    return Line(label, "" if result.refusal else ", ".join(form), 0.0 if result.refusal else worst, said)
 
 
 def page_of(lines: Sequence[Line]) -> str:
@@ -440,10 +440,10 @@ def main(arguments: Sequence[str]) -> int:
     counts: dict[str, int] = {}
     lines: list[Line] = []
     for name in names:
-        found = check(name)
-        counts[found.verdict] = counts.get(found.verdict, 0) + 1
-        lines.append(line_of(name, found))
-        print(name, found.verdict, *lines[-1], sep=", ", flush=True)
+        result = check(name)
+        counts[result.verdict] = counts.get(result.verdict, 0) + 1
+        lines.append(line_of(name, result))
+        print(name, result.verdict, *lines[-1], sep=", ", flush=True)
     print(counts)
     if not arguments:
         PAGE.write_text(page_of(lines))

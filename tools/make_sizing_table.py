@@ -78,7 +78,7 @@ WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def cells(model: Model, devices: Sequence[int] = DEVICES) -> list[str]:
     """A model's cells, one for each device, whose size is in GiB."""
-    found = dict.fromkeys(devices, "—")
+    by_device = dict.fromkeys(devices, "—")
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         base = Workload(folder, tokens=TOKENS, rows=8, dtype=torch.bfloat16)
@@ -87,12 +87,12 @@ def cells(model: Model, devices: Sequence[int] = DEVICES) -> list[str]:
             sizes = meta_model(workload, "cuda")
             held = sum(held_parts(workload, sizes).values())
             for size in devices:
-                if held > USABLE * size * GIB or found[size] != "—":
+                if held > USABLE * size * GIB or by_device[size] != "—":
                     continue
                 if (each := estimate(workload, Device("cuda", size * GIB), sizes)).fits:
                     total = each.total_bytes / GIB
-                    found[size] = f"{words}: {total:.0f}" if total > 10 else f"{words}: {total:.1f}"
-    return list(found.values())
+                    by_device[size] = f"{words}: {total:.0f}" if total > 10 else f"{words}: {total:.1f}"
+    return list(by_device.values())
 
 
 def table(names: Collection[str]) -> str:
@@ -123,13 +123,13 @@ def main() -> int:
     warnings.simplefilter("ignore")
     asked = [argument for argument in sys.argv[1:] if argument != "--check"]
     for name in asked or [model.name for model in MODELS]:
-        found = table([name])
+        made = table([name])
         if "--check" in sys.argv[1:]:
-            if found != written():
+            if made != written():
                 return 1
             continue
         text = PAGE.read_text()
-        PAGE.write_text(text[: text.index(BEGIN) + len(BEGIN)] + f"\n\n{found}\n\n" + text[text.index(END) :])
+        PAGE.write_text(text[: text.index(BEGIN) + len(BEGIN)] + f"\n\n{made}\n\n" + text[text.index(END) :])
     return 0
 
 

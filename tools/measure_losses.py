@@ -68,7 +68,7 @@ def columns(loss: LossSpec, sequences: int, vocab_size: int) -> dict[str, Column
     wanted |= {"importance_sampling": {"behavior_log_probs"}, "gigpo": {"advantages"}}.get(loss.name, set())
     if loss.layout == "groups" or loss.name in ("reinforce", "remax", "reinforce_plus_plus"):
         wanted.add("old_log_probs")
-    found = {}
+    made = {}
     for field in loss.fields:
         if field.name not in wanted:
             continue
@@ -82,8 +82,8 @@ def columns(loss: LossSpec, sequences: int, vocab_size: int) -> dict[str, Column
         size: tuple[int, ...] = (int(levels[-1].sum()) if levels else rows,)
         if "candidates" in shape:
             size = (*size, CANDIDATES)
-        found[field.name] = Column(_values(field.name, field.dtype, size, vocab_size), levels)
-    return found
+        made[field.name] = Column(_values(field.name, field.dtype, size, vocab_size), levels)
+    return made
 
 
 def _values(name: str, dtype: str, size: tuple[int, ...], vocab_size: int) -> np.ndarray:

@@ -285,12 +285,12 @@ def main() -> None:
     for each in fields(Fleet):
         flag = f"--{each.name.replace('_', '-')}"
         parser.add_argument(flag, type=type(each.default), default=each.default, help=f"{each.default}")
-    given = vars(parser.parse_args())
-    if given.pop("check"):
+    options = vars(parser.parse_args())
+    if options.pop("check"):
         for what, simulated, found in checks():
             print(f"{what}: simulated {simulated:,.0f}, measured {found:,.0f} ({simulated / found:.2f} x)")
         return
-    for line in Simulation(Fleet(**given)).run().table():
+    for line in Simulation(Fleet(**options)).run().table():
         print(line)
 
 

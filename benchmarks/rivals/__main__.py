@@ -49,15 +49,15 @@ def main() -> int:
             continue
         start = time.perf_counter()
         try:
-            found = asyncio.run(compare(rival, size))
+            measured = asyncio.run(compare(rival, size))
         except (RuntimeError, AssertionError, OSError) as error:
             failures[rival.name] = str(error).strip().splitlines()[-1]
             print(f"{rival.name}: failed: {error}", flush=True)
             continue
-        for figure in found:
+        for figure in measured:
             print(line(figure), flush=True)
         print(f"{rival.name}: {time.perf_counter() - start:.0f} s", flush=True)
-        figures += found
+        figures += measured
     args.json.parent.mkdir(parents=True, exist_ok=True)
     report = {"machine": here, "repeats": args.repeats, "failures": failures}
     args.json.write_text(json.dumps(report | {"figures": [asdict(figure) for figure in figures]}, indent=1) + "\n")

@@ -13,19 +13,19 @@ from gradwire_proto.v1 import training_pb2 as pb
 T = TypeVar("T")
 
 
-def described(kind: type[T], *messages: Message, **given: Any) -> T:
+def described(kind: type[T], *messages: Message, **converted: Any) -> T:
     """Make a dataclass of what a server returned.
 
     Args:
         kind: The dataclass.
         messages: Each field that is not given is the field of this name in the first message that has one: a map as a
             dict, a repeated field as a tuple, an optional field that is not set as None.
-        given: Fields of another form than the message's.
+        converted: Fields of another form than the message's.
     """
-    for name in (each.name for each in fields(kind) if each.name not in given):  # type: ignore[arg-type]
+    for name in (each.name for each in fields(kind) if each.name not in converted):  # type: ignore[arg-type]
         message = next(each for each in messages if name in each.DESCRIPTOR.fields_by_name)
-        given[name] = _value(message, name)
-    return kind(**given)
+        converted[name] = _value(message, name)
+    return kind(**converted)
 
 
 def _value(message: Message, name: str) -> Any:

@@ -296,12 +296,12 @@ def _rows(row: int, part: str, ids: Array, own: Mapping[str, Any], *, shifted: b
     return _Sequence(row, part, ids, mask, 0, own)
 
 
-def _sequence(given: _Sequence, logprobs: Array, advantages: Array) -> RecordedSequence:
-    count, own = len(given.ids), len(given.ids) - given.first
+def _sequence(sequence: _Sequence, logprobs: Array, advantages: Array) -> RecordedSequence:
+    count, own = len(sequence.ids), len(sequence.ids) - sequence.first
     scored = np.zeros(count, bool)
-    mask = np.ones(own, bool) if given.mask is None else np.asarray(given.mask, bool)
+    mask = np.ones(own, bool) if sequence.mask is None else np.asarray(sequence.mask, bool)
     if len(mask) == own:
-        scored[given.first :] = mask
+        scored[sequence.first :] = mask
     places = np.flatnonzero(scored)
     if 0 < len(logprobs) < len(places):  # the server takes runs of the pad token at the end for padding
         places = places[: len(logprobs)]
@@ -313,20 +313,20 @@ def _sequence(given: _Sequence, logprobs: Array, advantages: Array) -> RecordedS
         if values.ndim == 0 or len(values) == len(places):
             of_tokens[places] = values
         elif len(values) == own:
-            of_tokens[given.first :] = values
+            of_tokens[sequence.first :] = values
             of_tokens[~scored] = np.nan
         return of_tokens
 
-    sampler = next((given.fields[name] for name in SAMPLER_FIELDS if given.fields.get(name) is not None), None)
-    reward = given.fields.get("rewards")
+    sampler = next((sequence.fields[name] for name in SAMPLER_FIELDS if sequence.fields.get(name) is not None), None)
+    reward = sequence.fields.get("rewards")
     return RecordedSequence(
-        row=given.row,
-        part=given.part,
-        token_ids=np.asarray(given.ids),
+        row=sequence.row,
+        part=sequence.part,
+        token_ids=np.asarray(sequence.ids),
         scored=scored,
         logprobs=placed(logprobs),
         sampler_logprobs=placed(sampler),
-        advantages=placed(advantages if len(advantages) else given.fields.get("advantages")),
+        advantages=placed(advantages if len(advantages) else sequence.fields.get("advantages")),
         reward=float(reward) if isinstance(reward, np.number | float | int) else float("nan"),
     )
 

@@ -302,11 +302,11 @@ class ServiceClient(Connected):
         upload_id = upload.upload_id if isinstance(upload, Upload) else upload
         await self._transport.delete(lambda stub: stub.DeleteUpload, pb.DeleteUploadRequest(upload_id=upload_id))
 
-    async def _uploaded(self, kind: Kind, given: str | PathLike | Upload, base_model: str) -> str:
-        upload_id = as_upload_id(given)
+    async def _uploaded(self, kind: Kind, source: str | PathLike | Upload, base_model: str) -> str:
+        upload_id = as_upload_id(source)
         if upload_id is None:
-            assert not isinstance(given, Upload)
-            upload_id = (await upload(self._transport, kind, given, base_model)).upload_id
+            assert not isinstance(source, Upload)
+            upload_id = (await upload(self._transport, kind, source, base_model)).upload_id
         return upload_id
 
     async def fork_run(

@@ -97,13 +97,13 @@ class Alerts:
                 for each in advise(self._recent[run_id]):
                     yield (run_id, each.name), each
 
-    def _compare(self, found: dict[tuple[str, str], Advice]) -> None:
+    def _compare(self, current: dict[tuple[str, str], Advice]) -> None:
         now = time.monotonic()
-        for key, advice in found.items():
+        for key, advice in current.items():
             if key not in self._active and now - self._told.get(key, -QUIET_S) >= QUIET_S:
                 self._told[key] = now
                 self._post(key[0], advice)
-        self._active = set(found)
+        self._active = set(current)
         for run_id in [each for each in self._recent if each not in self._workspace.runs]:
             del self._recent[run_id]
         self._told = {key: at for key, at in self._told.items() if now - at < QUIET_S}

@@ -19,18 +19,18 @@ from gradwire_console.workspace import Server
 PATIENCE_S = 300.0
 
 
-async def dry_run(server: Server, service: gradwire.ServiceClient, recipe: str, given: Mapping[str, Any]) -> str:
+async def dry_run(server: Server, service: gradwire.ServiceClient, recipe: str, values: Mapping[str, Any]) -> str:
     """Say what a training takes: rows, tokens, steps, memory and time, by the time of one step.
 
     Args:
-        given: The settings, with files of the server as their data.
+        values: The settings, with files of the server as their data.
 
     Raises:
         ValueError: The recipe says why it cannot be run, or it takes longer than five minutes.
         GradwireError: The data cannot be fetched.
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-dry-run-") as name:
-        folder, settings = Path(name), dict(given)
+        folder, settings = Path(name), dict(values)
         for key in FILE_SETTINGS:
             if str(settings.get(key) or "").startswith("file-"):
                 file = await service.files.get(settings[key])

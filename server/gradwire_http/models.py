@@ -42,10 +42,10 @@ class BoundedModel(BaseModel):
             return schema
         known = set(cls.model_fields) | {each.alias for each in cls.model_fields.values() if each.alias}
 
-        def with_one_unknown(given: Any) -> Any:
-            unknown = [name for name in given if name not in known] if isinstance(given, dict) else []
+        def with_one_unknown(values: Any) -> Any:
+            unknown = [name for name in values if name not in known] if isinstance(values, dict) else []
             if len(unknown) < 2:
-                return given
-            return {name: value for name, value in given.items() if name in known or name is unknown[0]}
+                return values
+            return {name: value for name, value in values.items() if name in known or name is unknown[0]}
 
         return core_schema.no_info_before_validator_function(with_one_unknown, schema)

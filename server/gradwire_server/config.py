@@ -405,21 +405,21 @@ class ServerConfig(EngineSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _models_of_engines(cls, given: Any) -> Any:
+    def _models_of_engines(cls, values: Any) -> Any:
         """What an engine serves, the server names."""
-        if not isinstance(given, dict) or not isinstance(given.get("each_engine"), list | tuple):
-            return given
-        models = given.get("models", {})
+        if not isinstance(values, dict) or not isinstance(values.get("each_engine"), list | tuple):
+            return values
+        models = values.get("models", {})
         named = _named(models) if isinstance(models, str | list | tuple) else dict(models)
         choices: list[Any] = []
-        for engine in given["each_engine"]:
+        for engine in values["each_engine"]:
             choice = parse_engine(engine) if isinstance(engine, str) else engine
             if isinstance(choice, dict):
                 own = [{text: named[text]} if text in named else _named([text]) for text in choice.get("models", ())]
                 named |= {name: path for each in own for name, path in each.items()}
                 choice = choice | {"models": [name for each in own for name in each]}
             choices.append(choice)
-        return given | {"models": named, "each_engine": choices}
+        return values | {"models": named, "each_engine": choices}
 
     @field_validator("engines", mode="before")
     @classmethod

@@ -176,15 +176,15 @@ async def model_of(service: gradwire.ServiceClient, name: str) -> gradwire.Model
     return matching[0]
 
 
-def pair(given: str) -> tuple[str, str]:
+def pair(argument: str) -> tuple[str, str]:
     """Split ``FIELD=COLUMN``.
 
     Raises:
         ValueError: There is no ``=``.
     """
-    field, equals, column = given.partition("=")
+    field, equals, column = argument.partition("=")
     if not equals:
-        raise ValueError(f"--mapping {given}: write FIELD=COLUMN, as prompt=question")
+        raise ValueError(f"--mapping {argument}: write FIELD=COLUMN, as prompt=question")
     return field, column
 
 

@@ -115,23 +115,23 @@ def torch_and_cuda() -> Iterator[Finding]:
     yield from _cuda(found)
 
 
-def _cuda(found: dict[str, Any]) -> Iterator[Finding]:
-    for index, (name, free, total) in enumerate(found["devices"]):
+def _cuda(cuda: dict[str, Any]) -> Iterator[Finding]:
+    for index, (name, free, total) in enumerate(cuda["devices"]):
         words = f"{name}, {size(free)} of {size(total)} free"
         if free < total / 2:
             yield Finding("note", f"CUDA device {index}", words, "Another process uses it: see nvidia-smi.")
         else:
             yield Finding("ok", f"CUDA device {index}", words)
-    if found["devices"]:
+    if cuda["devices"]:
         return
     if shutil.which("nvidia-smi") is None:
         yield Finding("note", "CUDA", "no NVIDIA driver here: training runs on the CPU")
-    elif not found["built_for"]:
+    elif not cuda["built_for"]:
         advice = "Install a build for CUDA: see https://pytorch.org/get-started/locally/"
         yield Finding("problem", "CUDA", "there is an NVIDIA driver, but torch was built for the CPU", advice)
     else:
         advice = "Compare the driver's CUDA version in nvidia-smi, and see whether CUDA_VISIBLE_DEVICES hides the GPU."
-        words = f"there is an NVIDIA driver, but torch, built for CUDA {found['built_for']}, finds no device"
+        words = f"there is an NVIDIA driver, but torch, built for CUDA {cuda['built_for']}, finds no device"
         yield Finding("problem", "CUDA", words, advice)
 
 

@@ -142,7 +142,7 @@ def _question() -> str:
 
 
 @asynccontextmanager
-async def _opened(found: Trained, address: str) -> AsyncIterator[gradwire.ServiceClient]:
+async def _opened(training: Trained, address: str) -> AsyncIterator[gradwire.ServiceClient]:
     """Connect to the server that holds what was trained, or start the training's own again.
 
     Args:
@@ -153,10 +153,10 @@ async def _opened(found: Trained, address: str) -> AsyncIterator[gradwire.Servic
     """
     from gradwire.recipes.settings import SettingsError
 
-    address = address or found.address
-    if not address and not found.server:
-        raise SettingsError(f"say where the server of {found.checkpoint or found.run_id} is: --address HOST:PORT")
-    own = {} if address else {"models": [found.model], "state_dir": Path(found.server)}
+    address = address or training.address
+    if not address and not training.server:
+        raise SettingsError(f"say where the server of {training.checkpoint or training.run_id} is: --address HOST:PORT")
+    own = {} if address else {"models": [training.model], "state_dir": Path(training.server)}
     async with gradwire.connect(address or None, **own) as service:  # type: ignore[arg-type]
         yield service
 

@@ -364,13 +364,13 @@ def _weight(row: Row, mapping: Mapped) -> float:
     return _number(_pick(row, mapping, "weight", ("weight",)), "weight", 1.0)
 
 
-def _number(given: Any, name: str, absent: float) -> float:
+def _number(value: Any, name: str, absent: float) -> float:
     try:
-        number = absent if given in (None, "") else float(given)
+        number = absent if value in (None, "") else float(value)
     except (TypeError, ValueError):
         number = -1.0
     if not 0 <= number < float("inf"):
-        raise Unfit(f"{name} is a number from 0 on; this is {given!r:.60}")
+        raise Unfit(f"{name} is a number from 0 on; this is {value!r:.60}")
     return number
 
 

@@ -97,11 +97,11 @@ def down(ray: Address = "auto") -> None:
     end_fleet(_fleet(ray))
 
 
-def _node(given: str, nodes: set[str]) -> str:
-    matching = [node for node in nodes if node.startswith(given)]
+def _node(prefix: str, nodes: set[str]) -> str:
+    matching = [node for node in nodes if node.startswith(prefix)]
     if len(matching) != 1:
         known = ", ".join(sorted(node[:12] for node in nodes)) or "none"
-        raise _refusal(f"{given!r} is {'more than one node' if matching else 'no node with engines'}: {known}")
+        raise _refusal(f"{prefix!r} is {'more than one node' if matching else 'no node with engines'}: {known}")
     return matching[0]
 
 

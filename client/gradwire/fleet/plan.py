@@ -109,16 +109,16 @@ def _sentence(faults: Sequence[Any]) -> str:
     """What is wrong with a file, in which field, and what to write."""
     fault = min(faults, key=lambda each: each["type"] != "extra_forbidden")  # a misspelt field is missing, too
     place = [str(each) for each in fault["loc"] if each not in BRANCHES]
-    in_group, given = len(place) > 1, fault["input"]
+    in_group, value = len(place) > 1, fault["input"]
     where, known = ".".join(place) or "the file", (Group if in_group else Plan).model_fields
     says = {
         "extra_forbidden": f"there is no such field{did_you_mean(''.join(place[-1:]), known)}: {', '.join(known)}",
         "missing": "this field is missing",
         "model_type": f"must have fields, as `{'name: far' if in_group else 'front: https://HOST:50051'}`",
-        "string_pattern_mismatch": f"must be of a-z, 0-9 and hyphens, 40 at most, not {given!r}",
+        "string_pattern_mismatch": f"must be of a-z, 0-9 and hyphens, 40 at most, not {value!r}",
     }
     if place[-1:] == ["engines"]:
-        return f"{where}: must be a number or all, not {given!r}"
+        return f"{where}: must be a number or all, not {value!r}"
     if "options" in place[:-1]:
-        return f"{where}: must be a text, a number or a list of texts, not {given!r}"
+        return f"{where}: must be a text, a number or a list of texts, not {value!r}"
     return f"{where}: {says.get(fault['type'], fault['msg'])}"

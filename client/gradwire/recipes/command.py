@@ -39,16 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _carry_out(parser, given)
 
 
-def _carry_out(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+def _carry_out(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     try:
-        if given.example:
-            sys.stdout.write(example(_recipe(given.example)[0]))
+        if arguments.example:
+            sys.stdout.write(example(_recipe(arguments.example)[0]))
             return
-        if not given.recipe or not given.config:
+        if not arguments.recipe or not arguments.config:
             parser.error("name a recipe and its configuration: gradwire train sft sft.yaml")
-        kind, module = _recipe(given.recipe)
-        settings = load(kind, given.config, given.set)
-        estimate = asyncio.run(module.train(settings, dry_run=given.dry_run))
+        kind, module = _recipe(arguments.recipe)
+        settings = load(kind, arguments.config, arguments.set)
+        estimate = asyncio.run(module.train(settings, dry_run=arguments.dry_run))
     except (SettingsError, GradwireError, ValueError, OSError, ImportError) as error:
         print(f"gradwire train: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -58,16 +58,18 @@ def _carry_out(parser: argparse.ArgumentParser, given: argparse.Namespace) -> No
             file=sys.stderr,
         )
         raise SystemExit(130) from None
-    print(estimate if given.dry_run else "\n".join([f"{settings.folder}/report.html", *next_steps(settings.folder)]))
+    print(
+        estimate if arguments.dry_run else "\n".join([f"{settings.folder}/report.html", *next_steps(settings.folder)])
+    )
 
 
-def settings_of(recipe: str, given: Mapping[str, Any]) -> Settings:
+def settings_of(recipe: str, values: Mapping[str, Any]) -> Settings:
     """Build a recipe's settings.
 
     Raises:
         SettingsError: There is no such recipe, or a setting is unknown or out of range.
     """
-    return built(settings_kind(recipe), given)
+    return built(settings_kind(recipe), values)
 
 
 def settings_kind(recipe: str) -> type[Settings]:

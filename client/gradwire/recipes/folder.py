@@ -45,20 +45,20 @@ class Trained:
     server: str
 
 
-def trained(given: str) -> Trained:
+def trained(place: str) -> Trained:
     """Find what ``FOLDER``, ``FOLDER@CHECKPOINT`` or ``RUN_ID/NAME`` names.
 
     Args:
-        given: A training's folder; behind ``@`` the name of a checkpoint, such as ``best`` or ``step-100``, by default
+        place: A training's folder; behind ``@`` the name of a checkpoint, such as ``best`` or ``step-100``, by default
             the newest.
 
     Raises:
         SettingsError: There is no such folder, or no training in it that has saved a checkpoint.
     """
-    name, at, wanted = (given, "", "") if Path(given).is_dir() else given.rpartition("@")
-    folder = Path(name if at else given)
-    if not at and not folder.exists() and given.startswith("run-"):
-        run_id, _, checkpoint = given.partition("/")
+    name, at, wanted = (place, "", "") if Path(place).is_dir() else place.rpartition("@")
+    folder = Path(name if at else place)
+    if not at and not folder.exists() and place.startswith("run-"):
+        run_id, _, checkpoint = place.partition("/")
         return Trained(None, run_id, f"{run_id}/{checkpoint}" if checkpoint else "", "", "", "")
     if not folder.is_dir():
         raise SettingsError(

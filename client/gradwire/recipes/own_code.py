@@ -28,15 +28,15 @@ ENVIRONMENTS = "gradwire.environments"
 """The group of entry points in which packages offer environments."""
 
 
-def check_reward(given: str | Mapping[str, float]) -> None:
+def check_reward(reward: str | Mapping[str, float]) -> None:
     """Check the names and weights of the setting ``reward``, without loading anything.
 
     Raises:
         SettingsError: One is unknown, or a weight is no number.
     """
-    if not given:
+    if not reward:
         raise SettingsError("reward is empty")
-    for name, weight in given.items() if isinstance(given, Mapping) else ((given, 1.0),):
+    for name, weight in reward.items() if isinstance(reward, Mapping) else ((reward, 1.0),):
         if name not in REWARDS and ":" not in name:
             raise SettingsError(
                 f"reward has {name!r}; it must be one of {', '.join(REWARDS)}, or FILE.py:FUNCTION, or a mapping of "
@@ -46,18 +46,18 @@ def check_reward(given: str | Mapping[str, float]) -> None:
             raise SettingsError(f"reward has the weight {weight!r} for {name}; it must be a number")
 
 
-def reward_of(given: str | Mapping[str, float]) -> Scorer:
+def reward_of(reward: str | Mapping[str, float]) -> Scorer:
     """Make the reward that the setting ``reward`` describes. Functions of one's own run in the sandbox.
 
     Raises:
         SettingsError: Its code cannot be loaded, or is no reward.
     """
-    names = list(given) if isinstance(given, Mapping) else [given]
+    names = list(reward) if isinstance(reward, Mapping) else [reward]
     functions = {name: REWARDS[name]() if name in REWARDS else loaded(name, "reward") for name in names}
-    if isinstance(given, str):
-        return _scorer(functions[given])
+    if isinstance(reward, str):
+        return _scorer(functions[reward])
     shown = {name.rpartition(":")[2] if _single(name, names) else name: each for name, each in functions.items()}
-    return WeightedReward({name: _scorer(each) for name, each in shown.items()}, dict(zip(shown, given.values())))
+    return WeightedReward({name: _scorer(each) for name, each in shown.items()}, dict(zip(shown, reward.values())))
 
 
 def _scorer(reward: Any) -> Scorer:
@@ -72,52 +72,52 @@ def _single(name: str, names: list[str]) -> bool:
     return sum(each.rpartition(":")[2] == name.rpartition(":")[2] for each in names) == 1
 
 
-def environment_of(given: str, arguments: Mapping[str, Any]) -> BaseEnvironment | GroupBuilder | None:
+def environment_of(reference: str, arguments: Mapping[str, Any]) -> BaseEnvironment | GroupBuilder | None:
     """Make the environment that the setting ``environment`` names; None if it is empty.
 
     Args:
-        given: ``FILE.py:NAME`` or ``MODULE:NAME`` of a class or function that makes one, or an entry point of the
+        reference: ``FILE.py:NAME`` or ``MODULE:NAME`` of a class or function that makes one, or an entry point of the
             group ``gradwire.environments``.
         arguments: What it is called with.
 
     Raises:
         SettingsError: There is none, or it cannot be made.
     """
-    if not given:
+    if not reference:
         return None
-    if ":" in given:
-        make = loaded(given, "environment")
+    if ":" in reference:
+        make = loaded(reference, "environment")
     else:
         offered = {each.name: each for each in importlib.metadata.entry_points(group=ENVIRONMENTS)}
-        if given not in offered:
+        if reference not in offered:
             known = f"there are {', '.join(sorted(offered))}, or" if offered else "no package offers any:"
-            raise SettingsError(f"environment: there is no entry point {given!r}; {known} write FILE.py:NAME")
-        make = offered[given].load()
+            raise SettingsError(f"environment: there is no entry point {reference!r}; {known} write FILE.py:NAME")
+        make = offered[reference].load()
     try:
         made = make if isinstance(make, BaseEnvironment | GroupBuilder) and not arguments else make(**arguments)
     except Exception as error:  # its own code may raise anything
-        raise SettingsError(f"environment: {given} with {dict(arguments)}: {_told(error)}") from error
+        raise SettingsError(f"environment: {reference} with {dict(arguments)}: {_told(error)}") from error
     if not isinstance(made, BaseEnvironment | GroupBuilder):
         raise SettingsError(
-            f"environment: {given} makes {type(made).__name__}; it must be a BaseEnvironment or a GroupBuilder of "
+            f"environment: {reference} makes {type(made).__name__}; it must be a BaseEnvironment or a GroupBuilder of "
             "gradwire.rl"
         )
     return made
 
 
-def loaded(given: str, setting: str) -> Any:
+def loaded(reference: str, setting: str) -> Any:
     """Load ``FILE.py:NAME`` or ``MODULE:NAME``.
 
     Raises:
         SettingsError: There is no such file, module or name, or it fails when it is imported.
     """
-    place, _, name = given.rpartition(":")
+    place, _, name = reference.rpartition(":")
     try:
         module = _from_file(Path(place), setting) if place.endswith(".py") else importlib.import_module(place)
     except SettingsError:
         raise
     except ModuleNotFoundError as error:
-        raise SettingsError(f"{setting}: there is no module {error.name!r}, which {given} needs") from error
+        raise SettingsError(f"{setting}: there is no module {error.name!r}, which {reference} needs") from error
     except Exception as error:  # the user's own code may raise anything
         raise SettingsError(f"{setting}: {place} cannot be imported: {_told(error)}") from error
     if not hasattr(module, name):

@@ -305,7 +305,7 @@ def read_yaml(
     return Given(values, places)
 
 
-def set_by(given: dict[str, Any], override: str) -> None:
+def set_by(values: dict[str, Any], override: str) -> None:
     """Set a value as ``"name=value"`` or ``"section.name=value"`` says.
 
     Raises:
@@ -315,7 +315,7 @@ def set_by(given: dict[str, Any], override: str) -> None:
     *sections, name = dotted.strip().split(".")
     if not equals or not name or not all(sections):
         raise SettingsError(f"--set {override}: write NAME=VALUE, as learning_rate=1e-3 or loss.beta=0.1")
-    section = given
+    section = values
     for each in sections:
         if section.get(each) is None:
             section[each] = {}
@@ -328,7 +328,7 @@ def set_by(given: dict[str, Any], override: str) -> None:
         section[name] = value
 
 
-def built(kind: type[S], given: Mapping[str, Any], places: Mapping[str, str] = types.MappingProxyType({})) -> S:
+def built(kind: type[S], content: Mapping[str, Any], places: Mapping[str, str] = types.MappingProxyType({})) -> S:
     """Build settings from values by name, those that are left out with their defaults.
 
     Args:
@@ -340,7 +340,7 @@ def built(kind: type[S], given: Mapping[str, Any], places: Mapping[str, str] = t
     """
     hints = typing.get_type_hints(kind)
     values = {}
-    for name, value in given.items():
+    for name, value in content.items():
         place = places.get(str(name), "")
         if name not in hints:
             near = (

@@ -157,13 +157,13 @@ def code_tasks(
     return _some(tasks, source)
 
 
-def _tests(found: Any, where: str) -> list[Any]:
-    if isinstance(found, str) and found.lstrip().startswith(("{", "[")):
-        found = json.loads(found)
-    if isinstance(found, Mapping) and {"inputs", "outputs"} <= set(found):
-        pairs = zip(found["inputs"], found["outputs"], strict=True)
-        found = [{"input": given, "output": expected} for given, expected in pairs]
-    listed = [found] if isinstance(found, str) else list(found)
+def _tests(tests: Any, where: str) -> list[Any]:
+    if isinstance(tests, str) and tests.lstrip().startswith(("{", "[")):
+        tests = json.loads(tests)
+    if isinstance(tests, Mapping) and {"inputs", "outputs"} <= set(tests):
+        pairs = zip(tests["inputs"], tests["outputs"], strict=True)
+        tests = [{"input": given, "output": expected} for given, expected in pairs]
+    listed = [tests] if isinstance(tests, str) else list(tests)
     if not listed:
         raise ValueError(f"{where}: there are no tests")
     return listed

@@ -33,9 +33,9 @@ def train_main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> None:
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        given.run(given)
+        options.run(options)
     except (ValueError, OSError, ImportError) as error:
         raise SystemExit(f"{parser.prog}: {error}") from None
 
@@ -62,10 +62,10 @@ def _add_config(commands: Any) -> None:
     )
 
 
-def _config(given: argparse.Namespace) -> None:
+def _config(options: argparse.Namespace) -> None:
     from gradwire.router.settings_file import load_settings, parse_settings, render
 
-    settings = load_settings(given.config, given.set) if given.config else parse_settings("", given.set)
+    settings = load_settings(options.config, options.set) if options.config else parse_settings("", options.set)
     sys.stdout.write(render(settings))
 
 
@@ -83,7 +83,7 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="start anew and replace an interrupted run")
 
 
-def _train(given: argparse.Namespace) -> None:
+def _train(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from gradwire.loop.progress import Progress
@@ -92,18 +92,18 @@ def _train(given: argparse.Namespace) -> None:
     from gradwire.router.settings_file import load_settings
     from gradwire.router.trainer import Figures
 
-    overrides = list(given.set)
+    overrides = list(options.set)
     for name, value in (
-        ("trainer.updates", given.updates),
-        ("trainer.seed", given.seed),
-        ("rollout.episode_length", given.episode_length),
+        ("trainer.updates", options.updates),
+        ("trainer.seed", options.seed),
+        ("rollout.episode_length", options.episode_length),
     ):
         if value is not None:
             overrides.append(f"{name}={value}")
-    settings = load_settings(given.config, overrides)
+    settings = load_settings(options.config, overrides)
     console = Console(highlight=False, soft_wrap=True)
-    if settings.autopilot.enabled and given.updates is not None:
-        settings = load_settings(given.config, [*overrides, f"autopilot.max_updates={given.updates}"])
+    if settings.autopilot.enabled and options.updates is not None:
+        settings = load_settings(options.config, [*overrides, f"autopilot.max_updates={options.updates}"])
     total = settings.autopilot.max_updates if settings.autopilot.enabled else settings.trainer.updates
     progress = Progress("router", total, show=not settings.switched_off())
 
@@ -114,10 +114,10 @@ def _train(given: argparse.Namespace) -> None:
     try:
         with progress:
             result = RouterPPOAdapter(settings).train(
-                resume=given.resume, overwrite=given.overwrite, told=told, said=progress.say
+                resume=options.resume, overwrite=options.overwrite, told=told, said=progress.say
             )
     except TrainingDisabledError as off:
-        console.print(f"{off} in {given.config}", markup=False)
+        console.print(f"{off} in {options.config}", markup=False)
         return
     except KeyboardInterrupt as interrupted:
         kept = (
@@ -142,8 +142,8 @@ def _policy_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _policy_file(given: argparse.Namespace, output_dir: str) -> Path:
-    file: Path = given.policy or Path(output_dir) / "policy_state.npz"
+def _policy_file(options: argparse.Namespace, output_dir: str) -> Path:
+    file: Path = options.policy or Path(output_dir) / "policy_state.npz"
     return file
 
 
@@ -160,7 +160,7 @@ def _add_evaluate(commands: Any) -> None:
     )
 
 
-def _evaluate(given: argparse.Namespace) -> None:
+def _evaluate(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from gradwire.router.console import show_report
@@ -168,10 +168,10 @@ def _evaluate(given: argparse.Namespace) -> None:
     from gradwire.router.policy import LinearPolicy
     from gradwire.router.settings_file import load_settings
 
-    settings = load_settings(given.config, given.set)
-    policy = LinearPolicy.load(_policy_file(given, settings.experiment.output_dir))
-    if given.log is not None:
-        print(evaluate_offline(given.log, policy))
+    settings = load_settings(options.config, options.set)
+    policy = LinearPolicy.load(_policy_file(options, settings.experiment.output_dir))
+    if options.log is not None:
+        print(evaluate_offline(options.log, policy))
         return
     show_report(Console(highlight=False, soft_wrap=True), _held_out(settings).report(policy))
 
@@ -193,17 +193,17 @@ def _add_promote(commands: Any) -> None:
     parser.add_argument("--force", action="store_true", help="promote even if it is not better")
 
 
-def _promote(given: argparse.Namespace) -> None:
+def _promote(options: argparse.Namespace) -> None:
     from gradwire.router.promotion import promote
     from gradwire.router.settings_file import load_settings
 
-    settings = load_settings(given.config, given.set)
-    candidate = _policy_file(given, settings.experiment.output_dir)
-    done = promote(candidate, given.to, _held_out(settings), force=given.force)
+    settings = load_settings(options.config, options.set)
+    candidate = _policy_file(options, settings.experiment.output_dir)
+    done = promote(candidate, options.to, _held_out(settings), force=options.force)
     print(
         f"{candidate} earns {done.candidate_reward:.4f} on held-out requests, {done.beaten} {done.reward_to_beat:.4f}"
     )
-    print(f"promoted to {given.to}" + (f"; the previous policy is kept as {done.previous}" if done.previous else ""))
+    print(f"promoted to {options.to}" + (f"; the previous policy is kept as {done.previous}" if done.previous else ""))
 
 
 def _add_explain(commands: Any) -> None:
@@ -212,10 +212,10 @@ def _add_explain(commands: Any) -> None:
     parser.add_argument("--top", type=int, metavar="N", help="only the N features with the strongest effect")
 
 
-def _explain(given: argparse.Namespace) -> None:
+def _explain(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from gradwire.router.console import show_weights
     from gradwire.router.policy import LinearPolicy
 
-    show_weights(Console(highlight=False, soft_wrap=True), LinearPolicy.load(given.policy), given.top)
+    show_weights(Console(highlight=False, soft_wrap=True), LinearPolicy.load(options.policy), options.top)

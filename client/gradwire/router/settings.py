@@ -166,16 +166,16 @@ class Hicra(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _aliases(cls, given: object) -> object:
+    def _aliases(cls, values: object) -> object:
         from gradwire.rl.hicra import build_hicra_from_dict
 
-        if not isinstance(given, dict):
-            return given
-        unknown = sorted(set(given) - set(cls.model_fields) - {"planner_weight", "eps", "epsilon"})
+        if not isinstance(values, dict):
+            return values
+        unknown = sorted(set(values) - set(cls.model_fields) - {"planner_weight", "eps", "epsilon"})
         if unknown:
-            return given  # pydantic reports them with their place
+            return values  # pydantic reports them with their place
         try:
-            built = build_hicra_from_dict({"enabled": False} | given)
+            built = build_hicra_from_dict({"enabled": False} | values)
         except TypeError as error:
             raise ValueError(str(error)) from None
         return {name: getattr(built, name) for name in cls.model_fields}

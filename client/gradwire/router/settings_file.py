@@ -97,13 +97,13 @@ def _lines(node: Any, place: Place, name: str) -> Iterator[tuple[Place, int]]:
             yield from _lines(value, (*place, index), name)
 
 
-def _override(given: dict[str, Any], override: str) -> Place:
+def _override(values: dict[str, Any], override: str) -> Place:
     """Set ``a.b=value`` in the settings; return its place."""
     dotted, equals, value = override.partition("=")
     names = dotted.strip().split(".")
     if not equals or not all(names):
         raise SettingsError(f"--set {override}: write SECTION.NAME=VALUE, as trainer.learning_rate=1e-3")
-    section: Any = given
+    section: Any = values
     for name in names[:-1]:
         if section.get(name) is None:
             section[name] = {}

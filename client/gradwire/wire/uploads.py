@@ -110,12 +110,12 @@ async def upload(transport: Transport, kind: Kind, path: str | os.PathLike[str],
     raise AssertionError("the loop returns or raises")
 
 
-def as_upload_id(given: str | os.PathLike[str] | Upload) -> str | None:
+def as_upload_id(source: str | os.PathLike[str] | Upload) -> str | None:
     """The id of an upload that was given as such; None for a path."""
-    if isinstance(given, Upload):
-        return given.upload_id
-    named = isinstance(given, str) and given.startswith("upload-") and not Path(given).exists()
-    return str(given) if named else None
+    if isinstance(source, Upload):
+        return source.upload_id
+    named = isinstance(source, str) and source.startswith("upload-") and not Path(source).exists()
+    return str(source) if named else None
 
 
 def _files(kind: Kind, folder: Path) -> list[pb.UploadFile]:

@@ -57,21 +57,21 @@ def labels(infos: list[RunInfo]) -> dict[str, str]:
     }
 
 
-async def _show(workspace: Workspace, found: list[str]) -> None:
-    shown = labels([workspace.runs[run_id].info for run_id in found])
+async def _show(workspace: Workspace, run_ids: list[str]) -> None:
+    shown = labels([workspace.runs[run_id].info for run_id in run_ids])
     with ui.element("div").classes("gw-legend"):
         for colour, (run_id, label) in enumerate(shown.items()):
             with ui.element("span").classes("gw-key").style(f"--c: var(--s{colour % 8 + 1})"):
                 ui.link(label, f"/run/{run_id}").classes("gw-link")
         ui.element("div").classes("grow")
-        button("Download a report", lambda: ui.navigate.to("/api/report?runs=" + ",".join(found)))
+        button("Download a report", lambda: ui.navigate.to("/api/report?runs=" + ",".join(run_ids)))
     place = ui.element("div")
     curves = Curves()
     with panel("Last figures"):
         figures = Drawn()
     with panel("Settings that differ"):
-        _differences([workspace.runs[run_id].info for run_id in found], shown)
-    sdk_line("histories = [await service.get_training_client(run_id).history() for run_id in " + repr(found) + "]")
+        _differences([workspace.runs[run_id].info for run_id in run_ids], shown)
+    sdk_line("histories = [await service.get_training_client(run_id).history() for run_id in " + repr(run_ids) + "]")
 
     async def refresh() -> None:
         records: dict[str, Record] = {}

@@ -148,13 +148,13 @@ class _Run:
                         plain(f"{each.what} ", "gw-flag")
                         plain(each.remedy)
 
-    def _show_checkpoints(self, found: list[gradwire.Checkpoint], record: Record) -> None:
-        if found is not self._checkpoints:
-            self._checkpoints = found
-            self._measured = {each.path: measured(record, each.step) for each in found[-NEWEST:]}
-        self._none_saved.set_visibility(not found)
-        self._all_saves.text = f"All {len(found)}"
-        self._all_saves.set_visibility(len(found) > NEWEST)
+    def _show_checkpoints(self, checkpoints: list[gradwire.Checkpoint], record: Record) -> None:
+        if checkpoints is not self._checkpoints:
+            self._checkpoints = checkpoints
+            self._measured = {each.path: measured(record, each.step) for each in checkpoints[-NEWEST:]}
+        self._none_saved.set_visibility(not checkpoints)
+        self._all_saves.text = f"All {len(checkpoints)}"
+        self._all_saves.set_visibility(len(checkpoints) > NEWEST)
 
         def draw(each: gradwire.Checkpoint) -> Callable[[gradwire.Checkpoint], object]:
             with ui.element("div").classes("grow"):
@@ -165,7 +165,7 @@ class _Run:
             return lambda now: lines.show(_about(now, self._measured[now.path]))
 
         # A checkpoint that was saved again under its name is another.
-        self._saves.show({f"{each.path} {each.created_at}": each for each in found[: -NEWEST - 1 : -1]}, draw)
+        self._saves.show({f"{each.path} {each.created_at}": each for each in checkpoints[: -NEWEST - 1 : -1]}, draw)
 
     def _button(self, text: str, do: Callable[[], object], checkpoint: gradwire.Checkpoint) -> None:
         named(button(text, do).props("dense"), f"{text} {checkpoint.name}")

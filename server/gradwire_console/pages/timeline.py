@@ -107,18 +107,18 @@ def _newest(workspace: Workspace) -> list[LiveRun]:
     return active[:MOST_RUNS]
 
 
-def trace(workspace: Workspace, found: Sequence[Span]) -> dict[str, Any]:
+def trace(workspace: Workspace, spans: Sequence[Span]) -> dict[str, Any]:
     """The spans as a Chrome trace, which Perfetto opens: a process an engine, a thread a run."""
-    order = {run_id: number for number, run_id in enumerate(dict.fromkeys(each.run_id for each in found))}
+    order = {run_id: number for number, run_id in enumerate(dict.fromkeys(each.run_id for each in spans))}
     events: list[dict[str, Any]] = []
-    for each in {each.engine: each for each in found}.values():
+    for each in {each.engine: each for each in spans}.values():
         events.append(
             {"ph": "M", "name": "process_name", "pid": each.engine, "args": {"name": f"engine {each.engine}"}}
         )
-    for each in {(each.engine, each.run_id): each for each in found}.values():
+    for each in {(each.engine, each.run_id): each for each in spans}.values():
         name = {"name": _name(workspace, each.run_id)}
         events.append({"ph": "M", "name": "thread_name", "pid": each.engine, "tid": order[each.run_id], "args": name})
-    for each in found:
+    for each in spans:
         begin, duration = each.begin * 1e6, (each.end - each.begin) * 1e6
         event = {"name": each.name, "cat": each.kind, "pid": each.engine, "args": {"run": each.run_id, "seq": each.seq}}
         if each.kind == "wait":  # waits of a run overlap, which slices of a thread may not

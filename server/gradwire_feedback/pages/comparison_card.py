@@ -21,30 +21,30 @@ class ComparisonCard:
             self._advice = ui.label("The intervals stay valid however often you look: stop when it is settled.")
             self._advice.classes("quiet")
 
-    def show(self, found: ComparisonOut) -> None:
-        self._verdict.text = found.verdict
-        self._chart.style(f"height: {4 + 3 * len(found.versions)}rem")
-        self._chart.show(intervals(found) if found.versions else {})
-        self._figures.show(_figures(found) if found.versions else [])
-        self._advice.set_visibility(bool(found.versions))
+    def show(self, comparison: ComparisonOut) -> None:
+        self._verdict.text = comparison.verdict
+        self._chart.style(f"height: {4 + 3 * len(comparison.versions)}rem")
+        self._chart.show(intervals(comparison) if comparison.versions else {})
+        self._figures.show(_figures(comparison) if comparison.versions else [])
+        self._advice.set_visibility(bool(comparison.versions))
 
 
-def _figures(found: ComparisonOut) -> list[str]:
+def _figures(comparison: ComparisonOut) -> list[str]:
     lines = []
-    for each in found.versions:
+    for each in comparison.versions:
         mean = "no scores yet" if each.mean is None else f"mean {each.mean:.3f}"
         lines.append(
             f"{each.version}: {mean} from {each.count} rated answer{'s' * (each.count != 1)} of "
             f"{each.users} user{'s' * (each.users != 1)}, "
-            f"{found.confidence:.0%} interval {each.interval[0]:.3f} to {each.interval[1]:.3f}"
+            f"{comparison.confidence:.0%} interval {each.interval[0]:.3f} to {each.interval[1]:.3f}"
         )
-    for gap in found.differences:
+    for gap in comparison.differences:
         lines.append(
             f"{gap.version} minus {gap.baseline}: "
             + ("no figure yet" if gap.difference is None else f"{gap.difference:+.3f}")
             + f", interval {gap.interval[0]:+.3f} to {gap.interval[1]:+.3f}"
         )
-    ratio = found.sample_ratio
+    ratio = comparison.sample_ratio
     if ratio is not None:
         drawn = ", ".join(f"{version} {count}" for version, count in ratio.observed.items())
         lines.append(f"Drawn: {drawn}; sample ratio {'as deployed' if ratio.ok else 'WRONG'} (p = {ratio.p_value:.2g})")

@@ -34,7 +34,7 @@ class DeploymentCard:
         self._fields: dict[str, ui.number] = {}
         self._placed: dict[str, float | None] = {}
 
-    def show(self, found: Overview) -> None:
+    def show(self, overview: Overview) -> None:
         with ui.card().classes("full-width"):
             title("Deployed", 2)
             self._deployed = ui.label()
@@ -43,18 +43,18 @@ class DeploymentCard:
                 with ui.row():
                     button("Deploy", self._deploy, kind="primary")
                     button("Roll back", self._roll_back)
-        self.refresh(found)
+        self.refresh(overview)
 
-    def refresh(self, found: Overview) -> None:
-        self._found = found
-        shares = ", ".join(f"{version} {weight:.0%}" for version, weight in found.weights.items())
+    def refresh(self, overview: Overview) -> None:
+        self._found = overview
+        shares = ", ".join(f"{version} {weight:.0%}" for version, weight in overview.weights.items())
         self._deployed.text = f"Answers come from: {shares}"
         if not self._may_train:
             return
-        every = [BASE, *(each.version for each in found.versions)]
-        shown = [version for version in every if version in every[-NEWEST_SHOWN:] or version in found.weights]
+        every = [BASE, *(each.version for each in overview.versions)]
+        shown = [version for version in every if version in every[-NEWEST_SHOWN:] or version in overview.weights]
         for version in [*shown, *(version for version in self._fields if version not in shown)]:
-            share = round(100 * found.weights.get(version, 0.0), 6)
+            share = round(100 * overview.weights.get(version, 0.0), 6)
             if version not in self._fields:
                 with self._row:
                     field = ui.number(f"{version} %", value=share, min=0, max=100, step=5).style("width: 7rem")

@@ -77,12 +77,12 @@ class _Policies:
         ui.timer(REFRESH_S, refresh)
         ui.timer(LOOK_S, look)
 
-    def _update(self, found: Overview) -> None:
-        self._shown = found
-        self._scores.show(found)
-        self._versions.show(found)
-        self._deployment.refresh(found)
-        self._comparison.show(found.comparison)
+    def _update(self, overview: Overview) -> None:
+        self._shown = overview
+        self._scores.show(overview)
+        self._versions.show(overview)
+        self._deployment.refresh(overview)
+        self._comparison.show(overview.comparison)
 
     async def _act(self, work: Callable[[], Any], done: str, role: Role = "train") -> bool:
         """Run a button's action if the key still allows it, and report the result."""

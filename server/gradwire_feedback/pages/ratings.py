@@ -77,13 +77,13 @@ class _Ratings:
 
         return await run_in_threadpool(load)
 
-    def _row(self, found: Rating | Ranked) -> _Row:
-        if isinstance(found, Ranked):
-            row_id = found.ranking.id
-            return _RankingRow(found, lambda: self._withdraw_ranking(row_id))
-        rating_id = found.feedback.id
+    def _row(self, entry: Rating | Ranked) -> _Row:
+        if isinstance(entry, Ranked):
+            row_id = entry.ranking.id
+            return _RankingRow(entry, lambda: self._withdraw_ranking(row_id))
+        rating_id = entry.feedback.id
         return _RatingRow(
-            found, self._everyones, lambda score: self._correct(rating_id, score), lambda: self._withdraw(rating_id)
+            entry, self._everyones, lambda score: self._correct(rating_id, score), lambda: self._withdraw(rating_id)
         )
 
     async def _correct(self, rating_id: str, score: float | None) -> None:

@@ -62,43 +62,43 @@ class ReportCard:
         if version == self._version.value:  # nobody chose another meanwhile
             self._show_report(report)
 
-    def _show_report(self, found: ReportOut | None) -> None:
+    def _show_report(self, report: ReportOut | None) -> None:
         """Show a report; what people scroll and zoom is made anew for another version alone."""
-        before, self._report = self._report, found
-        self._none.set_visibility(found is None)
-        self._version.set_visibility(found is not None)
+        before, self._report = self._report, report
+        self._none.set_visibility(report is None)
+        self._version.set_visibility(report is not None)
         newest = self._rows[-1].version if self._rows else ""
-        self._newer.text = f"{newest} is newer" if found is not None and found.version != newest else ""
-        if found is None or found == before:
+        self._newer.text = f"{newest} is newer" if report is not None and report.version != newest else ""
+        if report is None or report == before:
             return
         self._figures.clear()
         with self._figures:
-            facts(_figures(found))
+            facts(_figures(report))
         self._verdict.show(
-            ([_verdict(found.reward_model)] if found.method == "ppo" else [])
-            + ([_preferred(found.preferences)] if found.preferences is not None else [])
+            ([_verdict(report.reward_model)] if report.method == "ppo" else [])
+            + ([_preferred(report.preferences)] if report.preferences is not None else [])
         )
-        if before is None or _details(found) != _details(before):
+        if before is None or _details(report) != _details(before):
             self._details.clear()
             with self._details:
-                self._show_details(found)
+                self._show_details(report)
 
-    def _show_details(self, found: ReportOut) -> None:
+    def _show_details(self, report: ReportOut) -> None:
         with ui.element("div").classes("gw-answers full-width"):
-            for colour, (name, values) in enumerate(found.curves.items()):
+            for colour, (name, values) in enumerate(report.curves.items()):
                 points = [(step, round(value, 4)) for step, value in enumerate(values, 1) if value is not None]
                 with ui.element("div").classes("gw-lines"):
                     ui.label(CURVES[name]).classes("quiet")
                     Plot([Curve(name, points, colour)], title=CURVES[name])
-        if found.examples:
+        if report.examples:
             title("Answers before and after", 2)
-        for example in found.examples:
+        for example in report.examples:
             with panel().classes("full-width"):
                 plain(example.prompt, "quiet text gw-scroll").props("tabindex=0")
                 with ui.element("div").classes("gw-answers full-width"):
                     for name, text, score in (
-                        (found.started_from, example.before, example.before_score),
-                        (found.version, example.after, example.after_score),
+                        (report.started_from, example.before, example.before_score),
+                        (report.version, example.after, example.after_score),
                     ):
                         with ui.element("div").classes("gw-lines"):
                             plain(name if score is None else f"{name}, predicted {score:.2f}", "quiet")
@@ -109,14 +109,14 @@ def _details(report: ReportOut) -> tuple[object, ...]:
     return report.version, report.curves, report.examples
 
 
-def _figures(found: ReportOut) -> dict[str, object]:
-    predicted = None if found.predicted_reward is None else f"{found.predicted_reward:.3f}, by the reward model"
-    rated = "not rated yet" if found.rated_reward is None else f"{found.rated_reward:.3f}"
+def _figures(report: ReportOut) -> dict[str, object]:
+    predicted = None if report.predicted_reward is None else f"{report.predicted_reward:.3f}, by the reward model"
+    rated = "not rated yet" if report.rated_reward is None else f"{report.rated_reward:.3f}"
     return {
-        "Trained on from": found.started_from,
-        "Method": "DPO, on preferences" if found.method == "dpo" else "PPO, against the reward model",
+        "Trained on from": report.started_from,
+        "Method": "DPO, on preferences" if report.method == "dpo" else "PPO, against the reward model",
         "Predicted reward": predicted,
-        "Rated reward": rated + (f", by people, of {found.rated_answers} answers" if found.rated_answers else ""),
+        "Rated reward": rated + (f", by people, of {report.rated_answers} answers" if report.rated_answers else ""),
     }
 
 
@@ -132,11 +132,11 @@ def _verdict(report: RewardModelOut | None) -> str:
     )
 
 
-def _preferred(found: PreferencesOut) -> str:
-    if not found.held_out:
-        return f"Trained on {found.pairs} preferences; none could be held out, as all are of one prompt."
-    before, after = found.before, found.after
+def _preferred(preferences: PreferencesOut) -> str:
+    if not preferences.held_out:
+        return f"Trained on {preferences.pairs} preferences; none could be held out, as all are of one prompt."
+    before, after = preferences.before, preferences.after
     return (
-        f"On {found.held_out} held-out preferences of {found.pairs}: loss {before['loss']:.3f} before, "
+        f"On {preferences.held_out} held-out preferences of {preferences.pairs}: loss {before['loss']:.3f} before, "
         f"{after['loss']:.3f} after; it now leans to the better answer in {after['accuracy']:.0%}."
     )

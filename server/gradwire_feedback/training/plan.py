@@ -72,7 +72,7 @@ def make_plan(
     database: Database,
     settings: Settings,
     agent_id: str,
-    given: Mapping[str, Any],
+    requested: Mapping[str, Any],
     start_from: str | None,
     reward_model: str,
     reward_given: Mapping[str, Any],
@@ -82,7 +82,7 @@ def make_plan(
     """Validate a request for training.
 
     Args:
-        given: Settings of the request; others have their defaults.
+        requested: Settings of the request; others have their defaults.
         start_from: A version, ``base``, or None for the newest.
         reward_model: ``retrain``, ``reuse``, or a version.
         reward_given: Settings of a trained reward model; others are the policy's.
@@ -94,14 +94,14 @@ def make_plan(
         NotFoundError: An unknown version.
         gradwire.InvalidArgumentError: Invalid settings.
     """
-    given = {name: value for name, value in given.items() if value is not None}
+    requested = {name: value for name, value in requested.items() if value is not None}
     preferences = method == "dpo"
     if preferences:
-        _check_preference_settings(given, reward_model, reward_given)
-        given = {"mini_batch_size": given.get("batch_size", TrainingConfig.batch_size)} | given
+        _check_preference_settings(requested, reward_model, reward_given)
+        requested = {"mini_batch_size": requested.get("batch_size", TrainingConfig.batch_size)} | requested
     elif beta is not None:
         raise UnprocessableError("beta is a setting of method 'dpo': leave it out, or set the method", field="beta")
-    config = TrainingConfig(**({"base_model": settings.base_model} | given))
+    config = TrainingConfig(**({"base_model": settings.base_model} | requested))
     check_server_settings(config)
     with database.read() as session:
         count = len(pairs_of(session, agent_id) if preferences else scores_of(session, agent_id))

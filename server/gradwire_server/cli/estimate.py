@@ -186,48 +186,50 @@ def _device(text: str) -> Device:
     return Device("cpu", machine_memory())
 
 
-def _document(found: Estimate, sentences: list[str]) -> dict[str, object]:
+def _document(estimate: Estimate, sentences: list[str]) -> dict[str, object]:
     return {
-        "model": found.workload.model,
-        "parameters": found.num_parameters,
-        "trained_parameters": found.trained_parameters,
-        "device": found.device.kind,
-        "device_bytes": found.device.bytes,
-        "dtype": str(found.workload.dtype).removeprefix("torch."),
-        "bytes": dict(found.parts),
-        "total_bytes": found.total_bytes,
-        "needed_bytes": found.needed_bytes,
-        "usable_bytes": found.usable_bytes,
-        "fits": found.fits,
-        "runs": found.workload.runs,
-        "ranks": found.workload.ranks,
-        "divided": found.workload.divided,
-        "activations": found.chosen.label,
+        "model": estimate.workload.model,
+        "parameters": estimate.num_parameters,
+        "trained_parameters": estimate.trained_parameters,
+        "device": estimate.device.kind,
+        "device_bytes": estimate.device.bytes,
+        "dtype": str(estimate.workload.dtype).removeprefix("torch."),
+        "bytes": dict(estimate.parts),
+        "total_bytes": estimate.total_bytes,
+        "needed_bytes": estimate.needed_bytes,
+        "usable_bytes": estimate.usable_bytes,
+        "fits": estimate.fits,
+        "runs": estimate.workload.runs,
+        "ranks": estimate.workload.ranks,
+        "divided": estimate.workload.divided,
+        "activations": estimate.chosen.label,
         "activation_bytes": {
-            "checkpointing": found.activations[True],
-            "no_checkpointing": found.activations[False],
+            "checkpointing": estimate.activations[True],
+            "no_checkpointing": estimate.activations[False],
         },
-        "microbatch_rows": found.microbatch_rows,
-        "key_value_bytes_per_token": found.key_value_token_bytes,
+        "microbatch_rows": estimate.microbatch_rows,
+        "key_value_bytes_per_token": estimate.key_value_token_bytes,
         "advice": sentences,
     }
 
 
-def _show(found: Estimate, sentences: list[str]) -> None:
+def _show(estimate: Estimate, sentences: list[str]) -> None:
     from gradwire_server.engine.sizing.estimate import PARTS
     from gradwire_server.engine.sizing.parts import readable
 
-    trained = f"{found.trained_parameters:,} trained"
-    table = Table(title=f"{found.workload.model}: {found.num_parameters:,} parameters, {trained}", title_justify="left")
+    trained = f"{estimate.trained_parameters:,} trained"
+    table = Table(
+        title=f"{estimate.workload.model}: {estimate.num_parameters:,} parameters, {trained}", title_justify="left"
+    )
     table.add_column("part")
     table.add_column("memory", justify="right")
-    for name, count in found.parts.items():
+    for name, count in estimate.parts.items():
         if count:
             table.add_row(PARTS[name], readable(count))
     table.add_section()
-    table.add_row("total, beyond an engine that holds no model", readable(found.total_bytes))
+    table.add_row("total, beyond an engine that holds no model", readable(estimate.total_bytes))
     console.print(table)
-    kept, recomputed = found.activations[False], found.activations[True]
+    kept, recomputed = estimate.activations[False], estimate.activations[True]
     console.print(
         f"Activations: {readable(kept)} kept, or {readable(recomputed)} with gradient checkpointing.", markup=False
     )

@@ -60,7 +60,7 @@ class Runs:
         self._limits, self._ranks_for, self._durability = config.limits, ranks_for, config.durability
         self._creating: dict[str, tuple[RunRecord, asyncio.Task[None]]] = {}
 
-    async def create(self, caller: Caller, given: pb.RunConfig, idempotency_key: str = "") -> pb.Run:
+    async def create(self, caller: Caller, requested: pb.RunConfig, idempotency_key: str = "") -> pb.Run:
         """Create a run from a model or an upload, or return the one that this idempotency key has already created.
 
         Raises:
@@ -68,7 +68,7 @@ class Runs:
                 ALREADY_EXISTS if the key created a run with other settings.
         """
         config, upload = pb.RunConfig(), None
-        config.CopyFrom(given)
+        config.CopyFrom(requested)
         if config.base_model or not config.from_upload:
             config.base_model = self._models.find(config.base_model, "base_model")
         if config.from_upload:
@@ -76,7 +76,7 @@ class Runs:
             _take_settings(config, upload)
         self._check(config, idempotency_key)
         config.lanes = config.lanes or self._ranks_for(config.base_model)
-        request = pb.CreateRunRequest(config=given, idempotency_key=idempotency_key)
+        request = pb.CreateRunRequest(config=requested, idempotency_key=idempotency_key)
         record = new_record(caller.name, config, idempotency_key, _content(request))
         if upload is None:
             return await self._once(record)

@@ -335,17 +335,17 @@ def _enter_operation(
     connection: sqlite3.Connection,
     run_id: str,
     seq: int,
-    found: _Found | None,
+    entry: _Found | None,
     status: pb.Status.ValueType,
     result: _Found | None,
     *,
     trimmed: bool,
 ) -> None:
     read = pb.Operation(forward=pb.LossCall())
-    header = found.record.operation if found else pb.OperationHeader(run_id=run_id, seq=seq, operation=read)
-    is_operation = found is not None and not found.record.HasField("result")
-    place = found.columns if found is not None and is_operation and not trimmed else (None, None)
-    at = found.record.at if found else time.time()
+    header = entry.record.operation if entry else pb.OperationHeader(run_id=run_id, seq=seq, operation=read)
+    is_operation = entry is not None and not entry.record.HasField("result")
+    place = entry.columns if entry is not None and is_operation and not trimmed else (None, None)
+    at = entry.record.at if entry else time.time()
     columns = (run_id, seq, identity(header), header.SerializeToString(), at, int(status), *place)
     repeated = kind_of(header.operation).changes_state and status == pb.STATUS_SUCCEEDED
     replay_s = result.record.result.timings.engine_s if result is not None and repeated else 0.0

@@ -76,7 +76,7 @@ def _copied(state_dir: Path) -> Iterator[Path]:
         yield copy
 
 
-def _read_facts(connection: sqlite3.Connection, found: dict[str, Salvaged]) -> None:
+def _read_facts(connection: sqlite3.Connection, salvaged: dict[str, Salvaged]) -> None:
     if not _has(connection, "computed_with"):
         return
     query = "SELECT run_id, seq, at, facts, note FROM computed_with ORDER BY position"
@@ -86,10 +86,10 @@ def _read_facts(connection: sqlite3.Connection, found: dict[str, Salvaged]) -> N
         except (TypeError, ValueError):
             readable = False
         if readable and isinstance(seq, int) and isinstance(at, float):
-            found.setdefault(str(run_id), Salvaged()).facts.append((seq, at, facts, str(note)))
+            salvaged.setdefault(str(run_id), Salvaged()).facts.append((seq, at, facts, str(note)))
 
 
-def _read_points(connection: sqlite3.Connection, found: dict[str, Salvaged]) -> None:
+def _read_points(connection: sqlite3.Connection, salvaged: dict[str, Salvaged]) -> None:
     if not _has(connection, "history"):
         return
     whole = "digest = digest(made_by, seq, operation, number, point)"
@@ -98,17 +98,17 @@ def _read_points(connection: sqlite3.Connection, found: dict[str, Salvaged]) -> 
         if not is_whole:
             continue
         try:
-            found.setdefault(str(run_id), Salvaged()).points.append(pb.HistoryPoint.FromString(point))
+            salvaged.setdefault(str(run_id), Salvaged()).points.append(pb.HistoryPoint.FromString(point))
         except DecodeError:
             continue
 
 
-def _read_waiting_points(connection: sqlite3.Connection, found: dict[str, Salvaged]) -> None:
+def _read_waiting_points(connection: sqlite3.Connection, salvaged: dict[str, Salvaged]) -> None:
     """Read the points that had not been moved into a run's record yet; earlier versions have none."""
     for run_id, raw in connection.execute("SELECT run_id, point FROM results WHERE point IS NOT NULL ORDER BY seq"):
         point = parse_waiting(raw) if isinstance(raw, bytes) else None
         if point is not None:
-            found.setdefault(str(run_id), Salvaged()).points.append(point)
+            salvaged.setdefault(str(run_id), Salvaged()).points.append(point)
 
 
 def _has(connection: sqlite3.Connection, table: str) -> bool:

@@ -75,48 +75,48 @@ class Imported:
     settings: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
 
-    def take_shared(self, given: dict[str, Any]) -> None:
+    def take_shared(self, config: dict[str, Any]) -> None:
         """Take the keys that trainers name alike out of a configuration; note those that need no setting."""
         for key, (setting, convert) in SAME.items():
-            if given.get(key) is not None:
-                self.take(given, key, setting, convert)
+            if config.get(key) is not None:
+                self.take(config, key, setting, convert)
         for key, known in (("optimizer", OPTIMIZERS), ("optim", OPTIMIZERS)):
-            self._take_named(given, key, "optimizer", known)
+            self._take_named(config, key, "optimizer", known)
         for key in ("lr_scheduler", "lr_scheduler_type"):
-            self._take_named(given, key, "schedule", SCHEDULES)
-        betas = [given.pop(f"adam_beta{number}", default) for number, default in ((1, 0.9), (2, 0.999))]
+            self._take_named(config, key, "schedule", SCHEDULES)
+        betas = [config.pop(f"adam_beta{number}", default) for number, default in ((1, 0.9), (2, 0.999))]
         if betas != [0.9, 0.999]:
             self.settings.setdefault("optimizer_args", {})["betas"] = [float(each) for each in betas]
-        if (eps := given.pop("adam_epsilon", None)) is not None:
+        if (eps := config.pop("adam_epsilon", None)) is not None:
             self.settings.setdefault("optimizer_args", {})["eps"] = float(eps)
-        if (share := given.pop("warmup_ratio", None)) is not None:
+        if (share := config.pop("warmup_ratio", None)) is not None:
             steps = self.settings.get("max_steps")
             if steps:
                 self.settings["warmup"] = round(float(share) * steps)
             else:
                 self.notes["warmup_ratio"] = f"set warmup to {share} of the steps, which --dry-run says"
         for key in ("eval_steps", "save_steps"):
-            value = given.pop(key, None)
+            value = config.pop(key, None)
             if isinstance(value, int) or (isinstance(value, float) and value >= 1):
                 self.settings["eval_every" if key == "eval_steps" else "save_every"] = int(value)
             elif value is not None:
                 self.notes[key] = f"{value} of the steps: write their number, which --dry-run says"
-        for key in [key for key in given if key in SERVERS]:
-            if given.pop(key) not in (None, False):
+        for key in [key for key in config if key in SERVERS]:
+            if config.pop(key) not in (None, False):
                 self.notes[key] = SERVERS[key]
 
     def take(
-        self, given: dict[str, Any], key: str, setting: str, convert: Callable[[Any], Any] = lambda each: each
+        self, config: dict[str, Any], key: str, setting: str, convert: Callable[[Any], Any] = lambda each: each
     ) -> None:
         """Take one key as a setting; a value that is none is noted."""
-        value = given.pop(key)
+        value = config.pop(key)
         try:
             self.settings[setting] = convert(value)
         except (TypeError, ValueError):
             self.notes[key] = f"its value {value!r} is none that {setting} takes"
 
-    def _take_named(self, given: dict[str, Any], key: str, setting: str, known: Mapping[str, str]) -> None:
-        value = given.pop(key, None)
+    def _take_named(self, config: dict[str, Any], key: str, setting: str, known: Mapping[str, str]) -> None:
+        value = config.pop(key, None)
         if value is None:
             return
         if value in known:
@@ -126,10 +126,10 @@ class Imported:
                 f"{value} has no counterpart; {setting} is one of {', '.join(dict.fromkeys(known.values()))}"
             )
 
-    def take_batch(self, given: dict[str, Any], per_device: str) -> None:
+    def take_batch(self, config: dict[str, Any], per_device: str) -> None:
         """Take the sizes of a batch: here one number, which the server divides by its memory."""
-        packed = [key for key in PACKING if given.get(key)]
-        small, times = given.pop(per_device, None), given.pop("gradient_accumulation_steps", None)
+        packed = [key for key in PACKING if config.get(key)]
+        small, times = config.pop(per_device, None), config.pop("gradient_accumulation_steps", None)
         if small is not None or times is not None:
             self.settings["batch_size"] = int(1 if small is None else small) * int(1 if times is None else times)
             self.notes["gradient_accumulation_steps"] = (
@@ -142,11 +142,11 @@ class Imported:
             self.notes["gradient_accumulation_steps"] = (
                 f"batch_tokens is {per_device} times it, times the longest row: what a step's packed rows held"
             )
-            given.pop(packed[0])
+            config.pop(packed[0])
 
-    def note_rest(self, given: Mapping[str, Any]) -> None:
+    def note_rest(self, config: Mapping[str, Any]) -> None:
         """Note the keys that nothing took."""
-        for key, value in given.items():
+        for key, value in config.items():
             if value not in (None, False, "", [], {}):
                 self.notes[key] = f"no counterpart is known; {str(value)[:60]!r} is left out"
 

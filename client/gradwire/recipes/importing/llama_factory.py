@@ -114,17 +114,17 @@ def _described(made: Imported, names: list[str], folder: Path) -> list[dict[str,
     return [_part(made, name, dict(datasets[name]), folder) for name in names]
 
 
-def _part(made: Imported, name: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:
-    file, hub = given.pop("file_name", None), given.pop("hf_hub_url", None)
+def _part(made: Imported, name: str, entry: dict[str, Any], folder: Path) -> dict[str, Any]:
+    file, hub = entry.pop("file_name", None), entry.pop("hf_hub_url", None)
     part: dict[str, Any] = {"path": str(folder / file) if file else str(hub or "")}
-    given.pop("ms_hub_url", None)
+    entry.pop("ms_hub_url", None)
     if not part["path"]:
         made.notes[f"{name}: source"] = "neither file_name nor hf_hub_url: name its path"
-    if split := given.pop("split", None):
+    if split := entry.pop("split", None):
         part["split"] = str(split)
-    if count := given.pop("num_samples", None):
+    if count := entry.pop("num_samples", None):
         part["limit"] = int(count)
-    columns = dict(given.pop("columns", None) or {})
+    columns = dict(entry.pop("columns", None) or {})
     for key, column in columns.items():
         if key in COLUMNS and column:
             part.setdefault("mapping", {})[COLUMNS[key]] = str(column)
@@ -134,11 +134,11 @@ def _part(made: Imported, name: str, given: dict[str, Any], folder: Path) -> dic
             and not (key == "query" and column == "input" and "prompt" not in columns)
         ):
             made.notes[f"{name}: {key}"] = f"the column {column} has no counterpart: join it to the prompt"
-    for tag, value in dict(given.pop("tags", None) or {}).items():
+    for tag, value in dict(entry.pop("tags", None) or {}).items():
         if value not in USUAL_TAGS.get(tag, ()):
             made.notes[f"{name}: {tag}"] = f"{value!r} is not recognised: rename it to {USUAL_TAGS.get(tag, ('',))[-1]}"
     for key in ("formatting", "ranking"):
-        given.pop(key, None)  # seen by the columns
-    for key, value in given.items():
+        entry.pop(key, None)  # seen by the columns
+    for key, value in entry.items():
         made.notes[f"{name}: {key}"] = f"no counterpart is known; {str(value)[:60]!r} is left out"
     return part

@@ -60,11 +60,11 @@ def prepare(context: EngineContext, run: EngineRun, call: training_pb2.LossCall,
     )
 
 
-def trained(run: EngineRun, training: Training, found: LossEvaluation) -> Outcome:
+def trained(run: EngineRun, training: Training, evaluation: LossEvaluation) -> Outcome:
     """Make the outcome of an operation whose gradient is accumulated."""
     loss = training.loss.call.loss
     run.accumulator.parts = None
-    hints = run.advisor.hints(loss.name, loss.hints, found.metrics, run.step)
+    hints = run.advisor.hints(loss.name, loss.hints, evaluation.metrics, run.step)
     first = run.step == 0 and not training.counts_before
     if first and (said := balance_hint(run.policy.model, run.config, run.policy.router_aux_loss_coef)):
         hints = [*hints, said]
@@ -73,7 +73,7 @@ def trained(run: EngineRun, training: Training, found: LossEvaluation) -> Outcom
     again = any(count and name == loss.name for (name, _), count in training.counts_before.items())
     if again and not loss.streams(training.loss.call.config, frozenset(training.loss.batch.fields)):
         hints = [*hints, _not_one_batch(loss)]
-    return evaluated(replace(found, warnings=[*found.warnings, *hints]) if hints else found)
+    return evaluated(replace(evaluation, warnings=[*evaluation.warnings, *hints]) if hints else evaluation)
 
 
 def _not_one_batch(loss: LossSpec) -> str:
@@ -179,24 +179,24 @@ def backward(
     return Outcome(training_pb2.OperationResult(loss=result))
 
 
-def evaluated(found: LossEvaluation) -> Outcome:
+def evaluated(evaluation: LossEvaluation) -> Outcome:
     """The outcome of an evaluation, with the scores asked for."""
     result = training_pb2.LossResult(
-        metrics=found.metrics,
-        num_sequences=found.num_sequences,
-        num_tokens=found.num_tokens,
-        num_loss_tokens=found.num_loss_tokens,
-        warnings=found.warnings,
-        num_microbatches=found.num_microbatches,
-        recomputed=found.recomputed,
-        activations=found.activations,
+        metrics=evaluation.metrics,
+        num_sequences=evaluation.num_sequences,
+        num_tokens=evaluation.num_tokens,
+        num_loss_tokens=evaluation.num_loss_tokens,
+        warnings=evaluation.warnings,
+        num_microbatches=evaluation.num_microbatches,
+        recomputed=evaluation.recomputed,
+        activations=evaluation.activations,
     )
-    if found.loss is not None:
-        result.loss = found.loss
-    lengths = found.row_lengths.numpy().astype(np.uint32)
+    if evaluation.loss is not None:
+        result.loss = evaluation.loss
+    lengths = evaluation.row_lengths.numpy().astype(np.uint32)
     columns = {
         name: Column(values.numpy(), () if name in SEQUENCE_SCORES else (lengths,))
-        for name, values in found.outputs.items()
+        for name, values in evaluation.outputs.items()
     }
     return Outcome(training_pb2.OperationResult(loss=result), columns)
 

@@ -128,26 +128,26 @@ def check_without_images(policy: Policy, rows: Sequence[Tensor]) -> None:
             )
 
 
-def with_images(batch: Batch, given: RowImages) -> Batch:
+def with_images(batch: Batch, row_images: RowImages) -> Batch:
     """Put the tokens of its images into a batch, whose examples are the rows; all sequences of one have its images.
 
     Raises:
         BatchError: A row has another number of image tokens, or is too long with them.
     """
-    if len(given.rows) != batch.num_examples:
+    if len(row_images.rows) != batch.num_examples:
         raise BatchError(
-            f"{IMAGES} has {len(given.rows)} rows, and the batch has {batch.num_examples}",
+            f"{IMAGES} has {len(row_images.rows)} rows, and the batch has {batch.num_examples}",
             field=IMAGES,
             rule="equal row counts",
         )
-    vision = given.vision
+    vision = row_images.vision
     sequences = zip(
         segment_ids(batch.group_sizes).tolist(),
         batch.input_ids.split(batch.lengths.tolist()),
         batch.scored.split(batch.lengths.tolist()),
         strict=True,
     )
-    ids, scored, tokens, total = [], [], _Tokens(given), 0
+    ids, scored, tokens, total = [], [], _Tokens(row_images), 0
     for row, own, own_scored in sequences:
         expanded = tokens.add(row, own)
         total += len(expanded.ids)
@@ -179,18 +179,18 @@ def with_images(batch: Batch, given: RowImages) -> Batch:
     )
 
 
-def prompts_with_images(prompts: Sequence[Sequence[int]], given: RowImages) -> list[ImagePrompt]:
+def prompts_with_images(prompts: Sequence[Sequence[int]], row_images: RowImages) -> list[ImagePrompt]:
     """Put the tokens of their images into prompts; errors as of :func:`with_images`."""
-    if len(given.rows) != len(prompts):
+    if len(row_images.rows) != len(prompts):
         raise BatchError(
-            f"{IMAGES} has {len(given.rows)} rows, and there are {len(prompts)} prompts",
+            f"{IMAGES} has {len(row_images.rows)} rows, and there are {len(prompts)} prompts",
             field=IMAGES,
             rule="one row a prompt",
         )
     made = []
     for row, prompt in enumerate(prompts):
-        tokens = _Tokens(replace(given, images=[given.images[number] for number in given.rows[row]]))
-        expanded = tokens.add(row, torch.tensor(prompt, dtype=torch.int64), range(len(given.rows[row])))
+        tokens = _Tokens(replace(row_images, images=[row_images.images[number] for number in row_images.rows[row]]))
+        expanded = tokens.add(row, torch.tensor(prompt, dtype=torch.int64), range(len(row_images.rows[row])))
         made.append(ImagePrompt(expanded.ids.tolist(), tokens.joined(), expanded.sources >= 0))
     return made
 

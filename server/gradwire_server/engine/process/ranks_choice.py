@@ -49,12 +49,12 @@ def choice(settings: EngineSettings, device: Device, gpus: int) -> tuple[EngineS
         return settings.model_copy(update={"shard": "off"}), ""
     most = 1 << (gpus.bit_length() - 1) if asked == "auto" else settings.num_ranks
     needs = [each for path in settings.models.values() if (each := _estimate(settings, path, device, most)) is not None]
-    ranks = max([found.workload.ranks for found in needs], default=1) if asked == "auto" else settings.num_ranks
-    divided = [found for found in needs if found.workload.divided]
+    ranks = max([need.workload.ranks for need in needs], default=1) if asked == "auto" else settings.num_ranks
+    divided = [need for need in needs if need.workload.divided]
     shard = settings.shard if settings.shard != "auto" else "on" if divided and ranks > 1 else "off"
     note = ""
     if divided:
-        worst = max(divided, key=lambda found: found.num_parameters)
+        worst = max(divided, key=lambda need: need.num_parameters)
         whole = "its weights" if asked == "auto" else "a whole copy of its weights"
         note = (
             f"{ranks} ranks, among which the weights are divided: {worst.workload.model} does not fit with {whole} on"

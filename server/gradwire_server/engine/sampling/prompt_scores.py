@@ -65,19 +65,19 @@ class PromptScores:
     drawn: TopTokens | None = None
 
 
-def candidate_ids(prompts: Sequence[Sequence[int]], given: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
+def candidate_ids(prompts: Sequence[Sequence[int]], candidates: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
     """``[T, K]`` ids to score in each place of all prompts, from those of each prompt, one after another.
 
     Raises:
         OperationError: INVALID_ARGUMENT.
     """
     places = [len(prompt) - 1 for prompt in prompts]
-    widths = {len(ids) // count for ids, count in zip(given, places, strict=False) if count > 0}
+    widths = {len(ids) // count for ids, count in zip(candidates, places, strict=False) if count > 0}
     width = widths.pop() if len(widths) == 1 else 0
-    if len(given) != len(prompts) or any(len(ids) != width * n for ids, n in zip(given, places, strict=True)):
+    if len(candidates) != len(prompts) or any(len(ids) != width * n for ids, n in zip(candidates, places, strict=True)):
         message = "prompt_candidates are equally many ids for each token of each prompt but its first"
         raise invalid(message, "prompt_candidates")
-    ids = torch.tensor([token for each in given for token in each], dtype=torch.int64)
+    ids = torch.tensor([token for each in candidates for token in each], dtype=torch.int64)
     if len(ids) and int(ids.max()) >= vocab_size:
         raise invalid(f"prompt_candidates has {int(ids.max())}; there are {vocab_size} tokens", "prompt_candidates")
     return ids.view(sum(places), width)
@@ -158,7 +158,7 @@ def _scores(
         }
 
     def compute(micro: MicroBatch) -> dict[str, Tensor]:
-        part, found = micro.batch, empty(len(micro.tokens))
+        part, scores = micro.batch, empty(len(micro.tokens))
         hidden = policy.hidden(part.input_ids, part.lengths, part.read_positions, images=part.images)
         head, chunk = policy.output_head(), max(1, budget.logits_elements // policy.facts.vocab_size)
         for start in range(0, len(hidden), chunk):
@@ -167,19 +167,19 @@ def _scores(
             places = micro.tokens[among]
 
             def keep(name: str, ids: Tensor, log_p: Tensor = log_p, among: slice = among) -> None:
-                found[f"{name}_ids"][among] = ids.int().cpu()
-                found[f"{name}_logprobs"][among] = log_p.gather(1, ids).float().cpu()
+                scores[f"{name}_ids"][among] = ids.int().cpu()
+                scores[f"{name}_logprobs"][among] = log_p.gather(1, ids).float().cpu()
 
             targets = sent(part.targets[among, None], log_p.device)
-            found["logprobs"][among] = log_p.gather(1, targets)[:, 0].float().cpu()
+            scores["logprobs"][among] = log_p.gather(1, targets)[:, 0].float().cpu()
             if candidates is not None:
                 wanted = sent(candidates[places], log_p.device)
-                found["candidates"][among] = log_p.gather(1, wanted).float().cpu()
+                scores["candidates"][among] = log_p.gather(1, wanted).float().cpu()
             if top:
                 keep("top", log_p.topk(top, dim=-1).indices)
             if draws is not None:
                 keep("drawn", draw_many(log_p, sent(uniform[places], log_p.device), draws.temperature))
-        return found
+        return scores
 
     packing = policy.packing(images=batch.images is not None)
     micros = split(batch, budget.microbatch_tokens, packing, image_cost=budget.image_cost, lanes=lanes.count)
@@ -188,12 +188,12 @@ def _scores(
         for number, repeated in lanes.steps(len(micros)):
             micro = micros[number]
             between_micro_batches()
-            found = empty(0)
+            scores = empty(0)
             if micro.batch.num_scored or lanes.in_step:
                 with suited_threads(policy.device, len(micro.batch.input_ids), policy.facts.num_parameters):
-                    found = policy.compute(partial(compute, micro))
+                    scores = policy.compute(partial(compute, micro))
             if not repeated:
-                own[number] = [found]
+                own[number] = [scores]
     whole = empty(batch.num_scored)
     for micro, (computed,) in zip(micros, lanes.gathered(own, len(micros)), strict=True):
         for name, values in computed.items():

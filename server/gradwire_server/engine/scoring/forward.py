@@ -158,27 +158,27 @@ class Reading:
         teacher_states: Tensor | None,
         *,
         training: bool = False,
-        found: TokenScores | None = None,
+        token_scores: TokenScores | None = None,
     ) -> dict[str, Tensor]:
         """Compute the scores from the policy's hidden states at :attr:`positions` and the teacher's.
 
         Call it within :meth:`with_weights`. With ``training`` an adapter on the output head applies its dropout.
 
         Args:
-            found: The result of :meth:`token_scores` for this batch, where it is known already.
+            token_scores: The result of :meth:`token_scores` for this batch, where it is known already.
         """
         wanted = set(self.names)
         read, own, last = hidden.split([len(positions) for positions in self.places.values()])
         scores: dict[str, Tensor] = {}
         if wanted & VOCABULARY_SCORES:
-            found = found or self.token_scores(read, self.ids, training=training)
+            token_scores = token_scores or self.token_scores(read, self.ids, training=training)
             scores = {
-                "logprobs": found.logprobs[:, 0],
-                "candidate_logprobs": found.logprobs[:, 1:],
-                "entropy": found.entropy,
-                "mean_logprobs": found.mean_logprobs,
-                "collision": found.collision,
-                "correct": found.correct,
+                "logprobs": token_scores.logprobs[:, 0],
+                "candidate_logprobs": token_scores.logprobs[:, 1:],
+                "entropy": token_scores.entropy,
+                "mean_logprobs": token_scores.mean_logprobs,
+                "collision": token_scores.collision,
+                "correct": token_scores.correct,
             }
         if self.teacher is not None and teacher_states is not None:
             scores["divergence"] = score_divergence(
@@ -221,7 +221,7 @@ def compute_scores(
         hidden = _hidden(readings, training, activations, routers)
         shared = _shared_token_scores(readings, hidden)
         return [
-            reading.scores(states, teacher_states, training=training, found=found) | (routers or {})
+            reading.scores(states, teacher_states, training=training, token_scores=found) | (routers or {})
             for reading, states, teacher_states, found in zip(readings, hidden, taught, shared, strict=True)
         ]
 

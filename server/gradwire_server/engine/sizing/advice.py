@@ -17,62 +17,62 @@ TREATMENTS = {
 }
 
 
-def advice(found: Estimate) -> list[str]:
+def advice(estimate: Estimate) -> list[str]:
     """Sentences about an estimate; the first says whether it fits."""
-    return [_verdict(found), *_ranks(found), *(_batches(found) if found.fits else _changes(found))]
+    return [_verdict(estimate), *_ranks(estimate), *(_batches(estimate) if estimate.fits else _changes(estimate))]
 
 
-def _verdict(found: Estimate) -> str:
-    engine = readable(ENGINE_BYTES[found.device.kind])
-    needs = f"{readable(found.total_bytes)} and {engine} for the engine itself"
-    room = f"{readable(found.usable_bytes)} that can be planned with of {readable(found.device.bytes)}"
-    return f"It fits: {needs}, of {room}." if found.fits else f"It does not fit: {needs}, and there are {room}."
+def _verdict(estimate: Estimate) -> str:
+    engine = readable(ENGINE_BYTES[estimate.device.kind])
+    needs = f"{readable(estimate.total_bytes)} and {engine} for the engine itself"
+    room = f"{readable(estimate.usable_bytes)} that can be planned with of {readable(estimate.device.bytes)}"
+    return f"It fits: {needs}, of {room}." if estimate.fits else f"It does not fit: {needs}, and there are {room}."
 
 
-def _ranks(found: Estimate) -> Iterator[str]:
+def _ranks(estimate: Estimate) -> Iterator[str]:
     """What several ranks mean, where they are asked for or help."""
-    workload = found.workload
+    workload = estimate.workload
     if workload.ranks > 1:
         how = "which divide the weights" if workload.divided else "each with a whole copy of the weights"
         yield f"The figures are of each of {workload.ranks} ranks, {how}."
-    if found.device.kind == "cuda" and (workload.ranks > 1 or not found.fits):
-        fewest = fewest_ranks(replace(workload, divided=False), found.device, MAX_RANKS)
+    if estimate.device.kind == "cuda" and (workload.ranks > 1 or not estimate.fits):
+        fewest = fewest_ranks(replace(workload, divided=False), estimate.device, MAX_RANKS)
         if fewest is not None:
             ranks = fewest.workload.ranks
             on = f"from {ranks} such devices on (--ranks {ranks})" if ranks > 1 else "one such device"
             yield f"It fits {on}: {readable(fewest.total_bytes)} on each."
 
 
-def _batches(found: Estimate) -> Iterator[str]:
-    workload = found.workload
-    rows = found.microbatch_rows
+def _batches(estimate: Estimate) -> Iterator[str]:
+    workload = estimate.workload
+    rows = estimate.microbatch_rows
     yield (
         f"Use batches of any number of rows: the server splits them into micro-batches, here of {rows}"
         f" {'row' if rows == 1 else 'rows'} of {workload.tokens:,} tokens."
     )
-    if found.chosen and not workload.checkpointing:
-        does = " and ".join(TREATMENTS[each] for each in found.chosen)
+    if estimate.chosen and not workload.checkpointing:
+        does = " and ".join(TREATMENTS[each] for each in estimate.chosen)
         yield f"The activations of such rows do not fit, so the server {does}."
-    yield from _logits(found)
-    longest = min(longest_row(found), found.context_length)
+    yield from _logits(estimate)
+    longest = min(longest_row(estimate), estimate.context_length)
     if longest > workload.tokens:
         yield f"A row may have up to about {longest:,} tokens."
-    more = more_runs(found)
+    more = more_runs(estimate)
     if more > 0:
         yield f"There is room for {more:,} more such {'run' if more == 1 else 'runs'}."
     if not workload.samples:
         yield (
-            f"Sampling adds {readable(found.key_value_token_bytes * workload.tokens)} for each row of"
+            f"Sampling adds {readable(estimate.key_value_token_bytes * workload.tokens)} for each row of"
             f" {workload.tokens:,} tokens in progress (--samples)."
         )
 
 
-def _logits(found: Estimate) -> Iterator[str]:
+def _logits(estimate: Estimate) -> Iterator[str]:
     """On a GPU: whether logits are kept, which decides between gigabytes and 12 bytes a token."""
-    if found.device.kind != "cuda" or found.workload.head == "reward":
+    if estimate.device.kind != "cuda" or estimate.workload.head == "reward":
         return
-    every = 4 * found.microbatch_rows * (found.workload.tokens - 1) * found.model.run.policy.facts.vocab_size
-    if found.parts["logits"] >= every:
+    every = 4 * estimate.microbatch_rows * (estimate.workload.tokens - 1) * estimate.model.run.policy.facts.vocab_size
+    if estimate.parts["logits"] >= every:
         yield f"There is room to keep the logits of such rows for the backward pass: {readable(every)} in float32."
     else:
         yield (
@@ -81,52 +81,52 @@ def _logits(found: Estimate) -> Iterator[str]:
         )
 
 
-def longest_row(found: Estimate) -> int:
+def longest_row(estimate: Estimate) -> int:
     """Tokens of the longest row that fits, as a micro-batch's bytes are proportional to its tokens."""
-    step = sum(found.parts[name] for name in ("activations", "images", "logits", "passing"))
-    room = found.usable_bytes - found.needed_bytes + step
-    return int(found.workload.tokens * room / max(1, found.row_bytes))
+    step = sum(estimate.parts[name] for name in ("activations", "images", "logits", "passing"))
+    room = estimate.usable_bytes - estimate.needed_bytes + step
+    return int(estimate.workload.tokens * room / max(1, estimate.row_bytes))
 
 
-def more_runs(found: Estimate) -> int:
+def more_runs(estimate: Estimate) -> int:
     """Number of further runs that fit; negative if there are too many."""
-    of_runs = ["adapters", "masters", "gradients", "moments"] + ([] if found.workload.lora_rank else ["weights"])
-    each = sum(found.parts[name] for name in of_runs) // found.workload.runs
-    return (found.usable_bytes - found.needed_bytes) // max(1, each)
+    of_runs = ["adapters", "masters", "gradients", "moments"] + ([] if estimate.workload.lora_rank else ["weights"])
+    each = sum(estimate.parts[name] for name in of_runs) // estimate.workload.runs
+    return (estimate.usable_bytes - estimate.needed_bytes) // max(1, each)
 
 
-def _changes(found: Estimate) -> Iterator[str]:
+def _changes(estimate: Estimate) -> Iterator[str]:
     """The first change that makes the workload fit, the smallest changes first."""
-    fewer = _with_fewer_runs(found)
+    fewer = _with_fewer_runs(estimate)
     if fewer is not None:
         count = fewer.workload.runs
-        words = f"{count:,} {'run' if count == 1 else 'runs'} instead of {found.workload.runs:,}"
+        words = f"{count:,} {'run' if count == 1 else 'runs'} instead of {estimate.workload.runs:,}"
         yield f"It fits with {words}: {readable(fewer.total_bytes)}."
         return
-    for words, workload in _alternatives(found):
-        other = found.again(workload)
+    for words, workload in _alternatives(estimate):
+        other = estimate.again(workload)
         if other.fits:
             yield f"It fits with {words}: {readable(other.total_bytes)}."
             return
     yield "No setting makes it fit: take a smaller model, shorter rows, fewer runs or a larger device."
 
 
-def _with_fewer_runs(found: Estimate) -> Estimate | None:
+def _with_fewer_runs(estimate: Estimate) -> Estimate | None:
     """As many runs as fit, or None if not even one does; with fewer runs the server takes larger micro-batches."""
-    other = found
+    other = estimate
     for _ in range(3):
         runs = other.workload.runs + more_runs(other)
         if runs < 1:
             return None
-        other = found.again(replace(found.workload, runs=runs))
+        other = estimate.again(replace(estimate.workload, runs=runs))
         if other.fits:
             return other
     return None
 
 
-def _alternatives(found: Estimate) -> Iterator[tuple[str, Workload]]:
-    words, workload = "", found.workload
-    if not found.chosen:
+def _alternatives(estimate: Estimate) -> Iterator[tuple[str, Workload]]:
+    words, workload = "", estimate.workload
+    if not estimate.chosen:
         words, workload = "gradient_checkpointing=True (--checkpointing)", replace(workload, checkpointing=True)
         yield words, workload
     if not workload.lora_rank:

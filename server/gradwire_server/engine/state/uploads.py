@@ -96,32 +96,32 @@ def import_upload(pool: ModelPool, shapes: AdapterShapes, store: Store, upload: 
 # ---- adapters ----
 
 
-def _lora_settings(given: Mapping[str, Any], tensors: Iterable[str]) -> pb.LoraSettings:
+def _lora_settings(config: Mapping[str, Any], tensors: Iterable[str]) -> pb.LoraSettings:
     """The settings of an ``adapter_config.json``.
 
     Raises:
         OperationError: UNSUPPORTED for a setting that changes what the adapter computes and that runs do not have.
     """
-    if given.get("peft_type") != "LORA":
-        raise _unsupported(f"the adapter's peft_type is {given.get('peft_type')!r}; runs train LORA adapters")
-    if given.get("task_type") not in (None, "CAUSAL_LM"):
-        raise _unsupported(f"the adapter's task_type is {given['task_type']!r}; it must be CAUSAL_LM or absent")
-    if given.get("init_lora_weights", True) not in PLAIN_STARTS:
+    if config.get("peft_type") != "LORA":
+        raise _unsupported(f"the adapter's peft_type is {config.get('peft_type')!r}; runs train LORA adapters")
+    if config.get("task_type") not in (None, "CAUSAL_LM"):
+        raise _unsupported(f"the adapter's task_type is {config['task_type']!r}; it must be CAUSAL_LM or absent")
+    if config.get("init_lora_weights", True) not in PLAIN_STARTS:
         raise _unsupported(
-            f"the adapter was initialised by {given['init_lora_weights']!r}, which changed the base model's weights"
+            f"the adapter was initialised by {config['init_lora_weights']!r}, which changed the base model's weights"
             " too; convert it with peft's save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     usual = LoraConfig()
     unknown = {
         name: value
-        for name, value in given.items()
+        for name, value in config.items()
         if name not in TAKEN | WITHOUT_EFFECT and value and value != getattr(usual, name, None)
     }
     if unknown:
         listed = ", ".join(f"{name}={json.dumps(value)[:100]}" for name, value in sorted(unknown.items()))
         raise _unsupported(f"the adapter's {ADAPTER_CONFIG} has settings that runs do not have: {listed}")
-    rank, alpha = given.get("r", usual.r), given.get("lora_alpha", usual.lora_alpha)
-    dropout, targets = given.get("lora_dropout", 0.0), given.get("target_modules")
+    rank, alpha = config.get("r", usual.r), config.get("lora_alpha", usual.lora_alpha)
+    dropout, targets = config.get("lora_dropout", 0.0), config.get("target_modules")
     if type(rank) is not int or rank < 1:
         raise invalid(f"{ADAPTER_CONFIG}: r is {rank!r}; it is a whole number of at least 1", "path")
     if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
@@ -134,7 +134,7 @@ def _lora_settings(given: Mapping[str, Any], tensors: Iterable[str]) -> pb.LoraS
         modules = []
     else:  # a regular expression: what it matched is in the file
         modules = sorted({_module(name).rpartition(".")[2] for name in tensors})
-    scale = math.sqrt(rank) if given.get("use_rslora") else 1.0
+    scale = math.sqrt(rank) if config.get("use_rslora") else 1.0
     return pb.LoraSettings(rank=rank, alpha=alpha * scale, dropout=dropout, target_modules=modules)
 
 
@@ -172,13 +172,13 @@ def _adapter_tensors(pool: ModelPool, files: Path, upload: pb.Upload) -> dict[st
     return tensors
 
 
-def _check_base_weight(pool: ModelPool, base: str, module: str, given: Tensor) -> None:
+def _check_base_weight(pool: ModelPool, base: str, module: str, weight: Tensor) -> None:
     """Check that a base model's weight within an adapter's file is the base model's, up to the rounding of bfloat16."""
     own: Any = getattr(pool.get(base).model.get_submodule(module), "weight", None)
     if (
         own is None
-        or given.shape != own.shape
-        or not torch.allclose(given.float(), whole(own).float().cpu(), rtol=2**-7, atol=1e-6)
+        or weight.shape != own.shape
+        or not torch.allclose(weight.float(), whole(own).float().cpu(), rtol=2**-7, atol=1e-6)
     ):
         raise invalid(
             f"the adapter's file holds a weight of {module!r} that is not that of the base model {base!r}: it was"
@@ -195,7 +195,7 @@ def _module(tensor: str) -> str:
 # ---- whole models ----
 
 
-def _check_model(pool: ModelPool, base: str, config: Mapping[str, Any], given: Shapes) -> None:
+def _check_model(pool: ModelPool, base: str, config: Mapping[str, Any], uploaded: Shapes) -> None:
     facts = pool.facts(base)
     try:
         model = without_weights(make_configuration(config))
@@ -217,7 +217,7 @@ def _check_model(pool: ModelPool, base: str, config: Mapping[str, Any], given: S
                 " the weights would compute something else there",
                 "path",
             )
-    for name, shape in given.items():
+    for name, shape in uploaded.items():
         if shapes.get(name, shape) != shape:
             raise invalid(f"{name!r} is {list(shape)} in the file and {list(shapes[name])} by {MODEL_CONFIG}", "path")
 
@@ -285,16 +285,16 @@ def _json(file: pb.UploadFile) -> dict[str, Any]:
     return content
 
 
-def _compare(expected: Shapes, given: Shapes, what: str) -> None:
+def _compare(expected: Shapes, shapes: Shapes, what: str) -> None:
     """Raise INVALID_ARGUMENT unless names and shapes agree."""
-    for problem, names in (("lack", expected.keys() - given.keys()), ("also have", given.keys() - expected.keys())):
+    for problem, names in (("lack", expected.keys() - shapes.keys()), ("also have", shapes.keys() - expected.keys())):
         if names:
             raise invalid(f"the weights are not those of {what}: they {problem} {_some(sorted(names))}", "path")
-    wrong = sorted(name for name, shape in expected.items() if given[name] != shape)
+    wrong = sorted(name for name, shape in expected.items() if shapes[name] != shape)
     if wrong:
         name = wrong[0]
         raise invalid(
-            f"the weights are not those of {what}: {name!r} is {list(given[name])} and must be {list(expected[name])}"
+            f"the weights are not those of {what}: {name!r} is {list(shapes[name])} and must be {list(expected[name])}"
             + (f"; {len(wrong) - 1} more differ" if len(wrong) > 1 else ""),
             "path",
         )

@@ -177,30 +177,30 @@ def _labels(spec: Mapping[str, Any], field: str, where: str) -> list[str]:
     return list(labels)  # type: ignore[arg-type]
 
 
-def _message(given: Any, where: str) -> tuple[str, str]:
+def _message(message: Any, where: str) -> tuple[str, str]:
     """Role and template of a message."""
-    if not isinstance(given, Mapping) or given.get("role") not in ROLES:
+    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
         raise GraderError(f"{where}role must be one of {', '.join(ROLES)}")
-    content = given.get("content")
+    content = message.get("content")
     if isinstance(content, Mapping) and content.get("type") in ("input_text", "output_text"):
-        return _role(given), template_of(content, "text", f"{where}content.")
+        return _role(message), template_of(content, "text", f"{where}content.")
     if not isinstance(content, str):
         raise GraderError(f"{where}content must be a text")
-    return _role(given), template_of(given, "content", where)
+    return _role(message), template_of(message, "content", where)
 
 
 def _role(given: Mapping[str, Any]) -> str:
     return "system" if given["role"] == "developer" else str(given["role"])
 
 
-def _sampling(given: Any, where: str) -> dict[str, Any]:
-    if given is None:
+def _sampling(sampling: Any, where: str) -> dict[str, Any]:
+    if sampling is None:
         return {}
-    if not isinstance(given, Mapping):
+    if not isinstance(sampling, Mapping):
         raise GraderError(f"{where.rstrip('.')} must be an object")
     bounds = {"temperature": (0, 100), "top_p": (0, 1), "seed": (0, 2**63), "max_completions_tokens": (1, 1 << 20)}
     settings: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in sampling.items():
         if value is None:
             continue
         if name not in bounds:

@@ -176,11 +176,11 @@ def _part(block: Any) -> dict[str, Any]:
     raise unsupported(message, "messages")
 
 
-def _text(given: Text, field: str) -> str:
-    if isinstance(given, str):
-        return given
-    texts = [block.get("text") for block in given if block.get("type") == "text"]
-    if len(texts) != len(given) or not all(isinstance(text, str) for text in texts):
+def _text(content: Text, field: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = [block.get("text") for block in content if block.get("type") == "text"]
+    if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
         raise invalid(f"{field} has a block that is no text", field)
     return "".join(map(str, texts))
 

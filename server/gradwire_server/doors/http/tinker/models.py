@@ -202,14 +202,14 @@ class Models:
         return request_id_of(model_id, seq, kind)
 
     def _accept(
-        self, caller: Caller, model: ModelRecord, given: pb.OperationHeader, payload: list[bytes]
+        self, caller: Caller, model: ModelRecord, submitted: pb.OperationHeader, payload: list[bytes]
     ) -> asyncio.Future[pb.SubmitAck]:
         header = pb.OperationHeader()
-        header.CopyFrom(given)
+        header.CopyFrom(submitted)
         header.run_id, header.epoch = model.run_id, self._core.epoch_of(caller, model.run_id, writer_of(model))
         incoming = self._core.receive(caller, header)
-        if given.HasField("refusal"):
-            incoming.refusal = given.refusal
+        if submitted.HasField("refusal"):
+            incoming.refusal = submitted.refusal
         for part in payload:
             incoming.add(part)
         return self._core.submit(caller, incoming)

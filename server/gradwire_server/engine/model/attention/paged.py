@@ -275,11 +275,11 @@ def _one_kernel_runs(device: torch.device, dtype: torch.dtype, head_size: int) -
     lists = PageLists(rows, table, torch.tensor([1, PAGE + 3, PAGE])).mapped(lambda numbers: sent(numbers, device))
     mask = _mask(lists, dtype)
     try:
-        found = _by_one_kernel(q, k, v, mask, 0.3)
+        computed = _by_one_kernel(q, k, v, mask, 0.3)
     except RuntimeError as error:
         logger.info("attention to pages is several kernels on %s in %s: %s", device, dtype, error)
         return False
-    apart = [largest_difference(*each) for each in zip(found, _by_products(q, k, v, mask, 0.3), strict=True)]
+    apart = [largest_difference(*each) for each in zip(computed, _by_products(q, k, v, mask, 0.3), strict=True)]
     return all(error <= 0.02 * size for error, size in apart)
 
 

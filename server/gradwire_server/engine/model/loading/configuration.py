@@ -50,16 +50,16 @@ def read_configuration(path: str) -> PreTrainedConfig:
     return config
 
 
-def make_configuration(given: Mapping[str, Any]) -> PreTrainedConfig:
+def make_configuration(values: Mapping[str, Any]) -> PreTrainedConfig:
     """Make a configuration of what a ``config.json`` holds.
 
     Raises:
         ConfigurationError: It describes no model.
     """
     with _explained("it cannot be read by transformers"):
-        _check_sizes(given)
-        rest = {name: value for name, value in given.items() if name != "model_type"}
-        config: PreTrainedConfig = AutoConfig.for_model(given.get("model_type", ""), **rest)
+        _check_sizes(values)
+        rest = {name: value for name, value in values.items() if name != "model_type"}
+        config: PreTrainedConfig = AutoConfig.for_model(values.get("model_type", ""), **rest)
     _check(config)
     return config
 
@@ -112,12 +112,12 @@ def size_of(config: PreTrainedConfig, name: str) -> Any:
         return vars(config).get(name)
 
 
-def _check_sizes(given: Mapping[str, Any]) -> None:
+def _check_sizes(values: Mapping[str, Any]) -> None:
     for name in SIZES:
-        size = given.get(name)
+        size = values.get(name)
         if isinstance(size, int) and size < 1:
             raise ConfigurationError(f"its config.json gives {name} as {size:,}, and it is at least 1")
-    if isinstance(text := given.get("text_config"), Mapping):
+    if isinstance(text := values.get("text_config"), Mapping):
         _check_sizes(text)
 
 

@@ -99,32 +99,32 @@ def checkpoint_body(job: jobs.Job, checkpoint: jobs.JobCheckpoint) -> dict[str, 
     }
 
 
-def graded_body(grader: Mapping[str, Any], found: Mapping[str, Any], tokens: Mapping[str, int]) -> dict[str, Any]:
+def graded_body(grader: Mapping[str, Any], graded: Mapping[str, Any], tokens: Mapping[str, int]) -> dict[str, Any]:
     """A trial of a grader, and the tokens that models read and wrote for it.
 
     The reward of a sample that could not be graded is 0, and the error says why.
     """
     errors: dict[str, Any] = dict.fromkeys(ERRORS, False) | dict.fromkeys(ERROR_DETAILS)
-    if found["error"]:
-        errors[found["error"]] = True
-        if found["error"] == "python_grader_runtime_error":
-            errors["python_grader_runtime_error_details"] = found["details"]
-        if found["error"] == "model_grader_server_error":
-            errors["model_grader_server_error_details"] = found["details"]
+    if graded["error"]:
+        errors[graded["error"]] = True
+        if graded["error"] == "python_grader_runtime_error":
+            errors["python_grader_runtime_error_details"] = graded["details"]
+        if graded["error"] == "model_grader_server_error":
+            errors["model_grader_server_error_details"] = graded["details"]
     return {
-        "reward": found["reward"],
-        "sub_rewards": found["scores"],
+        "reward": graded["reward"],
+        "sub_rewards": graded["scores"],
         "model_grader_token_usage_per_model": dict(tokens),
         "metadata": {
-            "name": found["name"],
+            "name": graded["name"],
             "type": grader["type"],
-            "scores": found["scores"],
-            "execution_time": found["seconds"],
+            "scores": graded["scores"],
+            "execution_time": graded["seconds"],
             "token_usage": sum(tokens.values()) if tokens else None,
             "sampled_model_name": next(iter(tokens), None) if grader["type"] != "multi" else None,
             "errors": errors,
         },
-        "gradwire": {"error": found["details"] or None},
+        "gradwire": {"error": graded["details"] or None},
     }
 
 

@@ -97,7 +97,7 @@ class Resolved:
 
 
 def resolve(
-    method: str, given: Mapping[str, Any], file: jobs.File, model: pb.ModelInfo, param: str, *, evaluates: bool
+    method: str, requested: Mapping[str, Any], file: jobs.File, model: pb.ModelInfo, param: str, *, evaluates: bool
 ) -> Resolved:
     """Resolve hyperparameters.
 
@@ -109,15 +109,15 @@ def resolve(
         ServiceError: INVALID_ARGUMENT for one that is out of range; UNSUPPORTED for an effort.
     """
     known = OF_METHOD[method]
-    warnings = [f"{name} is no hyperparameter of {method}; it has no effect" for name in given if name not in known]
-    asked = {name: given.get(name) for name in known}
+    warnings = [f"{name} is no hyperparameter of {method}; it has no effect" for name in requested if name not in known]
+    asked = {name: requested.get(name) for name in known}
     for name, value in asked.items():
         if value is None:
             asked[name] = AUTO
         elif value != AUTO:
             known[name].check(f"{param}.{name}", value)
-    if method == "reinforcement" and given.get("reasoning_effort") is not None:
-        effort = given["reasoning_effort"]
+    if method == "reinforcement" and requested.get("reasoning_effort") is not None:
+        effort = requested["reasoning_effort"]
         if effort not in EFFORTS:
             raise invalid(f"{param}.reasoning_effort must be one of {', '.join(EFFORTS)}", f"{param}.reasoning_effort")
         if effort != "default":

@@ -32,11 +32,11 @@ def routes(core: Core) -> APIRouter:
     router = APIRouter(prefix="/checkpoints")
 
     def job_of(caller: Caller, name: str) -> jobs.Job:
-        found = find_tuned(core, caller, name.removeprefix(PREFIX))
-        if found is None:
+        tuned = find_tuned(core, caller, name.removeprefix(PREFIX))
+        if tuned is None:
             message = f"there is no fine-tuned model {name[:200]!r} here"
             raise ServiceError(pb.ERROR_CODE_UNKNOWN_MODEL, message, field="fine_tuned_model_checkpoint")
-        return found[0]
+        return tuned[0]
 
     @router.post("/{name:path}/permissions")
     async def create(name: str, asked: CreatePermissions, caller: CallerOf) -> dict[str, Any]:

@@ -172,25 +172,25 @@ async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -
     )  # fmt: skip
 
 
-def _extensions(given: dict[str, Any]) -> dict[str, Any]:
+def _extensions(fields: dict[str, Any]) -> dict[str, Any]:
     """Settings of the recipe that a request has besides OpenAI's; ``lora`` and ``full`` are the SDK's words for a rank.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
     """
     for field in OURS:
-        if field in given:
+        if field in fields:
             raise invalid(f"gradwire.{field} is in the request by OpenAI's name: leave it out", "gradwire")
-    said = [name for name in ("lora", "full", "lora_rank") if name in given]
+    said = [name for name in ("lora", "full", "lora_rank") if name in fields]
     if len(said) > 1:
         raise invalid(f"gradwire has {' and '.join(said)}, which say the same: leave one", "gradwire")
-    extra = {name: value for name, value in given.items() if name not in ("lora", "full")}
-    if "lora" in given:
-        extra["lora_rank"] = given["lora"]
-    if "full" in given:
-        if not isinstance(given["full"], bool):
+    extra = {name: value for name, value in fields.items() if name not in ("lora", "full")}
+    if "lora" in fields:
+        extra["lora_rank"] = fields["lora"]
+    if "full" in fields:
+        if not isinstance(fields["full"], bool):
             raise invalid("gradwire.full must be true or false", "gradwire")
-        extra |= {"lora_rank": 0} if given["full"] else {}
+        extra |= {"lora_rank": 0} if fields["full"] else {}
     return extra
 
 

@@ -137,7 +137,8 @@ def delete(access: Access, job_id: JobId) -> None:
 
 def _settings(config: Path | None, recipe: str, override: list[str], script: Path | None) -> tuple[str, dict[str, Any]]:
     from gradwire.recipes.command import RECIPES, settings_kind
-    from gradwire.recipes.settings import SettingsError, load
+    from gradwire.recipes.settings import SettingsError
+    from gradwire.recipes.settings_file import load
 
     if (config is None) == (script is None):
         raise _wrong("name a configuration, as `gradwire jobs submit sft.yaml`, or a --script")

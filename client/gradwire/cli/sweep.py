@@ -22,14 +22,15 @@ def sweep(
     example: Annotated[bool, typer.Option("--example", help="Print a file with a comment on every setting.")] = False,
 ) -> None:
     """Train every combination of a grid on one server, and show which is best; run again, it goes on."""
-    from gradwire.recipes import settings, sweep
+    from gradwire.recipes import settings_file, sweep
+    from gradwire.recipes.settings import SettingsError
 
     if example:
-        print(settings.example(sweep.Sweep), end="")
+        print(settings_file.example(sweep.Sweep), end="")
         return
     try:
         if grid is None:
-            raise settings.SettingsError("name a file, as grid.yaml; `gradwire sweep --example > grid.yaml` writes one")
+            raise SettingsError("name a file, as grid.yaml; `gradwire sweep --example > grid.yaml` writes one")
         plan, trials = sweep.load(grid, override or ())
         with warnings_to_stderr("gradwire sweep"):
             ranked = asyncio.run(sweep.run(plan, trials))

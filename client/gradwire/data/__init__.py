@@ -5,21 +5,9 @@ and text files, Hugging Face data sets (``gradwire[data]``) and iterables of row
 ``mapping=`` names any other.
 """
 
-from gradwire.data.dataset import (
-    LOADERS,
-    Batches,
-    Dataset,
-    OnError,
-    conversations,
-    kind_of,
-    mixed,
-    preferences,
-    prompts,
-    ratings,
-    split_together,
-    steps,
-)
-from gradwire.data.layouts import Conversation, Preference, Prompt, Rating, Steps, learned
+from gradwire.data.dataset import Batches, Dataset, mixed, split_together
+from gradwire.data.loaders import LOADERS, OnError, conversations, kind_of, preferences, prompts, ratings, steps
+from gradwire.data.rows import Conversation, Preference, Prompt, Rating, Steps, learned
 from gradwire.data.sources import DataError, read
 from gradwire.data.two_tokenizers import Expectations, gold_fields, padded_candidates, shared_tokens
 

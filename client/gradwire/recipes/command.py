@@ -12,7 +12,8 @@ from typing import Any
 from gradwire.cli.text import warnings_to_stderr
 from gradwire.errors import GradwireError
 from gradwire.recipes.folder import next_steps
-from gradwire.recipes.settings import Settings, SettingsError, built, example, load
+from gradwire.recipes.settings import Settings, SettingsError
+from gradwire.recipes.settings_file import built, example, load
 
 RECIPES = {
     "sft": "SFT", "dpo": "DPO", "kto": "KTO", "orpo": "ORPO", "simpo": "SimPO", "reward": "Reward",

@@ -18,7 +18,8 @@ from gradwire.data import DataError, OnError, Prompt, prompts
 from gradwire.errors import GradwireError
 from gradwire.recipes.folder import trained
 from gradwire.recipes.runs import open_service
-from gradwire.recipes.settings import ServiceSettings, SettingsError, example, load, setting
+from gradwire.recipes.settings import ServiceSettings, SettingsError, setting
+from gradwire.recipes.settings_file import example, load
 from gradwire.recipes.tokens import Tokens
 from gradwire.rl.rewards.graders import Grader, GraderError, Sample, SampleError, ServiceJudge, grader_of
 from gradwire.whole_files import whole_file

@@ -23,7 +23,8 @@ from gradwire.recipes.folder import SHARED_SERVER, STATE
 from gradwire.recipes.observing import OBSERVER, Observer
 from gradwire.recipes.report import page_of, plot_several
 from gradwire.recipes.runs import SHARED_SERVICE
-from gradwire.recipes.settings import RowSettings, Settings, SettingsError, built, read_yaml, set_by, setting
+from gradwire.recipes.settings import RowSettings, Settings, SettingsError, setting
+from gradwire.recipes.settings_file import built, read_yaml, set_by
 
 MOST_TRIALS = 256
 SMOOTHED = 10

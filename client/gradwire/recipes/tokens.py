@@ -12,7 +12,7 @@ import numpy as np
 
 import gradwire
 from gradwire.data import Conversation, DataError, Preference, Prompt, Rating, Steps, learned
-from gradwire.data.layouts import is_learned
+from gradwire.data.rows import is_learned
 from gradwire.rl.prompts import plain_chat
 
 logger = logging.getLogger("gradwire.recipes")

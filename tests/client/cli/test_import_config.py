@@ -12,7 +12,7 @@ from gradwire.cli.app import app
 from gradwire.data import conversations
 from gradwire.recipes import command
 from gradwire.recipes.rows import rows_of
-from gradwire.recipes.settings import load
+from gradwire.recipes.settings_file import load
 from typer.testing import CliRunner
 
 AXOLOTL = """

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import zstandard
 from gradwire.data import DataError, Dataset, conversations, preferences, prompts, ratings, steps
-from gradwire.data.layouts import Conversation, Prompt
+from gradwire.data.rows import Conversation, Prompt
 
 USER = {"role": "user", "content": "2+2?"}
 FOUR = {"role": "assistant", "content": "4"}

@@ -373,7 +373,7 @@ async def test_rows_without_an_answer_after_the_cut_are_said(
 
 @pytest.mark.parametrize("recipe", command.RECIPES)
 def test_an_example_is_a_valid_configuration(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from gradwire.recipes.settings import load
+    from gradwire.recipes.settings_file import load
 
     command.main(["--example", recipe])
     text = capsys.readouterr().out

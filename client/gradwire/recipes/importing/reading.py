@@ -9,7 +9,8 @@ from gradwire.recipes import command
 from gradwire.recipes.importing.axolotl import from_axolotl
 from gradwire.recipes.importing.imported import Imported
 from gradwire.recipes.importing.llama_factory import from_dataset_info, from_llama_factory
-from gradwire.recipes.settings import SettingsError, read_yaml
+from gradwire.recipes.settings import SettingsError
+from gradwire.recipes.settings_file import read_yaml
 
 
 def imported(file: Path) -> Imported:

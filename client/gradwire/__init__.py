@@ -73,9 +73,10 @@ from gradwire.errors import (
     WouldDeadlockError,
     WriterError,
 )
+from gradwire.files import FileInfo, Files
 from gradwire.futures import Future, gather
 from gradwire.history import History, RunUpdates
-from gradwire.jobs import FileInfo, Files, Job, JobCheckpoint, JobEnd, JobEvent, Jobs
+from gradwire.jobs import Job, JobCheckpoint, JobEnd, JobEvent, Jobs
 from gradwire.recordings import (
     KeyInfo,
     OperationInfo,

@@ -16,7 +16,8 @@ from gradwire.embedded import EmbeddedServer
 from gradwire.errors import InvalidArgumentError, ServerStartError, UnsupportedError
 from gradwire.service import ServiceClient
 from gradwire.wire.options import check_options
-from gradwire.wire.transport import SECURE_SCHEMES, Transport, checked_tls
+from gradwire.wire.tls import SECURE_SCHEMES, checked_tls
+from gradwire.wire.transport import Transport
 
 PROTOCOL = 1
 MAX_PORT = 65535

@@ -16,8 +16,9 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire.descriptions import LossInfo, ModelInfo, RunInfo, ServerInfo, TokenizerInfo, Usage
 from gradwire.embedded import EmbeddedServer
 from gradwire.errors import InvalidArgumentError, ServiceClosedError, UnsupportedError, did_you_mean, type_of
+from gradwire.files import Files
 from gradwire.history import History, RunUpdates
-from gradwire.jobs import Files, Jobs
+from gradwire.jobs import Jobs
 from gradwire.losses import LossCatalogue, model_path
 from gradwire.recordings import KeyInfo, QueuedRun
 from gradwire.rendering import Conversation, Rendered, TrainOn, is_one, requests, row_of

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
-from gradwire import connection, jobs, service, training
+from gradwire import connection, files, jobs, service, training
 from gradwire.connection import ConnectionOptions
 from gradwire.errors import ServiceClosedError
 from gradwire.history import RunUpdates
@@ -128,14 +128,14 @@ class TrainingClient(Operations):
 class Files:
     """The files of your key on a server: a blocking :class:`gradwire.Files`."""
 
-    def __init__(self, client: jobs.Files, loop_thread: LoopThread) -> None:
+    def __init__(self, client: files.Files, loop_thread: LoopThread) -> None:
         self._client, self._loop_thread = client, loop_thread
 
-    upload = _blocking(jobs.Files.upload)
-    get = _blocking(jobs.Files.get)
-    list = _blocking(jobs.Files.list)
-    delete = _blocking(jobs.Files.delete)
-    download = _blocking(jobs.Files.download)
+    upload = _blocking(files.Files.upload)
+    get = _blocking(files.Files.get)
+    list = _blocking(files.Files.list)
+    delete = _blocking(files.Files.delete)
+    download = _blocking(files.Files.download)
 
 
 class Jobs:

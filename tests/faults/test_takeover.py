@@ -10,7 +10,7 @@ from typing import Any
 
 import gradwire
 import pytest
-from gradwire.wire.transport import SubmitStream
+from gradwire.wire.streams import SubmitStream
 from gradwire_proto.v1 import training_pb2 as pb
 from support.scripted import until
 from support.server import Server
@@ -44,7 +44,7 @@ class SlowNetwork:
             event.set()
         self.waiting, self.answered = asyncio.Event(), asyncio.Event()
         self._transport = transport = service._transport
-        self._unary, self._submit, self._results = transport.unary, transport.submit, transport.results
+        self._unary, self._submit, self.results_of = transport.unary, transport.submit, transport.results
         monkeypatch.setattr(transport, "unary", self._held_unary)
         monkeypatch.setattr(transport, "submit", self._held_submit)
         monkeypatch.setattr(transport, "results", self._held_results)
@@ -86,7 +86,7 @@ class SlowNetwork:
 
     async def _held_results(self, run_id: str, from_seq: int) -> AsyncIterator[Any]:
         await self.results.wait()
-        async with aclosing(self._results(run_id, from_seq)) as results:
+        async with aclosing(self.results_of(run_id, from_seq)) as results:
             async for each in results:
                 yield each
 
@@ -191,7 +191,7 @@ async def test_a_number_that_both_writers_used_is_answered_to_the_newer_one(
     new = await services[1].get_training_client(old.run_id)
     ours = old.forward_backward(BATCH, "causal_lm")  # its number is 2, and it has not arrived
     assert (await new.forward_backward(LONGER, "causal_lm")).num_loss_tokens == 5
-    await until(lambda: old._link._results.next_index == 3)  # the result of number 2 has come to both
+    await until(lambda: old._link.results_of.next_index == 3)  # the result of number 2 has come to both
     assert not ours.done()
     network.operations.set()
     with pytest.raises(gradwire.StaleEpochError, match="another"):

@@ -42,7 +42,8 @@ from gradwire.wire.entries import Entry, Request
 from gradwire.wire.lease import Lease
 from gradwire.wire.queue import Decode, OperationQueue
 from gradwire.wire.result_stream import PASSING, ResultStream
-from gradwire.wire.transport import SubmitStream, Transport
+from gradwire.wire.streams import SubmitStream
+from gradwire.wire.transport import Transport
 
 FULL_INTERVAL_S = 0.5
 CLOSE_PATIENCE_S = 10.0
@@ -90,7 +91,7 @@ class RunLink:
         self._window = window
         self._max_in_flight = max_in_flight
         self._lease = Lease(self.queue, transport, takeover)
-        self._results = ResultStream(self.queue, transport, self._lease, self._wake_sender, self._broken)
+        self.results_of = ResultStream(self.queue, transport, self._lease, self._wake_sender, self._broken)
         self._opening: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = False
@@ -128,7 +129,7 @@ class RunLink:
                 "call earlier_operations() before the first operation: each result received releases the earlier ones"
             )
         released = self._lease.released
-        self._results.next_index = released - self.queue.base + 1
+        self.results_of.next_index = released - self.queue.base + 1
         first, last = released + 1, self.queue.base
         futures = {seq: self.queue.adopt(seq, decode_result) for seq in range(first, last + 1)}
         if futures:
@@ -161,12 +162,12 @@ class RunLink:
 
     def submitted(self) -> None:
         self._wake_sender()
-        self._results.expect()
+        self.results_of.expect()
         if not self._started and self.queue.dead is None:
             self._started = True
             self._spawn(self._guarded(self._send, self._writes_no_more))
-            self._spawn(self._guarded(self._results.receive, self._die))
-            self._spawn(self._guarded(self._results.acknowledge, self._die))
+            self._spawn(self._guarded(self.results_of.receive, self._die))
+            self._spawn(self._guarded(self.results_of.acknowledge, self._die))
 
     def filled(self, entry: Entry) -> None:
         self._out_of_turn.append(entry)
@@ -317,7 +318,7 @@ class RunLink:
             while len(ready) < SENT_TOGETHER and index <= min(
                 self.queue.last_index,
                 min(missing, default=index) + self._window,
-                self._results.next_index + self._max_in_flight - 1,
+                self.results_of.next_index + self._max_in_flight - 1,
             ):
                 pending = self.queue.unacknowledged(index)
                 if pending is not None and not self._add_ready(pending, ready):

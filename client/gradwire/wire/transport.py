@@ -1,4 +1,4 @@
-"""The channel: calls of the service, retried where a repeat is safe; no ``grpc.RpcError`` leaves this file.
+"""The channel: calls of the service, retried where a repeat is safe; no ``grpc.RpcError`` leaves it.
 
 Left out on purpose: gRPC's own retries, which skip messages over about 256 KiB and do not know an operation's
 number; compression, which costs more than it saves on tensors.
@@ -11,10 +11,8 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from gradwire_proto.v1 import jobs_pb2
@@ -30,17 +28,15 @@ from gradwire import errors
 from gradwire.errors import (
     ConnectionLostError,
     GradwireError,
-    InvalidArgumentError,
     InvalidRequestError,
     RunParkedError,
     ServiceClosedError,
 )
 from gradwire.futures import running_loop
 from gradwire.wire.processes import check_not_forked, note_connection
+from gradwire.wire.streams import SubmitStream, frames_of, results_of
+from gradwire.wire.tls import SECURE_SCHEMES, Tls
 
-CHUNK_BYTES = 1 << 20
-TOGETHER_BYTES = 256 << 10
-"""Operations up to this total size are sent in one message."""
 SILENT_ATTEMPTS = 6
 """After this many failures in a row (about three seconds) a warning is logged."""
 SAME_WARNING_S = 60.0
@@ -48,36 +44,11 @@ SAME_WARNING_S = 60.0
 CLOSE_LINGER_S = 0.02
 CLOSE_LATE_TIMES = 10
 MAX_CLOSE_LINGER_S = 1.0
-SECURE_SCHEMES = ("https://", "grpcs://")
 
 logger = logging.getLogger("gradwire")
 
 Q = TypeVar("Q")
 R = TypeVar("R")
-F = TypeVar("F", covariant=True)
-
-
-class AsyncCall(Protocol[F]):
-    """A call whose answers are a stream."""
-
-    def __aiter__(self) -> AsyncIterator[F]: ...
-
-    def cancel(self) -> bool: ...
-
-
-@dataclass(frozen=True)
-class Tls:
-    """Certificates as PEM files. ``ca_cert`` None uses the system's roots. The client certificate is for mTLS."""
-
-    ca_cert: Path | None = None
-    client_cert: Path | None = None
-    client_key: Path | None = None
-
-    def credentials(self) -> grpc.ChannelCredentials:
-        def read(path: Path | None) -> bytes | None:
-            return path.read_bytes() if path else None
-
-        return grpc.ssl_channel_credentials(read(self.ca_cert), read(self.client_key), read(self.client_cert))
 
 
 class Backoff:
@@ -240,7 +211,7 @@ class Transport:
         """Yield a file's content."""
         self.check_loop()
         request = jobs_pb2.ReadFileRequest(file_id=file_id)
-        return _frames(self._jobs.ReadFile(request, metadata=self._metadata), self.address)
+        return frames_of(self._jobs.ReadFile(request, metadata=self._metadata), self.address)
 
     async def _repeated(
         self,
@@ -323,13 +294,13 @@ class Transport:
     def results(self, run_id: str, from_seq: int) -> AsyncGenerator[tuple[pb.OperationResult, bytes]]:
         """Yield results with their payloads, from this number on, until the stream breaks."""
         request = pb.ResultsRequest(run_id=run_id, from_seq=from_seq, batched=True)
-        return _results(self._stub.Results(request, metadata=self._metadata), self.address)
+        return results_of(self._stub.Results(request, metadata=self._metadata), self.address)
 
     async def sample(self, request: pb.SampleRequest) -> tuple[pb.OperationResult, bytes]:
         """Sample outside any run's queue."""
         self.check_loop()
         async with contextlib.aclosing(
-            _results(self._stub.Sample(request, metadata=self._metadata), self.address)
+            results_of(self._stub.Sample(request, metadata=self._metadata), self.address)
         ) as results:
             async for result in results:
                 return result
@@ -338,7 +309,7 @@ class Transport:
     def stream_sample(self, request: pb.SampleRequest) -> AsyncGenerator[pb.SampleFrame]:
         """Yield new tokens of samples outside any run's queue, and last the result."""
         self.check_loop()
-        return _frames(self._stub.StreamSample(request, metadata=self._metadata), self.address)
+        return frames_of(self._stub.StreamSample(request, metadata=self._metadata), self.address)
 
     async def history(self, run_id: str, at_most: int) -> list[pb.HistoryPage]:
         """The pages of a run's record in order; asked for again from the first while the server is away."""
@@ -348,7 +319,7 @@ class Transport:
             received: list[pb.HistoryPage] = []
             call = self._stub.GetHistory(request, metadata=self._metadata)
             try:
-                async with contextlib.aclosing(_frames(call, self.address)) as pages:
+                async with contextlib.aclosing(frames_of(call, self.address)) as pages:
                     async for page in pages:
                         received.append(page)
                 return received
@@ -364,7 +335,7 @@ class Transport:
             recording, chunks = pb.Recording(), list[bytes]()
             call = self._stub.ReadRecording(request, metadata=self._metadata)
             try:
-                async with contextlib.aclosing(_frames(call, self.address)) as frames:
+                async with contextlib.aclosing(frames_of(call, self.address)) as frames:
                     async for frame in frames:
                         recording.MergeFrom(frame.recording)
                         chunks.append(frame.chunk)
@@ -382,7 +353,7 @@ class Transport:
             failure: GradwireError = ConnectionLostError(f"{self.address} ended the stream of changes")
             try:
                 call = self._stub.WatchRuns(request, metadata=self._metadata)
-                async with contextlib.aclosing(_frames(call, self.address)) as updates:
+                async with contextlib.aclosing(frames_of(call, self.address)) as updates:
                     async for update in updates:
                         backoff.progress()
                         cursor = update.cursor or cursor
@@ -395,102 +366,10 @@ class Transport:
     def download(self, request: pb.DownloadRequest) -> AsyncGenerator[pb.DownloadFrame]:
         """Yield the frames of a checkpoint's or export's files, in order."""
         self.check_loop()
-        return _frames(self._stub.Download(request, metadata=self._metadata), self.address)
-
-
-class SubmitStream:
-    """Stream of outgoing operations and incoming acknowledgements."""
-
-    def __init__(self, call: grpc.aio.StreamStreamCall[pb.SubmitFrame, pb.SubmitAck], address: str) -> None:
-        self._call = call
-        self._address = address
-
-    async def send(self, operations: Sequence[tuple[pb.OperationHeader, bytes]]) -> None:
-        """Write operations, grouping small ones; returns when they are sent, not when they arrive."""
-        try:
-            for frame in _submit_frames(operations):
-                await self._call.write(frame)
-        except grpc.aio.AioRpcError as error:
-            raise errors.from_rpc(error, self._address) from None
-        except asyncio.InvalidStateError:
-            # The call has ended; the reader of the acknowledgements learns why.
-            raise ConnectionLostError(f"{self._address} ended the stream of operations") from None
-
-    async def acknowledgements(self) -> AsyncGenerator[pb.SubmitAck]:
-        """Yield acknowledgements until the server ends the stream or the connection breaks."""
-        async with contextlib.aclosing(_frames(self._call, self._address)) as frames:
-            async for frame in frames:
-                yield frame
-                for ack in frame.more:
-                    yield ack
-
-    async def end(self) -> None:
-        """End the outgoing side: the server answers the operations it has, and closes the stream."""
-        try:
-            await self._call.done_writing()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the call has ended; the reader of the acknowledgements learns why
-
-    def cancel(self) -> None:
-        self._call.cancel()
-
-
-def _submit_frames(operations: Sequence[tuple[pb.OperationHeader, bytes]]) -> Iterator[pb.SubmitFrame]:
-    together, size = pb.SubmitFrame(), 0
-    for header, payload in operations:
-        length = header.ByteSize() + len(payload)
-        if size and size + length > TOGETHER_BYTES:
-            yield together
-            size = 0
-        if size:
-            together.more.add(header=header, chunk=payload)
-        else:
-            together = pb.SubmitFrame(header=header, chunk=payload[:CHUNK_BYTES], batched=True, patient=True)
-        size += length
-        for start in range(CHUNK_BYTES, len(payload), CHUNK_BYTES):
-            yield together
-            together = pb.SubmitFrame(chunk=payload[start : start + CHUNK_BYTES])
-    if size:
-        yield together
+        return frames_of(self._stub.Download(request, metadata=self._metadata), self.address)
 
 
 def _retrieved(task: asyncio.Task[Any]) -> None:
     """Retrieve a task's exception, so that asyncio does not report it when the waiting caller is gone."""
     if not task.cancelled():
         task.exception()
-
-
-async def _frames(call: AsyncCall[F], address: str) -> AsyncGenerator[F]:
-    try:
-        async for frame in call:
-            yield frame
-    except grpc.aio.AioRpcError as error:
-        raise errors.from_rpc(error, address) from None
-    finally:
-        call.cancel()
-
-
-async def _results(call: AsyncCall[pb.ResultFrame], address: str) -> AsyncGenerator[tuple[pb.OperationResult, bytes]]:
-    header, chunks, missing = pb.OperationResult(), list[bytes](), 0
-    async with contextlib.aclosing(_frames(call, address)) as frames:
-        async for first in frames:
-            for frame in (first, *first.more):
-                if frame.HasField("header"):
-                    header, chunks, missing = frame.header, [], frame.header.payload_bytes
-                if chunk := frame.chunk:
-                    chunks.append(chunk)
-                    missing -= len(chunk)
-                if missing == 0:
-                    yield header, b"".join(chunks)
-
-
-def checked_tls(ca_cert: Any, client_cert: Any, client_key: Any) -> Tls | None:
-    """Build TLS settings from the user's arguments; None if none was given."""
-    if (client_cert is None) != (client_key is None):
-        raise InvalidArgumentError(
-            "client_cert and client_key must be given together",
-            field="client_key" if client_key is None else "client_cert",
-        )
-    if ca_cert is None and client_cert is None:
-        return None
-    return Tls(*(Path(path) if path is not None else None for path in (ca_cert, client_cert, client_key)))

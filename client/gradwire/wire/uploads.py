@@ -14,7 +14,8 @@ from typing import Any, Literal
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire.errors import InvalidArgumentError, PayloadCorruptError
-from gradwire.wire.transport import CHUNK_BYTES, Transport
+from gradwire.wire.streams import CHUNK_BYTES
+from gradwire.wire.transport import Transport
 
 logger = logging.getLogger("gradwire")
 

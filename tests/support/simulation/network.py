@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from gradwire import errors
 from gradwire.errors import ConnectionLostError
-from gradwire.wire.transport import SubmitStream, Transport, _results
+from gradwire.wire.streams import SubmitStream, results_of
+from gradwire.wire.transport import Transport
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import ANYONE
 from gradwire_server.doors.grpc.interceptors import CALLER
@@ -208,4 +209,4 @@ class SimulatedTransport(Transport):
     def results(self, run_id: str, from_seq: int) -> AsyncGenerator[tuple[pb.OperationResult, bytes]]:
         request = pb.ResultsRequest(run_id=run_id, from_seq=from_seq, batched=True)
         call: Any = Call(self._network, lambda service, sent: service.Results(request, None))
-        return _results(call, ADDRESS)
+        return results_of(call, ADDRESS)

@@ -154,7 +154,7 @@ class PolicyProgram:
         raise TypeError(f"an object of the class {type(value).__name__} cannot be given to the policy's code")
 
     def _referent(self, content: dict[str, Any]) -> Remote:
-        return Remote(self, int(content["object"]), str(content.get("class", "object")))
+        return Remote(self.operate, int(content["object"]), str(content.get("class", "object")))
 
     def _exception(self, names: list[Any]) -> type[Exception]:
         """Find the local class for a program's exception: the builtin of that name, or a derived class."""

@@ -29,7 +29,7 @@ REPORTS = {
     "process/memory_owners.py": "tells the front, and chooses nothing",
     "process/pulse.py": "tells rank 0, and chooses nothing",
     "process/ranks.py": "opens the page of marks",
-    "model/split_model.py": "explains other errors of a model's own code at load",
+    "model/split_check.py": "explains other errors of a model's own code at load",
     "state/checkpoints.py": "writes the time into a manifest",
     "operations/train_steps.py": "words an error",
     "sampling/pages/replay.py": "lets the error pass",

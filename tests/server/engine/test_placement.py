@@ -165,6 +165,7 @@ SEAM = {
         "model/adapters/lora_settings.py",
         "model/layers/read_weights.py",
         "model/loading/quantization.py",
+        "model/split_check.py",
         "model/split_model.py",
         "state/exports.py",
     },

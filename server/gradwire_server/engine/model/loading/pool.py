@@ -28,7 +28,8 @@ from gradwire_server.engine.model.loading.packing_check import check_rows, choos
 from gradwire_server.engine.model.loading.quantization import Quantization
 from gradwire_server.engine.model.loading.weights_check import check_weights
 from gradwire_server.engine.model.placement import Placement, layers_of
-from gradwire_server.engine.model.split_model import ModelFacts, SplitModel, check_split, explained_failures
+from gradwire_server.engine.model.split_check import check_split, explained_failures
+from gradwire_server.engine.model.split_model import ModelFacts, SplitModel
 from gradwire_server.engine.model.vision.image_tokens import Vision, auto_class, image_token_of, takes_images
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import gradwire
 import httpx
 import pytest
 from gradwire import sync
-from gradwire_server.access.keys import KeyFile
+from gradwire_server.access.key_file import KeyFile
 from playwright.sync_api import Page, expect
 from support.console import Console
 from support.server import Server

@@ -219,7 +219,7 @@ def test_hand_made_requests_are_refused(server: Server) -> None:
 
 
 def test_keys_of_the_server_are_asked_for(tiny_model_path: Path, tmp_path: Path, page: Page) -> None:
-    from gradwire_server.access.keys import KeyFile
+    from gradwire_server.access.key_file import KeyFile
 
     tmp_path.joinpath("state").mkdir()
     keys = {name: KeyFile(tmp_path / "state").create(name, "user") for name in ("ada", "bob")}

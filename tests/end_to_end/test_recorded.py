@@ -25,7 +25,7 @@ GROUPS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def served(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, dict[str, str]]]:
-    from gradwire_server.access.keys import KeyFile
+    from gradwire_server.access.key_file import KeyFile
 
     state = tmp_path_factory.mktemp("recorded")
     keys = {name: KeyFile(state).create(name, role) for name, role in (("ada", "user"), ("eve", "viewer"))}

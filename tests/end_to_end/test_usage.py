@@ -9,7 +9,7 @@ import gradwire
 import httpx
 import pytest
 from gradwire.cli.app import app
-from gradwire_server.access.keys import KeyFile
+from gradwire_server.access.key_file import KeyFile
 from support.server import Server, free_port
 from support.tinker import HttpServer
 from typer.testing import CliRunner

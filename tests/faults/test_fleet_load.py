@@ -18,7 +18,7 @@ from unittest import mock
 import gradwire
 import numpy as np
 import pytest
-from gradwire_server.access.keys import KeyFile, Role
+from gradwire_server.access.key_file import KeyFile, Role
 from support import object_store, program, small_calls
 from support.agent import Agent, Wire
 from support.object_store import Objects

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.access.keys import Quota
+from gradwire_server.access.key_file import Quota
 from gradwire_server.access.quotas import Usage
 from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError

@@ -17,7 +17,7 @@ from pathlib import Path
 import gradwire
 import numpy as np
 import pytest
-from gradwire_server.access.keys import KeyFile
+from gradwire_server.access.key_file import KeyFile
 from support import flood, small_calls
 from support.access import rpcs
 from support.chats import chat_model

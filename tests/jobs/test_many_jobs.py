@@ -11,7 +11,7 @@ from pathlib import Path
 
 import gradwire
 import pytest
-from gradwire_server.access.keys import KeyFile, Quota
+from gradwire_server.access.key_file import KeyFile, Quota
 from support.chats import chat_model
 from support.jobs import SETTINGS, workers, write_data
 from support.server import Server

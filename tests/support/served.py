@@ -15,7 +15,7 @@ import grpc.aio
 import httpx
 import pytest
 from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
-from gradwire_server.access.keys import KeyFile
+from gradwire_server.access.key_file import KeyFile
 
 from support import steady_caller
 from support.keyed import Keyed

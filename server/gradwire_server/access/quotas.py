@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.access.keys import Quota
+from gradwire_server.access.key_file import Quota
 from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError
 from gradwire_server.grammar_forms import NAMES

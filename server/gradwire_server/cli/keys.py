@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gradwire_server.access.keys import KeyFile, Quota, Role
+from gradwire_server.access.key_file import KeyFile, Quota, Role
 from gradwire_server.cli.saying import console, fail
 
 app = typer.Typer(help="API keys of a server.", no_args_is_help=True, add_completion=False)

@@ -19,7 +19,8 @@ from pathlib import PurePosixPath
 from gradwire_proto.v1 import engine_pb2, journal_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.access.keys import Caller, Quota
+from gradwire_server.access.key_file import Quota
+from gradwire_server.access.keys import Caller
 from gradwire_server.access.model_names import ModelNames
 from gradwire_server.access.quotas import check_uploads
 from gradwire_server.config import CHUNK_BYTES, ServerConfig

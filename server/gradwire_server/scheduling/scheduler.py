@@ -17,7 +17,7 @@ from functools import partial
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.access.keys import Quota
+from gradwire_server.access.key_file import Quota
 from gradwire_server.access.quotas import Usage, check_runs
 from gradwire_server.config import ServerConfig
 from gradwire_server.engine_client.pool import EnginePool

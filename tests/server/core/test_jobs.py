@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from gradwire.recipes import command
 from gradwire_proto.v1 import jobs_pb2 as jobs
-from gradwire_server.access.keys import Caller, KeyFile, Quota
+from gradwire_server.access.key_file import KeyFile, Quota
+from gradwire_server.access.keys import Caller
 from gradwire_server.core.jobs import files, workers
 from gradwire_server.core.jobs.specs import RECIPES
 from gradwire_server.journal.backup import backup, restore

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 from gradwire_http.browsers import BrowserGuard, local_path
-from gradwire_server.access.keys import KeyFile
+from gradwire_server.access.key_file import KeyFile
 from support.chromium import launched
 from support.front import Start
 

@@ -14,7 +14,7 @@ import pytest
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
-from gradwire_server.access.keys import KeyFile
+from gradwire_server.access.key_file import KeyFile
 from gradwire_server.agent.front import Front, Lending
 from gradwire_server.config import EngineSettings
 from gradwire_server.engine_client.client import EngineDied

@@ -26,7 +26,7 @@ from gradwire.recipes.rates import learning_rate
 from gradwire.recipes.sft import SFT
 from gradwire_proto.v1 import jobs_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.access.keys import KeyFile, Quota
+from gradwire_server.access.key_file import KeyFile, Quota
 from gradwire_server.doors.http.openai.fine_tuning.hyperparameters import RATES, default_rate, resolve
 from openai.types.fine_tuning import FineTuningJob
 from support.chats import chat_model

@@ -17,7 +17,7 @@ import zstandard
 from gradwire_http import heads
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.calls import CallKind
-from gradwire_server.access.keys import KeyFile
+from gradwire_server.access.key_file import KeyFile
 from gradwire_server.cli.preflight import check
 from gradwire_server.cli.settings_file import SettingsError
 from gradwire_server.config import ServerConfig

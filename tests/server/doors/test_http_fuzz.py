@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import schemathesis
 from gradwire_proto.v1 import tinker_pb2 as pb
-from gradwire_server.access.keys import KeyFile
+from gradwire_server.access.key_file import KeyFile
 from support import hostile
 from support.openapi import survived
 from support.server import free_port

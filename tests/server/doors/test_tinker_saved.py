@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from gradwire_proto.v1 import training_pb2
-from gradwire_server.access.keys import Caller, KeyFile
+from gradwire_server.access.key_file import KeyFile
+from gradwire_server.access.keys import Caller
 from gradwire_server.doors.http.tinker.collection import TinkerCollection
 from gradwire_server.doors.http.tinker.names import TinkerPath
 from gradwire_server.doors.http.tinker.store import ModelRecord, SavedRecord, TinkerStore

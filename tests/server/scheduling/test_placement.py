@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.access.keys import Quota
+from gradwire_server.access.key_file import Quota
 from gradwire_server.access.quotas import Usage
 from gradwire_server.config import Limits, ServerConfig
 from gradwire_server.engine_client.pool import EnginePool, own_engines, visible_gpus

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.access.keys import KeyFile
+from gradwire_server.access.key_file import KeyFile
 from gradwire_server.scheduling import run_feed
 from support.front import Start
 from support.job_stubs import NO_WORKERS, create, stub_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.access.keys import KeyFile, Quota
+from gradwire_server.access.key_file import KeyFile, Quota
 from support.front import Client, Door, Start, start
 from support.keyed import Keyed, uploaded
 from support.served import served

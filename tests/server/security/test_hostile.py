@@ -23,7 +23,7 @@ import torch
 from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
-from gradwire_server.access.keys import KeyFile
+from gradwire_server.access.key_file import KeyFile
 from support.front import Client
 from support.keyed import Keyed, code_of, error_of, outcome
 

@@ -17,7 +17,8 @@ import httpx
 import pytest
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.access.keys import LOOK_AGAIN_S, KeyFile, Keys, Quota
+from gradwire_server.access.key_file import KeyFile, Quota
+from gradwire_server.access.keys import LOOK_AGAIN_S, Keys
 from gradwire_server.access.turns import SHARED_S
 from gradwire_server.cli.app import app
 from gradwire_server.config import ServerConfig

@@ -15,7 +15,8 @@ import httpx
 import pytest
 from google.protobuf.descriptor import MethodDescriptor
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.access.keys import LOOK_AGAIN_S, KeyFile, Role
+from gradwire_server.access.key_file import KeyFile, Role
+from gradwire_server.access.keys import LOOK_AGAIN_S
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import Core
 from gradwire_server.doors.grpc.interceptors import Guard

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import trustme
 from cryptography import x509
-from gradwire_server.access.keys import KeyFile
+from gradwire_server.access.key_file import KeyFile
 from gradwire_server.cli.app import app
 from gradwire_server.config import ServerConfig
 from gradwire_server.doors.certificates import Certificates

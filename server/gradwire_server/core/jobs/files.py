@@ -24,7 +24,8 @@ from typing import IO, TypeVar
 from gradwire_proto.v1 import jobs_pb2 as jobs
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.access.keys import Caller, Quota
+from gradwire_server.access.key_file import Quota
+from gradwire_server.access.keys import Caller
 from gradwire_server.access.quotas import check_files
 from gradwire_server.access.turns import Turns
 from gradwire_server.config import CHUNK_BYTES, ServerConfig

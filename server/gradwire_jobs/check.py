@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.data import DataError, layouts, read
-from gradwire.data.layouts import Unfit
+from gradwire.data.rows import Unfit
 from gradwire.data.sources import READERS
 
 MEMORY_BYTES = 4 << 30

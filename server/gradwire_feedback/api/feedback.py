@@ -73,10 +73,6 @@ class UnsupportedTypeError(ProblemError):
     status = 415
 
 
-class MalformedError(ProblemError):
-    status = 400
-
-
 @router.post(
     "/feedback/{agent_id}",
     status_code=201,

@@ -96,10 +96,6 @@ TrainIn: type[TrainingOptions] = create_model(
 )
 
 
-class TrainingFailedError(Exception):
-    """A synchronous training failed."""
-
-
 @router.post(
     "/train_policy/{agent_id}",
     response_model=DryRunOut | TrainedOut,

@@ -41,9 +41,3 @@ class UnauthenticatedError(ProblemError):
 
 class ForbiddenError(ProblemError):
     status = 403
-
-
-class UnavailableError(ProblemError):
-    """The training server cannot be reached or failed; the request may be repeated."""
-
-    status = 503

@@ -80,20 +80,24 @@ class EngineLife(Protocol):
         """Forget it."""
 
 
-class Launcher(Protocol):
-    """Provides an engine's processes, one after another."""
+class Located(Protocol):
+    """Engines of one place."""
 
     @property
     def models(self) -> Collection[str]:
-        """Names of the models that they may hold."""
+        """Names of the models that it may hold."""
 
     @property
     def machine(self) -> str:
-        """Name of the machine that they are on; empty for this one."""
+        """Name of the machine that it is on; empty for this one."""
 
     @property
     def folder(self) -> str:
-        """Their machine's own folder; empty if they have the server's state folder."""
+        """Its machine's own folder; empty if it has the server's state folder."""
+
+
+class Launcher(Located, Protocol):
+    """Provides an engine's processes, one after another."""
 
     @property
     def pauses_s(self) -> Sequence[float]:
@@ -132,24 +136,12 @@ class Interruptible(Protocol):
         """
 
 
-class EngineClient(Interruptible, Protocol):
+class EngineClient(Interruptible, Located, Protocol):
     """An engine that executes one ordered stream of requests."""
 
     @property
     def number(self) -> int:
         """Its number among the engines of the server, from 0."""
-
-    @property
-    def models(self) -> Collection[str]:
-        """Names of the models that it may hold."""
-
-    @property
-    def machine(self) -> str:
-        """Name of the machine that it is on; empty for this one."""
-
-    @property
-    def folder(self) -> str:
-        """Its machine's own folder; empty if it has the server's state folder."""
 
     @property
     def holder(self) -> Holder:

@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from typing import Literal, TextIO
 
 Format = Literal["text", "json"]
-LEVELS = ("debug", "info", "warning", "error")
 
 _ABOUT: ContextVar[tuple[str, int]] = ContextVar("gradwire_log_about", default=("", 0))
 _STANDARD = frozenset(logging.LogRecord("", 0, "", 0, "", (), None).__dict__) | {"message", "asctime", "taskName"}

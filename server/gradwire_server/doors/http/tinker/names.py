@@ -18,7 +18,6 @@ from gradwire_server.journal.checkpoint_records import NAME
 PathKind = Literal["weights", "sampler_weights", "external_weights"]
 PATH_KINDS: tuple[PathKind, ...] = ("weights", "sampler_weights", "external_weights")
 MODEL_ID = re.compile(r"([0-9a-f-]{8,64}):train:(\d{1,18})")
-SAMPLER_ID = re.compile(r"([0-9a-f-]{8,64}):sample:(\d{1,18})")
 REQUEST_ID = re.compile(r"([0-9a-f-]{8,64}:(?:train|sample):\d{1,18}):(\d{1,19}):([a-z_]{1,30})")
 
 

@@ -10,6 +10,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire.errors import InvalidArgumentError
 from gradwire.futures import Future
+from gradwire.losses import model_path
 from gradwire.operations.submitter import Submitter
 from gradwire.results import Checkpoint, Columns, LossResult, SampleResult
 from gradwire.wire import requests
@@ -65,7 +66,9 @@ class ScoringOperations(Submitter):
                     field="temperature",
                     rule="without loss_fn",
                 )
-            return requests.forward_loss(self._losses, batch_data, loss_fn, loss_kwargs, outputs, model)
+            scored = {"model": model_path(model)}
+            call, columns = requests.loss_call(self._losses, batch_data, loss_fn, loss_kwargs, outputs, **scored)
+            return Request.of(pb.Operation(forward=call), columns)
 
         return self._queue.submit("forward", build, LossResult.from_wire, timeout)
 

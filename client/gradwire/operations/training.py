@@ -66,9 +66,9 @@ class TrainingOperations(Submitter):
             OutOfMemoryError: A single example does not fit the device's memory."""
 
         def build() -> Request:
-            return requests.forward_backward(
-                self._losses, batch_data, loss_fn, loss_kwargs, outputs, on_nonfinite, accumulate
-            )
+            others = {"skip_nonfinite": requests.skips(on_nonfinite), "accumulate": accumulate}
+            call, columns = requests.loss_call(self._losses, batch_data, loss_fn, loss_kwargs, outputs, **others)
+            return Request.of(pb.Operation(forward_backward=call), columns)
 
         return self._queue.submit("forward_backward", build, LossResult.from_wire, timeout)
 
@@ -197,7 +197,9 @@ class TrainingOperations(Submitter):
 
         def build() -> Request:
             step = requests.optim_step(learning_rate, on_nonfinite, options)
-            return requests.train_step(self._losses, batch_data, loss_fn, loss_kwargs, outputs, on_nonfinite, step)
+            others = {"skip_nonfinite": requests.skips(on_nonfinite)}
+            call, columns = requests.loss_call(self._losses, batch_data, loss_fn, loss_kwargs, outputs, **others)
+            return Request.of(pb.Operation(train_step=pb.TrainStep(loss=call, optim_step=step)), columns)
 
         return self._queue.submit("train_step", build, TrainStepResult.from_wire, timeout)
 

@@ -14,29 +14,11 @@ from typing import Any
 from gradwire.data import OnError
 
 LEAST = {
-    0: (
-        "limit",
-        "seed",
-        "lora_rank",
-        "learning_rate",
-        "warmup",
-        "weight_decay",
-        "max_steps",
-        "batch_tokens",
-        "eval_every",
-        "eval_problems",
-        "save_every",
-        "lora_alpha",
-        "lora_dropout",
-        "dropout",
-        "neftune_noise_alpha",
-        "head_learning_rate",
-        "max_grad_norm",
-        "keep",
-        "patience",
-    ),
+    0: ("limit", "seed", "lora_rank", "learning_rate", "warmup", "weight_decay", "max_steps", "batch_tokens",
+        "eval_every", "eval_problems", "save_every", "lora_alpha", "lora_dropout", "dropout", "neftune_noise_alpha",
+        "head_learning_rate", "max_grad_norm", "keep", "patience"),
     1: ("batch_size", "accumulation", "epochs", "max_tokens", "answer_tokens", "group_size", "answers", "turns"),
-}
+}  # fmt: skip
 """Smallest value of a number -> the settings."""
 OF_ADAPTER = ("lora_alpha", "lora_targets", "rslora")
 """What an adapter keeps for its life."""

@@ -7,7 +7,6 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -41,19 +40,6 @@ class Checked(Protocol):
     def check(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class Given:
-    """Values that a YAML file and overrides set.
-
-    Attributes:
-        values: Name -> value.
-        places: Name -> where it is written, for errors.
-    """
-
-    values: dict[str, Any]
-    places: Mapping[str, str]
-
-
 def load(kind: type[S], path: Path | str, overrides: Sequence[str] = ()) -> S:
     """Load settings from a YAML file.
 
@@ -65,18 +51,20 @@ def load(kind: type[S], path: Path | str, overrides: Sequence[str] = ()) -> S:
     Raises:
         SettingsError: The file or an override has a mistake; names the line.
     """
-    given = read_yaml(path, overrides)
-    return built(kind, given.values, given.places)
+    return built(kind, *read_yaml(path, overrides))
 
 
 def read_yaml(
     path: Path | str, overrides: Sequence[str] = (), *, example: str = "gradwire train --example NAME"
-) -> Given:
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Read a mapping from a YAML file, overridden as :func:`load` says.
 
     Args:
         path, overrides: As for :func:`load`.
         example: The command that writes such a file; empty if there is none.
+
+    Returns:
+        Name -> value, and name -> where it is written, for errors.
 
     Raises:
         SettingsError: The file or an override has a mistake; names the line.
@@ -106,7 +94,7 @@ def read_yaml(
     for override in overrides:
         set_by(values, override)
         places[override.partition("=")[0].partition(".")[0]] = f"--set {override}"
-    return Given(values, places)
+    return values, places
 
 
 def set_by(values: dict[str, Any], override: str) -> None:

@@ -130,9 +130,8 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> tuple[Sweep, list[T
     Raises:
         SettingsError: The file or a training's settings have a mistake.
     """
-    given = read_yaml(path, overrides, example="gradwire sweep --example")
-    sweep = built(Sweep, given.values, given.places)
-    shared = dict(read_yaml(sweep.config).values) | sweep.settings if sweep.config else sweep.settings
+    sweep = built(Sweep, *read_yaml(path, overrides, example="gradwire sweep --example"))
+    shared = read_yaml(sweep.config)[0] | sweep.settings if sweep.config else sweep.settings
     try:
         return sweep, [
             _trial(sweep, shared, dict(zip(sweep.grid, each))) for each in itertools.product(*sweep.grid.values())

@@ -48,35 +48,6 @@ _NUMBERS_AND_TEXTS = {
 """What a field takes: one value, and several."""
 
 
-def forward_backward(
-    losses: LossCatalogue,
-    batch: Batch,
-    loss_fn: str,
-    loss_kwargs: Mapping[str, Any] | None,
-    outputs: Sequence[Output],
-    on_nonfinite: OnNonFinite,
-    accumulate: bool,
-) -> Request:
-    """Build the request for a loss and its gradients."""
-    others = {"skip_nonfinite": skips(on_nonfinite), "accumulate": accumulate}
-    call, columns = _loss_call(losses, batch, loss_fn, loss_kwargs, outputs, **others)
-    return Request.of(pb.Operation(forward_backward=call), columns)
-
-
-def train_step(
-    losses: LossCatalogue,
-    batch: Batch,
-    loss_fn: str,
-    loss_kwargs: Mapping[str, Any] | None,
-    outputs: Sequence[Output],
-    on_nonfinite: OnNonFinite,
-    step: pb.OptimStep,
-) -> Request:
-    """Build the request for a loss, its gradients and an optimizer step."""
-    call, columns = _loss_call(losses, batch, loss_fn, loss_kwargs, outputs, skip_nonfinite=skips(on_nonfinite))
-    return Request.of(pb.Operation(train_step=pb.TrainStep(loss=call, optim_step=step)), columns)
-
-
 class OptimizerOptions(TypedDict, total=False):
     """How weights are updated: the keyword arguments of ``optim_step`` and ``train_step``.
 
@@ -131,20 +102,7 @@ def optim_step(learning_rate: float | None, on_nonfinite: OnNonFinite, options: 
     )
 
 
-def forward_loss(
-    losses: LossCatalogue,
-    batch: Batch,
-    loss_fn: str,
-    loss_kwargs: Mapping[str, Any] | None,
-    outputs: Sequence[Output],
-    model: str | Checkpoint | None,
-) -> Request:
-    """Build the request for a loss without gradients."""
-    call, columns = _loss_call(losses, batch, loss_fn, loss_kwargs, outputs, model=model_path(model))
-    return Request.of(pb.Operation(forward=call), columns)
-
-
-def _loss_call(
+def loss_call(
     losses: LossCatalogue,
     batch: Batch,
     loss_fn: str,
@@ -152,6 +110,7 @@ def _loss_call(
     outputs: Sequence[Output],
     **others: Any,
 ) -> tuple[pb.LossCall, dict[str, Column]]:
+    """Build the message of a loss, and the columns of its batch; ``others`` are further fields of the message."""
     loss = losses.get(loss_fn)
     kwargs = kwargs_json(loss, loss_kwargs)
     columns = to_columns(loss.name, loss.fields, batch)

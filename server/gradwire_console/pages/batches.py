@@ -14,7 +14,7 @@ from gradwire_shell.detail import Tokens
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
-from gradwire_console.pages.common import ago, later, opened, run_head, size_of
+from gradwire_console.pages.common import ago, later, opened_run, run_head, size_of
 from gradwire_console.workspace import Workspace, Workspaces
 
 COLUMNS = (
@@ -47,14 +47,10 @@ def register(workspaces: Workspaces) -> None:
     @page_at("/run/{run_id}/batches", title="Batches · gradwire")
     async def batches(run_id: str, n: int = 0, page: int = 0) -> RedirectResponse | None:
         async def content(workspace: Workspace) -> None:
-            if run_id not in workspace.runs:
-                title("There is no such run")
-                empty("It was deleted, or this key may not read it.", "await service.list_runs()")
-                return
             run_head(workspace, run_id, "/batches")
             later(lambda: _batch(workspace, run_id, n, page) if n else _list(workspace, run_id))
 
-        return await opened(workspaces, f"/run/{run_id}/batches?n={n}&page={page}", "/", content)
+        return await opened_run(workspaces, run_id, f"/batches?n={n}&page={page}", content)
 
 
 async def _list(workspace: Workspace, run_id: str) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import gradwire
 from fastapi.responses import RedirectResponse
-from gradwire_shell.components import Column, Items, Table, button, empty, panel, plain, sdk_line, title
+from gradwire_shell.components import Column, Items, Table, button, panel, plain, sdk_line
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
 from gradwire_console.pages import checkpoint_actions as actions
-from gradwire_console.pages.common import ago, on_change, opened, run_head, size_of, told
+from gradwire_console.pages.common import ago, on_change, opened_run, run_head, size_of, told
 from gradwire_console.series import Record
 from gradwire_console.workspace import Workspace, Workspaces
 
@@ -45,14 +45,9 @@ MOST_ANCESTORS = 16
 def register(workspaces: Workspaces) -> None:
     @page_at("/run/{run_id}/checkpoints", title="Checkpoints · gradwire")
     async def checkpoints(run_id: str) -> RedirectResponse | None:
-        async def content(workspace: Workspace) -> None:
-            if run_id in workspace.runs:
-                await _Checkpoints(workspaces, workspace, run_id).show()
-            else:
-                title("There is no such run")
-                empty("It was deleted, or this key may not read it.", "await service.list_runs()")
-
-        return await opened(workspaces, f"/run/{run_id}/checkpoints", "/", content)
+        return await opened_run(
+            workspaces, run_id, "/checkpoints", lambda workspace: _Checkpoints(workspaces, workspace, run_id).show()
+        )
 
 
 def measured(record: Record, step: int) -> dict[str, str]:

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire.recipes.settings import SettingsError
-from gradwire_shell.components import button, error, named, plain, sdk_line, skeleton, state, title
+from gradwire_shell.components import button, empty, error, named, plain, sdk_line, skeleton, state, title
 from gradwire_shell.frame import frame
 from nicegui import app, ui
 from nicegui.element import Element
@@ -62,6 +62,26 @@ async def opened(
     with _framed(workspaces, workspace, section):
         await content(workspace)
     return None
+
+
+async def opened_run(
+    workspaces: Workspaces, run_id: str, end: str, content: Callable[[Workspace], Awaitable[None]]
+) -> RedirectResponse | None:
+    """Show a page of a run, or say that there is no such run.
+
+    Args:
+        end: The end of its path, with the query.
+        content: Shows the run.
+    """
+
+    async def show(workspace: Workspace) -> None:
+        if run_id not in workspace.runs:
+            title("There is no such run")
+            empty("It was deleted, or this key may not read it.", "await service.list_runs()")
+        else:
+            await content(workspace)
+
+    return await opened(workspaces, f"/run/{run_id}{end}", "/", show)
 
 
 @contextmanager

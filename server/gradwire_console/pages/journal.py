@@ -7,11 +7,11 @@ from typing import Any
 import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire import OperationInfo
-from gradwire_shell.components import Column, Drawn, Table, button, empty, facts, panel, plain, sdk_line, title
+from gradwire_shell.components import Column, Drawn, Table, button, facts, panel, plain, sdk_line
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
-from gradwire_console.pages.common import act, ago, ask, on_change, opened, run_head, size_of, told
+from gradwire_console.pages.common import act, ago, ask, on_change, opened_run, run_head, size_of, told
 from gradwire_console.workspace import LiveRun, Workspace, Workspaces
 
 COLUMNS = (
@@ -32,14 +32,7 @@ COLUMNS = (
 def register(workspaces: Workspaces) -> None:
     @page_at("/run/{run_id}/journal", title="Journal · gradwire")
     async def journal(run_id: str) -> RedirectResponse | None:
-        async def content(workspace: Workspace) -> None:
-            if run_id in workspace.runs:
-                await _show(workspaces, workspace, run_id)
-            else:
-                title("There is no such run")
-                empty("It was deleted, or this key may not read it.", "await service.list_runs()")
-
-        return await opened(workspaces, f"/run/{run_id}/journal", "/", content)
+        return await opened_run(workspaces, run_id, "/journal", lambda workspace: _show(workspaces, workspace, run_id))
 
 
 async def _show(workspaces: Workspaces, workspace: Workspace, run_id: str) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 from fastapi.responses import RedirectResponse
-from gradwire_shell.components import Column, Table, bars, empty, facts, panel, plain, sdk_line, title
+from gradwire_shell.components import Column, Table, bars, empty, facts, panel, plain, sdk_line
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
-from gradwire_console.pages.common import later, opened, run_head
+from gradwire_console.pages.common import later, opened_run, run_head
 from gradwire_console.workspace import Workspace, Workspaces
 
 GROUPS = (
@@ -38,14 +38,10 @@ def register(workspaces: Workspaces) -> None:
     @page_at("/run/{run_id}/rollouts", title="Rollouts · gradwire")
     async def rollouts(run_id: str, n: int = -1, group: str = "") -> RedirectResponse | None:
         async def content(workspace: Workspace) -> None:
-            if run_id not in workspace.runs:
-                title("There is no such run")
-                empty("It was deleted, or this key may not read it.", "await service.list_runs()")
-                return
             run_head(workspace, run_id, "/rollouts")
             later(lambda: _show(workspace, run_id, n, group))
 
-        return await opened(workspaces, f"/run/{run_id}/rollouts?n={n}&group={group}", "/", content)
+        return await opened_run(workspaces, run_id, f"/rollouts?n={n}&group={group}", content)
 
 
 async def _show(workspace: Workspace, run_id: str, asked: int, group: str) -> None:

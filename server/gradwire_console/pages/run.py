@@ -32,7 +32,7 @@ from nicegui import ui
 from gradwire_console.advice import Advice, advise
 from gradwire_console.pages import checkpoint_actions as actions
 from gradwire_console.pages.checkpoints import measured
-from gradwire_console.pages.common import act, ago, ask, on_change, opened, run_views, short, size_of
+from gradwire_console.pages.common import act, ago, ask, on_change, opened_run, run_views, short, size_of
 from gradwire_console.pages.curves import Curves
 from gradwire_console.pages.runs import trains
 from gradwire_console.series import Operation, Record
@@ -56,14 +56,7 @@ NEWEST = 5
 def register(workspaces: Workspaces) -> None:
     @page_at("/run/{run_id}", title="Run · gradwire")
     async def run(run_id: str) -> RedirectResponse | None:
-        async def content(workspace: Workspace) -> None:
-            if run_id in workspace.runs:
-                await _Run(workspaces, workspace, run_id).show()
-            else:
-                title("There is no such run")
-                empty("It was deleted, or this key may not read it.", "await service.list_runs()")
-
-        return await opened(workspaces, f"/run/{run_id}", "/", content)
+        return await opened_run(workspaces, run_id, "", lambda workspace: _Run(workspaces, workspace, run_id).show())
 
 
 class _Run:

@@ -153,7 +153,8 @@ class Calls:
         """
         self._active.asked(key)
         if kind.of_key is None:
-            with self._stream(key):
+            said = "streams and HTTP requests of this key are open", "end one"
+            with self._counted(self._streams, key, "key_streams", *said):
                 yield
             return
         await self._wait(key, self._turns[kind])
@@ -190,38 +191,24 @@ class Calls:
         return self._slices.turn(key)
 
     async def _wait(self, key: str, turns: Turns) -> None:
-        limit = self._limits.key_waiting_calls
-        if self._waiting[key] >= limit:
-            raise ServiceError(
-                pb.ERROR_CODE_LIMIT_EXCEEDED,
-                f"{limit} calls of this key wait for their turn already (--limit key_waiting_calls=N); await some, then"
-                " make this one again",
-                rule=f"key_waiting_calls = {limit}",
-            )
-        self._waiting[key] += 1
-        try:
+        said = "calls of this key wait for their turn already", "await some"
+        with self._counted(self._waiting, key, "key_waiting_calls", *said):
             await turns.take(key)
-        finally:
-            _less(self._waiting, key)
 
     @contextmanager
-    def _stream(self, key: str) -> Iterator[None]:
-        limit = self._limits.key_streams
-        if self._streams[key] >= limit:
+    def _counted(self, counts: Counter[str], key: str, name: str, what: str, do: str) -> Iterator[None]:
+        """Count a call of a key within the body, up to the limit of this name."""
+        limit = getattr(self._limits, name)
+        if counts[key] >= limit:
             raise ServiceError(
                 pb.ERROR_CODE_LIMIT_EXCEEDED,
-                f"{limit} streams and HTTP requests of this key are open (--limit key_streams=N); end one, then make"
-                " this one again",
-                rule=f"key_streams = {limit}",
+                f"{limit} {what} (--limit {name}=N); {do}, then make this one again",
+                rule=f"{name} = {limit}",
             )
-        self._streams[key] += 1
+        counts[key] += 1
         try:
             yield
         finally:
-            _less(self._streams, key)
-
-
-def _less(counts: Counter[str], key: str) -> None:
-    counts[key] -= 1
-    if counts[key] <= 0:
-        del counts[key]
+            counts[key] -= 1
+            if not counts[key]:
+                del counts[key]

@@ -21,7 +21,7 @@ def imported(file: Path) -> Imported:
     """
     if file.name == "dataset_info.json":
         return from_dataset_info(file)
-    config = read_yaml(file, example="").values
+    config, _ = read_yaml(file, example="")
     if "base_model" in config:
         made = from_axolotl(config)
     elif "model_name_or_path" in config:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import marshal
 import pickle
 import sys
-from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType, ModuleType
+from collections.abc import Callable
+from types import FunctionType, ModuleType
 from typing import Any
+
+from gradwire.rl.rewards._sandbox.grading import names_of
 
 Encoded = tuple[str, Any]
 SANDBOX = f"{__package__}._sandbox"
@@ -56,7 +58,7 @@ class _Capture:
         return self._numbers[id(function)]
 
     def _record(self, function: FunctionType) -> dict[str, Any]:
-        name, names = function.__qualname__, sorted(set(_names(function.__code__)))
+        name, names = function.__qualname__, sorted(set(names_of(function.__code__)))
         cells = [(cell, free) for cell, free in zip(function.__closure__ or (), function.__code__.co_freevars)]
         return {
             "name": function.__name__,
@@ -104,10 +106,3 @@ class _Capture:
                 f"{where} ({type(value).__name__}) cannot be sent to the sandbox: {error}. Make it inside the "
                 "function, or use @reward_function(sandboxed=False)"
             ) from None
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)

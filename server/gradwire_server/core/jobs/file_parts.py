@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import shutil
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Iterator
+from collections.abc import AsyncIterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.config import CHUNK_BYTES, Limits
-from gradwire_server.core.jobs.files import Arrival, Files, new_id
+from gradwire_server.core.jobs.files import Arrival, Files, chunks_of, new_id
 from gradwire_server.durable_files import make_folder
 from gradwire_server.errors import ServiceError, limit_exceeded, unknown_file
 
@@ -191,7 +191,7 @@ class FileParts:
         folder = self._folder / upload_id
         if md5 and md5.lower() != await asyncio.to_thread(_md5, [folder / each for each in part_ids]):
             raise _invalid("the parts have another MD5", "md5")
-        chunks = _chunks([folder / each for each in part_ids])
+        chunks = chunks_of([folder / each for each in part_ids])
         upload.file = await self._files.create(caller, upload.described, chunks, upload_id, upload.arrival)
         await self._drop(upload, COMPLETED)
         return upload
@@ -230,16 +230,6 @@ class FileParts:
         for each in ended[:-MAX_ENDED_OF_KEY]:
             del self._known[each.upload_id]
         await asyncio.to_thread(shutil.rmtree, self._folder / upload.upload_id, ignore_errors=True)
-
-
-async def _chunks(paths: list[Path]) -> AsyncGenerator[bytes]:
-    for path in paths:
-        stream = await asyncio.to_thread(path.open, "rb")
-        try:
-            while chunk := await asyncio.to_thread(stream.read, CHUNK_BYTES):
-                yield chunk
-        finally:
-            stream.close()
 
 
 def _md5(paths: list[Path]) -> str:

@@ -212,12 +212,9 @@ class Files:
             ServiceError: UNKNOWN_FILE.
         """
         file = self.get(caller, file_id)
-        stream = await asyncio.to_thread(self._content(file).open, "rb")
-        try:
-            while chunk := await asyncio.to_thread(stream.read, CHUNK_BYTES):
+        async with contextlib.aclosing(chunks_of([self._content(file)])) as chunks:
+            async for chunk in chunks:
                 yield chunk
-        finally:
-            stream.close()
 
     def check(self, described: jobs.File, key: str = "") -> None:
         """Check what is said of a file that is to come.
@@ -373,3 +370,14 @@ def _expired(file: jobs.File) -> bool:
 def new_id(prefix: str) -> str:
     """A random id."""
     return prefix + base64.b32encode(secrets.token_bytes(15)).decode().lower()
+
+
+async def chunks_of(paths: list[Path]) -> AsyncGenerator[bytes]:
+    """Yield the content of files, one after the other."""
+    for path in paths:
+        stream = await asyncio.to_thread(path.open, "rb")
+        try:
+            while chunk := await asyncio.to_thread(stream.read, CHUNK_BYTES):
+                yield chunk
+        finally:
+            stream.close()

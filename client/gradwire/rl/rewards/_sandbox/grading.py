@@ -82,7 +82,7 @@ def _scope(test: CodeType, names: Mapping[str, Any]) -> dict[str, Any]:
     Otherwise a program that defines ``abs`` or patches ``math`` could decide its own test. A builtin's name refers to
     the program's definition only if the test uses nothing else of the program: then the definition is what is tested.
     """
-    used = {name: names[name] for name in dict.fromkeys(_names(test)) if name in names}
+    used = {name: names[name] for name in dict.fromkeys(names_of(test)) if name in names}
     scope: dict[str, Any] = {"__name__": "test"}
     for name, value in used.items():
         if isinstance(value, str):
@@ -95,11 +95,12 @@ def _scope(test: CodeType, names: Mapping[str, Any]) -> dict[str, Any]:
     return scope
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_of(code: CodeType) -> Iterator[str]:
+    """The global names and attributes that a code and the codes in it use."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from names_of(constant)
 
 
 def _reason(where: str, error: BaseException) -> str:

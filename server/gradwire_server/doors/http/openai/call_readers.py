@@ -112,7 +112,7 @@ def read_whole_answer(text: str, _schemas: Schemas) -> Found:
 def read_mistral(text: str, schemas: Schemas) -> Found:
     """``[TOOL_CALLS][{…}, …]`` (v3 to v7), or ``[TOOL_CALLS]NAME[ARGS]{…}`` for each call (v11 and later)."""
     mark = text.rfind("[TOOL_CALLS]")
-    listed = _json(text[mark + len("[TOOL_CALLS]") :] if mark >= 0 else text)
+    listed = json_or_none(text[mark + len("[TOOL_CALLS]") :] if mark >= 0 else text)
     if isinstance(listed, list):
         for call in _named(listed):
             yield max(mark, 0), len(text), *call
@@ -128,7 +128,7 @@ def read_gemma(text: str, _schemas: Schemas) -> Found:
         parts = re.split(r"<escape>|<\|\"\|>", body + "}")
         bare = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]*)\s*:")
         quoted = [json.dumps(part) if number % 2 else bare.sub(r'\1"\2":', part) for number, part in enumerate(parts)]
-        yield opened.start(), end, opened[1], _json("".join(quoted))
+        yield opened.start(), end, opened[1], json_or_none("".join(quoted))
 
 
 _GEMMA = (
@@ -172,7 +172,7 @@ def _value(text: str, schema: Any) -> Any:
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     if kind == "string":
         return text
-    value = _json(text)
+    value = json_or_none(text)
     return text if value is None and text.strip() != "null" else value
 
 
@@ -190,7 +190,8 @@ def _named(value: Any, *, by_key: bool = False) -> list[tuple[str, Any]]:
     return calls
 
 
-def _json(text: str) -> Any:
+def json_or_none(text: str) -> Any:
+    """The value of a JSON text; None if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gradwire_server.doors.http.openai.call_readers import MOST_CALLS, read_mistral
+from gradwire_server.doors.http.openai.call_readers import MOST_CALLS, json_or_none, read_mistral
 from gradwire_server.doors.http.openai.images import IMAGE_PART, ConversationImages
 from gradwire_server.doors.http.openai.requests import check_encodable, invalid, unsupported
 from gradwire_server.doors.http.openai.tool_forms import form_of
@@ -203,14 +203,14 @@ def _known_call(number: int, call: Any) -> dict[str, Any]:
         raise invalid(f"message {number} has a tool call without a function's name", "messages")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = _json(arguments or "{}")
+        arguments = json_or_none(arguments or "{}")
         if not isinstance(arguments, dict):
             raise invalid(f"message {number} has a tool call whose arguments are no JSON object", "messages")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
 def _call(text: str, names: set[str]) -> dict[str, Any] | None:
-    call = _json(text)
+    call = json_or_none(text)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or call["name"] not in names:
         return None
     return _written(call["name"], call.get("arguments", call.get("parameters", {})))
@@ -225,10 +225,3 @@ def _written(name: str, arguments: Any) -> dict[str, Any]:
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None

@@ -60,6 +60,8 @@ SAMPLER_METRICS = {
     "sampler_kl": "mean KL per token from the sampler to the trainer, by k3 (nats): from sampler_log_probs to "
     "old_log_probs, or without sampler_log_probs from old_log_probs to this call, which is the same until the first "
     "step on a batch",
+    "sampler_logprob_diff": "mean difference of a token's log-probability, the trainer's less the sampler's, of the "
+    "policies of sampler_kl",
     "sampler_logprob_diff_max": "largest difference of a token's log-probability, of the policies of sampler_kl",
 }
 SAMPLER_RATIO_METRIC = {"sampler_ratio_mean": "mean weight per token of sampler_correction; NaN without it"}
@@ -70,7 +72,7 @@ def sampler_metrics_of(field: str) -> dict[str, str]:
     return {
         "sampler_kl": f"mean KL per token from the policy of {field} to the current one, by k3 (nats); until the first "
         "step on a batch, from the sampler to the trainer",
-        "sampler_logprob_diff_max": "largest difference of a token's log-probability, of the policies of sampler_kl",
+        **{name: SAMPLER_METRICS[name] for name in ("sampler_logprob_diff", "sampler_logprob_diff_max")},
     }
 
 
@@ -85,9 +87,11 @@ def sampler_metrics(batch: Batch, logprobs: Tensor, old: Tensor | None) -> dict[
     if sampler is None:
         sampler, trainer = old, logprobs.detach()
     if sampler is None:
-        return {"sampler_kl": Mean(0.0, 0), "sampler_logprob_diff_max": Max(-math.inf)}
+        nothing = Mean(0.0, 0)
+        return {"sampler_kl": nothing, "sampler_logprob_diff": nothing, "sampler_logprob_diff_max": Max(-math.inf)}
     return {
         "sampler_kl": Mean.of(kl_estimate(sampler, trainer, "k3")),
+        "sampler_logprob_diff": Mean.of(trainer - sampler),
         "sampler_logprob_diff_max": Max.of((sampler - trainer).abs()),
     }
 

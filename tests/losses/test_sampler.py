@@ -39,10 +39,12 @@ def test_ppo_compares_sampler_and_trainer(loss: str, rng: np.random.Generator) -
     batch, scores, output = evaluated(rng, loss, fields)
     old, logprobs = batch["old_log_probs"], scores["logprobs"].detach()
     assert output.metrics["sampler_kl"].value() == pytest.approx(k3(old, logprobs), rel=1e-9)
+    assert output.metrics["sampler_logprob_diff"].value() == pytest.approx(float(np.mean((logprobs - old).numpy())))
     assert output.metrics["sampler_logprob_diff_max"].value() == pytest.approx(float((old - logprobs).abs().max()))
     batch, _, output = evaluated(rng, loss, fields | {"sampler_log_probs": logps(rng, fields["input_ids"])})
     sampler, old = batch["sampler_log_probs"], batch["old_log_probs"]
     assert output.metrics["sampler_kl"].value() == pytest.approx(k3(sampler, old), rel=1e-9)
+    assert output.metrics["sampler_logprob_diff"].value() == pytest.approx(float(np.mean((old - sampler).numpy())))
     assert output.metrics["sampler_logprob_diff_max"].value() == pytest.approx(float((old - sampler).abs().max()))
     assert math.isnan(output.metrics["sampler_ratio_mean"].value())
 
@@ -73,5 +75,5 @@ def test_ppo_corrects_for_the_sampler(way: str, rng: np.random.Generator) -> Non
 def test_without_log_probabilities_there_is_nothing_to_compare(rng: np.random.Generator) -> None:
     fields = row_columns(rng) | {"rewards": numbers(rng, [0] * 6)}
     _, _, output = evaluated(rng, "reinforce", fields)
-    assert math.isnan(output.metrics["sampler_kl"].value())
-    assert math.isnan(output.metrics["sampler_logprob_diff_max"].value())
+    for name in ("sampler_kl", "sampler_logprob_diff", "sampler_logprob_diff_max"):
+        assert math.isnan(output.metrics[name].value())

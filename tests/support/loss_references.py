@@ -128,6 +128,7 @@ def sampler_figures(sequences: Iterable[SimpleNamespace], old: str = "old_log_pr
             pairs += zip(sampler, trainer, strict=True)
     return {
         "sampler_kl": mean([kl("k3", s, t) for s, t in pairs]),
+        "sampler_logprob_diff": mean([t - s for s, t in pairs]),
         "sampler_logprob_diff_max": max((abs(s - t) for s, t in pairs), default=math.nan),
     }
 

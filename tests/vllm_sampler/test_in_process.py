@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import gradwire
 import numpy as np
 import pytest
+from gradwire.rl.algorithms.weights import asleep
 from gradwire.rl.inference import RunInference, VLLMInference
-from support.vllm import GREEDY, Exported, engine_of, flat, follow, model_for_vllm, resident_mib, trained
+from support.vllm import GREEDY, Exported, check_equal, engine_of, flat, follow, model_for_vllm, resident_mib, trained
 
 pytest.importorskip("vllm", reason="vLLM is in an environment of its own: see docs/rl.md")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800), pytest.mark.holds_loop("the model is built in it")]
@@ -39,6 +41,22 @@ async def test_an_adapter(engine: Any, model: Path) -> None:
             await inference.get_logprobs([[1, 20, 21]])
         with pytest.raises(ValueError, match="use one engine for each"):
             await inference.update_weights(await service.create_run("tiny"), 4)
+
+
+async def test_it_sleeps(engine: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests wait until new weights wake it; on a CPU vLLM frees nothing, and says that it does not sleep."""
+    assert not VLLMInference(engine).sleeps
+    monkeypatch.setattr(engine.llm_engine.vllm_config.model_config, "enable_sleep_mode", True)
+    async with gradwire.connect(models=[f"tiny={model}"]) as service:
+        run = await service.create_run("tiny", lora={"rank": 8})
+        own, inference = await RunInference.of(service, run), VLLMInference(engine)
+        async with asleep(inference):
+            waiting = asyncio.ensure_future(inference.generate([[1, 20, 21]], GREEDY))
+            await trained(run)
+            assert engine.llm_engine.is_sleeping() and not waiting.done()
+            await inference.update_weights(run, 1)
+        await waiting
+        await check_equal(inference, own, 1)
 
 
 async def test_a_thousand_adapters_take_no_memory(engine: Any, model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import urllib.request
 from collections.abc import Iterator
@@ -12,8 +13,9 @@ import gradwire
 import numpy as np
 import pytest
 from gradwire.rl import AlgorithmConfig, GRPOAlgorithm, reward_function
-from gradwire.rl.inference import OpenAIInference, RunInference
-from support.vllm import GREEDY, Endpoint, Exported, endpoint, flat, follow, model_for_vllm
+from gradwire.rl.algorithms.weights import asleep
+from gradwire.rl.inference import Generation, OpenAIInference, RunInference, SamplingParams
+from support.vllm import GREEDY, Endpoint, Exported, check_equal, endpoint, flat, follow, model_for_vllm, trained
 
 pytest.importorskip("vllm", reason="vLLM is in an environment of its own: see docs/rl.md")
 pytestmark = [
@@ -38,7 +40,8 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def with_adapters(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     log = tmp_path_factory.mktemp("log") / "server.log"
-    with endpoint(tied, log, "--enable-lora", "--max-lora-rank", "16") as served:
+    one = ("--max-loras", "1", "--max-cpu-loras", "1")  # an adapter evicts the one before it
+    with endpoint(tied, log, "--enable-lora", "--max-lora-rank", "16", *one) as served:
         yield served
 
 
@@ -48,10 +51,19 @@ def of_whole_models(untied: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield served
 
 
+def told(url: str) -> Any:
+    """What the server answers."""
+    with urllib.request.urlopen(url, timeout=60) as response:
+        return json.load(response)
+
+
 def names(served: Endpoint) -> set[str]:
     """What the server can be asked for."""
-    with urllib.request.urlopen(f"{served.url}/models", timeout=60) as response:
-        return {each["id"] for each in json.load(response)["data"]}
+    return {each["id"] for each in told(f"{served.url}/models")["data"]}
+
+
+def flat_ids(generations: list[Generation]) -> list[int]:
+    return [token for each in generations for token in each.token_ids.tolist()]
 
 
 async def pushed_often(inference: OpenAIInference, served: Endpoint, run: Exported, pushes: int) -> list[float]:
@@ -78,6 +90,64 @@ async def test_an_adapter(with_adapters: Endpoint, tied: Path, tmp_path: Path) -
         memory = await pushed_often(inference, with_adapters, pushed, PUSHES)
     assert flat(memory, 20)
     assert names(with_adapters) == {"policy", *inference._adapters} and len(inference._adapters) == 2
+
+
+async def test_an_adapter_that_was_evicted_or_unloaded(with_adapters: Endpoint, tied: Path) -> None:
+    async with gradwire.connect(models=[f"tiny={tied}"]) as service:
+        runs = [await service.create_run("tiny", lora={"rank": 8}, seed=seed) for seed in (1, 2)]
+        owns = [await RunInference.of(service, run) for run in runs]
+        samplers = [OpenAIInference(with_adapters.url, "policy", own.codec, weights="adapter") for own in owns]
+        for run, sampler in zip(runs, samplers):
+            await trained(run)
+            await sampler.update_weights(run, 1)
+        said = [await check_equal(sampler, own, 1) for sampler, own in zip(samplers * 2, owns * 2)]
+        assert said[:2] == said[2:] and said[0] != said[1]
+        await samplers[0]._command(f"{with_adapters.url}/unload_lora_adapter", {"lora_name": samplers[0].model})
+        assert samplers[0].model not in names(with_adapters)
+        assert await check_equal(samplers[0], owns[0], 1) == said[0]
+
+
+async def test_it_sleeps(with_adapters: Endpoint, tied: Path) -> None:
+    """The routes; on a CPU vLLM frees nothing."""
+
+    def sleeping() -> bool:
+        return bool(told(f"{with_adapters.root}/is_sleeping")["is_sleeping"])
+
+    async with gradwire.connect(models=[f"tiny={tied}"]) as service:
+        run = await service.create_run("tiny", lora={"rank": 8})
+        own = await RunInference.of(service, run)
+        inference = OpenAIInference(with_adapters.url, "policy", own.codec, weights="adapter", sleeps=True)
+        for version in (1, 2):
+            await inference.update_weights(run, version)
+            async with asleep(inference):
+                assert sleeping()
+                waiting = asyncio.ensure_future(inference.generate([[1, 20, 21]], GREEDY))
+                await trained(run)
+            assert not sleeping()
+            ((generation,), (again,)) = [await waiting, await inference.generate([[1, 20, 21]], GREEDY)]
+            assert generation.version == version and generation.token_ids.tolist() == again.token_ids.tolist()
+
+
+async def test_requests_of_others_end_with_the_weights_that_they_began_with(
+    of_whole_models: Endpoint, untied: Path
+) -> None:
+    async with gradwire.connect(models=[f"tiny={untied}"]) as service:
+        run = await service.create_run("tiny")
+        own = await RunInference.of(service, run)
+        inference = OpenAIInference(of_whole_models.url, "policy", own.codec, weights="model")
+        other = OpenAIInference(of_whole_models.url, "policy", own.codec)
+        await inference.update_weights(run, 0)
+        long = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+        expected, found = [], []
+        for version in range(1, 4):
+            expected.append(flat_ids(await own.generate([[1, 20, 21]], long)))
+            await trained(run)
+            asked = [asyncio.ensure_future(other.generate([[1, 20, 21]], long)) for _ in range(8)]
+            await inference.update_weights(run, version)
+            found += [flat_ids(await each) for each in asked]
+            assert told(f"{of_whole_models.root}/weight_info") == {"weight_version": str(version)}
+        expected.append(flat_ids(await own.generate([[1, 20, 21]], long)))
+        assert len({*map(tuple, expected)}) == 4 and all(ids in expected for ids in found)
 
 
 async def test_all_weights(of_whole_models: Endpoint, untied: Path, tmp_path: Path) -> None:

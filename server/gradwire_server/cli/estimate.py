@@ -54,6 +54,9 @@ def estimate(
     rows: Annotated[int, typer.Option(min=1, max=MOST, help="Rows of a batch.")] = 32,
     runs: Annotated[int, typer.Option(min=1, max=MOST, help="Runs on the model at the same time.")] = 1,
     samples: Annotated[int, typer.Option(min=0, max=MOST, help="Rows sampled at the same time.")] = 0,
+    sampler: Annotated[
+        Literal["local", "vllm"], typer.Option(help="What generates, as of `gradwire serve`; vLLM on a GPU.")
+    ] = "local",
     head: Annotated[Literal["value", "reward"] | None, typer.Option(help="A head beside the output head.")] = None,
     reference: Annotated[
         list[str] | None, typer.Option(help='"base", or a model as for --model; repeat for more.')
@@ -103,6 +106,10 @@ def estimate(
     except ModuleNotFoundError as missing:
         fail(f"`gradwire estimate` needs {missing.name}, which is not installed: pip install 'gradwire[server]'")
     where = _device(device)
+    if sampler == "vllm" and (where.kind == "cpu" or ranks > 1 or quantize):
+        fail("--sampler vllm is estimated for one GPU without --quantize and --ranks, as in --device '80 GiB'")
+    if sampler == "vllm" and samples:
+        fail("--samples: vLLM reserves the same memory whatever is sampled; leave it out with --sampler vllm")
     default = "float32" if where.kind == "cpu" else "bfloat16"
     try:
         workload = Workload(
@@ -119,6 +126,7 @@ def estimate(
             quantize=quantize,
             references=references,
             image_tokens=image_tokens,
+            vllm=sampler == "vllm",
         )
         with _quiet():
             sizes = meta_model(workload, where.kind)
@@ -209,6 +217,9 @@ def _document(estimate: Estimate, sentences: list[str]) -> dict[str, object]:
         },
         "microbatch_rows": estimate.microbatch_rows,
         "key_value_bytes_per_token": estimate.key_value_token_bytes,
+        "vllm_bytes": estimate.vllm_bytes,
+        "vllm_weight_bytes": estimate.vllm_weight_bytes,
+        "sampling_bytes": estimate.sampling_bytes,
         "advice": sentences,
     }
 

@@ -16,6 +16,8 @@ from typing import Any
 import gradwire
 import numpy as np
 import pytest
+from gradwire.rl import AlgorithmConfig, GRPOAlgorithm
+from gradwire.rl.algorithms.weights import asleep
 from gradwire.rl.environments import ToolEnvironment
 from gradwire.rl.inference import (
     InferenceModule,
@@ -108,6 +110,7 @@ def endpoint(gate: Gate) -> Iterator[tuple[str, list[Any], list[int]]]:
     pytest.importorskip("openai", reason="needs gradwire[openai]")
     requests: list[Any] = []
     failures: list[int] = []
+    gone: set[str] = set()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -119,10 +122,12 @@ def endpoint(gate: Gate) -> Iterator[tuple[str, list[Any], list[int]]]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             requests.append({"path": self.path, "key": self.headers["Authorization"], **body})
+            if "lora_name" in body:
+                (gone.discard if "/load_" in self.path else gone.add)(body["lora_name"])
             if self.path.endswith("/completions"):
                 gate.pass_through()
-            if failures:
-                self.send_response(failures.pop())
+            if failures or body.get("model") in gone:
+                self.send_response(failures.pop() if failures else 404)
                 self.send_header("Retry-After-Ms", "1")  # the package waits half a second otherwise
                 self.end_headers()
                 self.wfile.write(b"try again")
@@ -130,7 +135,7 @@ def endpoint(gate: Gate) -> Iterator[tuple[str, list[Any], list[int]]]:
             logprobs: dict[str, Any] = {"token_logprobs": [-0.1, -0.2], "top_logprobs": [{"o": -0.5, "k": -1.5}]}
             if body.get("echo"):
                 logprobs["token_logprobs"] = [None, *[-0.25] * len(body["prompt"])]
-            choice = {"text": "ok", "token_ids": [111, 107], "logprobs": logprobs, "finish_reason": "stop"}
+            choice = {"text": "ok", "token_ids": [11, 7], "logprobs": logprobs, "finish_reason": "stop"}
             if "messages" in body:
                 said = {"role": "assistant", "content": "well"}
                 scored = {"content": [{"token": "well", "logprob": -0.5}]} if "logprobs" in body else None
@@ -158,7 +163,7 @@ async def test_an_openai_compatible_endpoint(endpoint: Any, rule_inference: Call
     inference = OpenAIInference(url, "m", codec, api_key="k")
     assert isinstance(inference, InferenceModule)
     (generation,) = await inference.generate([[72, 105]], SamplingParams(stop=("x",), seed=3))
-    assert (generation.text, generation.token_ids.tolist(), generation.stop_reason) == ("ok", [111, 107], "eos")
+    assert (generation.text, generation.token_ids.tolist(), generation.stop_reason) == ("ok", [11, 7], "eos")
     np.testing.assert_allclose(generation.logprobs, [-0.1, -0.2])
     assert requests[0]["prompt"] == [72, 105] and requests[0]["stop"] == ["x"] and requests[0]["seed"] == 3
     (scores,) = await inference.get_logprobs([[72, 105, 106]])
@@ -250,11 +255,70 @@ async def test_an_endpoint_is_given_new_weights(endpoint: Any, rule_inference: C
         await inference.update_weights(ExportingRun("model.safetensors"), 6)
     whole = OpenAIInference(url, "m", codec, weights="model")
     await whole.update_weights(ExportingRun("model.safetensors"), 7)
-    assert [each["path"] for each in requests[-2:]] == ["/collective_rpc", "/reset_prefix_cache"]
+    paths = ["/pause?mode=wait", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+    assert [each["path"] for each in requests[-5:]] == paths and requests[-2]["new_version"] == "7"
     assert whole.model == "m" and whole.version == 7
+    failures += [400, 200]
+    with pytest.raises(ValueError, match="collective_rpc answered 400"):
+        await whole.update_weights(ExportingRun("model.safetensors"), 8)
+    assert [each["path"] for each in requests[-3:]] == [*paths[:2], "/resume"] and whole.version == 7
     with pytest.raises(gradwire.UnsupportedError, match="keeps the old output head"):
         await whole.update_weights(ExportingRun("model.safetensors", tied=True), 8)
-    assert requests[-1]["path"] == "/reset_prefix_cache" and whole.version == 7
+    assert requests[-1]["path"] == "/resume" and whole.version == 7
+
+
+async def test_an_adapter_that_the_endpoint_has_lost_is_loaded_again(
+    endpoint: Any, rule_inference: Callable[..., Any]
+) -> None:
+    """As after a restart, or by somebody else's unloading; the two requests that miss it load it once."""
+    url, requests, _ = endpoint
+    codec = rule_inference(lambda t, n: "").codec
+    inference = OpenAIInference(url, "m", codec, weights="adapter")
+    await inference.update_weights(ExportingRun("adapter_model.safetensors"), 1)
+    for times in (1, 2):
+        await inference._command(f"{url}/unload_lora_adapter", {"lora_name": inference.model})
+        generations = await inference.generate([[72], [73]], SamplingParams())
+        assert [(each.text, each.version) for each in generations] == [("ok", 1)] * 2
+        loads = [each for each in requests if each["path"] == "/v1/load_lora_adapter"]
+        assert len(loads) == 1 + times and loads[0] == loads[-1]
+    unknown = OpenAIInference(url, inference.model, codec)
+    await inference._command(f"{url}/unload_lora_adapter", {"lora_name": inference.model})
+    with pytest.raises(ValueError, match="/v1/completions answered 404"):  # an adapter of somebody else
+        await unknown.generate([[72]], SamplingParams())
+
+
+async def test_a_sampler_on_the_trainers_gpu_sleeps_while_the_policy_trains(
+    endpoint: Any, server: Server, tmp_path: Path
+) -> None:
+    """The routes and their order are vLLM's: no sample while it sleeps, and new weights only when it is awake."""
+    url, requests, failures = endpoint
+
+    def short(response: str) -> float:
+        return float(len(response))
+
+    async with gradwire.connect(server.address) as service:
+        run = await service.create_run("tiny", lora={"rank": 2})
+        codec = (await RunInference.of(service, run)).codec
+        inference = OpenAIInference(url, "m", codec, weights="adapter", sleeps=True)
+        config = AlgorithmConfig(batch_size=1, group_size=2, max_tokens=2, max_staleness=1, checkpoint_dir=tmp_path)
+        async with GRPOAlgorithm(service, run, ["ab", "cd"], short, config, inference=inference) as training:
+            await training.train(2, progress_bar=False)
+            paths = [each["path"].removeprefix("/v1").split("?")[0].lstrip("/") for each in requests]
+            assert [path for path in paths if path in ("sleep", "wake_up")] == ["sleep", "wake_up"] * 2
+            for at in [at for at, path in enumerate(paths) if path == "sleep"]:
+                assert paths[at + 1] == "wake_up"
+            assert paths[:2] == ["load_lora_adapter", "completions"] and paths.count("load_lora_adapter") == 3
+            assert requests[paths.index("sleep")]["path"] == "/sleep?level=1&mode=wait"
+            failures.append(500)  # the next command: sleep
+            with pytest.raises(ValueError, match="/sleep"):
+                async with asleep(inference):
+                    pass
+            with pytest.raises(RuntimeError, match="of the training"):
+                async with asleep(inference):
+                    raise RuntimeError("of the training")
+        assert requests[-1]["path"] == "/wake_up"
+        (generation,) = await inference.generate([[72]], SamplingParams())  # its turn comes again
+    assert generation.version == 2
 
 
 @pytest.mark.parametrize("weights", ["adapter", "model"])

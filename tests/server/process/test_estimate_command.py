@@ -54,6 +54,18 @@ def test_runs_are_spread_over_engines(model: Path) -> None:
     assert said.startswith("Each of 3 engines, which has 3 of the 7 runs at most:")
 
 
+def test_vllm_is_awake_while_samples_are_in_progress(model: Path) -> None:
+    words = ["--model", str(model), "--lora-rank", "4", "--tokens", "64", "--device", "8 GiB", "--sampler", "vllm"]
+    found = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    held = sum(found["bytes"][name] for name in ("weights", "adapters", "masters", "gradients", "moments"))
+    assert found["vllm_bytes"] == int(0.35 * (8 << 30)) and found["vllm_weight_bytes"] == 2 * found["parameters"]
+    assert found["sampling_bytes"] == held + found["vllm_bytes"] > found["total_bytes"]
+    assert found["needed_bytes"] == found["sampling_bytes"] + (1 << 30) and found["fits"]
+    room = (found["vllm_bytes"] - found["vllm_weight_bytes"]) // found["key_value_bytes_per_token"]
+    said = " ".join(CliRunner().invoke(app, words).stdout.split())
+    assert f"keys and values of {room:,} tokens." in said and "vLLM reserves 2.8 GiB (35% of the device)" in said
+
+
 def test_a_person_reads_a_table_and_what_to_do(model: Path) -> None:
     done = gradwire("--model", str(model), "--full", "--tokens", "100", "--device", "cpu 8 GiB")
     assert done.returncode == 0, done.stderr
@@ -70,6 +82,14 @@ def test_a_person_reads_a_table_and_what_to_do(model: Path) -> None:
         (("--model", "{model}", "--full", "--quantize", "nf4"), "cannot be trained"),
         (("--model", "{model}", "--full", "--lora-rank", "8"), "--lora-rank is of an adapter"),
         (("--model", "{model}", "--target-module", "nothing"), "--target-module nothing: "),
+        (
+            ("--model", "{model}", "--sampler", "vllm", "--device", "cpu 8 GiB"),
+            "--sampler vllm is estimated for one GPU",
+        ),
+        (
+            ("--model", "{model}", "--sampler", "vllm", "--device", "8 GiB", "--samples", "2"),
+            "--samples: vLLM reserves",
+        ),
         (("--model", "{model}", "--device", "large"), '--device large: give the memory of a GPU ("80 GiB")'),
         (("--model", "{model}", "--reference", "/no/such"), "--reference /no/such: there is no such folder"),
     ],

@@ -65,6 +65,7 @@ class EngineArgs:
     logprobs_mode: str = "raw_logprobs"
     trust_remote_code: bool = False
     disable_log_stats: bool = False
+    enable_sleep_mode: bool = False
     weight_transfer_config: dict[str, str] | None = None
 
 
@@ -166,6 +167,12 @@ class LLMEngine:
             if self.fails:
                 raise ValueError("out of something")
             self.weights = {name: weight.clone() for name, weight in kwargs["update_info"]["weights"]}
+
+    def sleep(self, level: int = 1) -> None:
+        self.called.append(f"sleep {level}")
+
+    def wake_up(self) -> None:
+        self.called.append("wake_up")
 
     def reset_prefix_cache(self) -> bool:
         self.called.append("reset_prefix_cache")
@@ -327,6 +334,25 @@ def test_all_weights_are_replaced_between_requests(stage: Stage) -> None:
     assert engine.called == 4 * update
     for name, weight in first.model.named_parameters():
         assert torch.equal(engine.weights[name], weight)
+
+
+@pytest.mark.parametrize("trained", ["adapter", "all weights"])
+def test_vllm_sleeps_while_a_batch_is_trained_on(stage: Stage, trained: str) -> None:
+    sampler = VllmSampler(stage.pool, sleeps=True)
+    policy = stage.lora() if trained == "adapter" else FullPolicy(stage.pool.load("tiny"))
+    assert not sampler.make_room()  # there is no engine yet
+    for _ in range(2):
+        job = sampler.begin(policy, [[1, 2]], params())
+        assert not sampler.make_room()  # it has a job
+        while sampler.turn():
+            sampler.step()
+        assert job.done and sampler.make_room() and not sampler.make_room()
+    assert stage.engine.arguments.enable_sleep_mode
+    update = ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"]
+    # Weights that are dropped come again; an adapter is in host memory meanwhile.
+    of_all = [*update, "sleep 2", "wake_up", *update, "sleep 2"]
+    assert stage.engine.called == (["sleep 1", "wake_up", "sleep 1"] if trained == "adapter" else of_all)
+    assert not stage.sampler.make_room()  # vLLM does not sleep on a CPU
 
 
 def test_a_request_leaves_or_fails_before_its_weights_come(stage: Stage) -> None:

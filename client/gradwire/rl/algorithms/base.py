@@ -22,7 +22,7 @@ from gradwire.rl.algorithms.sampler_correction import SamplerCorrection
 from gradwire.rl.algorithms.scored_rollouts import Manager
 from gradwire.rl.algorithms.sources import Source, Sources
 from gradwire.rl.algorithms.update import update
-from gradwire.rl.algorithms.weights import can_update, check_updatable, staleness
+from gradwire.rl.algorithms.weights import asleep, can_update, check_updatable, staleness
 from gradwire.rl.batching import derive_seed
 from gradwire.rl.curricula import Curriculum, Tasks, as_curriculum, as_tasks
 from gradwire.rl.environments import BaseEnvironment, SimpleTextEnvironment
@@ -247,16 +247,19 @@ class Algorithm(ABC):
         if not usable and not replayed:
             logger.warning("iteration %d: no trajectory can be trained on; the policy is unchanged", iteration)
             return metrics
-        batch = await self.training_batch([*usable, *replayed])
-        for name, value in batch.metrics.items():
-            size = len(usable) + len(replayed)
-            metrics[f"train/{name}"] = Mean(value * size, size) if isinstance(value, float | int | np.number) else value
-        metrics |= staleness(usable, self.version)
-        if batch.num_rows:
-            found, warnings = await update(self.run, batch, self.config, iteration, self._stepped, minibatches)
-            self._reporter.pass_on(iteration, warnings, batch.meaningless)
-            metrics |= {f"train/{name}": value for name, value in found.items()}
-            await self._update_weights()
+        async with asleep(self._inference):
+            batch = await self.training_batch([*usable, *replayed])
+            for name, value in batch.metrics.items():
+                size = len(usable) + len(replayed)
+                metrics[f"train/{name}"] = (
+                    Mean(value * size, size) if isinstance(value, float | int | np.number) else value
+                )
+            metrics |= staleness(usable, self.version)
+            if batch.num_rows:
+                found, warnings = await update(self.run, batch, self.config, iteration, self._stepped, minibatches)
+                self._reporter.pass_on(iteration, warnings, batch.meaningless)
+                metrics |= {f"train/{name}": value for name, value in found.items()}
+                await self._update_weights()
         return metrics
 
     def _stepped(self) -> None:

@@ -1,8 +1,9 @@
-"""Send the run's weights to the sampler, and measure how stale samples are."""
+"""Send the run's weights to the sampler, let it sleep while the policy trains, and measure how stale samples are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,19 @@ def check_updatable(inference: Any, run: Any) -> None:
             "policy, and training would go wrong silently. Make it updatable (for an endpoint: "
             'OpenAIInference(..., weights="adapter")), or pass allow_stale=True if this is intended'
         )
+
+
+@asynccontextmanager
+async def asleep(inference: Any) -> AsyncIterator[None]:
+    """Let a sampler that shares the trainer's GPU sleep within the body, unless new weights wake it there."""
+    if not getattr(inference, "sleeps", False):
+        yield
+        return
+    await inference.sleep()
+    try:
+        yield
+    finally:
+        await inference.wake()
 
 
 def staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, Metric]:

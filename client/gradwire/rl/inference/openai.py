@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
@@ -33,11 +34,13 @@ class OpenAIOptions(TypedDict, total=False):
         weights: How the endpoint receives new weights, which training needs. ``"adapter"``: a LoRA run's, by
             ``POST load_lora_adapter``; vLLM needs ``--enable-lora`` and
             ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``. ``"model"``: all weights, by vLLM's ``POST collective_rpc`` of
-            ``reload_weights``, which needs ``VLLM_SERVER_DEV_MODE=1``; on a CPU only for models with an output head
-            of their own (``tie_word_embeddings`` false). None, the default: not at all.
+            ``reload_weights`` while it is paused, which needs ``VLLM_SERVER_DEV_MODE=1``; on a CPU only for models
+            with an output head of their own (``tie_word_embeddings`` false). None, the default: not at all.
         weights_folder: Folder to export weights to; the endpoint must see it under the same path.
         adapters_url: The endpoint's ``load_lora_adapter``; by default below ``base_url``, as in vLLM (SGLang has
             it at the root).
+        sleeps: Whether the endpoint sleeps while the policy trains, for a vLLM on the trainer's GPU: it needs
+            ``--enable-sleep-mode`` and ``VLLM_SERVER_DEV_MODE=1``. False by default.
         concurrency: Requests in flight; 16 by default.
         timeout_s: Time limit of a request; 300 by default.
     """
@@ -47,6 +50,7 @@ class OpenAIOptions(TypedDict, total=False):
     weights: Literal["adapter", "model"] | None
     weights_folder: Path | str | None
     adapters_url: str
+    sleeps: bool
     concurrency: int
     timeout_s: float
 
@@ -92,7 +96,11 @@ class OpenAIInference(WeightFolder, ToolGeneration):
         self._weights = weights
         self.weights_folder = None if weights_folder is None else Path(weights_folder)
         self._adapters_url = options.get("adapters_url") or f"{self._base_url}/load_lora_adapter"
-        self._adapters: tuple[str, ...] = ()
+        self._adapters: dict[str, Path] = {}
+        self._loading = asyncio.Lock()
+        self._reloads: Counter[str] = Counter()
+        self.sleeps = options.get("sleeps", False)
+        self._asleep: contextlib.AsyncExitStack | None = None
         self._codec = codec
         self._send_ids = options.get("send_ids", True)
         self._concurrency = options.get("concurrency", 16)
@@ -113,6 +121,7 @@ class OpenAIInference(WeightFolder, ToolGeneration):
             raise ValueError(
                 f'the run trains {trained}, but OpenAIInference was created with weights="{self._weights}"'
             )
+        await self.wake()
         if self._weights == "model":
             await self._load_model(folder, version)
             return
@@ -120,9 +129,9 @@ class OpenAIInference(WeightFolder, ToolGeneration):
         await self._command(self._adapters_url, {"lora_name": name, "lora_path": str(folder)})
         self.model, self.version = name, version
         # Requests in flight still name the previous adapter: it is kept until the next one arrives.
-        loaded = (*self._adapters, name)
-        self._adapters = loaded[-2:]
-        for old in loaded[:-2]:
+        self._adapters[name] = folder
+        for old in list(self._adapters)[:-2]:
+            del self._adapters[old], self._reloads[old]
             await self._command(self._adapters_url.replace("/load_", "/unload_"), {"lora_name": old})
 
     async def _load_model(self, folder: Path, version: int) -> None:
@@ -132,13 +141,37 @@ class OpenAIInference(WeightFolder, ToolGeneration):
                 f"vLLM at {self._base_url} runs on a CPU, where it keeps the old output head of a model that shares it "
                 'with the embedding. Train with lora={...} and weights="adapter", or sample with VLLMInference'
             )
+        async with await self._all_turns():
+            # Other clients' requests end with the weights that they began with, or begin when all weights are new.
+            try:
+                await self._command(f"{root}/pause?mode=wait")
+                reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+                await self._command(f"{root}/collective_rpc", reload)
+                await self._command(f"{root}/reset_prefix_cache")
+                await self._command(f"{root}/update_weight_version", {"new_version": str(version)})
+                self.version = version
+            finally:
+                await self._command(f"{root}/resume")
+
+    async def _all_turns(self) -> contextlib.AsyncExitStack:
+        """Wait until no request is in flight, whose tokens would be of two versions; others wait until the exit."""
         async with contextlib.AsyncExitStack() as turns:
-            for _ in range(self._concurrency):  # until no request is in flight: its tokens would be of two versions
+            for _ in range(self._concurrency):
                 await turns.enter_async_context(self._turns)
-            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            await self._command(f"{root}/collective_rpc", reload)
-            await self._command(f"{root}/reset_prefix_cache", {})
-            self.version = version
+            return turns.pop_all()
+
+    async def sleep(self) -> None:
+        """Let vLLM give its memory to the trainer, with its weights in host memory; requests wait until it wakes."""
+        async with await self._all_turns() as turns:
+            await self._command(f"{self._base_url.removesuffix('/v1')}/sleep?level=1&mode=wait")
+            self._asleep = turns.pop_all()
+
+    async def wake(self) -> None:
+        """Undo :meth:`sleep`; nothing if it is awake."""
+        if self._asleep is not None:
+            await self._command(f"{self._base_url.removesuffix('/v1')}/wake_up")
+            turns, self._asleep = self._asleep, None
+            await turns.aclose()
 
     async def _device(self, root: str) -> str:
         """The type of device that vLLM runs on; empty if the endpoint does not tell."""
@@ -248,15 +281,34 @@ class OpenAIInference(WeightFolder, ToolGeneration):
     async def _choice(self, api: Any, **options: Any) -> tuple[Any, int]:
         """Send a request at its turn; return the answer's choice, and the version of the weights that gave it."""
         async with self._turns:
-            version = self.version
-            answer = await self._answer(api.create(model=self.model, **options))
+            version, model = self.version, self.model
+            reloads = self._reloads[model]
+            try:
+                answer = await self._answer(api.create(model=model, **options))
+            except _NotFoundError:
+                if model not in self._adapters:
+                    raise
+                await self._load_again(model, reloads)
+                answer = await self._answer(api.create(model=model, **options))
         if not getattr(answer, "choices", None):
             raise ValueError(f"{self._base_url} answered without a completion: {str(answer)[:500]}")
         return answer.choices[0], version
 
-    async def _command(self, url: str, body: Mapping[str, Any]) -> None:
+    async def _load_again(self, adapter: str, reloads: int) -> None:
+        """Load an adapter that the endpoint no longer has, as after a restart; once for all requests that miss it.
+
+        Args:
+            reloads: How often that had happened when the request was sent.
+        """
+        async with self._loading:
+            if self._reloads[adapter] == reloads:
+                loaded = {"lora_name": adapter, "lora_path": str(self._adapters[adapter])}
+                await self._command(self._adapters_url, loaded)
+                self._reloads[adapter] += 1
+
+    async def _command(self, url: str, body: Mapping[str, Any] | None = None) -> None:
         """Send one of the endpoint's own requests beyond OpenAI's API, once: a repeat could find it carried out."""
-        await self._answer(self._client.post(url, cast_to=str, body=body, options={"max_retries": 0}))
+        await self._answer(self._client.post(url, cast_to=str, body=body or {}, options={"max_retries": 0}))
 
     async def _answer(self, request: Awaitable[Any]) -> Any:
         """Await a request.
@@ -269,9 +321,14 @@ class OpenAIInference(WeightFolder, ToolGeneration):
             return await request
         except self._openai.APIStatusError as error:
             kind = ConnectionError if error.status_code in BUSY else ValueError
+            kind = _NotFoundError if error.status_code == 404 else kind
             raise kind(f"{error.request.url} answered {error.status_code}: {error.response.text[:2000]}") from None
         except self._openai.APIConnectionError as error:
             raise ConnectionError(f"{error.request.url}: {error.__cause__ or error}") from None
+
+
+class _NotFoundError(ValueError):
+    """The endpoint knows no such model."""
 
 
 def _seed(params: SamplingParams, index: int) -> dict[str, int]:

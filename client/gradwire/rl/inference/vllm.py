@@ -30,7 +30,8 @@ class VLLMInference(WeightFolder, ToolGeneration):
         llm: The engine, or the name or path of a model for it: the run's base model. Your own engine needs
             ``logprobs_mode="processed_logprobs"`` to train on samples of another temperature than 1, and
             ``enable_lora=True`` with a ``max_lora_rank`` for LoRA runs.
-        options: Options of ``vllm.LLM`` if a name is given. LoRA is enabled up to rank 64 by default.
+        options: Options of ``vllm.LLM`` if a name is given. LoRA is enabled up to rank 64 by default. With
+            ``enable_sleep_mode=True`` it sleeps while the policy trains, for one GPU.
     """
 
     def __init__(self, llm: Any, **options: Any) -> None:
@@ -43,10 +44,33 @@ class VLLMInference(WeightFolder, ToolGeneration):
         self._lock = asyncio.Lock()
         self._load: Callable[[Path], None] | None = None
         self._adapter: Any = None
+        self._asleep = False
 
     @property
     def codec(self) -> TextCodec:
         return self._codec
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it sleeps while the policy trains."""
+        return bool(self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
+
+    async def sleep(self) -> None:
+        """Give the GPU's memory to the trainer, with the weights in host memory; requests wait until it wakes."""
+        await self._lock.acquire()
+        try:
+            await asyncio.to_thread(self._llm.sleep, level=1)
+            self._asleep = True
+        finally:
+            if not self._asleep:
+                self._lock.release()
+
+    async def wake(self) -> None:
+        """Undo :meth:`sleep`; nothing if it is awake."""
+        if self._asleep:
+            await asyncio.to_thread(self._llm.wake_up)
+            self._asleep = False
+            self._lock.release()
 
     @property
     def _on_cpu(self) -> bool:
@@ -54,6 +78,7 @@ class VLLMInference(WeightFolder, ToolGeneration):
 
     async def load_weights(self, folder: Path, version: int) -> None:
         load = self._load_adapter if is_adapter(folder) else self._load_model
+        await self.wake()
         async with self._lock:
             if self._load not in (None, load):
                 raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from gradwire_proto.v1 import training_pb2
 
 from gradwire_server.engine.model.placement import whole_on_host
@@ -65,4 +66,7 @@ def export(
             logprob_difference=written.logprob_difference,
         )
 
-    return Outcome(training_pb2.OperationResult(export=context.agreement.once(write)))
+    result = context.agreement.once(write)
+    if context.pool.device.type == "cuda":
+        torch.cuda.empty_cache()  # the export may be for a sampler that is about to wake on this GPU
+    return Outcome(training_pb2.OperationResult(export=result))

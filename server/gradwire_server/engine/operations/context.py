@@ -58,7 +58,7 @@ class EngineContext:
     budget: Budget = field(init=False)
 
     def __post_init__(self) -> None:
-        self.decisions = Decisions(self.memory, self.runs, self.agreement)
+        self.decisions = Decisions(self.memory, self.runs, self.agreement, self.sampler.make_room)
         self.budget = self.memory.most
 
     def held(self, run_id: str) -> EngineRun:

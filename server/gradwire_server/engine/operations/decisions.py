@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -78,13 +78,20 @@ class Decisions:
         memory: Memory limits of operations, by the memory available.
         runs: Every run in the engine, by id.
         agreement: Marks the requests that begin.
+        make_room: Frees memory of the device for a batch; returns whether any was freed.
 
     Attributes:
         group_tokens: Maximum tokens of operations of several runs in one forward; 0 executes each alone.
     """
 
-    def __init__(self, memory: Memory, runs: Mapping[str, EngineRun], agreement: Agreement) -> None:
-        self._memory, self._runs, self._agreement = memory, runs, agreement
+    def __init__(
+        self,
+        memory: Memory,
+        runs: Mapping[str, EngineRun],
+        agreement: Agreement,
+        make_room: Callable[[], bool] = bool,
+    ) -> None:
+        self._memory, self._runs, self._agreement, self._make_room = memory, runs, agreement, make_room
         self._free_bytes, self._free_until = 0, 0.0
         self.group_tokens = 0
 
@@ -165,6 +172,8 @@ class Decisions:
         run = self._runs.get(operation.run_id)
         if run is None or not kind_of(operation.operation).divisible:
             return self._memory.most
+        if self._make_room():
+            self._free_until = 0.0
         if operation.HasField("limits"):
             return self._memory.again(limits.from_wire(operation.limits))
         longest = _longest(_row_lengths(run, request.columns))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gradwire_server.config import MAX_RANKS
 from gradwire_server.engine.model.layers.activations import Activations
-from gradwire_server.engine.sizing.estimate import ENGINE_BYTES, Estimate, Workload, fewest_ranks
+from gradwire_server.engine.sizing.estimate import ENGINE_BYTES, MEMORY_SHARE, Estimate, Workload, fewest_ranks
 from gradwire_server.engine.sizing.parts import readable
 
 TREATMENTS = {
@@ -19,14 +19,38 @@ TREATMENTS = {
 
 def advice(estimate: Estimate) -> list[str]:
     """Sentences about an estimate; the first says whether it fits."""
-    return [_verdict(estimate), *_ranks(estimate), *(_batches(estimate) if estimate.fits else _changes(estimate))]
+    return [
+        _verdict(estimate),
+        *_vllm(estimate),
+        *_ranks(estimate),
+        *(_batches(estimate) if estimate.fits else _changes(estimate)),
+    ]
 
 
 def _verdict(estimate: Estimate) -> str:
     engine = readable(ENGINE_BYTES[estimate.device.kind])
-    needs = f"{readable(estimate.total_bytes)} and {engine} for the engine itself"
+    needs = f"{readable(max(estimate.total_bytes, estimate.sampling_bytes))} and {engine} for the engine itself"
     room = f"{readable(estimate.usable_bytes)} that can be planned with of {readable(estimate.device.bytes)}"
     return f"It fits: {needs}, of {room}." if estimate.fits else f"It does not fit: {needs}, and there are {room}."
+
+
+def _vllm(estimate: Estimate) -> Iterator[str]:
+    """What vLLM takes beside the training."""
+    reserved, weights = estimate.vllm_bytes, estimate.vllm_weight_bytes
+    if not reserved:
+        return
+    yield (
+        f"While samples are in progress, vLLM reserves {readable(reserved)} ({MEMORY_SHARE:.0%} of the device); with"
+        f" what is held besides, that is {readable(estimate.sampling_bytes)}. While a batch is trained on, it sleeps"
+        " and takes nothing of the device"
+        + (f", and {readable(weights)} of host memory for its weights." if estimate.workload.lora_rank else ".")
+    )
+    room = reserved - weights
+    if room <= 0:
+        yield f"That is less than its copy of the weights, {readable(weights)}: it cannot start on this device."
+        return
+    tokens = f" of {room // estimate.key_value_token_bytes:,} tokens" if estimate.key_value_token_bytes else ""
+    yield f"Of these, {readable(weights)} are its copy of the weights, and the rest is for keys and values{tokens}."
 
 
 def _ranks(estimate: Estimate) -> Iterator[str]:
@@ -60,7 +84,7 @@ def _batches(estimate: Estimate) -> Iterator[str]:
     more = more_runs(estimate)
     if more > 0:
         yield f"There is room for {more:,} more such {'run' if more == 1 else 'runs'}."
-    if not workload.samples:
+    if not workload.samples and not workload.vllm:
         yield (
             f"Sampling adds {readable(estimate.key_value_token_bytes * workload.tokens)} for each row of"
             f" {workload.tokens:,} tokens in progress (--samples)."
@@ -84,7 +108,7 @@ def _logits(estimate: Estimate) -> Iterator[str]:
 def longest_row(estimate: Estimate) -> int:
     """Tokens of the longest row that fits, as a micro-batch's bytes are proportional to its tokens."""
     step = sum(estimate.parts[name] for name in ("activations", "images", "logits", "passing"))
-    room = estimate.usable_bytes - estimate.needed_bytes + step
+    room = estimate.usable_bytes - ENGINE_BYTES[estimate.device.kind] - estimate.total_bytes + step
     return int(estimate.workload.tokens * room / max(1, estimate.row_bytes))
 
 

@@ -36,6 +36,8 @@ ENGINE_BYTES = {"cpu": 600 << 20, "cuda": 1 << 30}
 """An engine that holds no model: its libraries, or the context and libraries of CUDA on the device."""
 LIBRARY_BYTES = {"cpu": 150 << 20, "cuda": 0}
 """What peft, transformers and torch load with the first model; measured on a CPU, and not on the device of a GPU."""
+MEMORY_SHARE = 0.35
+"""Part of a GPU's memory that vLLM reserves for a model's samples, with ``--sampler vllm``, while it is awake."""
 SCORES = {"": "logprobs", "value": "values", "reward": "rewards"}
 
 
@@ -72,6 +74,7 @@ class Workload:
         image_tokens: Those of each row's tokens that are of images.
         ranks: Number of ranks, each on a device of its own; everything else is of one of them.
         divided: Whether the weights are divided among them.
+        vllm: Whether vLLM samples, which sleeps while a batch is trained on.
     """
 
     model: str
@@ -89,6 +92,7 @@ class Workload:
     target_modules: tuple[str, ...] = ()
     ranks: int = 1
     divided: bool = False
+    vllm: bool = False
 
     @property
     def run_config(self) -> training_pb2.RunConfig:
@@ -162,8 +166,23 @@ class Estimate:
 
     @property
     def needed_bytes(self) -> int:
-        """The total, and the engine itself."""
-        return self.total_bytes + ENGINE_BYTES[self.device.kind]
+        """The total, or what is taken while vLLM samples if that is more, and the engine itself."""
+        return max(self.total_bytes, self.sampling_bytes) + ENGINE_BYTES[self.device.kind]
+
+    @property
+    def vllm_bytes(self) -> int:
+        """What vLLM reserves while it is awake."""
+        return int(MEMORY_SHARE * self.device.bytes) if self.workload.vllm else 0
+
+    @property
+    def vllm_weight_bytes(self) -> int:
+        """Of these, its copy of the weights."""
+        return self.num_parameters * self.workload.dtype.itemsize if self.workload.vllm else 0
+
+    @property
+    def sampling_bytes(self) -> int:
+        """What is held between operations, with vLLM awake; 0 without it."""
+        return sum(held_parts(self.workload, self.model).values()) + self.vllm_bytes if self.workload.vllm else 0
 
     @property
     def usable_bytes(self) -> int:
@@ -171,7 +190,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.needed_bytes <= self.usable_bytes
+        return self.needed_bytes <= self.usable_bytes and self.vllm_weight_bytes <= self.vllm_bytes
 
 
 PARTS = {
@@ -221,7 +240,7 @@ def estimate(workload: Workload, device: Device, model: MetaModel | None = None)
     parts["images"] = _image_bytes(workload, model, per_microbatch, chosen)
     per_token = key_value_bytes(model.model, workload.dtype)
     parts["libraries"] = LIBRARY_BYTES[device.kind]
-    parts["key_values"] = workload.samples * workload.tokens * per_token
+    parts["key_values"] = 0 if workload.vllm else workload.samples * workload.tokens * per_token
     return Estimate(
         workload=workload,
         device=device,

@@ -148,6 +148,10 @@ class LocalSampler:
         joined = (job for batch in self._batches.values() for job in batch.jobs)
         return any(job.policy is policy for job in (*joined, *self._to_join) if not job.done)
 
+    def make_room(self) -> bool:
+        """See :class:`.sampler.Sampler`: nothing, as caches are within their own share of the memory."""
+        return False
+
     def turn(self) -> Collection[LocalJob]:
         """See :class:`.sampler.Sampler`."""
         jobs = next(iter(self._batches.values())).jobs if self._batches else ()

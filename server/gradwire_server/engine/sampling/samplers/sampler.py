@@ -280,6 +280,10 @@ class Sampler(Protocol[J]):
     def uses(self, policy: Policy) -> bool:
         """Whether a job of this policy is in progress."""
 
+    def make_room(self) -> bool:
+        """Free memory of the device that only samples in progress need, for a batch that is trained on; whether any
+        was freed."""
+
     def turn(self) -> Collection[J]:
         """The jobs that the next :meth:`step` advances; empty if all are done."""
 

@@ -18,6 +18,7 @@ import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
 from gradwire_proto.v1 import training_pb2
 
 from gradwire_server.engine.agreement import Agreement
@@ -31,6 +32,7 @@ from gradwire_server.engine.sampling.samplers.local import LocalSampler
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from gradwire_server.engine.sampling.samplers.vllm_engines import AdapterEngine, VllmEngine, WeightsEngine
 from gradwire_server.engine.sampling.samplers.vllm_weights import IN_PROCESS, allow_in_process
+from gradwire_server.engine.sizing.estimate import MEMORY_SHARE
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,8 @@ class VllmSampler:
         agreement: Tells whether a step of the local sampler failed.
         max_rank: Maximum rank of adapters.
         max_adapters: Maximum number of adapters in one batch of vLLM.
-        memory_share: Share of the GPU's memory, from 0 to 1, that vLLM reserves permanently for each base model.
+        memory_share: Share of the GPU's memory, from 0 to 1, that each of vLLM's engines reserves while it is awake.
+        sleeps: Whether they sleep while a batch is trained on; by default on a GPU, as vLLM cannot on a CPU.
         cache_bytes: Of the local sampler.
 
     Raises:
@@ -60,7 +63,8 @@ class VllmSampler:
         *,
         max_rank: int = 64,
         max_adapters: int = 8,
-        memory_share: float = 0.35,
+        memory_share: float = MEMORY_SHARE,
+        sleeps: bool | None = None,
         cache_bytes: int = 1 << 30,
     ) -> None:
         # In this process, so that vLLM ends with it and runs only when stepped.
@@ -75,6 +79,7 @@ class VllmSampler:
             ) from error
         self._pool = pool
         self._max_rank, self._max_adapters, self._memory_share = max_rank, max_adapters, memory_share
+        self._sleeps = pool.device.type == "cuda" if sleeps is None else sleeps
         self._local = LocalSampler(agreement, cache_bytes=cache_bytes)
         self._engines: dict[tuple[str, bool], VllmEngine] = {}
         self._locals_turn = False
@@ -104,6 +109,10 @@ class VllmSampler:
 
     def uses(self, policy: Policy) -> bool:
         return self._local.uses(policy) or any(engine.uses(policy) for engine in self._engines.values())
+
+    def make_room(self) -> bool:
+        slept = [engine.sleep() for engine in self._engines.values()] if self._sleeps else []
+        return any(slept)
 
     def turn(self) -> Collection[LocalJob]:
         engine = self._next()
@@ -157,12 +166,14 @@ class VllmSampler:
                 "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as in the local sampler
                 "trust_remote_code": False,
                 "disable_log_stats": True,
+                "enable_sleep_mode": self._sleeps,
             }
             if isinstance(policy, FullPolicy):
                 allow_in_process()
                 options["weight_transfer_config"] = {"backend": IN_PROCESS}
             else:
                 options |= {"enable_lora": True, "max_lora_rank": self._max_rank, "max_loras": self._max_adapters}
+            torch.cuda.empty_cache()  # for what vLLM reserves
             engine = self._vllm.LLMEngine.from_engine_args(self._vllm.EngineArgs(**options))
             kind = WeightsEngine if isinstance(policy, FullPolicy) else AdapterEngine
             self._engines[key] = kind(key, engine, self._lora, self._sampling)

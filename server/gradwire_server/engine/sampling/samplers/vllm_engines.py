@@ -4,6 +4,8 @@ An adapter is pushed when a sample is requested and its weights have changed sin
 memory (``/dev/shm``), from which vLLM reads it again if it has evicted it. Whole weights are replaced in place by
 vLLM's weight transfer (:mod:`.vllm_weights`), while no request is in progress that samples with others: such requests
 wait. So a sample is of one version of the weights, that of its request.
+
+Engines sleep while a batch is trained on and no sample is in progress, and wake when the next job comes.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from gradwire_server.engine.failures import is_fatal
 from gradwire_server.engine.model.policy import LoraPolicy, Policy
@@ -38,8 +41,12 @@ class VllmEngine(ABC):
         lora, sampling: vLLM's modules ``lora.request`` and ``sampling_params``.
     """
 
+    sleep_level = 1
+    """Of vLLM: keys and values are dropped, and weights move to host memory (1) or are dropped, too (2)."""
+
     def __init__(self, key: tuple[str, bool], engine: Any, lora: Any, sampling: Any) -> None:
         self.key = key
+        self._asleep = False
         self._engine, self._lora, self._sampling = engine, lora, sampling
         self._requests: dict[str, tuple[LocalJob, int]] = {}  # request id -> job and prompt's index
         self._policies: dict[LocalJob, Policy] = {}
@@ -51,6 +58,20 @@ class VllmEngine(ABC):
 
     def uses(self, policy: Policy) -> bool:
         return any(used is policy for used in self._policies.values())
+
+    def sleep(self) -> bool:
+        """Free the memory until the next job, unless there are jobs; returns whether any was freed."""
+        if self._asleep or self._policies:
+            return False
+        self._engine.sleep(self.sleep_level)
+        self._asleep = True
+        return True
+
+    def _wake(self) -> None:
+        if self._asleep:
+            torch.cuda.empty_cache()  # what training has kept of the memory that vLLM takes back
+            self._engine.wake_up()
+            self._asleep = False
 
     @abstractmethod
     def begin(self, job: LocalJob, policy: Policy) -> None:
@@ -132,6 +153,7 @@ class AdapterEngine(VllmEngine):
         self._pushed: dict[str, tuple[tuple[object, ...], Any]] = {}
 
     def begin(self, job: LocalJob, policy: Policy) -> None:
+        self._wake()
         adapter = self._push(policy) if isinstance(policy, LoraPolicy) else None
         self._policies[job] = policy
         self._add(job, adapter)
@@ -160,6 +182,8 @@ class AdapterEngine(VllmEngine):
 class WeightsEngine(VllmEngine):
     """Of runs that train all weights, one of which it holds at a time."""
 
+    sleep_level = 2
+
     def __init__(self, key: tuple[str, bool], engine: Any, lora: Any, sampling: Any) -> None:
         super().__init__(key, engine, lora, sampling)
         self._waiting: deque[LocalJob] = deque()
@@ -168,6 +192,12 @@ class WeightsEngine(VllmEngine):
     def begin(self, job: LocalJob, policy: Policy) -> None:
         self._policies[job] = policy
         self._waiting.append(job)
+
+    def sleep(self) -> bool:
+        slept = super().sleep()
+        if slept:
+            self._held = None
+        return slept
 
     def step(self) -> None:
         try:
@@ -184,6 +214,7 @@ class WeightsEngine(VllmEngine):
 
     def _admit(self) -> None:
         """Hand over the first waiting jobs of the weights that vLLM has; of others, once no request is in progress."""
+        self._wake()
         while self._waiting:
             job = self._waiting[0]
             if not self._has(self._policies[job]):

@@ -7,6 +7,7 @@ vLLM.
 from __future__ import annotations
 
 import enum
+import functools
 import os
 import sys
 import types
@@ -22,9 +23,11 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import FullPolicy, LoraPolicy, Policy
 from gradwire_server.engine.model.tokenizers import TextTokenizer
+from gradwire_server.engine.sampling.samplers import vllm as vllm_sampler
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from gradwire_server.engine.sampling.samplers.vllm import VllmSampler
 from safetensors.torch import load_file
+from support.engine import LocalEngine, token_rows
 
 
 class RequestOutputKind(enum.Enum):
@@ -353,6 +356,20 @@ def test_vllm_sleeps_while_a_batch_is_trained_on(stage: Stage, trained: str) -> 
     of_all = [*update, "sleep 2", "wake_up", *update, "sleep 2"]
     assert stage.engine.called == (["sleep 1", "wake_up", "sleep 1"] if trained == "adapter" else of_all)
     assert not stage.sampler.make_room()  # vLLM does not sleep on a CPU
+
+
+def test_the_engine_makes_room_before_batches_only(
+    stage: Stage, tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample wakes vLLM, a batch lets it sleep, and a step, which needs no more than is held, leaves it."""
+    monkeypatch.setattr(vllm_sampler, "VllmSampler", functools.partial(VllmSampler, sleeps=True))
+    engine = LocalEngine({"tiny": tiny_model_path}, tmp_path, sampler="vllm", group_runs="on")
+    engine.create("run-a", lora=4)
+    call = training_pb2.SampleCall(max_tokens=4, temperature=1.0, seed=1)
+    for _ in range(2):
+        assert engine.do("run-a", token_rows([[1, 2]], "prompt_ids"), sample=call).ok
+        engine.train("run-a", token_rows([[1, 5, 6, 7]]))
+    assert stage.engine.called == ["sleep 1", "wake_up", "sleep 1"]
 
 
 def test_a_request_leaves_or_fails_before_its_weights_come(stage: Stage) -> None:

@@ -15,13 +15,13 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.key_file import Quota
 from gradwire_server.access.quotas import Usage
-from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.commit_log import bring_up_to_date
 from gradwire_server.journal.entries import RunMarks, identity
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Segments
+from gradwire_server.limits import Limits
 from gradwire_server.scheduling import abort_rule
 from gradwire_server.scheduling.operation import QueuedOperation
 from gradwire_server.scheduling.run_queue import RunQueue

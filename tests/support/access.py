@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.calls import RPCS
-from gradwire_server.config import Limits
+from gradwire_server.limits import Limits
 
 SECURITY = Path(__file__).parents[2] / "SECURITY.md"
 

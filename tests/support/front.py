@@ -13,7 +13,8 @@ import pytest
 from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
-from gradwire_server.config import Limits, ServerConfig
+from gradwire_server.config import ServerConfig
+from gradwire_server.limits import Limits
 from gradwire_server.server import Server
 
 from support.blocking import DETECTOR

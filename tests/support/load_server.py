@@ -13,8 +13,9 @@ from pathlib import Path
 
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.config import Limits, ServerConfig
+from gradwire_server.config import ServerConfig
 from gradwire_server.engine_client.client import EngineAnswer
+from gradwire_server.limits import Limits
 from gradwire_server.server import Server
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

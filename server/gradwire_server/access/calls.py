@@ -20,8 +20,8 @@ from functools import partial
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.turns import ActiveKeys, Turns
-from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError
+from gradwire_server.limits import Limits
 
 BODY_S = 60.0
 """Seconds in which a call's body must arrive."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.key_file import Quota
-from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError
 from gradwire_server.grammar_forms import NAMES
+from gradwire_server.limits import Limits
 from gradwire_server.operation_kinds import kind_of
 
 IDS = ("input_ids", "prompt_ids", "response_ids")

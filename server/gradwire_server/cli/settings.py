@@ -19,7 +19,8 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from gradwire_server.cli.settings_file import SettingsError, SettingsFile
-from gradwire_server.config import Limits, ServerConfig
+from gradwire_server.config import ServerConfig
+from gradwire_server.limits import Limits
 
 PREFIX = "GRADWIRE_"
 _REPEATED = {

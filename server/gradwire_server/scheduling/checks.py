@@ -12,10 +12,10 @@ from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.quotas import IDS
-from gradwire_server.config import Limits
 from gradwire_server.image_sizes import MAX_PIXELS
 from gradwire_server.journal.checkpoint_records import AUTOMATIC, NAME, ORIGIN, SNAPSHOT, CheckpointRecords
 from gradwire_server.journal.run_row import RunRecord
+from gradwire_server.limits import Limits
 from gradwire_server.operation_kinds import UNKNOWN, kind_of, loss_call, step_call
 from gradwire_server.scheduling.image_counts import cut, pixels_of_batch, pixels_of_images
 

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.quotas import Usage, tokens_of
-from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError
+from gradwire_server.limits import Limits
 from gradwire_server.scheduling.operation import QueuedOperation
 
 

@@ -15,8 +15,8 @@ from gradwire_proto import chat
 from gradwire_proto.v1 import training_pb2 as pb
 from tokenizers import Tokenizer
 
-from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError, check_length, limit_exceeded
+from gradwire_server.limits import Limits
 from gradwire_server.tokenizing.chat_template import ChatTemplate
 from gradwire_server.tokenizing.left_out import LeftOut
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradwire_server.bounded.frames import ProcessSettings
-from gradwire_server.config import Limits
+from gradwire_server.limits import Limits
 
 METHODS = ("Encode", "Decode", "Render", "GetTokenizerInfo")
 """The RPCs that are answered in these processes."""

@@ -14,8 +14,8 @@ import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.bounded import pool as pool_module
 from gradwire_server.bounded.pool import NICENESS, SHORT_BYTES, ProcessPool
-from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError
+from gradwire_server.limits import Limits
 from gradwire_server.tokenizing.settings import METHODS, TokenizerSettings
 from support.scripted import until
 

@@ -18,9 +18,9 @@ import torch
 from gradwire_proto.codec import IMAGE_BYTES, IMAGES
 from gradwire_proto.v1 import tinker_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.config import Limits
 from gradwire_server.doors.http.tinker.datums import loss_batch
 from gradwire_server.errors import ServiceError
+from gradwire_server.limits import Limits
 from support.server import free_port
 from support.tinker import HttpServer, TinkerClient, outputs, tensor
 from support.tiny import tiny_model

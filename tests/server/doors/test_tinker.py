@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import zstandard
 from gradwire_proto.v1 import tinker_pb2 as pb
-from gradwire_server.config import Limits
+from gradwire_server.limits import Limits
 from support.server import free_port
 from support.tinker import HttpServer, TinkerClient, datum, forward_backward, outputs, sparse
 from support.tiny import tiny_model

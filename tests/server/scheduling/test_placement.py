@@ -9,9 +9,10 @@ import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.key_file import Quota
 from gradwire_server.access.quotas import Usage
-from gradwire_server.config import Limits, ServerConfig
+from gradwire_server.config import ServerConfig
 from gradwire_server.engine_client.pool import EnginePool, own_engines, visible_gpus
 from gradwire_server.journal.run_row import new_record
+from gradwire_server.limits import Limits
 from gradwire_server.scheduling.fairness import Load
 from gradwire_server.scheduling.operation import QueuedOperation
 from gradwire_server.scheduling.placement import LEAST_BYTES, Placement

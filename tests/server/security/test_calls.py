@@ -11,8 +11,8 @@ from gradwire_proto.v1 import jobs_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.calls import RPCS, CallKind, Calls
 from gradwire_server.access.turns import Turns
-from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError
+from gradwire_server.limits import Limits
 from support.access import rpcs
 from support.front import Start, error_of
 from support.scripted import until

@@ -14,7 +14,7 @@ import pytest
 from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
-from gradwire_server.config import Limits
+from gradwire_server.limits import Limits
 from support.front import Start, error_of
 from support.keyed import code_of, outcome
 

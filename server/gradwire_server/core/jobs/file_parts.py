@@ -15,10 +15,11 @@ from gradwire_proto.v1 import jobs_pb2 as jobs
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
-from gradwire_server.config import CHUNK_BYTES, Limits
+from gradwire_server.config import CHUNK_BYTES
 from gradwire_server.core.jobs.files import Arrival, Files, chunks_of, new_id
 from gradwire_server.durable_files import make_folder
 from gradwire_server.errors import ServiceError, limit_exceeded, unknown_file
+from gradwire_server.limits import Limits
 
 LIFE_S = 3600.0
 MAX_PART_BYTES = 64 << 20

@@ -14,7 +14,7 @@ from gradwire_proto.v1.jobs_pb2_grpc import add_JobServiceServicer_to_server
 from gradwire_proto.v1.training_pb2_grpc import add_TrainingServiceServicer_to_server
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from gradwire_server.config import Limits, ServerConfig
+from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import Core
 from gradwire_server.doors.certificates import Certificates
 from gradwire_server.doors.door import Door
@@ -22,6 +22,7 @@ from gradwire_server.doors.grpc.engines import EngineService
 from gradwire_server.doors.grpc.interceptors import Guard
 from gradwire_server.doors.grpc.jobs import JobService
 from gradwire_server.doors.grpc.service import TrainingService
+from gradwire_server.limits import Limits
 
 SERVICE = "gradwire.v1.TrainingService"
 RUNS = "gradwire.v1.Runs"

@@ -11,8 +11,8 @@ import zstandard
 from gradwire_http.json_bounds import JsonBounds, UnboundedJsonError
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError, limit_exceeded
+from gradwire_server.limits import Limits
 
 READ_BYTES = 1 << 20
 ZSTD_STEP_BYTES = 512

@@ -18,10 +18,11 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.bounded import program
 from gradwire_server.bounded.frames import ProcessSettings
 from gradwire_server.bounded.pool import ProcessPool
-from gradwire_server.config import Limits, ServerConfig
+from gradwire_server.config import ServerConfig
 from gradwire_server.doors.http.tinker.datums import EncodedBatch, loss_batch
 from gradwire_server.doors.wire_format import TooManyFieldsError, counted
 from gradwire_server.errors import ServiceError
+from gradwire_server.limits import Limits
 
 METHOD = "ForwardBackward"
 MAX_FIELDS = 1 << 21

@@ -16,9 +16,9 @@ from gradwire_proto.codec import Column
 from gradwire_proto.v1 import tinker_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.config import Limits
 from gradwire_server.doors.http.tinker.images import ChunkImages
 from gradwire_server.errors import ServiceError
+from gradwire_server.limits import Limits
 
 Array = npt.NDArray[Any]
 DENSE_SHARE = 4

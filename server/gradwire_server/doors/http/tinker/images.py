@@ -11,8 +11,8 @@ import numpy.typing as npt
 from gradwire_proto.codec import IMAGE_BYTES, IMAGES, Column
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError, limit_exceeded
+from gradwire_server.limits import Limits
 
 MAX_TOKENS = 1 << 22
 """Tokens of the images of one request."""

@@ -18,9 +18,9 @@ from gradwire_proto.v1 import training_pb2 as pb
 from pydantic import Field
 
 from gradwire_server.access.keys import Caller
-from gradwire_server.config import Limits
 from gradwire_server.core.core import Core
 from gradwire_server.errors import ServiceError, limit_exceeded
+from gradwire_server.limits import Limits
 
 NO_ID, NO_LOGPROB = 0, -99_999.0
 """What the protocol has in the cells of a place without most probable tokens."""

@@ -26,7 +26,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.calls import CallKind
 from gradwire_server.access.keys import Caller
-from gradwire_server.config import CHUNK_BYTES, Limits
+from gradwire_server.config import CHUNK_BYTES
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.protocol import CallerOf
 from gradwire_server.doors.http.tinker.audit import note
@@ -37,6 +37,7 @@ from gradwire_server.doors.http.tinker.store import ModelRecord, Name, SessionRe
 from gradwire_server.doors.http.tinker.training_requests import LoraConfig
 from gradwire_server.durable_files import is_full
 from gradwire_server.errors import ServiceError, limit_exceeded, unknown_upload
+from gradwire_server.limits import Limits
 
 SIGNED = "/external_weights_upload/"
 """Beginning of the signed paths, relative to the protocol's prefix."""

@@ -125,11 +125,10 @@ class Plot(Element, component="plot.js", dependencies=["chart.js"], default_clas
         curves: Sequence[Curve],
         *,
         title: str,
-        time: bool = False,
         on_range: Callable[[tuple[float, float] | None], object] | None = None,
     ) -> None:
         super().__init__()
-        self._props |= {"series": _columns(curves), "title": title, "time": time}
+        self._props |= {"series": _columns(curves), "title": title, "time": False}
         if on_range is not None:
             zoomed = on_range
 

@@ -67,12 +67,7 @@ async def opened(
 async def opened_run(
     workspaces: Workspaces, run_id: str, end: str, content: Callable[[Workspace], Awaitable[None]]
 ) -> RedirectResponse | None:
-    """Show a page of a run, or say that there is no such run.
-
-    Args:
-        end: The end of its path, with the query.
-        content: Shows the run.
-    """
+    """Show a page of a run, or say that there is no such run; ``end`` is the end of its path, with the query."""
 
     async def show(workspace: Workspace) -> None:
         if run_id not in workspace.runs:

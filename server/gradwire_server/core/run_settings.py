@@ -12,15 +12,7 @@ HEADS = ("", "value", "reward", "classification")
 
 
 def check_settings(config: pb.RunConfig, key: str, limits: Limits, durability: str) -> None:
-    """Check the settings of a run that is to be created.
-
-    Args:
-        key: The idempotency key of the request.
-        durability: The server's.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT, LIMIT_EXCEEDED.
-    """
+    """Check the settings of a run that is to be created by a request with this idempotency key."""
     if config.head not in HEADS:
         raise _invalid(f'head is {config.head[:50]!r}; it is "", "value", "reward" or "classification"', "head")
     if config.head == "classification" and config.num_labels < 2:

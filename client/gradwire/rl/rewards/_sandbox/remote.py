@@ -10,10 +10,8 @@ class Remote:
     """A proxy for an object of the program. It never equals a value of this process.
 
     It is not ordered relative to such values either, and the result of a calculation with it is not such a value:
-    otherwise an object could claim to be equal to the expected value. ``in`` compares its elements.
-
-    Args:
-        operate: Performs an operation on objects of the program: takes its name and its arguments.
+    otherwise an object could claim to be equal to the expected value. ``in`` compares its elements. ``operate``
+    performs an operation of the program by its name.
     """
 
     def __init__(self, operate: Callable[..., Any], number: int, kind: str) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from gradwire_server.cli.event_loop import loop_factory
 from gradwire_server.cli.parent import outlived
 from gradwire_server.cli.saying import fail, say
 from gradwire_server.config import parse_model
@@ -71,6 +72,7 @@ def engine(
         "reference_cache_gib": reference_cache_gib, "activation_budget_gib": activation_budget_gib,
         "log_level": log_level, "log_format": log_format,
     }  # fmt: skip
+    loops = loop_factory()
     from gradwire_server.agent.front import Front
 
     os.umask(0o077)
@@ -79,10 +81,11 @@ def engine(
         reached = Front(front, key, ca_cert, client_cert, client_key)
     except ValueError as error:
         fail(str(error))
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     given = {setting: value for setting, value in own.items() if value not in (None, {})}
     parent = os.getppid() if die_with_parent else None
-    if refusal := asyncio.run(_run(reached, name or socket.gethostname(), given, state_dir, parent)):
+    with asyncio.Runner(loop_factory=loops) as runner:
+        refusal = runner.run(_run(reached, name or socket.gethostname(), given, state_dir, parent))
+    if refusal:
         fail(refusal)
 
 

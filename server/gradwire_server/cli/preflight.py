@@ -16,7 +16,7 @@ from gradwire_server.cli.settings_file import SettingsError
 from gradwire_server.config import ServerConfig
 from gradwire_server.durable_files import make_folder
 
-HTTP_PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "zstandard")
+HTTP_PACKAGES = ("fastapi", "uvicorn", "httptools", "zstandard")
 HUB_TIMEOUT_S = 10.0
 CONFIG = "config.json"
 

@@ -10,7 +10,6 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +17,7 @@ import typer
 from gradwire_proto.v1 import training_pb2 as pb
 from rich.table import Table
 
+from gradwire_server.cli.event_loop import loop_factory
 from gradwire_server.cli.parent import outlived
 from gradwire_server.cli.preflight import check
 from gradwire_server.cli.saying import console, fail, say
@@ -114,11 +114,9 @@ def serve(
     _open_many_files()
     parent = parent_pid or (os.getppid() if die_with_parent else None)
     own_key = sys.stdin.readline().strip() if key_on_stdin else ""
-    # Children are replaced by other programs at once. With gRPC's handlers of forks they can die before that.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     if trained is not None:
         say(f"OpenAI's clients name what was trained {trained.checkpoint}")
-    with asyncio.Runner(loop_factory=_loop_factory(settings)) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         raise typer.Exit(runner.run(_serve(settings, ready_file, parent, own_key, console_page, feedback)))
 
 
@@ -137,15 +135,6 @@ def _open_many_files() -> None:
     """Allow as many open files and connections as the system does; shells often allow 1,024, which anybody can open."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _loop_factory(config: ServerConfig) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's event loops where HTTP is served; None for asyncio's own."""
-    if not config.http:
-        return None
-    import uvloop
-
-    return uvloop.new_event_loop
 
 
 async def _serve(

@@ -161,6 +161,13 @@ def test_the_dashboard_is_one_that_grafana_can_place() -> None:
     assert job["static_configs"] == [{"targets": ["gradwire:9464"]}] and "gradwire" in compose
 
 
+def test_the_row_of_the_engines_has_a_line_for_each() -> None:
+    panels = json.loads((DEPLOY / "grafana" / "dashboards" / "gradwire.json").read_text())["panels"]
+    row = next(number for number, panel in enumerate(panels) if panel["title"] == "Engines")
+    lines = [target["legendFormat"] for panel in panels[row + 1 :] for target in panel.get("targets", ())]
+    assert len(lines) == 6 and all("engine {{engine}}" in line for line in lines)
+
+
 def test_the_alerts_of_the_documentation_are_those_of_prometheus() -> None:
     page = (DEPLOY.parent / "docs" / "operations.md").read_text()
     (block,) = re.findall(r"^```promql\n(.*?)^```", page, re.DOTALL | re.MULTILINE)

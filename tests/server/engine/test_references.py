@@ -10,6 +10,7 @@ import pytest
 import torch
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.logprob_cache import LogprobCache
 from support.engine import LocalEngine, token_rows
 
@@ -38,6 +39,26 @@ def test_a_second_epoch_computes_no_reference(engine: LocalEngine, lora: int | N
     engine.do("run-a", optim_step=pb.OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8))
     assert abs(dpo(engine, "run-a", "base")["reward_margin"]) > 1e-4
     assert references.computed_sequences == 6
+
+
+def test_new_weights_of_another_engines_run_go_into_the_prepared_adapter(
+    engine: LocalEngine, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    """An adapter is created and probed for the first of them, not for each."""
+    there = LocalEngine({"tiny": tiny_model_path}, tmp_path / "there")
+    engine.create("run-a", lora=4)
+    references, weights = there.context.references, engine.context.runs["run-a"].policy
+    adapters: list[Policy] = []
+    for number in range(3):
+        engine.train("run-a", BATCH)
+        share = engine_pb2.EngineShareWeights(run_id="run-a", name=f"run-a.{number}")
+        reply, _ = engine.exchange(engine_pb2.EngineRequest(share_weights=share), {})
+        adapters.append(references.shared(reply.shared_weights).policy)
+        here, there_now = weights.state_tensors(), adapters[-1].state_tensors()
+        assert here.keys() == there_now.keys()
+        assert all(torch.equal(tensor, there_now[name]) for name, tensor in here.items())
+    assert adapters[0] is adapters[1] is adapters[2]
+    assert len(references.loaded) == 1
 
 
 SOME_NEW = PAIRS | token_rows([*ROWS[:2], [1, 61]], "chosen_input_ids")

@@ -77,10 +77,10 @@ PAIR_REF_LOG_PROBS = (CHOSEN_REF_LOG_PROBS, REJECTED_REF_LOG_PROBS)
 SAMPLE_TOKENS = ("[rows, samples, tokens]",)
 
 
-def sample_field(name: str, shapes: tuple[str, ...], description: str, *, required: bool = False) -> FieldSpec:
+def sample_field(name: str, shapes: tuple[str, ...], description: str) -> FieldSpec:
     """A float field of the layout ``groups``."""
     aligned_with = "response_ids" if any("tokens" in shape for shape in shapes) else ""
-    return FieldSpec(name, "float", shapes, description, required=required, aligned_with=aligned_with)
+    return FieldSpec(name, "float", shapes, description, aligned_with=aligned_with)
 
 
 GROUP_FIELDS = (

@@ -173,15 +173,12 @@ class EngineSettings(BaseModel):
         """A mapping of names to folders stays; a list, or text with commas, is named by :func:`parse_model`."""
         return _named(given) if isinstance(given, str | list | tuple) else given
 
-    @field_validator("losses")
+    @field_validator("losses", "state_dir", "tls_cert", "tls_key", "tls_client_ca", "mirror", check_fields=False)
     @classmethod
-    def _absolute_losses(cls, files: tuple[Path, ...]) -> tuple[Path, ...]:
-        return tuple(map(_absolute, files))
-
-    @field_validator("state_dir")
-    @classmethod
-    def _absolute_folder(cls, folder: Path) -> Path:
-        return _absolute(folder)
+    def _absolute(cls, given: Path | tuple[Path, ...] | None) -> Path | tuple[Path, ...] | None:
+        if isinstance(given, tuple):
+            return tuple(path.expanduser().resolve() for path in given)
+        return given and given.expanduser().resolve()
 
     @field_validator("store")
     @classmethod
@@ -366,11 +363,6 @@ class ServerConfig(EngineSettings):
             raise ValueError(f"the address must be HOST:PORT, with a port up to 65535, not {address!r}")
         return address
 
-    @field_validator("tls_cert", "tls_key", "tls_client_ca", "mirror")
-    @classmethod
-    def _absolute_papers(cls, file: Path | None) -> Path | None:
-        return file if file is None else _absolute(file)
-
     @field_validator("metrics_address", "http", mode="before")
     @classmethod
     def _on_loopback_unless_stated(cls, given: object) -> object:
@@ -432,10 +424,6 @@ class ServerConfig(EngineSettings):
 def _on_loopback(address: str) -> bool:
     host = address.rpartition(":")[0].strip("[]")
     return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def _absolute(path: Path) -> Path:
-    return path.expanduser().resolve()
 
 
 def _split(given: str | list[Any] | tuple[Any, ...]) -> list[Any]:

@@ -366,9 +366,10 @@ HEAD = f"""# Architectures
 
 Every architecture below trains and samples with the numbers of transformers alone, or is refused when a run is
 created, with a sentence. `make architectures` made this page with transformers {__version__}: each entry is a tiny
-random model with all that makes the architecture different, and `model_type` where the name does not tell it. Compared
-are log-probabilities and gradients of all weights and of LoRA in float64, of rows of different lengths and of each
-alone, and samples in float32. A model is checked in the same way when it is loaded, whatever its name.
+random model with all that makes the architecture different, and `model_type` where the name does not tell it.
+
+Compared are log-probabilities and gradients of all weights and of LoRA in float64, of rows of different lengths and of
+each alone, and samples in float32. A model is checked in the same way when it is loaded, whatever its name.
 
 Rows are packed without padding and share prefixes (fastest) where the model allows it. Samples grow in pages of keys
 and values, or in transformers' own cache.

@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from nicegui import Client, app, events, ui
 from nicegui.element import Element
 
-from gradwire_shell.components import button, error, named, plain, title
+from gradwire_shell.components import button, error, named, plain, question, title
 
 CSS = (Path(__file__).parent / "theme.css").read_text(encoding="utf-8")
 THEMES: dict[bool | None, tuple[str, str]] = {
@@ -195,9 +195,9 @@ def sign_in(product: str, label: str, enter: Callable[[str], Awaitable[str]], ta
     ui.add_css(CSS)
     ui.dark_mode(app.storage.user.get("dark"))
 
-    async def submit() -> None:
+    async def submit(key: str) -> None:
         refusal.set_text("")
-        why = await enter((key.value or "").strip())
+        why = await enter(key)
         if why:
             refusal.set_text(why)
         else:
@@ -205,9 +205,8 @@ def sign_in(product: str, label: str, enter: Callable[[str], Awaitable[str]], ta
 
     with ui.element("div").classes("gw-main").style("max-width: 26rem; padding-top: 18vh"), panel_form():
         title(f"gradwire {product}")
-        key = ui.input(label, password=True).props("outlined dense").classes("full-width").on("keydown.enter", submit)
+        question(label, "Sign in", submit, password=True)
         refusal = ui.label("").style("color: var(--bad)").props("role=alert")
-        button("Sign in", submit, kind="primary")
 
 
 def panel_form() -> Element:

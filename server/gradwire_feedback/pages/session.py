@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from urllib.parse import quote
 
 from fastapi.responses import RedirectResponse
-from gradwire_shell.components import button, panel, title
+from gradwire_shell.components import panel, question, title
 from gradwire_shell.frame import frame
 from nicegui import app, ui
 from nicegui.element import Element
@@ -81,8 +81,8 @@ def rater_of(caller: Caller) -> str | None:
 def ask_name() -> None:
     """Ask a person for their name, once for each browser; the page then begins anew."""
 
-    def enter() -> None:
-        name = " ".join((field.value or "").replace("\0", "").split())[: LIMITS.name_chars]
+    def enter(typed: str) -> None:
+        name = " ".join(typed.replace("\0", "").split())[: LIMITS.name_chars]
         if name:
             app.storage.user["person"] = name
             ui.navigate.reload()
@@ -90,5 +90,4 @@ def ask_name() -> None:
     with panel():
         title("Who are you?")
         ui.label("Your name stands beside your ratings. Use the same one in every browser.")
-        field = ui.input("Your name").props("outlined dense autofocus").classes("full-width").on("keydown.enter", enter)
-        button("Continue", enter, kind="primary")
+        question("Your name", "Continue", enter)

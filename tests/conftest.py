@@ -51,6 +51,19 @@ def pytest_runtest_setup() -> None:
     """Let what a test or its fixtures draw from torch's generator not depend on the tests before it."""
     if "torch" in sys.modules:  # a test that imports torch first finds the same state
         sys.modules["torch"].manual_seed(torch_seed())
+    leave_out_of_garbage()
+
+
+_frozen_modules = 0
+
+
+def leave_out_of_garbage() -> None:
+    """Keep what has been imported out of the search for garbage, which an engine makes whenever memory runs out."""
+    global _frozen_modules
+    if len(sys.modules) > _frozen_modules + 200:
+        gc.collect()
+        gc.freeze()
+        _frozen_modules = len(sys.modules)
 
 
 @pytest.fixture(autouse=True)
@@ -125,8 +138,7 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.collect()
-        gc.freeze()
+        leave_out_of_garbage()
         gc.enable()
 
 

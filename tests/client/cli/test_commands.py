@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import gradwire
@@ -27,8 +27,17 @@ def run(*words: str, typed: str | None = None) -> Result:
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    running = Server(tiny_model_path, tmp_path_factory.mktemp("state")).start()
+def server(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of models with several chat formats."""
+    folder = tmp_path_factory.mktemp("models")
+    models = {form: chat_model(folder / form, form) for form in ("marked", "glm", "phi")}
+    # GLM's answers end where another one's turn begins.
+    added = json.loads((models["glm"] / "tokenizer.json").read_text())["added_tokens"]
+    stops = [each["id"] for each in added if each["content"] in ("<|endoftext|>", "<|user|>")]
+    settings = models["glm"] / "generation_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token_id": stops[::-1]}))
+    more = [f"--model={form}={path}" for form, path in models.items()]
+    running = Server(tiny_model_path, folder / "state", *more).start()
     yield running
     assert running.end() == 0
 
@@ -73,23 +82,13 @@ def test_listings_keep_names_in_one_piece_where_they_have_room(monkeypatch: pyte
     assert narrow == ["run-1", "name a name, checkpoint", "run-1/" + "c" * 60]
 
 
-def test_conversations_are_shown_as_the_model_gets_them(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_conversations_are_shown_as_the_model_gets_them(server: Server, tmp_path: Path) -> None:
     file = tmp_path / "talks.jsonl"
     file.write_text('{"prompt": "1 and 1?", "completion": "two"}\n{"prompt": "\\u001b[31m?", "completion": "red"}\n')
-    model = chat_model(tmp_path_factory.mktemp("model") / "marked", "marked")
-    chats = Server(model, tmp_path / "state", name="marked").start()
-    try:
-        shown = run("render", str(file), "--rows", "2", "--address", chats.address)
-        ids = run("render", str(file), "--json", "--address", chats.address)
-        file.write_text('{"q": "1 and 1?", "a": "two"}\n')
-        mapped = run(
-            "render", str(file), "--mapping", "prompt=q", "--mapping", "completion=a", "--address", chats.address
-        )
-        wrong = run("render", str(file), "--address", chats.address)
-    finally:
-        assert chats.end() == 0
+    marked = ("render", str(file), "--model", "marked", "--address", server.address)
+    shown, ids = run(*marked, "--rows", "2"), run(*marked, "--json")
+    file.write_text('{"q": "1 and 1?", "a": "two"}\n')
+    mapped, wrong = run(*marked, "--mapping", "prompt=q", "--mapping", "completion=a"), run(*marked)
     assert shown.exit_code == 0, shown.output
     assert re.search(r"talks\.jsonl, line 1: \d+ tokens, \d+ trained on", shown.stdout)
     assert re.search(r">>>two[^1]*<<<", shown.stdout) and "1 and 1?" in shown.stdout
@@ -102,24 +101,17 @@ def test_conversations_are_shown_as_the_model_gets_them(
 
 
 @pytest.mark.parametrize(
-    ("form", "ends"),
-    [("glm", ["one<|user|>", "four<|endoftext|>"]), ("phi", ["one<|end|>", "four<|end|>"]), ("", ["four</s>"])],
+    ("model", "ends"),
+    [("glm", ["one<|user|>", "four<|endoftext|>"]), ("phi", ["one<|end|>", "four<|end|>"]), ("tiny", ["four</s>"])],
 )
 def test_the_end_of_every_answer_that_is_learned_is_shown(
-    form: str, ends: list[str], tmp_path: Path, tiny_model_path: Path
+    server: Server, model: str, ends: list[str], tmp_path: Path
 ) -> None:
     talk = [{"role": role, "content": text} for role, text in (("user", "add"), ("assistant", "one"), ("user", "and"),
                                                                ("assistant", "four"))]  # fmt: skip
     file = tmp_path / "talks.jsonl"
     file.write_text(json.dumps({"messages": talk}) + "\n")
-    model = chat_model(tmp_path / "model", form) if form else tiny_model_path
-    if form == "glm":  # whose answers end where another one's turn begins
-        added = json.loads((model / "tokenizer.json").read_text())["added_tokens"]
-        stops = [each["id"] for each in added if each["content"] in ("<|endoftext|>", "<|user|>")]
-        given = json.loads((model / "generation_config.json").read_text())
-        (model / "generation_config.json").write_text(json.dumps(given | {"eos_token_id": stops[::-1]}))
-    with Server(model, tmp_path / "state", name="tiny") as server:
-        shown = run("render", str(file), "--address", server.address)
+    shown = run("render", str(file), "--model", model, "--address", server.address)
     assert shown.exit_code == 0, shown.output
     stretches = re.findall(r">>>(?!>)(.*?)<<<(?!<)", shown.stdout, re.DOTALL)
     assert [each.lstrip("\n").split("\n")[0] for each in stretches] == ends, shown.output

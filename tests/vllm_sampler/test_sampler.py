@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
+from support.tiny import tiny_model
 from support.vllm import ENVIRONMENT, model_for_vllm, trained
 
 pytest.importorskip("vllm", reason="vLLM is in an environment of its own: see docs/rl.md")
@@ -24,9 +26,8 @@ IN_A_BATCH = 8
 """``max_adapters`` of the sampler."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[gradwire.ServiceClient]:
-    model: Path = model_for_vllm(tmp_path_factory.mktemp("vllm") / "model")
+@asynccontextmanager
+async def serving(model: Path) -> AsyncIterator[gradwire.ServiceClient]:
     # On a CPU a run's samples are computed alone, by the local sampler, unless runs are grouped.
     args = ["--sampler", "vllm", "--group-runs", "on"]
     with pytest.MonkeyPatch.context() as environment:
@@ -34,6 +35,18 @@ async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[gra
             environment.setenv(name, value)
         async with gradwire.connect(models=[f"tiny={model}"], server_args=args) as service:
             yield service
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[gradwire.ServiceClient]:
+    async with serving(model_for_vllm(tmp_path_factory.mktemp("vllm") / "model")) as service:
+        yield service
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    """A model as wide and deep as Qwen3-0.6B."""
+    return tiny_model(tmp_path / "model", hidden_size=1024, num_layers=28, num_heads=16)
 
 
 async def greedy(run: gradwire.TrainingClient, n: int = 1, **options: Any) -> list[list[int]]:
@@ -91,14 +104,23 @@ async def test_more_runs_than_vllm_holds_adapters(service: gradwire.ServiceClien
     assert first == [await greedy(run) for run in runs]  # the first ones have left vLLM meanwhile
 
 
-async def test_what_an_update_takes(service: gradwire.ServiceClient) -> None:
-    run = await service.create_run("tiny", lora={"rank": 32})
-    seconds = []
-    for _ in range(5):
-        await trained(run)
-        began = time.perf_counter()
-        await greedy(run, max_tokens=1)
-        updated = time.perf_counter()
-        await greedy(run, max_tokens=1)
-        seconds.append(2 * updated - began - time.perf_counter())
-    print(f"the first sample after a step takes {median(seconds):.3f} s longer than the next")
+@pytest.mark.parametrize("lora", [{"rank": 32}, None], ids=["adapter", "all weights"])
+async def test_what_an_update_takes(wide: Path, lora: Any) -> None:
+    seconds, said = [], set()
+    async with serving(wide) as service:
+        run = await service.create_run("tiny", lora=lora)
+        await greedy(run)  # vLLM starts
+        for _ in range(5):
+            await trained(run)
+            began = time.perf_counter()
+            await greedy(run, max_tokens=1)
+            updated = time.perf_counter()
+            await greedy(run, max_tokens=1)
+            seconds.append(2 * updated - began - time.perf_counter())
+            said.add(str(await greedy(run)))
+        info = await run.info()
+    assert len(said) > 1
+    print(
+        f"{info.num_trainable_parameters:,} parameters: the first sample after a step takes {median(seconds):.3f} s"
+        " longer than the next"
+    )

@@ -32,7 +32,7 @@ OnResult = Callable[[pb.OperationResult], None]
 
 
 class Turns(Protocol):
-    """Gives places in engines."""
+    """Gives places in engines. A protocol, as the dispatcher imports this module."""
 
     async def enter(self, visit: Visit) -> EngineQueue:
         """Wait for a place in an engine."""

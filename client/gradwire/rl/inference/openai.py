@@ -135,8 +135,7 @@ class OpenAIInference(WeightFolder, ToolGeneration):
             await self._command(self._adapters_url.replace("/load_", "/unload_"), {"lora_name": old})
 
     async def _load_model(self, folder: Path, version: int) -> None:
-        root = self._base_url.removesuffix("/v1")
-        if has_tied_head(folder) and await self._device(root) == "cpu":
+        if has_tied_head(folder) and await self._device() == "cpu":
             raise UnsupportedError(
                 f"vLLM at {self._base_url} runs on a CPU, where it keeps the old output head of a model that shares it "
                 'with the embedding. Train with lora={...} and weights="adapter", or sample with VLLMInference'
@@ -144,14 +143,14 @@ class OpenAIInference(WeightFolder, ToolGeneration):
         async with await self._all_turns():
             # Other clients' requests end with the weights that they began with, or begin when all weights are new.
             try:
-                await self._command(f"{root}/pause?mode=wait")
+                await self._of_vllm("pause?mode=wait")
                 reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-                await self._command(f"{root}/collective_rpc", reload)
-                await self._command(f"{root}/reset_prefix_cache")
-                await self._command(f"{root}/update_weight_version", {"new_version": str(version)})
+                await self._of_vllm("collective_rpc", reload)
+                await self._of_vllm("reset_prefix_cache")
+                await self._of_vllm("update_weight_version", {"new_version": str(version)})
                 self.version = version
             finally:
-                await self._command(f"{root}/resume")
+                await self._of_vllm("resume")
 
     async def _all_turns(self) -> contextlib.AsyncExitStack:
         """Wait until no request is in flight, whose tokens would be of two versions; others wait until the exit."""
@@ -163,20 +162,36 @@ class OpenAIInference(WeightFolder, ToolGeneration):
     async def sleep(self) -> None:
         """Let vLLM give its memory to the trainer, with its weights in host memory; requests wait until it wakes."""
         async with await self._all_turns() as turns:
-            await self._command(f"{self._base_url.removesuffix('/v1')}/sleep?level=1&mode=wait")
+            await self._of_vllm("sleep?level=1&mode=wait")
             self._asleep = turns.pop_all()
 
     async def wake(self) -> None:
         """Undo :meth:`sleep`; nothing if it is awake."""
         if self._asleep is not None:
-            await self._command(f"{self._base_url.removesuffix('/v1')}/wake_up")
+            await self._of_vllm("wake_up")
             turns, self._asleep = self._asleep, None
             await turns.aclose()
 
-    async def _device(self, root: str) -> str:
+    async def _of_vllm(self, route: str, body: Mapping[str, Any] | None = None) -> None:
+        """Send a request of vLLM's that is beside its API of OpenAI's."""
+        try:
+            await self._command(f"{self._root}/{route}", body or {})
+        except _NotFoundError as error:
+            raise UnsupportedError(
+                f"{error}: it is no vLLM of 0.32 or newer with VLLM_SERVER_DEV_MODE=1, which new weights for the whole "
+                "model and sleeping need"
+            ) from None
+
+    @property
+    def _root(self) -> str:
+        return self._base_url.removesuffix("/v1")
+
+    async def _device(self) -> str:
         """The type of device that vLLM runs on; empty if the endpoint does not tell."""
         try:
-            told: Any = await self._answer(self._client.get(f"{root}/server_info?config_format=json", cast_to=object))
+            told: Any = await self._answer(
+                self._client.get(f"{self._root}/server_info?config_format=json", cast_to=object)
+            )
         except ValueError:
             return ""
         return str(told.get("vllm_config", {}).get("device_config", {}).get("device", ""))
@@ -306,9 +321,9 @@ class OpenAIInference(WeightFolder, ToolGeneration):
                 await self._command(self._adapters_url, loaded)
                 self._reloads[adapter] += 1
 
-    async def _command(self, url: str, body: Mapping[str, Any] | None = None) -> None:
+    async def _command(self, url: str, body: Mapping[str, Any]) -> None:
         """Send one of the endpoint's own requests beyond OpenAI's API, once: a repeat could find it carried out."""
-        await self._answer(self._client.post(url, cast_to=str, body=body or {}, options={"max_retries": 0}))
+        await self._answer(self._client.post(url, cast_to=str, body=body, options={"max_retries": 0}))
 
     async def _answer(self, request: Awaitable[Any]) -> Any:
         """Await a request.

@@ -149,11 +149,11 @@ class Batch:
 
     @property
     def num_examples(self) -> int:
-        return len(self.group_sizes)
+        return self.group_sizes.shape[0]  # not ``len``, which torch answers by Python
 
     @property
     def num_sequences(self) -> int:
-        return len(self.lengths)
+        return self.lengths.shape[0]
 
     @cached_property
     def num_scored(self) -> int:

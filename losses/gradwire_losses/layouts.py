@@ -118,7 +118,8 @@ def read_batch(
         target_tokens=None if sequences.target_tokens is None else torch.from_numpy(sequences.target_tokens),
         warnings=(*guesses, *warnings),
     )
-    row_lengths = count_scored(sequences.scored, sequences.lengths)
+    parts = list(sequences.parts.values())
+    row_lengths = parts[0].counts if len(parts) == 1 else count_scored(sequences.scored, sequences.lengths)
     vars(batch).update(row_lengths=torch.from_numpy(row_lengths), num_scored=int(row_lengths.sum()))
     return batch
 

@@ -273,7 +273,8 @@ def settled(figures: Any, others: Sequence[Tensor] = ()) -> tuple[Any, list[Tens
 
     This waits for the device once.
     """
-    tensors = list(_tensors(figures))
+    tensors: list[Tensor] = []
+    _find(figures, tensors)
     on_device = [tensor.detach().double() for tensor in tensors if tensor.device.type != "cpu"]
     if not on_device and not others:
         return _filled(figures, (tensor.item() for tensor in tensors)), []
@@ -283,18 +284,19 @@ def settled(figures: Any, others: Sequence[Tensor] = ()) -> tuple[Any, list[Tens
     return _filled(figures, (each.item() if each.device.type == "cpu" else next(fetched) for each in tensors)), copies
 
 
-def _tensors(figure: Any) -> Iterator[Tensor]:
+def _find(figure: Any, found: list[Tensor]) -> None:
     if isinstance(figure, Tensor):
-        yield figure
+        found.append(figure)
     elif isinstance(figure, list):
         for one in figure:
-            yield from _tensors(one)
+            _find(one, found)
     elif isinstance(figure, dict):
-        yield from _tensors(list(figure.values()))
+        for one in figure.values():
+            _find(one, found)
     elif is_dataclass(figure):
         kind: Any = type(figure)
         for name in _names(kind):
-            yield from _tensors(getattr(figure, name))
+            _find(getattr(figure, name), found)
 
 
 def _filled(figure: Any, numbers: Iterator[float]) -> Any:

@@ -129,9 +129,13 @@ def _runs(marked: Array, lengths: Array) -> tuple[Array, Array]:
 
 def _other_filler(ids: Column, lengths: Array, padding: Padding) -> str | None:
     """Find runs of two or more of a token that often serves as padding and is not this model's padding token."""
+    if len(lengths) < 2:
+        return None
     for token in (0, *padding.eos_token_ids):
+        if token == padding.pad_token_id:
+            continue
         leading, trailing = _runs(ids.values == token, lengths)
-        if token != padding.pad_token_id and len(lengths) > 1 and max(leading.max(), trailing.max()) > 1:
+        if max(leading.max(), trailing.max()) > 1:
             model = (
                 "the model has no padding token"
                 if padding.pad_token_id is None

@@ -28,7 +28,7 @@ def preserved_rng() -> Iterator[None]:
     try:
         yield
     finally:
-        _restore(before)
+        restore(before)
 
 
 def generator_states() -> dict[str, Tensor]:
@@ -40,10 +40,11 @@ def generator_states() -> dict[str, Tensor]:
 
 def set_generator_states(states: Mapping[str, Tensor]) -> None:
     """Restore states returned by :func:`generator_states`."""
-    _restore({"cpu": states["cpu"]} | {name: states[name] for name in map("cuda:{}".format, sorted(_gpus))})
+    restore({"cpu": states["cpu"]} | {name: states[name] for name in map("cuda:{}".format, sorted(_gpus))})
 
 
-def _restore(states: Mapping[str, Tensor]) -> None:
+def restore(states: Mapping[str, Tensor]) -> None:
+    """Restore the states of these generators only."""
     for device, state in states.items():
         if device == "cpu":
             torch.set_rng_state(state)

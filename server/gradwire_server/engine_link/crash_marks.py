@@ -21,8 +21,7 @@ import fcntl
 import mmap
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 SLOTS = 256
 """Slots per part of the page; at most this many requests are in the engine at a time."""
@@ -32,7 +31,7 @@ _STOPPED_AT = 2 * SLOTS * 8
 
 
 class CrashMarks:
-    """The shared page.
+    """The shared page; a context manager that locks it.
 
     Args:
         fd: File descriptor of the shared memory, which :meth:`close` closes; None to allocate a new page.
@@ -60,7 +59,7 @@ class CrashMarks:
         """
         started: list[bool] = []
         while len(started) < min(1, len(request_ids)):
-            with self._locked():
+            with self:
                 for request_id in request_ids:
                     withdrawn = request_id in self._withdrawn
                     if not withdrawn and not _replace(self._begun, 0, request_id):
@@ -73,7 +72,7 @@ class CrashMarks:
     def withdraw(self, request_id: int) -> bool:
         """Withdraw a request; called by the front. False if the engine has started it or no slot is free."""
         self._marked.add(request_id)
-        with self._locked():
+        with self:
             return request_id not in self._begun and _replace(self._withdrawn, 0, request_id)
 
     def stop(self, request_id: int) -> bool:
@@ -115,13 +114,11 @@ class CrashMarks:
         self._lease.release()
         os.close(self.fd)
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         fcntl.lockf(self.fd, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self.fd, fcntl.LOCK_UN)
+
+    def __exit__(self, *error: object) -> None:
+        fcntl.lockf(self.fd, fcntl.LOCK_UN)
 
 
 def _replace(slots: memoryview, old: int, new: int) -> bool:

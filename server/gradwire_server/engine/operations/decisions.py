@@ -177,7 +177,8 @@ class Decisions:
         if operation.HasField("limits"):
             return self._memory.again(limits.from_wire(operation.limits))
         longest = _longest(_row_lengths(run, request.columns))
-        return replace(self._memory.budget(run, longest, self._free_memory(run.policy.device)), lanes=run.lanes)
+        budget = self._memory.budget(run, longest, self._free_memory(run.policy.device))
+        return budget if budget.lanes == run.lanes else replace(budget, lanes=run.lanes)
 
     def _free_memory(self, device: torch.device) -> int:
         """Free bytes of a GPU, measured at most once in ``FRESH_S``; 0 on a CPU, where nothing depends on it."""

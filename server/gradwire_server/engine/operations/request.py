@@ -16,7 +16,7 @@ from gradwire_server.operation_kinds import kind_of
 Columns = Mapping[str, Column]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Request:
     """A request of the front process.
 
@@ -26,6 +26,10 @@ class Request:
         error: Why the payload could not be decoded; None if it could.
         payload: The bytes of the columns, as they arrived.
         reading: Done when its images are read; None if nothing of it is read ahead.
+        run_id: The run that the request reads or changes; empty if none.
+        samples: Whether it asks for samples, of a run or outside one.
+        reads: Whether it leaves its run as it is, so that it may be executed while samples of it are in progress.
+        ends: Whether the engine ends once it is answered.
     """
 
     message: engine_pb2.EngineRequest
@@ -33,6 +37,16 @@ class Request:
     error: codec.CodecError | None
     payload: bytes | memoryview = b""
     reading: Future[None] | None = None
+    run_id: str = field(init=False)
+    samples: bool = field(init=False)
+    reads: bool = field(init=False)
+    ends: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        message, kind = self.message, self.message.WhichOneof("kind")
+        self.run_id, self.ends = _run_of(message, kind), kind == "shutdown"
+        self.samples = kind == "sample" or (kind == "operation" and kind_of(message.operation.operation).samples)
+        self.reads = self.samples or kind == "share_weights"
 
     @classmethod
     def read(cls, message: engine_pb2.EngineRequest, payload: memoryview) -> Request:
@@ -47,25 +61,6 @@ class Request:
         return cls(message, columns, error, payload)
 
     @cached_property
-    def run_id(self) -> str:
-        """The run that the request reads or changes; empty if none."""
-        kind = self.message.WhichOneof("kind")
-        if kind == "operation":
-            return self.message.operation.run_id
-        if kind == "sample":
-            return self.message.sampled_run
-        if kind == "share_weights":
-            return self.message.share_weights.run_id
-        if kind == "create_run":
-            return self.message.create_run.run_id
-        return self.message.drop_run.run_id if kind == "drop_run" else ""
-
-    @cached_property
-    def samples(self) -> bool:
-        """Whether it asks for samples, of a run or outside one."""
-        return self.message.HasField("sample") or kind_of(self.message.operation.operation).samples
-
-    @cached_property
     def tokens(self) -> int:
         """A lower bound of the tokens of its batch, the length of its longest column; 1 without any."""
         return max((len(column.values) for column in self.columns.values()), default=1)
@@ -75,15 +70,17 @@ class Request:
         """Whether nothing of it is still being read."""
         return self.reading is None or self.reading.done()
 
-    @property
-    def reads(self) -> bool:
-        """Whether it leaves its run as it is, so that it may be executed while samples of it are in progress."""
-        return self.samples or self.message.HasField("share_weights")
 
-    @property
-    def ends(self) -> bool:
-        """Whether the engine ends once it is answered."""
-        return self.message.HasField("shutdown")
+def _run_of(message: engine_pb2.EngineRequest, kind: str | None) -> str:
+    if kind == "operation":
+        return message.operation.run_id
+    if kind == "sample":
+        return message.sampled_run
+    if kind == "share_weights":
+        return message.share_weights.run_id
+    if kind == "create_run":
+        return message.create_run.run_id
+    return message.drop_run.run_id if kind == "drop_run" else ""
 
 
 @dataclass(frozen=True)

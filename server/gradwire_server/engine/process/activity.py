@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Self
 
 
 class Activity:
@@ -14,14 +13,16 @@ class Activity:
         self._done_s = 0.0
         self._since: float | None = None
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
+    def working(self) -> Self:
         """Count the body's time as time spent on requests."""
-        since = self._since = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._since = None
+        return self
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        since, self._since = self._since, None
+        if since is not None:
             self._done_s += time.perf_counter() - since
 
     def seconds(self) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 from gradwire_server.engine.operations.decisions import Decision, Decisions
 from gradwire_server.engine.operations.lifecycle import Answer
@@ -65,12 +65,13 @@ class Loop:
     def run(self) -> None:
         """Return once a shutdown is answered; all requests before it are answered first."""
         while True:
-            self._take()
-            for request in [request for request in self._ready() if request.samples]:
+            ready = self._taken()
+            sampled = [request for request in ready if request.samples]
+            for request in sampled:
                 self._execute(self._decisions.sample(request))
             if len(self._samples):
                 self._execute(self._decisions.step_samples(self._samples.messages()))
-            decision = self._decisions.execute(self._ready())
+            decision = self._decisions.execute(self._ready() if sampled or len(self._samples) else ready)
             self._execute(decision)
             if any(request.ends for request in decision.requests):
                 return
@@ -85,18 +86,21 @@ class Loop:
             for answer in carried_out(decision, self._engine, self._samples):
                 self._send(answer)
 
-    def _take(self) -> None:
-        """Move received requests to the waiting list; block if there is nothing else to do."""
-        if not len(self._samples) and not self._ready():
-            try:
-                self._waiting.append(self._requests.get(timeout=READING_S if self._waiting else None))
-            except queue.Empty:
-                return
-        while True:
-            try:
-                self._waiting.append(self._requests.get_nowait())
-            except queue.Empty:
-                return
+    def _taken(self) -> list[Request]:
+        """Move received requests to the waiting list, and return those that are ready; block if there is nothing else
+        to do."""
+        self._drain()
+        ready = self._ready()
+        if ready or len(self._samples):
+            return ready
+        with suppress(queue.Empty):
+            self._waiting.append(self._requests.get(timeout=READING_S if self._waiting else None))
+        self._drain()
+        return self._ready()
+
+    def _drain(self) -> None:
+        for _ in range(self._requests.qsize()):  # only this thread takes from it
+            self._waiting.append(self._requests.get_nowait())
 
     def _ready(self) -> list[Request]:
         """Requests that may be executed now, in order of arrival: no earlier request of their run is unfinished, and

@@ -92,8 +92,8 @@ def split(
         return []
     images = _Images(batch, image_cost)
     if packing is not Packing.SHARED or batch.num_sequences == batch.num_examples:
-        padded = batch.num_sequences * int(batch.lengths.max())
-        together = padded if packing is Packing.PADDED else len(batch.input_ids)
+        padded = packing is Packing.PADDED
+        together = batch.num_sequences * int(batch.lengths.max()) if padded else batch.input_ids.shape[0]
         together += images.cost(images.all)
         if together <= microbatch_tokens and min(lanes, batch.num_examples) == 1:
             return [_whole(batch, together)]
@@ -197,7 +197,11 @@ def split_for_training(policy: Policy, batch: Batch, budget: Budget) -> list[Mic
     packing = policy.packing(training=True, images=batch.images is not None)
     micros = split(batch, most, packing, image_cost=budget.image_cost, lanes=budget.lanes)
     always = Activations.RECOMPUTE if policy.gradient_checkpointing else Activations.KEEP
-    return [replace(micro, activations=always | budget.activations(micro.computed_tokens)) for micro in micros]
+    chosen = [always | budget.activations(micro.computed_tokens) for micro in micros]
+    return [
+        micro if micro.activations == each else replace(micro, activations=each)
+        for micro, each in zip(micros, chosen, strict=True)
+    ]
 
 
 class _Images:

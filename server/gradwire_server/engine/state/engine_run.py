@@ -12,7 +12,7 @@ from gradwire_losses.monitoring import Advisor
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
-from gradwire_server.engine.generators import generator_states, preserved_rng, set_generator_states
+from gradwire_server.engine.generators import generator_states, preserved_rng, restore, set_generator_states
 from gradwire_server.engine.model.layers.heads import Head
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.placement import is_sharded
@@ -74,10 +74,13 @@ class EngineRun:
 
         If it raises, the run's generators are unchanged.
         """
-        with preserved_rng():
+        before = generator_states()
+        try:
             set_generator_states(self._rng)
             yield
             self._rng = generator_states()
+        finally:
+            restore(before)
 
     def rng_tensors(self) -> dict[str, Tensor]:
         """State of the run's generators: "cpu", and "cuda:N" for each GPU; uint8."""

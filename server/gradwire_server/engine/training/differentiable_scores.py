@@ -74,7 +74,10 @@ class DifferentiableScores:
         self.by_name, self.routers = combined(readings, parts, self.lanes.gathered(self.own, len(self._steps)))
         self.num_microbatches = len(self._steps)
         self.recomputed = self.lanes.any(any(recomputed))
-        self.activations = Counter(micro.activations.label for part in parts for micro in part.micros)
+
+    @property
+    def activations(self) -> Counter[str]:
+        return Counter(micro.activations.label for part in self._parts for micro in part.micros)
 
     def _forward(self, *, unmeasured: bool) -> dict[int, list[dict[str, Tensor]]]:
         policy, budget = self.readings[0].policy, self.readings[0].budget.activation_bytes
@@ -104,7 +107,10 @@ class DifferentiableScores:
         return steps
 
     def _score(self, micros: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
-        readings = [replace(own, batch=micro.batch) for own, micro in zip(self.readings, micros, strict=True)]
+        readings = [
+            own if own.batch is micro.batch else replace(own, batch=micro.batch)
+            for own, micro in zip(self.readings, micros, strict=True)
+        ]
         policy, activations = readings[0].policy, micros[0].activations
         if policy.split_model.routers is not None:
             readings = [replace(own, names=ROUTER_SCORES.union(own.names)) for own in readings]

@@ -94,6 +94,7 @@ class Keys:
         self._all: tuple[Key, ...] = ()
         self._lent: dict[str, str] = {}
         self._quotas_alone: dict[str, Quota] = {}
+        self._are_several = False
         self._watched: dict[object, tuple[Caller, Callable[[], object]]] = {}
         self._watching = False
         self._refresh()
@@ -243,7 +244,7 @@ class Keys:
         A name that shares the server with no other may take all of its memory.
         """
         self._refresh(LOOK_AGAIN_S)
-        if sum(key.role != "engine" for key in self._live.values()) > 1:
+        if self._are_several:
             return self._live[name].quota if name in self._live else Quota()
         return self._quotas_alone.get(name, ALONE)
 
@@ -261,7 +262,7 @@ class Keys:
         try:
             stat = self._path.stat()
         except FileNotFoundError:
-            self._live, self._all, self._seen = {}, (), None
+            self._live, self._all, self._seen, self._are_several = {}, (), None, False
             return
         seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
         if seen == self._seen:
@@ -274,8 +275,9 @@ class Keys:
                 name: dataclasses.replace(key.quota, memory_percent=key.quota.memory_percent or ALONE.memory_percent)
                 for name, key in self._live.items()
             }
+            self._are_several = sum(key.role != "engine" for key in self._live.values()) > 1
         except (ValueError, OSError) as error:
-            self._live, self._all = {}, ()
+            self._live, self._all, self._are_several = {}, (), False
             log.error("nobody is let in: %s cannot be read: %s", self._path, type(error).__name__)
 
 

@@ -22,20 +22,17 @@ log = logging.getLogger(__name__)
 
 Statement = tuple[str, Sequence[Any]]
 """SQL and the values of its parameters."""
+_FIELDS: Mapping[type[Any], str] = {int: "integer", float: "real", str: "text", bytes: "blob"}
 TRANSACTIONS = ("BEGIN", "COMMIT", "SAVEPOINT", "RELEASE", "ROLLBACK")
 """How the statements begin that change no row."""
 
 
 def description_of(statements: Sequence[Statement]) -> bytes:
     """The description of the record that ends a commit."""
-    record = journal_pb2.JournalRecord()
-    for sql, values in statements:
-        if isinstance(values, Mapping):
-            raise TypeError(f"the values of a change are given by position: {sql}")
-        statement = record.statements.add(sql=sql)
-        for value in values:
-            _set(statement.values.add(), value)
-    return record.SerializeToString()
+    if named := [sql for sql, values in statements if isinstance(values, Mapping)]:
+        raise TypeError(f"the values of a change are given by position: {named[0]}")
+    described: Any = [{"sql": sql, "values": [*map(_value, values)]} for sql, values in statements]
+    return journal_pb2.JournalRecord(statements=described).SerializeToString()
 
 
 def bring_up_to_date(database: Path, segments: Segments) -> int:
@@ -88,15 +85,16 @@ def _commits_after(newest: int, segments: Segments) -> dict[int, list[Statement]
     return commits
 
 
-def _set(stored: journal_pb2.Value, value: object) -> None:
-    if isinstance(value, int):
-        stored.integer = int(value)  # a truth value is a number here
-    elif isinstance(value, float):
-        stored.real = value
-    elif isinstance(value, str):
-        stored.text = value
-    elif value is not None:
-        stored.blob = bytes(value)  # type: ignore[call-overload]
+def _value(value: object) -> dict[str, object]:
+    if value is None:
+        return {}
+    field = _FIELDS.get(type(value))
+    if field is not None:
+        return {field: value}
+    for kind, field in _FIELDS.items():
+        if isinstance(value, kind):  # a truth value is a number here
+            return {field: kind(value)}
+    return {"blob": bytes(value)}  # type: ignore[call-overload]
 
 
 def _get(stored: journal_pb2.Value) -> Any:

@@ -20,9 +20,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from gradwire_proto.v1 import training_pb2 as pb
 
@@ -49,12 +48,13 @@ FULL_SAID_EVERY_S = 60.0
 """The log says that often that the disk is full, as long as it is."""
 
 
-@dataclass(frozen=True)
-class _Item:
+class _Item(NamedTuple):
     work: Work[Any]
     done: asyncio.Future[Any]
     into_file: bool = False
     """Whether SQLite's transaction ends with it."""
+    due_s: float = 0.0
+    """Until when it may wait for others, by the loop's clock."""
 
 
 class Database:
@@ -96,6 +96,7 @@ class Database:
             copy_database(path, mirror)
         self._asked: list[_Item] = []
         self._handing_over = False
+        self._due: asyncio.TimerHandle | None = None
         self._queue: queue.SimpleQueue[list[_Item] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="gradwire-journal", daemon=True)
         self._writer.start()
@@ -108,20 +109,35 @@ class Database:
         Args:
             within_s: Seconds for which it may wait for another write to commit with.
         """
-        return self._ask(_Item(work, self._loop.create_future()), within_s)
+        due_s = self._loop.time() + within_s if within_s else 0.0
+        return self._ask(_Item(work, self._loop.create_future(), due_s=due_s))
 
-    def _ask(self, item: _Item, within_s: float = 0.0) -> asyncio.Future[Any]:
+    def _ask(self, item: _Item) -> asyncio.Future[Any]:
         self._asked.append(item)
-        if within_s:
-            self._loop.call_later(within_s, self._hand_over_if, item.done)
+        if item.due_s:
+            self._wait_until(item.due_s)
         elif not self._handing_over:
             # Hand over after the loop's other callbacks, or the writer competes with them for the GIL.
             self._handing_over = True
             self._loop.call_soon(self._hand_over)
         return item.done
 
-    def _hand_over_if(self, done: asyncio.Future[Any]) -> None:
-        if any(item.done is done for item in self._asked):
+    def _wait_until(self, due_s: float) -> None:
+        """Hand over at this time, by one timer for all that wait."""
+        if self._due is not None:
+            if self._due.when() <= due_s:
+                return
+            self._due.cancel()
+        self._due = self._loop.call_at(due_s, self._hand_over_due)
+
+    def _hand_over_due(self) -> None:
+        self._due = None
+        if not self._asked:
+            return
+        due_s = min(item.due_s for item in self._asked)
+        if due_s > self._loop.time():  # those for whom the timer was set have joined a write
+            self._wait_until(due_s)
+        else:
             self._hand_over()
 
     def _hand_over(self) -> None:

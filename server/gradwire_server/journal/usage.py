@@ -90,7 +90,10 @@ class Usage:
             run.engine_s += engine_s
         key = (int(time.time()) // HOUR_S * HOUR_S, owner, run_id, label, base_model)
         counts = (*tokens, 1, int(result.HasField("checkpoint") or result.HasField("export")), engine_s)
-        self._new.setdefault(key, Counter()).update(dict(zip(COUNTS, counts, strict=True)))
+        counted = self._new.setdefault(key, Counter())
+        for name, count in zip(COUNTS, counts, strict=True):
+            if count:
+                counted[name] += count  # type: ignore[assignment]  # seconds are no whole number
         if self._saving is None:
             self._saving = asyncio.get_running_loop().call_later(SAVED_AFTER_S, self.save)
 

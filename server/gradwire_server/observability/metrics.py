@@ -240,7 +240,8 @@ class Metrics:
     def _evaluated(self, run_id: str, trained: bool, loss: str, result: pb.LossResult) -> None:
         self._tokens("trained" if trained else "scored").inc(result.num_tokens)
         self._tokens("loss").inc(result.num_loss_tokens)
-        self._grouped.inc(result.grouped_runs > 1)
+        if result.grouped_runs > 1:
+            self._grouped.inc()
         if not loss:
             return
         run = self._run(run_id)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.journal.run_row import RunRecord
-from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling.operation import QueuedOperation, failed
 
 
@@ -43,5 +42,5 @@ def follow(record: RunRecord, operation: QueuedOperation, result: pb.OperationRe
     if result.status == pb.STATUS_FAILED:
         if result.error.code != pb.ERROR_CODE_ABORTED_PREDECESSOR:
             record.failure_seq, record.failure = operation.seq, result.error.message
-        elif kind_of(operation.header.operation).steps:
+        elif operation.row.steps:
             record.failure_seq, record.failure = 0, ""

@@ -23,13 +23,12 @@ from gradwire_server.errors import shutting_down
 from gradwire_server.journal.segments import Buffer
 from gradwire_server.observability import logs
 from gradwire_server.observability.metrics import Metrics
-from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling import abort_rule
 from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint
 from gradwire_server.scheduling.executor import DEATHS, Executor
 from gradwire_server.scheduling.fairness import Load
 from gradwire_server.scheduling.image_counts import pixels_of_images
-from gradwire_server.scheduling.operation import QueuedOperation, retrieved
+from gradwire_server.scheduling.operation import QueuedOperation, ended, retrieved
 from gradwire_server.scheduling.parking import CannotRestore, Parking
 from gradwire_server.scheduling.placement import EngineQueue, Placement, Visit
 from gradwire_server.scheduling.results import Results
@@ -160,7 +159,7 @@ class Dispatcher:
             async with queue.finishing:
                 finished = outcome is not None and await self._finish(queue, operation, *outcome)
             if finished:
-                last = len(queue.sent) == 1 and not kind_of(operation.header.operation).keeps_graph
+                last = len(queue.sent) == 1 and not operation.row.keeps_graph
                 if last and self._auto_checkpoint.due(queue):
                     queue.go_alone()
                     await self._auto_checkpoint.take(queue, operation.seq)
@@ -186,7 +185,7 @@ class Dispatcher:
             together = operation.patient and queue.is_first(operation)
             if together and await self._results.finish_with_operation(queue, operation, result, payload):
                 return True
-            await asyncio.wait([operation.appended])
+            await ended(operation.appended)
         if operation.state is not OperationState.SENT:
             return False
         self._results.finish(queue, operation, result, payload)
@@ -211,7 +210,7 @@ class Dispatcher:
     async def interrupt(self, operation: QueuedOperation) -> bool:
         """Stop an operation that the engine executes; False if it cannot be stopped or was done before."""
         answer = operation.answer
-        if answer is None or not kind_of(operation.header.operation).stoppable:
+        if answer is None or not operation.row.stoppable:
             return False
         if not self._engine_of(operation).interrupt(answer):
             return False

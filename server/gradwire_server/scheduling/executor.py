@@ -17,7 +17,6 @@ from gradwire_server.journal.checkpoint_records import CheckpointRecords
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.segments import Buffer, CorruptRecord
 from gradwire_server.observability.metrics import Metrics
-from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling.auto_checkpoint import in_use
 from gradwire_server.scheduling.checks import check_room
 from gradwire_server.scheduling.operation import QueuedOperation, failed, is_replayed_with
@@ -204,7 +203,7 @@ class Executor:
             return None
         if not queue.is_held and not (queue.is_first(operation) and await self._restored(queue, operation.seq)):
             return None
-        if kind_of(operation.header.operation).gives_checkpoint and not await self._may_save(queue, operation):
+        if operation.row.gives_checkpoint and not await self._may_save(queue, operation):
             return None
         crash_point("operation.before_engine")
         payload = operation.payload
@@ -261,7 +260,7 @@ class Executor:
             request.operation.deadline = max(operation.deadline - time.monotonic(), LEAST_S)
         before = next(iter(queue.sent), operation.seq)
         request.operation.unless_failed = before if before < operation.seq else 0
-        if operation.retried and kind_of(operation.header.operation).gives_checkpoint:
+        if operation.retried and operation.row.gives_checkpoint:
             save = request.operation.operation.save_checkpoint
             if save.name not in queue.record.checkpoints:  # the first attempt may have left a folder without a row
                 save.overwrite = True
@@ -359,7 +358,7 @@ class Executor:
 
 def _waits_for_room(queue: RunQueue, operation: QueuedOperation, result: pb.OperationResult) -> bool:
     """Whether to try an operation again, after a pause, that found the disk full: it has changed nothing."""
-    if result.error.code != pb.ERROR_CODE_STORAGE_FULL or not kind_of(operation.header.operation).writes_files:
+    if result.error.code != pb.ERROR_CODE_STORAGE_FULL or not operation.row.writes_files:
         return False
     now = time.monotonic()
     if operation.full_since is None:

@@ -103,7 +103,7 @@ class FairQueue(Generic[T]):
 
         The item belongs to the least recently served owner among those that have room.
         """
-        if self._alone:
+        if self._alone or not self._waiting:
             return None
         shared = self.shared
         loads = {owner: self._load_of(waiting[0]) for owner, waiting in self._waiting.items()}

@@ -17,7 +17,7 @@ from gradwire_server.engine_client.client import EngineAnswer, Interruptible
 from gradwire_server.journal.checkpoint_records import uses
 from gradwire_server.journal.segments import Buffer, Location
 from gradwire_server.observability.tracing import NO_TRACE, Trace
-from gradwire_server.operation_kinds import kind_of
+from gradwire_server.operation_kinds import OperationKind, kind_of
 from gradwire_server.scheduling.fairness import Load
 from gradwire_server.scheduling.states import TRANSITIONS, IllegalTransitionError, OperationState
 
@@ -80,6 +80,8 @@ class QueuedOperation:
         not_before: Monotonic time before which it is not sent to the engine again.
         trace: Its spans.
         state: Where it is between submission and result; changed by its queue only.
+        seq: Its number.
+        row: The properties of its kind.
     """
 
     header: pb.OperationHeader
@@ -104,9 +106,12 @@ class QueuedOperation:
     not_before: float = 0.0
     trace: Trace = NO_TRACE
     state: OperationState = field(default=OperationState.NEW, init=False)
+    seq: int = field(init=False)
+    row: OperationKind = field(init=False)
     _begun: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self.seq, self.row = self.header.seq, kind_of(self.header.operation)
         # By the wall clock only what passed before this process had it: a clock that is set moves no deadline.
         self._begun = time.monotonic() - max(time.time() - self.accepted_at, 0.0)
 
@@ -121,10 +126,6 @@ class QueuedOperation:
         self.state = state
 
     @cached_property
-    def seq(self) -> int:
-        return self.header.seq
-
-    @cached_property
     def kind(self) -> str:
         return self.header.operation.WhichOneof("kind") or ""
 
@@ -132,7 +133,7 @@ class QueuedOperation:
     def load(self) -> Load:
         """What it is for the engine; sampled tokens do not count, as they are made one at a time."""
         call = self.header.operation.sample
-        samples = kind_of(self.header.operation).samples and not call.prompt_logprobs
+        samples = self.row.samples and not call.prompt_logprobs
         return Load(self._tokens, samples, alone=self.deaths > 0)
 
     @cached_property
@@ -156,7 +157,7 @@ class QueuedOperation:
         True for a barrier, for an operation that is suspected of having killed an engine, and for one that several
         engines execute.
         """
-        return kind_of(self.header.operation).barrier or self.deaths > 0 or self.may_spread
+        return self.row.barrier or self.deaths > 0 or self.may_spread
 
 
 class PayloadMemory:
@@ -202,6 +203,24 @@ def expired(seq: int) -> pb.Error:
     """The error of an operation whose deadline passed before the engine began it."""
     message = f"operation {seq} was not begun when its timeout was over; it was not carried out"
     return pb.Error(code=pb.ERROR_CODE_DEADLINE_EXCEEDED, message=message, field="timeout")
+
+
+async def ended(future: asyncio.Future[Any]) -> None:
+    """Wait until a future is done, whatever its outcome, and the callbacks that it has by now were called.
+
+    That is ``asyncio.wait`` of one future, by a third of the calls.
+    """
+    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def wake(_: asyncio.Future[Any]) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    future.add_done_callback(wake)
+    try:
+        await waiter
+    finally:
+        future.remove_done_callback(wake)
 
 
 def retrieved(done: asyncio.Future[Any]) -> None:

@@ -8,7 +8,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.journal.entries import RunMarks
 from gradwire_server.journal.run_row import RunRecord
-from gradwire_server.operation_kinds import kind_of, loss_result, step_result
+from gradwire_server.operation_kinds import loss_result, step_result
 from gradwire_server.scheduling import abort_rule
 from gradwire_server.scheduling.operation import QueuedOperation
 
@@ -18,9 +18,9 @@ def follow(record: RunRecord, operation: QueuedOperation, result: pb.OperationRe
     loss = loss_result(result)
     abort_rule.follow(record, operation, result)
     if result.status == pb.STATUS_SUCCEEDED:
-        if kind_of(operation.header.operation).steps:
+        if operation.row.steps:
             record.step = step_result(result).step
-        elif kind_of(operation.header.operation).loads_checkpoint and result.HasField("checkpoint"):
+        elif operation.row.loads_checkpoint and result.HasField("checkpoint"):
             record.step = result.checkpoint.step
     marks = RunMarks(record.step, record.failure_seq, record.failure)
     if loss.HasField("added_head"):

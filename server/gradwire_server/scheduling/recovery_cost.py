@@ -71,13 +71,15 @@ class RecoveryCost:
         """Count an operation with a result, which took the engine so many seconds."""
         if drops_accumulation(header.operation, status):
             insort(self._dropped_steps, header.seq)
-        replayed = is_replayed_with(header.operation, status)
+        size, steps = header.ByteSize(), 0
+        if is_replayed_with(header.operation, status):
+            size, steps = size + header.payload_bytes, int(kind_of(header.operation).steps)
+        else:
+            engine_s = 0.0
         for work in (self.work, self.since_attempt):
-            work.bytes += header.ByteSize()
-            if replayed:
-                work.steps += kind_of(header.operation).steps
-                work.bytes += header.payload_bytes
-                work.engine_s += engine_s
+            work.bytes += size
+            work.steps += steps
+            work.engine_s += engine_s
 
     def dropped_step(self, seq: int) -> int:
         """The newest operation before this number that ended an accumulation without succeeding; 0 for none."""

@@ -20,10 +20,15 @@ from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Buffer
 from gradwire_server.journal.usage import Usage
 from gradwire_server.observability.metrics import Metrics
-from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling import progress
 from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint
-from gradwire_server.scheduling.operation import PayloadMemory, QueuedOperation, is_recorded_with, is_replayed_with
+from gradwire_server.scheduling.operation import (
+    PayloadMemory,
+    QueuedOperation,
+    ended,
+    is_recorded_with,
+    is_replayed_with,
+)
 from gradwire_server.scheduling.run_feed import RunFeed
 from gradwire_server.scheduling.run_queue import RunQueue
 from gradwire_server.scheduling.states import OperationState
@@ -92,7 +97,7 @@ class Results:
         The future resolves once the result is durable; readers see it from then on.
         """
         checkpoint = None
-        if kind_of(operation.header.operation).gives_checkpoint and result.status == pb.STATUS_SUCCEEDED:
+        if operation.row.gives_checkpoint and result.status == pb.STATUS_SUCCEEDED:
             checkpoint = result.checkpoint
         _address(result, operation, payload)
         marks = self._apply(queue, operation, result)
@@ -151,7 +156,7 @@ class Results:
         put = self._journal.put_result(
             run_id, result, [payload], marks, None, kept, point, with_operation=True, recorded=recorded
         )
-        await asyncio.wait([put])
+        await ended(put)
         if put.exception() is not None or operation.state is not OperationState.SENT:
             return False
         crash_point("result.after_commit")

@@ -27,7 +27,6 @@ from gradwire_server.journal.entries import JournalEntry, RunMarks, StoredResult
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Location
 from gradwire_server.limits import Limits
-from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling import abort_rule, progress
 from gradwire_server.scheduling.fencing import Fencing, reused
 from gradwire_server.scheduling.held_operations import HeldOperations
@@ -283,10 +282,10 @@ class RunQueue(Fencing):
         operation.enter(OperationState.FINISHED)
         self._drop(operation)
         executed = result.status == pb.STATUS_SUCCEEDED and operation.seq in self.sent
-        self._saveable = operation.seq if executed and not kind_of(operation.header.operation).keeps_graph else 0
+        self._saveable = operation.seq if executed and not operation.row.keeps_graph else 0
         self.recovery_cost.count(operation.header, result.status, result.timings.engine_s)
         marks = progress.follow(self.record, operation, result)
-        saved = kind_of(operation.header.operation).gives_checkpoint and result.status == pb.STATUS_SUCCEEDED
+        saved = operation.row.gives_checkpoint and result.status == pb.STATUS_SUCCEEDED
         if saved and not result.checkpoint.weights_only:
             self.checkpointed()
         return marks
@@ -309,7 +308,7 @@ class RunQueue(Fencing):
     def cancel(self, operation: QueuedOperation) -> None:
         """Cancel an operation that is not in the journal yet; it gets its result once it is."""
         operation.enter(OperationState.CANCELLING)
-        if kind_of(operation.header.operation).ends_accumulation:
+        if operation.row.ends_accumulation:
             self._cancelled_steps.add(operation.seq)
 
     def dropped_step(self, seq: int) -> int:

@@ -18,7 +18,6 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.journal.segments import Buffer
-from gradwire_server.operation_kinds import kind_of
 from gradwire_server.sampling_seed import own_seed
 from gradwire_server.scheduling.operation import QueuedOperation
 from gradwire_server.scheduling.placement import EngineQueue, Placement, Visit
@@ -49,7 +48,7 @@ class SpreadSamples:
 
     def may_spread(self, queue: RunQueue, operation: QueuedOperation) -> bool:
         """Whether a run's operation asks for samples that several engines could generate."""
-        if len(self._placement.engines) < 2 or not kind_of(operation.header.operation).samples or operation.deaths:
+        if len(self._placement.engines) < 2 or not operation.row.samples or operation.deaths:
             return False
         tensors, call = operation.header.tensors, operation.header.operation.sample
         if tensors and not (len(tensors) == 1 and tensors[0].name == "prompt_ids" and len(tensors[0].level_sizes) == 1):

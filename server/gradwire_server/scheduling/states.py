@@ -35,6 +35,7 @@ class OperationState(Enum):
     SENT = "sent"
     FINISHED = "finished"
     DROPPED = "dropped"
+    __hash__ = object.__hash__  # Enum's own is a function in Python
 
 
 _S = OperationState

@@ -17,6 +17,7 @@ except ImportError:
     _INSTALLED = False
 else:
     _INSTALLED = True
+    _TRACER = trace.get_tracer("gradwire")  # asks the provider that the program configures later
 
 
 class OperationSpan:
@@ -48,5 +49,5 @@ def start(label: str, run_id: str) -> OperationSpan:
     """Start a span inside the caller's current one."""
     if not _INSTALLED:
         return OperationSpan()
-    span = trace.get_tracer("gradwire").start_span(f"gradwire.client.{label}", attributes={"gradwire.run": run_id})
+    span = _TRACER.start_span(f"gradwire.client.{label}", attributes={"gradwire.run": run_id})
     return OperationSpan(span if span.is_recording() else None)

@@ -36,6 +36,8 @@ _CODES: dict[str, pb.DType.ValueType] = {
     "float64": pb.DTYPE_FLOAT64,
     "uint8": pb.DTYPE_UINT8,
 }
+_NATIVE = {np.dtype(name): code for name, code in _CODES.items()}
+"""The same by dtype, whose name takes numpy longer than all else here; one of another byte order is not among them."""
 IMAGES, IMAGE_BYTES = "images", "image_bytes"
 """Columns of a batch with images: each row's images as numbers into the distinct ones, and the bytes of those."""
 _LENGTH = np.dtype("<u4")
@@ -100,7 +102,8 @@ def encode(columns: Mapping[str, Column]) -> tuple[list[pb.TensorSpec], list[mem
     specs: list[pb.TensorSpec] = []
     buffers: list[memoryview] = []
     for name, column in columns.items():
-        code = _CODES.get(column.values.dtype.name)
+        dtype = column.values.dtype
+        code = _NATIVE.get(dtype) or _CODES.get(dtype.name)
         if code is None:
             raise CodecError(
                 f"field {name!r} has dtype {column.values.dtype}; the wire carries {', '.join(_CODES)}",

@@ -18,6 +18,7 @@ from gradwire.errors import InvalidBatchError, type_of
 
 Array = npt.NDArray[Any]
 RAGGED = frozenset({"samples", "tokens", "steps"})
+INT32, INT64 = np.iinfo(np.int32), np.iinfo(np.int64)
 KINDS = {"int": "iu", "float": "fiub", "bool": "biuf"}
 
 
@@ -188,9 +189,9 @@ def _joined(place: Place, parts: list[Array], rows: list[int], levels: tuple[Arr
     if not values.size:
         return values.astype(np.int32)
     low, high = int(values.min()), int(values.max())
-    if high > np.iinfo(np.int64).max:
+    if high > INT64.max:
         raise place.error(f"{high} does not fit int64", "int64")
-    fits = np.iinfo(np.int32).min <= low and high <= np.iinfo(np.int32).max
+    fits = INT32.min <= low and high <= INT32.max
     return values.astype(np.int32 if fits else np.int64)
 
 

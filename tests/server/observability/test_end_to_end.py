@@ -22,8 +22,8 @@ from typing import Any
 import gradwire
 import grpc
 import pytest
+from gradwire import tracing
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -109,7 +109,7 @@ async def trained(running: Running) -> Trained:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trace, "get_tracer", provider.get_tracer)
+        patch.setattr(tracing, "_TRACER", provider.get_tracer("gradwire"))
         async with gradwire.connect(running.address, api_key=running.key, connect_timeout=120) as service:
             run = await service.create_run("tiny", lora={"rank": 2}, name="[red]loud[/]\x1b[31m")
             batch = {"input_ids": [[5, 6, 7, 8], [9, 10, 11]]}

@@ -38,6 +38,11 @@ class OtherSide:
             env={**os.environ, **(env or {})},
         )
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
     def ask(self, line: str) -> dict[str, Any]:
         """Send a line; return the answer.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,8 @@ from gradwire.errors import UnsupportedError
 from gradwire.extras import require
 from gradwire.rl.generation import Generation, SamplingParams, TextCodec, TokenRow, TopLogits
 from gradwire.rl.inference.tools import ToolGeneration
-from gradwire.rl.inference.weights import WeightFolder, has_tied_head, is_adapter
+from gradwire.rl.inference.vllm_routes import NotFoundError, VLLMRoutes
+from gradwire.rl.inference.weights import is_adapter
 from gradwire.rl.types import FloatArray
 from gradwire.wire.options import check_options
 
@@ -55,7 +55,7 @@ class OpenAIOptions(TypedDict, total=False):
     timeout_s: float
 
 
-class OpenAIInference(WeightFolder, ToolGeneration):
+class OpenAIInference(VLLMRoutes, ToolGeneration):
     """Client of an endpoint by the ``openai`` package, which repeats requests that a busy endpoint refused.
 
     Rollouts are sampled by ``POST {base_url}/completions``, which takes exact token ids; :meth:`chat` sends whole
@@ -100,7 +100,6 @@ class OpenAIInference(WeightFolder, ToolGeneration):
         self._loading = asyncio.Lock()
         self._reloads: Counter[str] = Counter()
         self.sleeps = options.get("sleeps", False)
-        self._asleep: contextlib.AsyncExitStack | None = None
         self._codec = codec
         self._send_ids = options.get("send_ids", True)
         self._concurrency = options.get("concurrency", 16)
@@ -123,7 +122,7 @@ class OpenAIInference(WeightFolder, ToolGeneration):
             )
         await self.wake()
         if self._weights == "model":
-            await self._load_model(folder, version)
+            await self._load_all_weights(folder, version)
             return
         name = folder.name
         await self._command(self._adapters_url, {"lora_name": name, "lora_path": str(folder)})
@@ -133,68 +132,6 @@ class OpenAIInference(WeightFolder, ToolGeneration):
         for old in list(self._adapters)[:-2]:
             del self._adapters[old], self._reloads[old]
             await self._command(self._adapters_url.replace("/load_", "/unload_"), {"lora_name": old})
-
-    async def _load_model(self, folder: Path, version: int) -> None:
-        if has_tied_head(folder) and await self._device() == "cpu":
-            raise UnsupportedError(
-                f"vLLM at {self._base_url} runs on a CPU, where it keeps the old output head of a model that shares it "
-                'with the embedding. Train with lora={...} and weights="adapter", or sample with VLLMInference'
-            )
-        async with await self._all_turns():
-            # Other clients' requests end with the weights that they began with, or begin when all weights are new.
-            try:
-                await self._of_vllm("pause?mode=wait")
-                reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-                await self._of_vllm("collective_rpc", reload)
-                await self._of_vllm("reset_prefix_cache")
-                await self._of_vllm("update_weight_version", {"new_version": str(version)})
-                self.version = version
-            finally:
-                await self._of_vllm("resume")
-
-    async def _all_turns(self) -> contextlib.AsyncExitStack:
-        """Wait until no request is in flight, whose tokens would be of two versions; others wait until the exit."""
-        async with contextlib.AsyncExitStack() as turns:
-            for _ in range(self._concurrency):
-                await turns.enter_async_context(self._turns)
-            return turns.pop_all()
-
-    async def sleep(self) -> None:
-        """Let vLLM give its memory to the trainer, with its weights in host memory; requests wait until it wakes."""
-        async with await self._all_turns() as turns:
-            await self._of_vllm("sleep?level=1&mode=wait")
-            self._asleep = turns.pop_all()
-
-    async def wake(self) -> None:
-        """Undo :meth:`sleep`; nothing if it is awake."""
-        if self._asleep is not None:
-            await self._of_vllm("wake_up")
-            turns, self._asleep = self._asleep, None
-            await turns.aclose()
-
-    async def _of_vllm(self, route: str, body: Mapping[str, Any] | None = None) -> None:
-        """Send a request of vLLM's that is beside its API of OpenAI's."""
-        try:
-            await self._command(f"{self._root}/{route}", body or {})
-        except _NotFoundError as error:
-            raise UnsupportedError(
-                f"{error}: it is no vLLM of 0.32 or newer with VLLM_SERVER_DEV_MODE=1, which new weights for the whole "
-                "model and sleeping need"
-            ) from None
-
-    @property
-    def _root(self) -> str:
-        return self._base_url.removesuffix("/v1")
-
-    async def _device(self) -> str:
-        """The type of device that vLLM runs on; empty if the endpoint does not tell."""
-        try:
-            told: Any = await self._answer(
-                self._client.get(f"{self._root}/server_info?config_format=json", cast_to=object)
-            )
-        except ValueError:
-            return ""
-        return str(told.get("vllm_config", {}).get("device_config", {}).get("device", ""))
 
     async def generate(self, prompts: Sequence[TokenRow], params: SamplingParams) -> list[Generation]:
         options = self._options(params) | {"max_tokens": params.max_tokens, "logprobs": 0}
@@ -300,7 +237,7 @@ class OpenAIInference(WeightFolder, ToolGeneration):
             reloads = self._reloads[model]
             try:
                 answer = await self._answer(api.create(model=model, **options))
-            except _NotFoundError:
+            except NotFoundError:
                 if model not in self._adapters:
                     raise
                 await self._load_again(model, reloads)
@@ -321,6 +258,9 @@ class OpenAIInference(WeightFolder, ToolGeneration):
                 await self._command(self._adapters_url, loaded)
                 self._reloads[adapter] += 1
 
+    async def _question(self, url: str) -> Any:
+        return await self._answer(self._client.get(url, cast_to=object))
+
     async def _command(self, url: str, body: Mapping[str, Any]) -> None:
         """Send one of the endpoint's own requests beyond OpenAI's API, once: a repeat could find it carried out."""
         await self._answer(self._client.post(url, cast_to=str, body=body, options={"max_retries": 0}))
@@ -336,14 +276,10 @@ class OpenAIInference(WeightFolder, ToolGeneration):
             return await request
         except self._openai.APIStatusError as error:
             kind = ConnectionError if error.status_code in BUSY else ValueError
-            kind = _NotFoundError if error.status_code == 404 else kind
+            kind = NotFoundError if error.status_code == 404 else kind
             raise kind(f"{error.request.url} answered {error.status_code}: {error.response.text[:2000]}") from None
         except self._openai.APIConnectionError as error:
             raise ConnectionError(f"{error.request.url}: {error.__cause__ or error}") from None
-
-
-class _NotFoundError(ValueError):
-    """The endpoint knows no such model."""
 
 
 def _seed(params: SamplingParams, index: int) -> dict[str, int]:

@@ -68,6 +68,8 @@ async def test_how_far_apart_they_are(served: tuple[str, gradwire.ServiceClient]
     for loss_fn in ("enhanced_ppo", "conservative_ppo"):
         found = await run.forward(given, loss_fn)
         assert found["sampler_logprob_diff_max"] == pytest.approx(difference, rel=1e-3, abs=1e-6)
+        mean = float((trained - sampled).mean(dtype=np.float64))
+        assert found["sampler_logprob_diff"] == pytest.approx(mean, rel=1e-3, abs=1e-6)
     weighted = {"behavior_log_probs": old, "advantages": [1.0] * len(rows)} | batch
     assert (await run.forward(weighted, "importance_sampling"))["sampler_kl"] == pytest.approx(found["sampler_kl"])
     assert found["sampler_kl"] < 1e-8 if dtype == "float32" else found["sampler_kl"] > 1e-8
@@ -102,4 +104,6 @@ async def test_rl_corrects_for_it_where_it_matters(
         assert all(0.9 < ratio < 1.1 for ratio in ratios if not math.isnan(ratio)) and not math.isnan(ratios[-1])
         off = await trained("off", sampler_correction=None)
         assert all(math.isnan(each["train/sampler_ratio_mean"]) for each in off)
+        masked = await trained("masked", sampler_correction="token_mask", sampler_ratio_min=0.5)
+        assert not any(math.isnan(each["train/sampler_ratio_mean"]) for each in masked)
     await service.delete_run(run.run_id)

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import cast
 
 import torch
 from gradwire_losses.batch import sent
@@ -154,7 +155,8 @@ class RowLists:
     Attributes:
         classes: The classes.
         order: ``[R]`` each row's place among the ``G * C`` of all classes; the place after the last for a row in none.
-            None for one class that holds the rows in their order.
+            None for one class that holds the rows in their order. A row that is in several lists has as many places,
+            ``[P * R]``, one part after the other.
     """
 
     classes: Sequence[PageLists]
@@ -202,27 +204,32 @@ class PagedDecode:
         if device not in self._sent:
             self._sent[device] = sent(self.places, device)
         keys, values = self.store.write(layer, self._sent[device], key, value)
-        first, *others = self.own
-        if self.shared.classes:
-            others.append(self.shared)
-        attended, lse = _over(first, query, keys, values, scale)
-        for number, lists in enumerate(others, start=1):
-            more, more_lse = _over(lists, query, keys, values, scale)
-            attended = torch.lerp(attended, more, torch.sigmoid(more_lse - lse)[..., None].to(attended.dtype))
-            if number < len(others):
-                lse = torch.logaddexp(lse, more_lse)
-        return attended
+        lists = [*self.own, self.shared] if self.shared.classes else self.own
+        outputs, sums = zip(*[_over(each, query, keys, values, scale) for each in lists], strict=True)
+        if len(outputs) == 1 and len(outputs[0]) == len(query):
+            return cast(Tensor, outputs[0])
+        if len(outputs) == 2 and len(outputs[0]) == len(outputs[1]):
+            weight = torch.sigmoid(sums[1] - sums[0])[..., None]
+            return torch.lerp(outputs[0], outputs[1], weight.to(outputs[0].dtype))
+        weights = torch.cat(sums).view(-1, *sums[0].shape[1:])
+        together = torch.cat(outputs).view(-1, *query.shape)
+        weights = weights.view(len(together), *query.shape[:2]).softmax(dim=0)[..., None]
+        return together.mul_(weights.to(together.dtype)).sum(dim=0)
 
 
 def _over(lists: RowLists, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """``[R, H, D]`` attention of each row over its list, and ``[R, H]`` its log-sum-exp; -inf for a row in none."""
+    """``[R, H, D]`` attention of each row over its list, and ``[R, H]`` its log-sum-exp; -inf for a row in none.
+
+    Lists in several parts give as many results for each row, one part after the other.
+    """
     heads, shared_by = query.shape[1], query.shape[1] // keys.shape[1]
     on_device, masks = lists.on(query.device, query.dtype)
     order = on_device.order
     outputs, sums = [], []
     for of_class, mask in zip(on_device.classes, masks, strict=True):
         groups, count = of_class.rows.shape
-        q = query if order is None else query.index_select(0, of_class.rows.flatten())
+        in_order = order is None and groups * count == len(query)
+        q = query if in_order else query.index_select(0, of_class.rows.flatten())
         q = q.view(groups, count, -1, shared_by, query.shape[2])
         q = q.transpose(1, 2).flatten(2, 3)  # [G, K, C * H / K, D]
         k, v = of_class.taken(keys), of_class.taken(values)

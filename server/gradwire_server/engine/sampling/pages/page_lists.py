@@ -64,8 +64,8 @@ class OwnLists:
     """The lists of the rows' own pages, in the parts of :class:`.attention_paged.PagedDecode`.
 
     On a CPU, several rows are computed a page of each at a time. Rows that began together have taken their pages
-    together, so the pages of such a part follow one another in the store and are not copied; and what is copied of
-    others is still in a cache when it is read. A part of full pages stays as it is until one more is full.
+    together, so the pages of all such parts follow one another in the store, are not copied, and are one call; and what
+    is copied of others is still in a cache when it is read. Full pages' parts stay as they are until one more is full.
 
     Args:
         fills: Whether to fill up to powers of two; then all pages of a row are one list.
@@ -85,17 +85,37 @@ class OwnLists:
         pages = np.where(np.arange(table.shape[1]) < last[:, None], table, SCRATCH)
         if (key := (pages.shape, pages.tobytes())) != self._full_pages:
             self._full, self._full_pages = [], key
-            for column in pages.T[: last.max()]:
-                (having,) = np.nonzero(column != SCRATCH)
-                self._full.append(_a_page_each(column[having], having, len(rows)))
+            columns, having = np.nonzero(pages.T[: last.max()] != SCRATCH)
+            full = pages[having, columns]
+            if len(full) and _are_near(full):
+                self._full = [_a_page_each(full, having, len(rows), part=columns)]
+            else:
+                for column in range(last.max()):
+                    of_column = columns == column
+                    self._full.append(_a_page_each(full[of_column], having[of_column], len(rows)))
         return [ends, *self._full]
 
 
-def _a_page_each(pages: IntArray, rows: IntArray, count: int, lengths: IntArray | None = None) -> RowLists:
-    """Lists of one page each, given the page of some of ``count`` rows, and its ``lengths`` tokens; None if full."""
+def _are_near(pages: IntArray) -> bool:
+    """Whether pages are so near each other that those between them are read, too."""
+    return int(np.ptp(pages)) + 1 <= MOST_READ * len(pages)
+
+
+def _a_page_each(
+    pages: IntArray, rows: IntArray, count: int, lengths: IntArray | None = None, part: IntArray | None = None
+) -> RowLists:
+    """Lists of one page each, given the page of some of ``count`` rows.
+
+    Args:
+        lengths: Tokens in each page; None if all are full.
+        part: Part that each list belongs to, where a row has several.
+    """
     first, span = int(pages.min()), int(np.ptp(pages)) + 1
-    places = np.arange(len(pages))
-    if span <= MOST_READ * len(pages):
+    places, parts = np.arange(len(pages)), 1
+    numbers = rows
+    if part is not None:
+        numbers, parts = part * count + rows, int(part.max()) + 1
+    if _are_near(pages):
         # Pages between them are computed for nothing, by the query of row 0.
         places = pages - first
         pages, of_pages = np.arange(first, first + span), np.zeros(span, np.int64)
@@ -105,10 +125,11 @@ def _a_page_each(pages: IntArray, rows: IntArray, count: int, lengths: IntArray 
             of_lists = np.ones(span, np.int64)
             of_lists[places] = lengths
             lengths = of_lists
-    order = np.full(count, len(pages), np.int64)
-    order[rows[places]] = places
+    order = np.full(parts * count, len(pages), np.int64)
+    order[numbers] = places
     lists = _lists(rows[:, None], pages[:, None], lengths, False)
-    return RowLists([lists], None if np.array_equal(rows, np.arange(count)) else torch.from_numpy(order))
+    in_order = len(pages) == len(order) and np.array_equal(order, np.arange(len(order)))
+    return RowLists([lists], None if in_order else torch.from_numpy(order))
 
 
 def _whole_lists(table: IntArray, lengths: IntArray, fills: bool) -> RowLists:
@@ -130,7 +151,7 @@ def _whole_lists(table: IntArray, lengths: IntArray, fills: bool) -> RowLists:
         return RowLists(made, None)
     order = np.empty(len(table), np.int64)
     order[np.concatenate(parts)] = np.arange(len(table))
-    return RowLists(made, torch.from_numpy(order))
+    return RowLists(made, None if len(made) == 1 else torch.from_numpy(order))
 
 
 def _lists(rows: IntArray, table: IntArray, lengths: IntArray | None, fills: bool) -> PageLists:

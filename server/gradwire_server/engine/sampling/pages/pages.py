@@ -202,9 +202,10 @@ class Pages:
                 row.tokens.append(token)
         self._store.reserve(self._table.pages)
         if self._shared is None:
-            # Where lists are filled up, those that a row has for itself are read with its own pages, by one call.
-            shared_by = Counter(row.shared for row in rows)
-            alone = [fills and shared_by[row.shared] == 1 for row in rows]
+            # Pages that a row has for itself are read with its own, by one call, where lists are filled up, and of a
+            # row alone; several would be copied for it.
+            shared_by, joined = Counter(row.shared for row in rows), fills or len(rows) == 1
+            alone = [joined and shared_by[row.shared] == 1 for row in rows]
             self._apart = [row.shared if of_one else () for row, of_one in zip(rows, alone, strict=True)]
             shared = [() if of_one else row.shared for row, of_one in zip(rows, alone, strict=True)]
             self._shared = shared_lists(shared, fills)

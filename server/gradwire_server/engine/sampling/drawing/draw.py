@@ -29,13 +29,18 @@ def draw(
     Returns:
         ``[R]`` tokens, and ``[R]`` their log-probabilities in the whole distribution of ``logits``.
     """
+    whole = params.temperature > 0 and not params.top_k and params.top_p >= 1 and params.min_p <= 0
+    if chosen_by is None and whole:
+        largest = logits.amax(dim=-1, keepdim=True)
+        tokens, total = _inverted((logits - largest).exp_(), uniform)
+        return tokens.squeeze(1), (logits.gather(1, tokens) - largest - total.log()).to(logits.dtype).squeeze(1)
     normalizer = logits.logsumexp(dim=-1, keepdim=True)
     choices = logits if chosen_by is None else chosen_by
     if params.temperature == 0:
         tokens = choices.argmax(dim=-1, keepdim=True)
     else:
         weights, order = _weights(choices, params)
-        places = _inverted(weights, uniform)
+        places, _ = _inverted(weights, uniform)
         tokens = places if order is None else order.gather(1, places)
     return tokens.squeeze(1), (logits.gather(1, tokens) - normalizer).squeeze(1)
 
@@ -78,13 +83,14 @@ def _largest(choices: Tensor, top_p: float) -> tuple[Tensor, Tensor, Tensor]:
     return *choices.sort(dim=-1, descending=True), total
 
 
-def _inverted(weights: Tensor, uniform: Tensor) -> Tensor:
-    """``[R, 1]`` places of ``[R, N]`` weights where their cumulative share passes ``[R]`` uniform numbers.
+def _inverted(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """``[R, 1]`` places of ``[R, N]`` weights where their cumulative share passes ``[R]`` numbers, and their sums.
 
     First the block is found by the sums of blocks, then the place in it, so that only sums of blocks and one block of
     each row are added up in float64. A weight of zero is never chosen.
     """
-    blocks = nn.functional.pad(weights, (0, -weights.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    missing = -weights.shape[1] % BLOCK
+    blocks = (nn.functional.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, BLOCK))
     sums = blocks.sum(dim=-1, dtype=torch.float64)
     ends = sums.cumsum(dim=-1)
     targets = uniform[:, None].to(ends.dtype) * ends[:, -1:]
@@ -92,7 +98,7 @@ def _inverted(weights: Tensor, uniform: Tensor) -> Tensor:
     rest = (targets - ends.gather(1, block) + sums.gather(1, block)).clamp(min=0.0)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1)
     place = torch.searchsorted(inside.cumsum(dim=-1, dtype=torch.float64), rest, right=True)
-    return block * BLOCK + place.minimum(_last_positive(inside))
+    return block * BLOCK + place.minimum(_last_positive(inside)), ends[:, -1:]
 
 
 def _last_positive(values: Tensor) -> Tensor:
@@ -105,7 +111,7 @@ def draw_many(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True).expand(-1, uniform.shape[1])
     weights = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).exp()
-    return torch.cat([_inverted(weights, numbers) for numbers in uniform.unbind(1)], dim=1)
+    return torch.cat([_inverted(weights, numbers)[0] for numbers in uniform.unbind(1)], dim=1)
 
 
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

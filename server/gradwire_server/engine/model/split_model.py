@@ -149,9 +149,10 @@ class SplitModel:
         packing: Form in which the model takes ragged sequences; padded until
             :func:`.packing_check.choose_packing` finds a better one.
         replays: Whether a forward of one token of every row may be replayed as a graph of kernels.
+        packs: Whether a sampler may copy its weights into oneDNN's order.
     """
 
-    replays = False
+    replays = packs = False
 
     def __init__(self, facts: ModelFacts, model: PreTrainedModel, placement: Placement, *, mixed: bool = False) -> None:
         self.facts = facts

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gradwire_server.engine.agreement import Failure
 from gradwire_server.engine.model.attention.paged import PAGE
+from gradwire_server.engine.model.layers.packed_linear import PackedWeights
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.split_model import SplitModel
 from gradwire_server.engine.sampling.admission import QUANTUM, Held, Waiting, WaitingRows
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 PREFILL_TOKENS = 1 << 14
 """Maximum prompt tokens in one forward, padding included; a longer prompt goes alone."""
 
+PACKING_TOKENS = 1024
+"""Tokens to compute from which on a copy of the weights takes less time than it saves."""
+
 WORTH = 8
 """Tokens that a row may have to compute for each step that there is room for, if its key has others in progress. A row
 that left soon would have them computed again for few tokens of its own."""
@@ -53,6 +57,7 @@ class Batch:
         rows: Maximum rows at a time.
         uniforms: Source of random numbers.
         division: Says which of the rows are this process's.
+        packed: Copies of the copy's weights to compute many tokens with; None for none.
 
     Attributes:
         values: Keys and values of the rows in progress.
@@ -66,6 +71,7 @@ class Batch:
         rows: int,
         uniforms: Uniforms,
         division: Division,
+        packed: PackedWeights | None = None,
     ) -> None:
         self._split_model = split_model
         self._make_values = values
@@ -77,6 +83,7 @@ class Batch:
         self._kinds = Kinds(split_model.facts.vocab_size)
         self._jobs: list[LocalJob] = []
         self._uniforms, self._division = uniforms, division
+        self._packed, self._packs = packed, False
         self.values = values()
         self._rows = self._begin([])
 
@@ -117,7 +124,18 @@ class Batch:
         self._joining = self._admit()
         tokens = len(self._rows) + sum(len(self._prompt(each)) for each in self._joining)
         with sampling_threads(self._split_model.device, tokens, self._split_model.facts.num_parameters):
-            self._extend()
+            if self._packed is not None and self._pays_packing():
+                with self._packed.in_use():
+                    self._extend()
+            else:
+                self._extend()
+
+    def _pays_packing(self) -> bool:
+        """Whether copies of the weights are worth making, by the requests alone, so that a replay repeats it."""
+        if not self._packs:
+            joining = sum(len(self._prompt(each)) + self._rest(each) for each in self._joining)
+            self._packs = int(self._rests().sum()) + joining >= PACKING_TOKENS
+        return self._packs
 
     def _extend(self) -> None:
         """Compute the joining rows' prompts and the next token of every row."""

@@ -17,6 +17,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
+from gradwire_server.engine.model.layers.packed_linear import linear
 from gradwire_server.engine.model.meta_device import computes_as_cpu
 from gradwire_server.engine.model.split_model import OutputHead
 
@@ -213,7 +214,7 @@ class WeightProduct:
         if self.mixed:
             return torch.mm(states.to(self.weight.dtype), self.weight.T, out_dtype=self.dtype)
         if place is None:
-            return states.to(self.dtype) @ self.weight.T
+            return linear(states.to(self.dtype), self.weight)
         return torch.mm(states.to(self.dtype), self.weight.T, out=place)
 
     def add_by_transpose(self, total: Tensor, states: Tensor) -> None:

@@ -36,6 +36,7 @@ from gradwire_server.engine.model.adapters.products import (
     alike,
     bucketed,
 )
+from gradwire_server.engine.model.layers.packed_linear import linear
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ class _LoraLinear(torch.autograd.Function):
     ) -> Tensor:
         tokens = x.flatten(0, -2)
         if weight is not None:
-            output = F.linear(tokens, weight, bias)
+            output = linear(tokens, weight, bias)
         else:
             assert result is not None
             output = result.flatten(0, -2).clone()
@@ -202,7 +203,7 @@ class _OneAdapter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
         tokens = x.flatten(0, -2)
-        output = F.linear(tokens, weight, bias)
+        output = linear(tokens, weight, bias)
         inner = F.linear(tokens, a)
         output.addmm_(inner, b.T, alpha=scale)
         ctx.save_for_backward(x, weight, inner, a, b)

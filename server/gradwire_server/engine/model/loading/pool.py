@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.machine import machine_memory
 from gradwire_server.engine.model.loading import quantization
 from gradwire_server.engine.model.loading.compilation import compile_layers
 from gradwire_server.engine.model.loading.configuration import ConfigurationError, read_configuration, without_weights
@@ -34,6 +35,9 @@ from gradwire_server.engine.model.vision.image_tokens import Vision, auto_class,
 
 logger = logging.getLogger(__name__)
 
+PACKED_SHARE = 16
+"""Share of the machine's memory, as its denominator, that a sampler's copy of a model's weights may take."""
+
 Dtype = torch.dtype | Literal["mixed"]
 
 
@@ -47,7 +51,8 @@ class ModelPool:
             CUDA and float32 on the CPU.
         compiled: Whether layers go through ``torch.compile``.
         quantize: How shared copies hold their linear layers; None in ``dtype``.
-        fused: Whether :mod:`.fused_kernels` are used, on a GPU where they are installed, and graphs of kernels.
+        fused: Whether :mod:`.fused_kernels` are used, on a GPU where they are installed, graphs of kernels, and a
+            sampler's copies of weights on a CPU.
 
     Attributes:
         placement: Where models live.
@@ -72,9 +77,10 @@ class ModelPool:
         on_device = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.dtype = torch.float32 if dtype == "mixed" else dtype or on_device
         self.fused = fused and not compiled and fused_kernels_run(self.device, self.dtype)
-        whole = type(self.placement) is Placement and not self._mixed
+        whole = fused and not compiled and type(self.placement) is Placement and not self._mixed
         torch.backends.cuda.enable_cudnn_sdp(fused)
-        self._replays = fused and not compiled and whole and self.device.type == "cuda"
+        self._replays = whole and self.device.type == "cuda"
+        self._packs = whole and self.device.type == "cpu"
         self._paths = dict(models)
         transformers_logging.disable_progress_bar()
         self._loaded: dict[str, SplitModel] = {}
@@ -210,6 +216,9 @@ class ModelPool:
             split_model.packing = choose_packing(split_model)
             check_rows(split_model)
         split_model.replays = self._replays and not offload and quantize is None
+        small = split_model.weight_bytes <= machine_memory() // PACKED_SHARE
+        whole = self._packs and not offload and quantize is None
+        split_model.packs = whole and small and split_model.weight_dtype == torch.float32
         if self._compiled and not offload:
             compile_layers(split_model.trunk)
         placement.place(split_model.root, layers_of(split_model.trunk))

@@ -16,6 +16,7 @@ from gradwire_proto.v1 import training_pb2
 
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.layers.packed_linear import PackedWeights
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.split_model import SplitModel
 from gradwire_server.engine.model.tokenizers import TextTokenizer
@@ -86,6 +87,7 @@ class LocalSampler:
         self._keeps: WeakKeyDictionary[SplitModel, bool] = WeakKeyDictionary()
         self._grammars: Grammars[LocalJob] = Grammars(waits=self._agreement.ranks > 1)
         self._to_join: dict[LocalJob, _Key] = {}
+        self._packed: dict[SplitModel, PackedWeights] = {}
 
     def begin(
         self,
@@ -127,7 +129,8 @@ class LocalSampler:
             rows = max(1, self._logits_elements // policy.facts.vocab_size)
             self._owners[key] = key.split_model if key.adapter is None else policy
             values, tokens = self._values(policy, key), self._cache_bytes // self._bytes_of_token(policy)
-            self._batches[key] = Batch(key.split_model, values, tokens, rows, self._uniforms, self._division)
+            packed = self._packed_weights(key.split_model)
+            self._batches[key] = Batch(key.split_model, values, tokens, rows, self._uniforms, self._division, packed)
         self._batches[key].add(job)
 
     def cancel(self, job: LocalJob) -> int:
@@ -217,9 +220,17 @@ class LocalSampler:
         weights = self._weights if isinstance(owner, SplitModel) else _only_weights
         return lambda: found.pop() if found else Pages(self._kept_bytes, weights)
 
+    def _packed_weights(self, split_model: SplitModel) -> PackedWeights | None:
+        """The copies of a model's weights that its batches share, for as long as there are any."""
+        if not split_model.packs:
+            return None
+        return self._packed.setdefault(split_model, PackedWeights(split_model.model))
+
     def _end(self, key: _Key, batch: Batch) -> None:
         """Keep the known pages of a batch whose requests are done."""
         owner = self._owners.pop(key)
+        if not any(other.split_model is key.split_model for other in self._batches):
+            self._packed.pop(key.split_model, None)
         if key.alone is None and isinstance(batch.values, Pages):
             batch.values.end()
             while len(self._kept) >= KEPT_POLICIES:

@@ -47,7 +47,7 @@ test: setup
 test-slow: setup
 	GRADWIRE_SEED=$${GRADWIRE_SEED:-random} $(BIN)/python -m pytest -m slow -o asyncio_debug=true
 
-# Weights in the real vLLM, in this process and in its server, on a CPU; 10 minutes. vLLM pins torch, hence an
+# Weights in the real vLLM, in this process and in its server, on a CPU; 20 minutes. vLLM pins torch, hence an
 # environment of its own, without the packages whose builds do not fit torch's for CPUs.
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest tests/vllm_sampler -m vllm -W default -s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -29,12 +30,11 @@ def test_small_cases_agree_with_the_benchmarks() -> None:
 
 async def test_what_a_lost_engine_costs_is_what_the_simulation_says(tiny_model_path: Path, tmp_path: Path) -> None:
     """In counts: runs that are lost, and steps that are repeated for each. Every distance to the checkpoint occurs."""
-    simulation = Simulation(
-        Fleet(
-            runs=500, active=1.0, session_s=0, pause_s=10.0, tokens=1.0, gpus=ENGINES, fronts=1, room=500, lose=1,
-            checkpoint_steps=CHECKPOINT_STEPS, run_bytes=1e6, lease_s=1.0,
-        )
-    ).run()  # fmt: skip
+    fleet = Fleet(
+        runs=500, active=1.0, session_s=0, pause_s=10.0, tokens=1.0, gpus=ENGINES, fronts=1, room=500, lose=1,
+        checkpoint_steps=CHECKPOINT_STEPS, run_bytes=1e6, lease_s=1.0,
+    )  # fmt: skip
+    simulation = await asyncio.to_thread(Simulation(fleet).run)
     metrics = f"127.0.0.1:{free_port()}"
     flags = ("--engines", str(ENGINES), "--threads", "1", "--checkpoint-every-steps", "1000")
     server = Server(tiny_model_path, tmp_path, *flags, "--metrics-address", metrics).start()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 # Before torch or a server process is started: the suite shares a few cores, and results must not depend on how many.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a test with two threads does not take other tests' time
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -12,13 +12,21 @@ DOCSTRING_WARNING = "griffe:"
 """Prefix of the warnings about docstrings, which ``--strict`` does not count."""
 MERMAID = ROOT / ".venv-site" / "package" / "dist" / "mermaid.min.js"
 """Draws the diagrams; the theme would load it from another host."""
+PAGES = {"SECURITY.md": "security.md", "deploy/README.md": "deploy.md"}
+"""Pages of the site that the repository keeps outside docs/."""
 
 
 def build() -> int:
     """Build the site; return the exit status."""
     shutil.copy(MERMAID, ROOT / "docs" / MERMAID.name)  # the generator copies what is in docs/
+    for source, page in PAGES.items():
+        (ROOT / "docs" / page).write_text((ROOT / source).read_text().replace("](../docs/", "]("))
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
-    built = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        built = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    finally:
+        for page in PAGES.values():
+            (ROOT / "docs" / page).unlink()
     print(built.stdout, end="")
     warnings = [line for line in built.stdout.splitlines() if line.startswith(DOCSTRING_WARNING)]
     if warnings:

@@ -44,9 +44,9 @@ async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[gra
 
 
 @pytest.fixture
-def wide(tmp_path: Path) -> Path:
-    """A model as wide and deep as Qwen3-0.6B."""
-    return tiny_model(tmp_path / "model", hidden_size=1024, num_layers=28, num_heads=16)
+def wide(tmp_path: Path, layers: int) -> Path:
+    """A model as wide as Qwen3-0.6B, which has 28 layers."""
+    return tiny_model(tmp_path / "model", hidden_size=1024, num_layers=layers, num_heads=16)
 
 
 async def greedy(run: gradwire.TrainingClient, n: int = 1, **options: Any) -> list[list[int]]:
@@ -104,7 +104,7 @@ async def test_more_runs_than_vllm_holds_adapters(service: gradwire.ServiceClien
     assert first == [await greedy(run) for run in runs]  # the first ones have left vLLM meanwhile
 
 
-@pytest.mark.parametrize("lora", [{"rank": 32}, None], ids=["adapter", "all weights"])
+@pytest.mark.parametrize(("lora", "layers"), [({"rank": 32}, 28), (None, 8)], ids=["adapter", "all weights"])
 async def test_what_an_update_takes(wide: Path, lora: Any) -> None:
     seconds, said = [], set()
     async with serving(wide) as service:

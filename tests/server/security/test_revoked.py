@@ -106,6 +106,17 @@ async def test_a_download_ends_with_its_key(served: Served) -> None:
     assert 0 < read < file["bytes"]
 
 
+async def test_a_poll_ends_with_its_key_when_nobody_else_calls(served: Served) -> None:
+    served.renew("alone")
+    async with served.http("alone") as http:
+        model = await (await TinkerClient(http).begin()).model()
+        polled = asyncio.create_task(http.post("/api/v1/retrieve_future", json={"request_id": f"{model}:7:step"}))
+        await asyncio.sleep(0.1)  # the poll is under way
+        served.file.revoke("alone")
+        async with asyncio.timeout(HOLD_S / 2):
+            assert (await polled).status_code == 401
+
+
 async def test_a_poll_and_an_upload_end_with_their_key(served: Served) -> None:
     served.renew("polling")
     async with served.http("polling") as http:
@@ -183,7 +194,7 @@ async def test_every_rpc_ends_with_its_key(tmp_path: Path) -> None:
             if rpc.server_streaming:
                 assert await call.read() == b""
         for number in range(len(METHODS)):
-            file.revoke(f"key{number}")
+            await asyncio.to_thread(file.revoke, f"key{number}")
         for name, call in calls.items():
             with pytest.raises(grpc.aio.AioRpcError, match="valid API key"):
                 while await call.read() == b"":  # of a call without stream, which is empty

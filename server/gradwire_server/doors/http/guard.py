@@ -105,16 +105,18 @@ class GuardedProtocol:
                     if "protobuf" not in headers.content_type:
                         await check_json(content, self._core.config.limits)
                     answer = None
-                    if direct is not None:
-                        scope[_ROUTE] = path
-                        answer = await direct(DirectCall(caller, content, headers.content_type, headers.traceparent))
-                    if answer is None:
-                        try:
-                            with self._core.keys.until_revoked(caller):
+                    try:
+                        with self._core.keys.until_revoked(caller):
+                            if direct is not None:
+                                scope[_ROUTE] = path
+                                answer = await direct(
+                                    DirectCall(caller, content, headers.content_type, headers.traceparent)
+                                )
+                            if answer is None:
                                 await self._protocol.app(scope, _replayed(content, receive), answered.send)
-                        except ServiceError as error:
-                            await answered.refuse(error)
-                    else:
+                    except ServiceError as error:
+                        await answered.refuse(error)
+                    if answer is not None:
                         await answer(scope, receive, answered.send)
             except OversizedBodyError as error:
                 answer = await self._oversized(posted, error, scope, headers)

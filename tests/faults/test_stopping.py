@@ -170,19 +170,21 @@ async def test_every_operation_takes_a_timeout(service: Any, tmp_path: Path) -> 
     def never(batch: Any, scores: Any) -> Any:
         raise AssertionError("its scores were not computed in time")
 
+    # Each time is over before those of the operations in front of it, whose failure would abort it.
+    left = [0.5 + 0.1 * place for place in range(12)]
     futures = [
-        run.forward(SMALL, timeout=0.5),
-        run.forward_backward_custom(SMALL, never, timeout=0.5),
-        run.compute_logprobs(SMALL, timeout=0.5),
-        run.compute_values(SMALL, timeout=0.5),
-        run.compute_rewards(SMALL, timeout=0.5),
-        run.update_reference(timeout=0.5),
-        run.save_checkpoint("mine", timeout=0.5),
-        run.load_checkpoint("mine", timeout=0.5),
-        run.export(tmp_path / "exported", timeout=0.5),
-        run.zero_grad(timeout=0.5),
-        run.sample([[4, 5]], timeout=0.5),
-        run.optim_step(timeout=0.5),
+        run.forward(SMALL, timeout=left.pop()),
+        run.forward_backward_custom(SMALL, never, timeout=left.pop()),
+        run.compute_logprobs(SMALL, timeout=left.pop()),
+        run.compute_values(SMALL, timeout=left.pop()),
+        run.compute_rewards(SMALL, timeout=left.pop()),
+        run.update_reference(timeout=left.pop()),
+        run.save_checkpoint("mine", timeout=left.pop()),
+        run.load_checkpoint("mine", timeout=left.pop()),
+        run.export(tmp_path / "exported", timeout=left.pop()),
+        run.zero_grad(timeout=left.pop()),
+        run.sample([[4, 5]], timeout=left.pop()),
+        run.optim_step(timeout=left.pop()),
     ]
     for future in futures:
         with pytest.raises(gradwire.DeadlineExceededError):

@@ -7,13 +7,13 @@ import torch
 from _support.small_model import small_model
 from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.model.layers import packed_linear
-from gradwire_server.engine.model.layers.packed_linear import FEWEST_ROWS, PackedWeights
+from gradwire_server.engine.model.layers.packed_linear import PackedWeights
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import FullPolicy, LoraPolicy, Policy
 from gradwire_server.engine.sampling.samplers.local import LocalSampler
 from gradwire_server.engine.sampling.samplers.sampler import Samples, SamplingParams
 
-ROWS = 4 * FEWEST_ROWS
+ROWS = 16
 MANY, FEW = 80, 8
 """Tokens of a sample that are worth a copy of the weights, and that are not."""
 
@@ -45,10 +45,10 @@ def policy_of(pool: ModelPool, kind: str) -> Policy:
     return policy
 
 
-def sampled(policy: Policy, tokens: int, *, then: int | None = None) -> Samples:
+def sampled(policy: Policy, tokens: int, *, rows: int = ROWS, then: int | None = None) -> Samples:
     """Samples; after ``then`` of their tokens, the weights change."""
     sampler = LocalSampler()
-    prompts = [[4 + row, 5, 6, 7] for row in range(ROWS)]
+    prompts = [[4 + row, 5, 6, 7] for row in range(rows)]
     job = sampler.begin(policy, prompts, SamplingParams(max_tokens=tokens, seed=1, ignore_eos=True))
     step = 0
     while sampler.turn():
@@ -64,9 +64,9 @@ def sampled(policy: Policy, tokens: int, *, then: int | None = None) -> Samples:
 
 def check_same(found: Samples, expected: Samples) -> None:
     """Compare log-probabilities; rounding may decide a token, and then the rest of its row is another."""
-    same = (found.token_ids == expected.token_ids).reshape(ROWS, MANY).cumprod(axis=1) == 1
+    same = (found.token_ids == expected.token_ids).reshape(-1, MANY).cumprod(axis=1) == 1
     assert same.mean() > 0.5
-    assert abs(found.logprobs - expected.logprobs).reshape(ROWS, MANY)[same].max() < 1e-4
+    assert abs(found.logprobs - expected.logprobs).reshape(-1, MANY)[same].max() < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["base", "adapter", "full"])
@@ -96,6 +96,12 @@ def test_weights_that_change_are_copied_again(pool: ModelPool, copies: list[Pack
 def test_few_tokens_are_computed_without_a_copy(pool: ModelPool, copies: list[PackedWeights]) -> None:
     sampled(policy_of(pool, "base"), FEW)
     assert not copies
+
+
+def test_two_rows_have_a_copy_and_a_row_alone_has_none(pool: ModelPool, copies: list[PackedWeights]) -> None:
+    for rows, made in ((1, 0), (2, 1)):
+        sampled(policy_of(pool, "base"), MANY, rows=rows)
+        assert len(copies) == made
 
 
 def test_a_torch_without_such_products_computes_as_before(

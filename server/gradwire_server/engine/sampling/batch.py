@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradwire_server.engine.agreement import Failure
 from gradwire_server.engine.model.attention.paged import PAGE
-from gradwire_server.engine.model.layers.packed_linear import PackedWeights
+from gradwire_server.engine.model.layers.packed_linear import FEWEST_ROWS, PackedWeights
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.split_model import SplitModel
 from gradwire_server.engine.sampling.admission import QUANTUM, Held, Waiting, WaitingRows
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 PREFILL_TOKENS = 1 << 14
 """Maximum prompt tokens in one forward, padding included; a longer prompt goes alone."""
 
-PACKING_TOKENS = 1024
-"""Tokens to compute from which on a copy of the weights takes less time than it saves."""
+PACKING_TOKENS, PACKING_STEPS = 1024, 32
+"""Tokens to compute, or steps of several rows, from which on a copy of the weights saves more time than it takes."""
 
 WORTH = 8
 """Tokens that a row may have to compute for each step that there is room for, if its key has others in progress. A row
@@ -133,8 +133,10 @@ class Batch:
     def _pays_packing(self) -> bool:
         """Whether copies of the weights are worth making, by the requests alone, so that a replay repeats it."""
         if not self._packs:
-            joining = sum(len(self._prompt(each)) + self._rest(each) for each in self._joining)
-            self._packs = int(self._rests().sum()) + joining >= PACKING_TOKENS
+            rests = [*self._rests().tolist(), *map(self._rest, self._joining)]
+            tokens = sum(rests) + sum(len(self._prompt(each)) for each in self._joining)
+            steps = max(rests) if len(rests) >= FEWEST_ROWS else 0
+            self._packs = tokens >= PACKING_TOKENS or steps >= PACKING_STEPS
         return self._packs
 
     def _extend(self) -> None:

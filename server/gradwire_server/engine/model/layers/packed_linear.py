@@ -3,7 +3,7 @@
 torch's product of some dozens of rows brings the weight into that order in each call, piece by piece. A sampler
 multiplies the same weights once a token, so that a copy in this order pays: a core of an AMD EPYC makes 1.2 times as
 many products of 64 rows with SmolLM2-135M's layers, 1.6 times as many with its output head, and for 16 rows 1.5 and 2.4
-times. A single row is no faster.
+times. On two threads that model makes 1.7 times as many tokens of 2 or 4 samples. A single row is no faster.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gradwire_server.engine.model.comparison import largest_difference
 
 logger = logging.getLogger(__name__)
 
-FEWEST_ROWS = 4
+FEWEST_ROWS = 2
 """Rows from which on a product with an ordered weight is faster."""
 FEWEST_ENTRIES = 1 << 16
 """Entries of a weight that is worth it."""

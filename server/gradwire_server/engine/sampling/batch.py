@@ -132,7 +132,7 @@ class Batch:
 
     def _pays_packing(self) -> bool:
         """Whether copies of the weights are worth making, by the requests alone, so that a replay repeats it."""
-        if not self._packs:
+        if not self._packs and self._joining:  # what is left of the others only becomes less
             rests = [*self._rests().tolist(), *map(self._rest, self._joining)]
             tokens = sum(rests) + sum(len(self._prompt(each)) for each in self._joining)
             steps = max(rests) if len(rests) >= FEWEST_ROWS else 0

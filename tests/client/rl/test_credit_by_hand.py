@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import logging
@@ -71,7 +70,7 @@ async def test_the_four_stages(rule_inference: Any, caplog: pytest.LogCaptureFix
     messages[1] = [*messages[1][:-1], {"role": "assistant", "content": "it is 7"}]
     sandbox = RewardSandbox(judge)
     results = await sandbox.execute_user_reward_code(rollouts_messages=messages, ground_truths=truths)
-    await asyncio.to_thread(sandbox.close)
+    sandbox.close()
     assert [each.error for each in results] == ["", ""]
     aligned = align_rewards_with_step_data(eval_results=results, rollout_step_data=raw, mode="batch")
     assert [[step.base_reward for step in steps] for steps in aligned] == [[0.25, 1.0], [0.25, 1.0]]
@@ -111,7 +110,7 @@ async def test_what_goes_wrong_in_a_stage(rule_inference: Any) -> None:
     with pytest.raises(ValueError, match="1 rollouts and 2 ground truths"):
         await sandbox.execute_user_reward_code([[{"role": "user", "content": "x"}]], ["a", "b"])
     (failed,) = await sandbox.execute_user_reward_code([[{"role": "user", "content": "x"}]], [3])
-    await asyncio.to_thread(sandbox.close)
+    sandbox.close()
     assert "TypeError" in failed.error
     with pytest.raises(StepAlignmentError, match="rollout 0 has no reward: judge: TypeError"):
         align_rewards_with_step_data([failed], [[]])
@@ -151,7 +150,7 @@ async def test_a_score_may_be_left_to_the_steps() -> None:
     assert token_rewards(row, trajectory)[row.written].tolist() == [0, 0.5, 0, 2.5]
     sandbox = RewardSandbox(lambda steps: EvaluateResult(step_outputs=[StepOutput(0, 0.5)]))
     (result,) = await sandbox.execute_user_reward_code([[{"role": "assistant", "content": "x"}]], [None])
-    await asyncio.to_thread(sandbox.close)
+    sandbox.close()
     assert (result.score, result.scored_by_steps, result.error) == (0.5, True, "")
 
 

@@ -161,6 +161,16 @@ async def test_a_forgotten_sandbox_ends_and_nobody_waits_for_it() -> None:
     assert await asyncio.to_thread(psutil.wait_procs, [process], 30) == ([process], [])
 
 
+async def test_a_closed_sandbox_ends_and_no_event_loop_waits_for_it() -> None:
+    before = psutil.Process().children()
+    box = Sandbox(misbehave)
+    assert (await box.call("well")).error == ""
+    (process,) = set(psutil.Process().children()) - set(before)
+    process.suspend()
+    box.close()
+    assert await asyncio.to_thread(psutil.wait_procs, [process], 30) == ([process], [])
+
+
 def test_an_unclosed_sandbox_ends_with_the_program(tmp_path: Path) -> None:
     script = tmp_path / "forgets.py"
     script.write_text(

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gradwire.errors import UnsupportedError
+from gradwire.futures import running_loop
 from gradwire.rl.rewards.portable import capture
 
 logger = logging.getLogger("gradwire.rl")
@@ -135,7 +136,13 @@ class Sandbox:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._until_done, requests)
 
     def close(self) -> None:
-        """Stop the processes. An unclosed sandbox ends with this process."""
+        """Stop the processes, on an event loop in the background. An unclosed sandbox ends with this process."""
+        if running_loop() is None:
+            self._end()
+        else:
+            threading.Thread(target=self._end, name="gradwire sandbox's end").start()
+
+    def _end(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             for worker in self._all:

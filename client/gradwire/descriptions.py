@@ -88,6 +88,8 @@ class RunInfo:
         changes: What changed under the run and was accepted (``accept_changes``, ``--accept-changes``), oldest first.
         engine: Number of the engine that the run is on.
         lanes: Number of ranks that can share its work.
+        waits_for: What keeps its next operation, besides its turn: room on the server's disk, or its engine, which
+            starts; empty if nothing does.
         engine_s: Seconds that engines have computed for it; of what is computed together, its share.
         record_batches: Share of its batches that the server records.
         neftune_noise_alpha: Of the noise that training adds to its embeddings; 0 for none.
@@ -116,6 +118,7 @@ class RunInfo:
     num_tokens: int = 0
     parked: str = ""
     recovery_s: float = 0.0
+    waits_for: str = ""
     from_upload: str = ""
     router_aux_loss_coef: float | None = None
     changes: tuple[RunChange, ...] = ()

@@ -54,6 +54,35 @@ async def test_no_answer_to_an_acknowledgement_of_results_ends_anything(monkeypa
     assert refused == codes
 
 
+async def test_what_keeps_a_run_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("gradwire.wire.result_stream.PATIENCE_S", 0.01)
+    answers = ["", "room", "room", "", "engine 0", "engine 0"]
+    asked = 0
+
+    class Kept(ScriptedService):
+        async def GetRun(self, request: pb.GetRunRequest, context: Any) -> pb.Run:
+            nonlocal asked
+            asked += 1
+            if asked == 1:
+                await refuse(context, pb.ERROR_CODE_SHUTTING_DOWN)
+            run = await super().GetRun(request, context)
+            run.waits_for = answers[min(asked - 2, len(answers) - 1)]
+            return run
+
+    async with scripted_server(Script(), service=Kept) as (address, server), gradwire.connect(address) as service:
+        run = await service.create_run("tiny")
+        server.script.hold.clear()
+        step = run.optim_step()
+        await until(lambda: asked > len(answers) + 3)
+        server.script.hold.set()
+        assert (await step).step == 1
+    said = [record.getMessage() for record in caplog.records]
+    assert [each for each in said if "waits for" in each] == [
+        f"{run.run_id} waits for room",
+        f"{run.run_id} waits for engine 0",
+    ]
+
+
 async def test_a_stream_of_results_that_fails_for_a_while_ends_nothing() -> None:
     left = list(PASSING)
 

@@ -68,6 +68,11 @@ def draw(now: Snapshot, before: Snapshot | None = None, *, most: int = 0) -> Ren
         for run in now.runs.values()
         if run.parked
     ]
+    kept = [
+        Text(f"run {plain(run.run_id)} waits for {plain(run.waits_for)}", "yellow")
+        for run in now.runs.values()
+        if run.waits_for
+    ]
     parts += [f"{len(parked)} parked"] if parked else []
     runs_s = sum(run.recovery_s for run in now.runs.values())
     engine_s = max((engine.start_s for engine in info.engines), default=0.0)
@@ -78,7 +83,7 @@ def draw(now: Snapshot, before: Snapshot | None = None, *, most: int = 0) -> Ren
         for line in _engine(engine, alone=len(info.engines) == 1 and not engine.machine)
     ]
     runs = [_Runs(now, before, most)] if now.runs else []
-    return Group(head, Text(", ".join(parts)), *engines, *parked, _models(now.models), *runs)
+    return Group(head, Text(", ".join(parts)), *engines, *parked, *kept, _models(now.models), *runs)
 
 
 def _engine(engine: EngineInfo, *, alone: bool) -> Iterator[str]:

@@ -168,6 +168,7 @@ class RunLink:
             self._spawn(self._guarded(self._send, self._writes_no_more))
             self._spawn(self._guarded(self.results_of.receive, self._die))
             self._spawn(self._guarded(self.results_of.acknowledge, self._die))
+            self._spawn(self._guarded(self.results_of.watch, self._die))
 
     def filled(self, entry: Entry) -> None:
         self._out_of_turn.append(entry)

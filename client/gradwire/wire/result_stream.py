@@ -26,6 +26,9 @@ ACK_INTERVAL_S = 0.25
 """Seconds between two calls that let the server delete results; each costs as much as a short operation's messages."""
 MAX_ACK_INTERVAL_S = 5.0
 
+PATIENCE_S = 20.0
+"""Seconds without a result after which the server is asked what the run waits for."""
+
 PASSING = (ConnectionLostError, ServerError, LimitExceededError)
 """Errors that a stream may meet at one time and not at the next."""
 
@@ -99,6 +102,25 @@ class ResultStream:
             self._on_progress()
             return
         raise ConnectionLostError(f"{self._transport.address} ended the stream of results")
+
+    async def watch(self) -> None:
+        """Say what keeps a run, besides its turn, whenever that becomes something else."""
+        said = ""
+        while True:
+            await self._outstanding.wait()
+            before = self.next_index
+            await asyncio.sleep(PATIENCE_S)
+            if self.next_index > before or not self._queue.unfinished:
+                continue
+            request = pb.GetRunRequest(run_id=self._queue.run_id)
+            try:
+                run = await self._transport.unary(lambda stub: stub.GetRun, request, patience_s=0.0)
+            except GradwireError as error:  # those who wait for the result are told
+                logger.debug("%s: %s", self._queue.run_id, error)
+                continue
+            if run.waits_for not in ("", said):
+                logger.warning("%s waits for %s", self._queue.run_id, run.waits_for)
+            said = run.waits_for
 
     async def acknowledge(self) -> None:
         """Let the server delete received results. Nothing waits for this call, so its errors end nothing."""

@@ -1439,6 +1439,7 @@ class Run(_message.Message):
     CHANGES_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     ENGINE_S_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     epoch: _builtins.int
     """epoch of the current writer; 0 before the first OpenRun"""
@@ -1471,6 +1472,8 @@ class Run(_message.Message):
     """number of the engine that it is placed on"""
     engine_s: _builtins.float
     """seconds that engines have computed for it"""
+    waits_for: _builtins.str
+    """what keeps its next operation, besides its turn: "room on the disk …"; or empty"""
     @_builtins.property
     def config(self) -> Global___RunConfig: ...
     @_builtins.property
@@ -1511,10 +1514,11 @@ class Run(_message.Message):
         changes: _abc.Iterable[Global___RunChange] | None = ...,
         engine: _builtins.int = ...,
         engine_s: _builtins.float = ...,
+        waits_for: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "parked", b"parked"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_seq", b"accepted_seq", "applied_seq", b"applied_seq", "changes", b"changes", "config", b"config", "created_at", b"created_at", "engine", b"engine", "engine_s", b"engine_s", "epoch", b"epoch", "forked_from", b"forked_from", "latest_checkpoint", b"latest_checkpoint", "num_tokens", b"num_tokens", "num_trainable_parameters", b"num_trainable_parameters", "owner", b"owner", "parked", b"parked", "readers", b"readers", "recovery_s", b"recovery_s", "released_seq", b"released_seq", "rewound_to_seq", b"rewound_to_seq", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_seq", b"accepted_seq", "applied_seq", b"applied_seq", "changes", b"changes", "config", b"config", "created_at", b"created_at", "engine", b"engine", "engine_s", b"engine_s", "epoch", b"epoch", "forked_from", b"forked_from", "latest_checkpoint", b"latest_checkpoint", "num_tokens", b"num_tokens", "num_trainable_parameters", b"num_trainable_parameters", "owner", b"owner", "parked", b"parked", "readers", b"readers", "recovery_s", b"recovery_s", "released_seq", b"released_seq", "rewound_to_seq", b"rewound_to_seq", "run_id", b"run_id", "step", b"step", "waits_for", b"waits_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -199,6 +199,7 @@ def _now(live: LiveRun) -> dict[str, object]:
     info = live.info
     return {
         "Parked": info.parked,
+        "Waits for": info.waits_for,
         "Step": f"{info.step:,}",
         "Tokens/s": short(live.tokens_per_s) if live.tokens_per_s else "0",
         "Tokens": short(info.num_tokens),

@@ -302,11 +302,12 @@ class Runs:
             yield folder
 
     def described(self, record: RunRecord) -> pb.Run:
-        """A run with what only its queue knows: why it is parked, how long a recovery would take."""
+        """A run with what only its queue knows: why it is parked, what it waits for, how long a recovery would take."""
         run = record.to_proto()
         reason = self._scheduler.parked(record.run_id)
         if reason is not None:
             run.parked.CopyFrom(reason)
+        run.waits_for = self._scheduler.waits_for(record.run_id)
         run.recovery_s = self._scheduler.recovery_s(record.run_id)
         run.engine = self._scheduler.placement.of(record.run_id).engine.number
         return run

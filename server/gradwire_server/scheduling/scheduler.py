@@ -339,6 +339,19 @@ class Scheduler:
         queue = self._queues.get(run_id)
         return queue.parked.error if queue is not None and queue.parked is not None else None
 
+    def waits_for(self, run_id: str) -> str:
+        """What keeps the next operation of a run, besides its turn; empty if nothing does."""
+        queue = self._queues.get(run_id)
+        if queue is None or not queue.pending or queue.parked is not None:
+            return ""
+        there = self.placement.of(run_id)
+        if not there.is_up:
+            return f"engine {there.engine.number}, which is starting"
+        oldest = next(iter(queue.pending.values()))
+        if oldest.full_since is None:
+            return ""
+        return f"room on the server's disk: it is full, and {oldest.kind} {oldest.seq} cannot be written"
+
     def busy(self) -> list[RunQueue]:
         """The queues with operations that have no result."""
         return [queue for queue in self._queues.values() if queue.pending]

@@ -160,6 +160,8 @@ async def test_a_save_waits_for_room_on_the_disk(
         await client.ack()
         await client.fb(2, "behind")
         await until(lambda: len(door.engine.overwrites) >= 3)
+        run = await client.stub.GetRun(pb.GetRunRequest(run_id=client.run_id))
+        assert run.waits_for == "room on the server's disk: it is full, and save_checkpoint 1 cannot be written"
         await other.fb(1, "meanwhile")
         assert await other.statuses(1) == ["ok"]
         expected = {"with room": ["ok", "ok"], "cancelled": ["cancelled", "ok"],

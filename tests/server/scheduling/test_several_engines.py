@@ -242,6 +242,20 @@ async def test_a_sample_whose_engine_dies_is_generated_by_another_one(start: Sta
             await sample_of_model(client)
 
 
+async def test_a_run_says_that_it_waits_for_an_engine_that_starts(start: Start) -> None:
+    async with start(engines=2) as door:
+        [run] = await clients(door, 1)
+        for engine in door.engines:
+            engine.end()
+        about = pb.GetRunRequest(run_id=run.run_id)
+        assert (await run.stub.GetRun(about)).waits_for == "", "it has nothing to do"
+        await run.fb(1, "a")
+        assert (await run.stub.GetRun(about)).waits_for == f"engine {place(door, run)}, which is starting"
+        door.engines[0].begin()
+        assert await run.statuses(1) == ["ok"]
+        assert (await run.stub.GetRun(about)).waits_for == ""
+
+
 async def test_a_sample_that_kills_its_engine_kills_two_at_most(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     killed = []
 

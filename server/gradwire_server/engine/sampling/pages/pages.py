@@ -27,6 +27,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from gradwire_server.engine.agreement import Agreement, Failure
 from gradwire_server.engine.model.attention.masked import MaskedSegments, QuerySegment
 from gradwire_server.engine.model.attention.paged import PAGE, PagedDecode, PagedPrefill, PageStore, RowLists
+from gradwire_server.engine.model.comparison import largest_difference, relative_tolerance
 from gradwire_server.engine.model.packing import Packing, lay_out
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.sampling.image_prompt import ImagePrompt, images_key, images_of_pieces
@@ -352,6 +353,5 @@ def paged_token_bytes(policy: Policy, agreement: Agreement) -> int:
     if compared is None:
         return 0
     found, wanted, token_bytes = compared
-    tolerance = 1e-3 if policy.split_model.dtype in (torch.float32, torch.float64) else 5e-2
-    same = bool((found - wanted).abs().max() <= tolerance * (1 + wanted.abs().max()))
-    return token_bytes if same else 0
+    difference, size = largest_difference(found, wanted)
+    return token_bytes if difference <= relative_tolerance(policy.split_model.dtype) * size else 0

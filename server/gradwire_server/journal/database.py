@@ -96,7 +96,8 @@ class Database:
             copy_database(path, mirror)
         self._asked: list[_Item] = []
         self._handing_over = False
-        self._due: asyncio.TimerHandle | None = None
+        self._due: asyncio.Handle | None = None
+        self._due_s = 0.0
         self._queue: queue.SimpleQueue[list[_Item] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="gradwire-journal", daemon=True)
         self._writer.start()
@@ -125,10 +126,10 @@ class Database:
     def _wait_until(self, due_s: float) -> None:
         """Hand over at this time, by one timer for all that wait."""
         if self._due is not None:
-            if self._due.when() <= due_s:
+            if self._due_s <= due_s:
                 return
             self._due.cancel()
-        self._due = self._loop.call_at(due_s, self._hand_over_due)
+        self._due, self._due_s = self._loop.call_at(due_s, self._hand_over_due), due_s
 
     def _hand_over_due(self) -> None:
         self._due = None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal import database as database_module
@@ -162,6 +163,33 @@ async def test_an_operation_that_is_stored_with_its_result_is_one_write_and_one_
     points = [point async for page in journal.history(run_id) for point in page]
     assert [point.seq for point in points] == list(range(1, 61))
     await journal.close()
+
+
+async def test_results_that_may_wait_are_synced_with_the_next_that_may_not(tmp_path: Path, synced: list[str]) -> None:
+    journal = Journal(tmp_path)
+    run_id = await new_run(journal, tmp_path)
+    for seq in range(1, 9):
+        await append(journal, operation(run_id, seq))
+    synced.clear()
+    results = [pb.OperationResult(seq=seq, status=pb.STATUS_SUCCEEDED) for seq in range(1, 9)]
+    waiting = [journal.put_result(run_id, result, [], MARKS, within_s=60.0) for result in results[:-1]]
+    assert not synced
+    await asyncio.gather(*waiting, journal.put_result(run_id, results[-1], [], MARKS))
+    assert len(synced) == 1 and [each.header for each in await journal.results(run_id, 1, 8)] == results
+    await journal.close()
+
+
+def test_writes_that_are_due_at_once_are_written_on_uvloop_too(tmp_path: Path) -> None:
+    async def write() -> None:
+        journal = Journal(tmp_path)
+        run_id = await new_run(journal, tmp_path)
+        headers = [operation(run_id, seq) for seq in range(1, 4)]
+        await asyncio.gather(*(journal.append(header, identity(header), 1.0, [], within_s=1e-5) for header in headers))
+        assert [entry.header for entry in await journal.entries(run_id, 0, 10)] == headers
+        await journal.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(write())
 
 
 def crashed(folder: Path, to: Path) -> Path:

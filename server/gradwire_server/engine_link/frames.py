@@ -180,17 +180,15 @@ class AsyncEngineLink:
         self._closed: LinkClosed | None = None
 
     def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
-        """Send a frame like :meth:`EngineLink.send`, without waiting.
+        """Send a frame like :meth:`EngineLink.send`, without waiting, with others of the same turn of the loop.
 
-        Bytes that the socket does not take now are sent later, in order. If the other end has closed the link, only
+        Bytes that the socket does not take then are sent later, in order. If the other end has closed the link, only
         :meth:`receive` raises.
         """
         idle = not self._outgoing
         self._outgoing += segments(message, buffers)
         if idle:
-            self._flush()
-            if self._outgoing:
-                asyncio.get_running_loop().add_writer(self._sock, self._flush_rest)
+            asyncio.get_running_loop().call_soon(self._flush_first)
 
     async def receive(self, kind: type[M]) -> tuple[M, memoryview]:
         """Receive the next frame; see :meth:`EngineLink.receive`."""
@@ -234,6 +232,11 @@ class AsyncEngineLink:
         loop.remove_writer(self._sock)
         self._outgoing.clear()
         self._sock.close()
+
+    def _flush_first(self) -> None:
+        self._flush()
+        if self._outgoing:
+            asyncio.get_running_loop().add_writer(self._sock, self._flush_rest)
 
     def _flush(self) -> None:
         try:

@@ -206,6 +206,7 @@ class Journal:
         point: pb.HistoryPoint | None = None,
         with_operation: bool = False,
         recorded: bool = False,
+        within_s: float = 0.0,
     ) -> asyncio.Future[None]:
         """Store a result, the changes to its run's row, its checkpoint, and its point in the run's record.
 
@@ -217,6 +218,7 @@ class Journal:
             repeatable: Whether a recovery replays the operation; if not, its record need not be kept.
             with_operation: Whether the operation is still being appended.
             recorded: Whether its record and its outcome are kept although no recovery replays it.
+            within_s: Seconds for which it may wait for another write to commit with.
 
         Raises (through the future):
             LookupError: An earlier operation has no result in the journal, because storing it failed; or the operation
@@ -285,7 +287,7 @@ class Journal:
             self.store.noted = self.store.noted or noted.rowcount == 1
             crash_point("result.before_commit")
 
-        return self.store.write(work)
+        return self.store.write(work, within_s=within_s)
 
     async def results(self, run_id: str, from_seq: int, up_to_seq: int, limit: int = 64) -> list[StoredResult]:
         """Stored results in order, at most ``limit`` and about ``READ_BYTES`` of them, at least one if one exists."""

@@ -40,6 +40,8 @@ from gradwire_server.stores.store import Store
 
 ON_START: ContextVar[Callable[[], object] | None] = ContextVar("gradwire_on_start", default=None)
 """Called when an engine begins to compute a request outside any run's queue."""
+TOGETHER_S = 0.005
+"""How long a result waits for those of the operations behind it that are in the engine, to be journaled with them."""
 
 
 class Dispatcher:
@@ -188,7 +190,8 @@ class Dispatcher:
             await ended(operation.appended)
         if operation.state is not OperationState.SENT:
             return False
-        self._results.finish(queue, operation, result, payload)
+        together_s = TOGETHER_S if len(queue.sent) > 1 else 0.0
+        self._results.finish(queue, operation, result, payload, within_s=together_s)
         return True
 
     async def withdraw(self, operation: QueuedOperation) -> bool:

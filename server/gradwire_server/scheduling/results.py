@@ -90,11 +90,20 @@ class Results:
         self._waiting = _Waiting()
 
     def finish(
-        self, queue: RunQueue, operation: QueuedOperation, result: pb.OperationResult, payload: Buffer = b""
+        self,
+        queue: RunQueue,
+        operation: QueuedOperation,
+        result: pb.OperationResult,
+        payload: Buffer = b"",
+        *,
+        within_s: float = 0.0,
     ) -> asyncio.Future[None]:
         """Apply a result to the queue now, and store it.
 
         The future resolves once the result is durable; readers see it from then on.
+
+        Args:
+            within_s: Seconds for which it may wait for another write to commit with.
         """
         checkpoint = None
         if operation.row.gives_checkpoint and result.status == pb.STATUS_SUCCEEDED:
@@ -112,7 +121,9 @@ class Results:
             if queue.record.rewound_epoch != rewound_epoch:
                 end()  # after a rewind, another operation may have this number
                 return
-            put = self._journal.put_result(run_id, result, [payload], marks, checkpoint, kept, point, recorded=recorded)
+            put = self._journal.put_result(
+                run_id, result, [payload], marks, checkpoint, kept, point, recorded=recorded, within_s=within_s
+            )
             put.add_done_callback(durable)
 
         def durable(put: asyncio.Future[None]) -> None:

@@ -26,7 +26,7 @@ class Stage:
     """An engine whose samples take as many steps as their ``max_tokens``; ``log`` is what happened, in order."""
 
     def __init__(self) -> None:
-        self.requests: queue.Queue[Request] = queue.Queue()
+        self.requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self.log: list[str] = []
         self.arrivals: dict[int, list[Request]] = {}
         self.under_way: list[tuple[engine_pb2.EngineRequest, list[int]]] = []

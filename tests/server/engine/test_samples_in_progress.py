@@ -32,7 +32,7 @@ class Looped(LocalEngine):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._numbers = itertools.count(1000)
-        self._given: queue.Queue[Request] = queue.Queue()
+        self._given: queue.SimpleQueue[Request] = queue.SimpleQueue()
 
     def give(self, run_id: str, columns: Any = None, *, unless_failed: int = 0, **kind: Any) -> int:
         """Queues an operation of a run, or a SampleRequest where the run is ""; its id."""

@@ -49,10 +49,6 @@ from gradwire_server.observability.tracing import Tracing
 
 logger = logging.getLogger("gradwire_server.engine")
 
-READ_AHEAD = 4
-GROUP_READ_AHEAD = 32
-"""Requests read ahead where runs are grouped: what has not been read cannot join a group."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the engine until it is shut down; the exit code."""
@@ -78,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # whatever stops the start is for the front to report
         link.send(engine_pb2.EngineReply(error=to_error(error, "the engine's start")))
         return 1
-    requests: queue.Queue[Request] = queue.Queue(GROUP_READ_AHEAD if context.groups_runs else READ_AHEAD)
+    requests: queue.SimpleQueue[Request] = queue.SimpleQueue()  # the front bounds what is in it
     residency = context.residency
     gc.freeze()  # what is loaded stays, so that no collection need walk it
     gc.enable()
@@ -105,7 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _read_ahead(
-    link: EngineLink, requests: queue.Queue[Request], residency: Residency, read_back: ReadBack, images: ImagesAhead
+    link: EngineLink,
+    requests: queue.SimpleQueue[Request],
+    residency: Residency,
+    read_back: ReadBack,
+    images: ImagesAhead,
 ) -> None:
     while True:
         try:

@@ -53,7 +53,7 @@ class Loop:
         decisions: Decisions,
         engine: Engine,
         samples: SamplesInProgress,
-        requests: queue.Queue[Request],
+        requests: queue.SimpleQueue[Request],
         ranks: Ranks,
         send: Callable[[Answer], None],
         working: Callable[[], AbstractContextManager[None]],

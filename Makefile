@@ -44,6 +44,9 @@ test: setup
 	$(BIN)/python -m compileall -q client server losses proto examples tools tests/support
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# These lanes start every server as a user does, not as a fork of a process that has imported all (tests/support/forks.py).
+test-slow test-faults test-ranks test-end-to-end test-fleet: export GRADWIRE_TEST_REAL_START := 1
+
 test-slow: setup
 	GRADWIRE_SEED=$${GRADWIRE_SEED:-random} $(BIN)/python -m pytest -m slow -o asyncio_debug=true
 

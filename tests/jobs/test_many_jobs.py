@@ -61,7 +61,7 @@ async def test_twenty_jobs_of_four_keys_are_fair_and_within_their_quotas(tmp_pat
     state.mkdir()
     secrets = {name: KeyFile(state).create(name, quota=Quota(running_jobs=running)) for name, running in KEYS.items()}
     data, model = write_data(tmp_path), await asyncio.to_thread(chat_model, tmp_path / "marked", "marked")
-    server = Server(model, state, "--threads", "1", "--job-workers", str(WORKERS), name="marked")
+    server = Server(model, state, "--threads", "1", "--job-workers", str(WORKERS), name="marked", real=True)
     await asyncio.to_thread(server.start)
     settings = SETTINGS | {"max_steps": 10}
     try:

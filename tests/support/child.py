@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from support import forks
 from support.blocking import DETECTOR
 
 
@@ -20,18 +21,21 @@ class Child:
         command: What is run.
         announcement: How the line begins that ends with the child's address.
         env: Its environment, beside this process's.
+        real: Start it in any case as a user does, not as a fork (:mod:`support.forks`): its memory is measured.
     """
 
-    def __init__(self, command: Sequence[str], announcement: str, env: dict[str, str] | None = None) -> None:
-        self._command, self._announcement = list(command), announcement
+    def __init__(
+        self, command: Sequence[str], announcement: str, env: dict[str, str] | None = None, *, real: bool = False
+    ) -> None:
+        self._command, self._announcement, self._real = list(command), announcement, real
         self._env = {"OMP_NUM_THREADS": "1"} | (env or {})
 
     def launch(self) -> str:
         """Start it; gives its address."""
         with DETECTOR.excused():
-            self.process = subprocess.Popen(
-                self._command, stdout=subprocess.PIPE, text=True, env=os.environ | self._env
-            )
+            env = os.environ | self._env
+            start = subprocess.Popen if self._real else forks.kind(self._command, env)
+            self.process = start(self._command, stdout=subprocess.PIPE, text=True, env=env)
             assert self.process.stdout is not None
             for line in self.process.stdout:
                 if line.startswith(self._announcement):

@@ -83,7 +83,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = tiny_model(folder / "model", context_length=4096)
     (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     (folder / "state").mkdir()
-    server = HttpServer(model, folder / "state", free_port(), "--threads", "1")
+    server = HttpServer(model, folder / "state", free_port(), "--threads", "1", real=True)
     file = KeyFile(folder / "state")
     found = Served(server, file)
     server.start()

@@ -32,12 +32,12 @@ def free_port() -> int:
 class Server(Child):
     """`gradwire serve` as a child process; can be stopped, killed and started again on the same state folder."""
 
-    def __init__(self, model: Path, state_dir: Path, *args: str, name: str = "tiny") -> None:
+    def __init__(self, model: Path, state_dir: Path, *args: str, name: str = "tiny", real: bool = False) -> None:
         command = [sys.executable, "-m", "gradwire_server.cli", "serve", "--address", "127.0.0.1:0"]
         command += ["--model", f"{name}={model}", "--state-dir", str(state_dir), *args]
         if not {*_SAYS_ITSELF} & {*args}:
             command += FLAGS
-        super().__init__(command, "gradwire: listening on ")
+        super().__init__(command, "gradwire: listening on ", real=real)
         self.address, self.state_dir = "", state_dir
 
     def start(self) -> Self:
@@ -48,8 +48,7 @@ class Server(Child):
 
     @property
     def engine_pid(self) -> int:
-        pid = self.process.pid
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        return next(iter(self.engine_pids.values()))
 
     @property
     def engine_pids(self) -> dict[int, int]:

@@ -20,8 +20,10 @@ DTYPES = {"float32": pb.TINKER_DTYPE_FLOAT32, "int64": pb.TINKER_DTYPE_INT64}
 class HttpServer(Server):
     """A server that serves HTTP too, on a port that it keeps over restarts."""
 
-    def __init__(self, model: Path, state_dir: Path, port: int, *args: str, name: str = "tiny") -> None:
-        super().__init__(model, state_dir, "--http", f"127.0.0.1:{port}", *args, name=name)
+    def __init__(
+        self, model: Path, state_dir: Path, port: int, *args: str, name: str = "tiny", real: bool = False
+    ) -> None:
+        super().__init__(model, state_dir, "--http", f"127.0.0.1:{port}", *args, name=name, real=real)
         self.model = model
         self.url = f"http://127.0.0.1:{port}"
 

@@ -62,7 +62,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keys]:
     (folder / "state").mkdir()
     secrets = [KeyFile(folder / "state").create(name) for name in ("hostile", "other")]
     limits = ("--limit", f"max_http_body_bytes={BODY_LIMIT}")
-    server = HttpServer(model, folder / "state", free_port(), "--threads", "1", *limits)
+    server = HttpServer(model, folder / "state", free_port(), "--threads", "1", *limits, real=True)
     server.start()
     yield Keys(server, *secrets)
     assert server.end() == 0

@@ -34,7 +34,7 @@ POINTS = 3_000
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[HttpServer]:
     limits = ("--threads", "1", "--limit", f"max_history_points={POINTS}")
-    served = HttpServer(tiny_model(tmp_path / "model"), tmp_path / "state", free_port(), *limits)
+    served = HttpServer(tiny_model(tmp_path / "model"), tmp_path / "state", free_port(), *limits, real=True)
     served.start()
     yield served
     served.end()

@@ -1,0 +1,158 @@
+"""The process that servers and engines of tests are forked from; see :mod:`support.forks`.
+
+It has one thread and has computed nothing, so that a fork of it differs from a new process only in what is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import fcntl
+import gc
+import importlib.util
+import itertools
+import json
+import os
+import platform
+import runpy
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from support.forks import Stem
+
+FRONT, ENGINE = "gradwire_server.cli", "gradwire_server.engine.process"
+IMPORTED = [f"{FRONT}.app", "gradwire_server.server", f"{ENGINE}.__main__"]
+if importlib.util.find_spec("bitsandbytes"):
+    IMPORTED.append("peft.tuners.lora.bnb")  # by an engine's first adapter
+CLONE = {"x86_64": 56, "aarch64": 220}
+"""Number of the system call."""
+CLONE_PARENT, PR_GET_TID_ADDRESS = 0x8000, 40
+MESSAGE_BYTES = 1 << 17
+
+
+def be_a_stem(fd: int) -> None:
+    """Import all, and fork whatever is asked for; returns in the forks only, after their program."""
+    from gradwire_server.cli.event_loop import GRPC
+
+    os.environ.update(GRPC | os.environ)  # before gRPC's import
+    for module in IMPORTED:
+        importlib.import_module(module)
+    del sys.modules[f"{ENGINE}.__main__"]  # so that it runs as a main program that nobody imported
+    assert len(os.listdir("/proc/self/task")) == 1, "an import starts threads, which a fork does not have"
+    gc.collect()
+    gc.freeze()  # no collection writes to the pages that forks share
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the end of the link ends this process
+    _serve(socket.socket(fileno=fd))
+
+
+def _serve(link: socket.socket) -> None:
+    while True:
+        message, fds, *_ = socket.recv_fds(link, MESSAGE_BYTES, 16)
+        if not message:
+            os._exit(0)
+        if not (pid := _fork_sibling()):
+            link.close()
+            return _run(json.loads(message), fds)
+        link.send(str(pid).encode())
+        for fd in fds:
+            os.close(fd)
+
+
+def _fork_sibling() -> int:
+    """fork(2), but the new process is a child of this one's parent, which can wait for it as for any other child."""
+    api, tid = ctypes.pythonapi, ctypes.POINTER(ctypes.c_int)()
+    api.prctl(PR_GET_TID_ADDRESS, ctypes.byref(tid))
+    api.PyOS_BeforeFork()
+    pid: int = api.syscall(CLONE[platform.machine()], CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
+    if pid:
+        api.PyOS_AfterFork_Parent()
+    else:
+        if tid:
+            tid[0] = os.getpid()  # the C library's note of the thread's number, which its fork(3) keeps right
+        api.PyOS_AfterFork_Child()
+    return pid
+
+
+def _run(told: Mapping[str, Any], fds: Sequence[int]) -> None:
+    """Run a module as ``python -m`` does."""
+    wanted, above = told["fds"], max(told["fds"]) + 1
+    for fd, moved in zip(wanted, [fcntl.fcntl(fd, fcntl.F_DUPFD, above) for fd in fds], strict=True):
+        os.dup2(moved, fd)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    for low, high in itertools.pairwise([*sorted(wanted), highest + 1]):
+        os.closerange(low + 1, high)
+    os.environ.clear()
+    os.environ.update(told["env"])
+    os.chdir(told["cwd"])
+    if told.get("session"):
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.modules["numpy"].random.seed()
+    sys.path[0] = told["cwd"]
+    module, *sys.argv[1:] = told["words"]
+    _show([sys.executable, "-m", *told["words"]])
+    if told["words"][:2] == [FRONT, "serve"]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if not os.fork():
+            ours.close()
+            return _be_the_fronts(theirs)
+        theirs.close()
+        _fork_engines(Stem(ours))
+    runpy._run_module_as_main(module)  # type: ignore[attr-defined]
+
+
+def _show(words: Sequence[str]) -> None:
+    """Write these where others read this process's command line."""
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    line = "\0".join(words).encode()[: end - start - 1]
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, line, len(line))
+
+
+def _be_the_fronts(link: socket.socket) -> None:
+    """Fork engines for a front, and do not hold its pipes open."""
+    _show(["stem"])
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _serve(link)
+
+
+def _fork_engines(stem: Stem) -> None:
+    """Have this process's engines forked, where it would start a process that has all of this one's GPUs."""
+    from gradwire_server.engine_client.launcher import environment
+
+    start, nothing = asyncio.create_subprocess_exec, os.open(os.devnull, os.O_RDONLY)
+
+    async def create(program: str, *words: str, **options: Any) -> Any:
+        if words[:2] != ("-m", ENGINE) or options["env"] != environment():
+            return await start(program, *words, **options)
+        fds = {0: nothing, 1: 2, 2: 2} | {fd: fd for fd in options["pass_fds"]}
+        return _Engine(stem.fork(words[1:], options["env"], fds, session=True))
+
+    asyncio.create_subprocess_exec = create  # type: ignore[assignment]
+
+
+class _Engine:
+    """What a front asks of an :class:`asyncio.subprocess.Process`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.returncode, self._ended = pid, None, asyncio.Event()
+        loop, fd = asyncio.get_running_loop(), os.pidfd_open(pid)
+
+        def reap() -> None:
+            loop.remove_reader(fd)
+            os.close(fd)
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            self._ended.set()
+
+        loop.add_reader(fd, reap)
+
+    async def wait(self) -> int | None:
+        await self._ended.wait()
+        return self.returncode

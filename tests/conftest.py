@@ -134,11 +134,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep what is imported out of the search for garbage: now, a fifth of the time, and when memory has run out."""
+    """Keep what is imported out of the search for garbage: now, a fifth of the time, and when memory has run out.
+
+    The tests as pytest rewrites them are kept as bytecode also where the environment forbids Python to write it: each
+    process that runs tests would spend half of the collection on rewriting all of them.
+    """
     gc.disable()
+    forbidden, sys.dont_write_bytecode = sys.dont_write_bytecode, False
     try:
         return (yield)
     finally:
+        sys.dont_write_bytecode = forbidden
         leave_out_of_garbage()
         gc.enable()
 

@@ -171,7 +171,7 @@ FLEET := tests/server/stores tests/end_to_end/test_store.py tests/faults/test_ag
 test-fleet: setup .venv-fleet/.installed .node-azurite/.installed
 	GRADWIRE_SEED=$${GRADWIRE_SEED:-random} $(BIN)/python -m pytest $(FLEET) tests/end_to_end/test_engine_elsewhere.py \
 	  tests/end_to_end/test_engines.py tests/end_to_end/test_fleet.py tests/end_to_end/test_fleet_simulation.py \
-	  tests/client/fleet -m "faults or slow or not slow" -s
+	  tests/client/fleet tests/faults/test_fleet_load.py -m "faults or slow or not slow" -s
 	.venv-fleet/bin/python -m pytest tests/end_to_end/test_ray_fleet.py tests/deploy/test_kuberay.py -m "slow or not slow" -s
 
 .node-azurite/.installed:

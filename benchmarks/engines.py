@@ -2,8 +2,8 @@
 
     python -m benchmarks.engines [--repeats 5] [--smoke] [--only training|rollout|relay|placement]
 
-One rollout has groups of eight samples, as RL's iterations have, and one a sample for each prompt: there a token of 16
-samples takes an engine four fifths of the time of 32, because most of it is the same for any number of samples.
+The rollout has groups of eight samples, as RL's iterations have. With one for each prompt it is not divided: a token of
+16 samples takes an engine four fifths of the time of 32, because most of it is the same for any number of samples.
 
 A machine needs two idle cores for the figures to mean something. The agent and its engine are processes of this machine
 too, so that the relay's figure holds both ends' work, and no network.
@@ -66,14 +66,14 @@ async def _training(services: dict[str, gradwire.ServiceClient], size: Size) -> 
     return Figure(name, turns.ratio(), "x", TRAINING_TARGET, detail=detail, samples=turns.rates)
 
 
-async def _rollout(services: dict[str, gradwire.ServiceClient], size: Size, samples: int) -> Figure:
+async def _rollout(services: dict[str, gradwire.ServiceClient], size: Size) -> Figure:
     """Time of a sample of a run's own weights after a step, so that the other engine has to get them, too."""
     source, seconds = Draw.of(10, smoke=size.smoke), dict[str, list[float]]({name: [] for name in services})
     runs = {name: await service.create_run("m", lora=LORA_RANK, seed=1) for name, service in services.items()}
     tokens: dict[str, list[list[int]]] = {name: [] for name in runs}
-    asked: dict[str, Any] = {"n": samples, "max_tokens": size.pick(NEW_TOKENS, 4), "ignore_eos": True, "seed": 1}
+    asked: dict[str, Any] = {"n": GROUP, "max_tokens": size.pick(NEW_TOKENS, 4), "ignore_eos": True, "seed": 1}
     for _ in range(size.repeats + 1):
-        prompts = [source.tokens(16) for _ in range(size.pick(PROMPTS, 4))]
+        prompts = [source.tokens(16) for _ in range(size.pick(PROMPTS, 8))]
         batch = KINDS["sft"].batch(source.rows(ROWS))
         for name, run in runs.items():
             await train(run, KINDS["sft"], [batch])
@@ -85,7 +85,7 @@ async def _rollout(services: dict[str, gradwire.ServiceClient], size: Size, samp
     same = "the same tokens" if tokens[ONE] == tokens[TWO] else "tokens differ"
     ratio = statistics.median(more / less for more, less in zip(seconds[TWO][1:], seconds[ONE][1:], strict=True))
     detail = f"{two * 1e3:.0f} and {one * 1e3:.0f} ms; {same}; {_load()}"
-    name = f"a rollout of {PROMPTS} x {samples} samples: two engines' time over one's"
+    name = f"a rollout of {PROMPTS} x {GROUP} samples: two engines' time over one's"
     return Figure(name, ratio, "x", ROLLOUT_TARGET, at_least=False, detail=detail, samples=seconds)
 
 
@@ -159,7 +159,7 @@ async def figures(folder: Path, size: Size) -> list[Figure]:
         if size.wants("training"):
             measured.append(await _training(services, size))
         if size.wants("rollout"):
-            measured += [await _rollout(services, size, samples) for samples in (GROUP, 1)]
+            measured.append(await _rollout(services, size))
         if size.wants("relay"):
             agent = Agent(services[ONE].address).start()
             stack.callback(agent.end)

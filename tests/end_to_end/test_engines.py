@@ -106,7 +106,7 @@ async def test_a_run_moves_between_the_halves_of_a_clients_loss(server: Server) 
 
 
 PROMPTS = [[5 + number, 7, 3 * number + 4] for number in range(10)]
-ASKED: dict[str, Any] = {"max_tokens": 12, "n": 2, "temperature": 0.9, "seed": 11}
+ASKED: dict[str, Any] = {"max_tokens": 12, "n": 7, "temperature": 0.9, "seed": 11}
 
 
 def tokens(result: gradwire.SampleResult) -> list[list[list[int]]]:

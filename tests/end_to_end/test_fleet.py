@@ -53,7 +53,7 @@ async def logprobs(run: gradwire.TrainingClient) -> list[list[float]]:
 
 
 async def tokens(run: gradwire.TrainingClient) -> list[list[int]]:
-    result = await run.sample(PROMPTS, max_tokens=12, n=2, seed=3)
+    result = await run.sample(PROMPTS, max_tokens=12, n=7, seed=3)
     assert set(result.engines) == {0, 1}
     return [sample.token_ids.tolist() for of_prompt in result.samples for sample in of_prompt]
 

@@ -26,8 +26,11 @@ from gradwire_server.scheduling.samples_in_parts import Asked, OnFrame, OnResult
 from gradwire_server.scheduling.shared_files import SharedFiles
 from gradwire_server.stores.store import Store
 
-LEAST_SAMPLES = 8
-"""Samples of a part at least; with fewer, an engine hardly ends sooner than it would with all of them."""
+LEAST_SAMPLES = 32
+"""Samples of a part at least: with fewer, an engine hardly ends sooner than it would with all of them.
+
+Of a token, most of the time is the same for any number of samples, until there are some dozens (``docs/scaling.md``).
+"""
 
 
 class SpreadSamples:

@@ -12,11 +12,13 @@ calls does not grow with the rows.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import cast
 
+import numpy as np
 import torch
 from gradwire_losses.batch import sent
 from torch import Tensor, nn
@@ -29,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 PAGE = 16
 """Tokens of a page."""
+MAPPED = 4 << 20
+"""Bytes of a block that a CPU's allocator maps (``ENVIRONMENT`` in :mod:`gradwire_server.engine_client.launcher`)."""
+ALIGNMENT = 64
+"""Bytes that a CPU tensor's memory begins at a multiple of."""
 
 
 class PageStore:
@@ -51,13 +57,15 @@ class PageStore:
     def reserve(self, pages: int) -> None:
         """Make room for so many pages; layer by layer, so that no more than one layer is there twice.
 
-        On a GPU there is more room then, as graphs of kernels are captured anew after each move: twice as much up to
-        1 GiB, then a quarter more.
+        There is more room then, as all is copied, and graphs of kernels are captured anew after each move: twice as
+        much up to 1 GiB, then a quarter more; on a CPU a sixteenth until blocks are mapped, whose memory is taken when
+        it is written.
         """
         if pages <= self.pages:
             return
+        tensors = [each for pair in self._layers.values() for each in pair]
         spare = self.pages // 16
-        if any(keys.is_cuda for keys, _ in self._layers.values()):
+        if any(each.is_cuda or 2 * each.nbytes >= MAPPED for each in tensors):
             spare = self.pages if self.nbytes < 1 << 30 else self.pages // 4
         self.pages = max(pages, self.pages + spare)
         self.moves += 1
@@ -68,9 +76,7 @@ class PageStore:
         """Write the keys and values of ``[M]`` places, ``[M, K, D]``; returns the layer's whole ones."""
         if layer not in self._layers:
             self.moves += 1
-            # Zeros, because what a mask leaves out must be finite.
-            room = self.pages * PAGE
-            self._layers[layer] = keys.new_zeros(room, *keys.shape[1:]), values.new_zeros(room, *values.shape[1:])
+            self._layers[layer] = _room(keys, self.pages), _room(values, self.pages)
         own = self._layers[layer]
         for whole, part in zip(own, (keys, values), strict=True):
             whole.index_copy_(0, places, part)
@@ -84,7 +90,11 @@ class PageStore:
                 pages.index_copy_(0, sent(to, whole.device), pages.index_select(0, sent(come_from, whole.device)))
 
     def select(self, pages: Tensor) -> None:
-        """Keep only these pages, in this order."""
+        """Keep only these pages, in this order; on a CPU the store stays as it is if they are more than half of it."""
+        count = len(pages)
+        on_cpu = not any(keys.device.type != "cpu" for keys, _ in self._layers.values())
+        if on_cpu and 2 * count > self.pages and torch.equal(pages, torch.arange(count)):
+            return
         self.moves += 1
         for layer, (keys, values) in self._layers.items():
             index = sent(pages, keys.device)
@@ -306,6 +316,17 @@ def _mask(lists: PageLists, dtype: torch.dtype) -> Tensor | None:
 
 
 def _resized(old: Tensor, pages: int) -> Tensor:
-    new = old.new_zeros(pages * PAGE, *old.shape[1:])
+    new = _room(old, pages)
     new[: len(old)] = old
     return new
+
+
+def _room(like: Tensor, pages: int) -> Tensor:
+    """Pages of zeros, ``[T, K, D]``, because what a mask leaves out must be finite."""
+    shape = pages * PAGE, *like.shape[1:]
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    # numpy's zeros are the system's, which are there when they are first used; torch would write them all.
+    size = math.prod(shape) * like.itemsize
+    memory = torch.from_numpy(np.zeros(size + ALIGNMENT, np.uint8))
+    return memory[-memory.data_ptr() % ALIGNMENT :][:size].view(like.dtype).view(shape)

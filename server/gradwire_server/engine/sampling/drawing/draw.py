@@ -13,6 +13,8 @@ from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 
 BLOCK = 128
 """Tokens whose weights are summed together before a place among them is searched."""
+CHUNK_ELEMENTS = 1 << 19
+"""Logits that a CPU draws from at a time, whose weights stay in a cache."""
 FEW = 256
 """Most probable tokens that are tried first for top-p."""
 
@@ -29,6 +31,12 @@ def draw(
     Returns:
         ``[R]`` tokens, and ``[R]`` their log-probabilities in the whole distribution of ``logits``.
     """
+    rows = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    if logits.device.type == "cpu" and len(logits) > rows:
+        choosing = [None] * -(-len(logits) // rows) if chosen_by is None else chosen_by.split(rows)
+        chunks = zip(logits.split(rows), uniform.split(rows), choosing, strict=True)
+        drawn, scores = zip(*[draw(own, numbers, params, by) for own, numbers, by in chunks], strict=True)
+        return torch.cat(drawn), torch.cat(scores)
     whole = params.temperature > 0 and not params.top_k and params.top_p >= 1 and params.min_p <= 0
     if chosen_by is None and whole:
         largest = logits.amax(dim=-1, keepdim=True)
@@ -87,11 +95,11 @@ def _inverted(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """``[R, 1]`` places of ``[R, N]`` weights where their cumulative share passes ``[R]`` numbers, and their sums.
 
     First the block is found by the sums of blocks, then the place in it, so that only sums of blocks and one block of
-    each row are added up in float64. A weight of zero is never chosen.
+    each row are added up in float64, which for all weights would mean a copy of them. A weight of zero is never chosen.
     """
     missing = -weights.shape[1] % BLOCK
     blocks = (nn.functional.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, BLOCK))
-    sums = blocks.sum(dim=-1, dtype=torch.float64)
+    sums = blocks.sum(dim=-1).to(torch.float64)
     ends = sums.cumsum(dim=-1)
     targets = uniform[:, None].to(ends.dtype) * ends[:, -1:]
     block = torch.searchsorted(ends, targets, right=True).minimum(_last_positive(sums))

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from gradwire_proto.v1 import training_pb2
-from gradwire_server.engine.model.attention.paged import PAGE
+from gradwire_server.engine.model.attention.paged import ALIGNMENT, MAPPED, PAGE, PageStore
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import LoraPolicy, Policy
-from gradwire_server.engine.sampling.drawing.draw import draw
+from gradwire_server.engine.sampling.drawing.draw import CHUNK_ELEMENTS, draw
 from gradwire_server.engine.sampling.pages import pages as paging
 from gradwire_server.engine.sampling.pages.page_lists import APART_ROWS, OwnLists, shared_lists
 from gradwire_server.engine.sampling.pages.page_table import PageTable, page_digests
@@ -208,8 +208,8 @@ def test_page_table_keeps_the_counts_through_any_use(rng: np.random.Generator, k
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
 def test_top_p_draws_what_a_full_sort_draws(top_p: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(64, 5000, generator=generator) * torch.linspace(0.1, 6, 64)[:, None]
-    uniform = torch.rand(64, dtype=torch.float64, generator=generator)
+    logits = torch.randn(128, 5000, generator=generator) * torch.linspace(0.1, 6, 128)[:, None]
+    uniform = torch.rand(128, dtype=torch.float64, generator=generator)
     tokens, _ = draw(logits, uniform, SamplingParams(max_tokens=1, seed=0, top_p=top_p))
     p, order = logits.double().softmax(-1).sort(-1, descending=True)
     p[p.cumsum(-1) - p >= top_p] = 0
@@ -217,6 +217,26 @@ def test_top_p_draws_what_a_full_sort_draws(top_p: float) -> None:
     expected = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
     differ = tokens != order.gather(1, expected)[:, 0]
     assert differ.sum() <= 1  # where rounding decides
+
+
+def test_a_store_doubles_once_its_blocks_are_mapped_and_stays_if_most_is_kept() -> None:
+    store, layer = PageStore(), torch.nn.Identity()
+    pages = MAPPED // (4 * PAGE * 2 * 64) // 2
+    store.reserve(pages)
+    places = torch.arange(pages * PAGE)
+    written = torch.randn(2, len(places), 2, 64)
+    store.write(layer, places, *written)
+    store.reserve(pages + 1)
+    assert store.pages == 2 * pages
+    moves = store.moves
+    store.select(torch.arange(pages + 1))
+    assert (store.moves, store.pages) == (moves, 2 * pages)
+    for whole, part in zip(store.write(layer, places[:0], *written[:, :0]), written, strict=True):
+        assert whole.data_ptr() % ALIGNMENT == 0
+        assert torch.equal(whole[: len(part)], part) and not whole[len(part) :].any()
+    store.select(torch.tensor([0, 3]))
+    keys, _ = store.write(layer, places[:0], *written[:, :0])
+    assert store.pages == 2 and torch.equal(keys[PAGE:], written[0, 3 * PAGE : 4 * PAGE])
 
 
 @pytest.mark.parametrize(("lists", "firsts"), [([(2, 3), (2, 3), (4, 5)], [2, 4]), ([(2, 3), (5, 4)], [None])])
@@ -259,9 +279,10 @@ def test_few_pages_between_those_of_the_rows_are_read_and_many_are_not() -> None
 
 def test_a_whole_distribution_is_inverted_exactly() -> None:
     generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(200, 1000, generator=generator) * 3
+    logits = torch.randn(600, 1000, generator=generator) * 3
+    assert logits.numel() > CHUNK_ELEMENTS
     logits[:, ::3] = -torch.inf
-    uniform = torch.rand(200, dtype=torch.float64, generator=generator)
+    uniform = torch.rand(600, dtype=torch.float64, generator=generator)
     uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
     tokens, logprobs = draw(logits, uniform, SamplingParams(max_tokens=1, seed=0))
     cumulative = logits.double().softmax(-1).cumsum(-1)

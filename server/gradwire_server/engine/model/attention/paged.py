@@ -328,5 +328,5 @@ def _room(like: Tensor, pages: int) -> Tensor:
         return like.new_zeros(shape)
     # numpy's zeros are the system's, which are there when they are first used; torch would write them all.
     size = math.prod(shape) * like.itemsize
-    memory = torch.from_numpy(np.zeros(size + ALIGNMENT, np.uint8))
-    return memory[-memory.data_ptr() % ALIGNMENT :][:size].view(like.dtype).view(shape)
+    memory = np.zeros(size + ALIGNMENT, np.uint8)
+    return torch.from_numpy(memory[-memory.ctypes.data % ALIGNMENT :][:size]).view(like.dtype).view(shape)

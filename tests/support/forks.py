@@ -22,8 +22,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-FREE = ("GRADWIRE_", "PYTEST_", "GRPC_", "TORCHINDUCTOR_CACHE_DIR")
-"""How variables begin that nobody reads as he is imported, gRPC for example with the first channel."""
+FREE = ("GRADWIRE_", "PYTEST_", "GRPC_", "TORCHINDUCTOR_CACHE_DIR", "PYGAME_", "TRL_")
+"""How variables begin that no server reads as it is imported, gRPC for example with the first channel. What tests and
+libraries set for the rest of the suite belongs here, or every later server starts for real."""
+MACHINES = ("x86_64", "aarch64")
 READ_AT_IMPORT = ("GRADWIRE_CRASH_FILE",)
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 """Of stems, whatever a test sets meanwhile."""
@@ -103,5 +105,5 @@ def kind(command: Sequence[str], env: Mapping[str, str]) -> type[subprocess.Pope
     changed = {name for name in {*env, *ENVIRONMENT} if env.get(name) != ENVIRONMENT.get(name)}
     alike = all(name.startswith(FREE) and name not in READ_AT_IMPORT for name in changed)
     a_server = [*command[:3]] == [sys.executable, "-m", "gradwire_server.cli"]
-    forks = platform.machine() in ("x86_64", "aarch64") and not os.environ.get("GRADWIRE_TEST_REAL_START")
+    forks = platform.machine() in MACHINES and not os.environ.get("GRADWIRE_TEST_REAL_START")
     return ForkedProcess if forks and alike and a_server else subprocess.Popen

@@ -83,13 +83,13 @@ class RunInfo:
             server a run without waiting operations is restored with its next one, and this is empty until then.
         recovery_s: Seconds that bringing the run back after a crash of the engine or the server would take now:
             loading its newest checkpoint and repeating the operations behind it, as measured.
+        waits_for: What keeps its next operation, besides its turn: room on the server's disk, or its engine, which
+            starts; empty if nothing does.
         from_upload: Id of the upload that the run started from; empty if none.
         router_aux_loss_coef: Coefficient of the experts' load-balancing loss; None: as the model's configuration says.
         changes: What changed under the run and was accepted (``accept_changes``, ``--accept-changes``), oldest first.
         engine: Number of the engine that the run is on.
         lanes: Number of ranks that can share its work.
-        waits_for: What keeps its next operation, besides its turn: room on the server's disk, or its engine, which
-            starts; empty if nothing does.
         engine_s: Seconds that engines have computed for it; of what is computed together, its share.
         record_batches: Share of its batches that the server records.
         neftune_noise_alpha: Of the noise that training adds to its embeddings; 0 for none.

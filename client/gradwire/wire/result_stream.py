@@ -25,7 +25,6 @@ from gradwire.wire.transport import Transport
 ACK_INTERVAL_S = 0.25
 """Seconds between two calls that let the server delete results; each costs as much as a short operation's messages."""
 MAX_ACK_INTERVAL_S = 5.0
-
 PATIENCE_S = 20.0
 """Seconds without a result after which the server is asked what the run waits for."""
 

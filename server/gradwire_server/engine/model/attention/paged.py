@@ -92,7 +92,7 @@ class PageStore:
     def select(self, pages: Tensor) -> None:
         """Keep only these pages, in this order; on a CPU the store stays as it is if they are more than half of it."""
         count = len(pages)
-        on_cpu = not any(keys.device.type != "cpu" for keys, _ in self._layers.values())
+        on_cpu = all(keys.device.type == "cpu" for keys, _ in self._layers.values())
         if on_cpu and 2 * count > self.pages and torch.equal(pages, torch.arange(count)):
             return
         self.moves += 1

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import ROOT
+from benchmarks import ROOT, roofline
 from benchmarks.__main__ import BEGIN, END, LONG_BEGIN, LONG_END, LONG_ROWS, ROWS, markdown
 from benchmarks.gpu_cases import Case, run_case
 from benchmarks.growth import FACTORS, deviation
 from benchmarks.qwen import SMOKE, Shape
+from benchmarks.qwen import shape as shape_of
 from benchmarks.report import Figure, Size, line
 from benchmarks.turns import Turns, check_losses
 from benchmarks.workload import Draw, num_tokens
@@ -152,6 +153,20 @@ def test_the_arithmetic_of_a_step_is_what_torch_counts() -> None:
     assert counter.get_total_flops() == pytest.approx(
         shape.step_flops([length], lora=False) + unneeded + rotations, rel=1e-3
     )
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # a name that peft uses
+def test_the_least_time_of_a_step_is_that_of_its_arithmetic() -> None:
+    case = next(each for each in roofline.CASES if each.size == "0.6B")
+    assert roofline.line(case) in roofline.written(), "run `python -m benchmarks.roofline`"
+    assert [line.split("| ")[1].strip() for line in roofline.written().splitlines()[2:]] == [
+        each.title for each in roofline.CASES
+    ]
+    least = roofline.milliseconds(case)
+    needed = 1000 * shape_of("0.6B", smoke=False).step_flops(case.rows, lora=False) / roofline.PRODUCTS
+    assert needed <= least["products"] + least["attention"] + least["vocabulary"] <= 1.5 * needed
+    faster = roofline.milliseconds(case, 100 * roofline.BANDWIDTH["H200"])  # then only the arithmetic takes time
+    assert needed <= sum(faster.values()) <= 1.2 * needed
 
 
 def test_an_adapter_needs_two_thirds_and_a_little() -> None:

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 Statement = tuple[str, Sequence[Any]]
 """SQL and the values of its parameters."""
 _FIELDS: Mapping[type[Any], str] = {int: "integer", float: "real", str: "text", bytes: "blob"}
-TRANSACTIONS = ("BEGIN", "COMMIT", "SAVEPOINT", "RELEASE", "ROLLBACK")
+TRANSACTIONS = ("BEGIN", "COMMIT")
 """How the statements begin that change no row."""
 
 

@@ -1,8 +1,8 @@
 """A SQLite database with one writer thread and group commit.
 
 Writes that arrive while a commit is being fsynced go into the next one, so many concurrent writes cost one fsync, and
-the event loop never waits for the disk. Writes are executed in the order in which they were requested, each in its own
-savepoint, so that one that fails does not affect the others.
+the event loop never waits for the disk. Writes are executed in the order in which they were requested; what one
+that fails has changed is taken back, and does not affect the others.
 
 A commit is durable by its record in the segments (:mod:`.commit_log`). SQLite's own transaction goes over many of them:
 its pages are written once for all.
@@ -17,7 +17,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -242,16 +242,14 @@ class Database:
             self.commit += 1
             for item in items:
                 made = len(connection.statements)
-                connection.execute("SAVEPOINT item")
                 try:
                     outcomes.append((item.work(connection), None))
                 except Exception as error:  # passed on to the caller through the future
                     if not connection.in_transaction:  # SQLite took back the whole: the disk is full, or fails
                         raise
-                    connection.execute("ROLLBACK TO item")
-                    del connection.statements[made:]
+                    if len(connection.statements) > made:
+                        self._take_back(connection, connection.statements[:made])
                     outcomes.append((None, self._storage_error(error)))
-                connection.execute("RELEASE item")
             if connection.statements:
                 if not self.noted or ran_s >= self._noted_s + RAN_EVERY_S:
                     connection.execute("UPDATE state SET commits = ?, ran_s = ?", (self.commit, ran_s))
@@ -288,6 +286,13 @@ class Database:
             for sql, values in self._open:
                 connection.execute(sql, values)
         connection.statements.clear()
+
+    def _take_back(self, connection: JournalConnection, kept: Sequence[Statement]) -> None:
+        """Undo what a write changed before it failed: begin the transaction anew, with the group's other changes."""
+        connection.rollback()
+        self._begin_transaction(connection)
+        for sql, values in kept:
+            connection.execute(sql, values)
 
     def _put_into_file(self, connection: JournalConnection) -> None:
         """End SQLite's transaction. If that fails, its statements stay for the next one.

@@ -219,12 +219,24 @@ async def test_a_crash_before_sqlite_has_written_loses_nothing(tmp_path: Path) -
         await journal.put_result(run_id, done, [b"scores"], marks, point=pb.HistoryPoint(run_id=run_id, seq=seq))
     await journal.release(run_id, 2)
     await runs.delete(record)
-    with pytest.raises(LookupError):  # its savepoint is rolled back, and so it must not come back
-        await append(journal, operation(run_id, 9))
+    stored = [pb.OperationResult(seq=seq, status=pb.STATUS_SUCCEEDED) for seq in (6, 7)]
+    sixth, ninth = operation(run_id, 6), operation(run_id, 9)
+    one_commit = (  # what has failed is taken back, and must not come back
+        journal.append(sixth, identity(sixth), 1.0, []),
+        journal.put_result(run_id, stored[0], [], RunMarks(6, 0, "")),
+        journal.put_result(run_id, stored[1], [], RunMarks(99, 0, ""), with_operation=True),
+        journal.append(ninth, identity(ninth), 1.0, []),
+        journal.release(run_id, 3),
+    )
+    outcomes = await asyncio.gather(*one_commit, return_exceptions=True)
+    assert [type(each) for each in outcomes] == [type(None), type(None), LookupError, LookupError, type(None)]
     left = crashed(live, tmp_path / "left")
     with closing(sqlite3.connect(left / "gradwire.db")) as database:
         assert database.execute("SELECT max(accepted_seq) FROM runs").fetchall() == [(0,)]
     state_folder.check(left)
+    assert [each.header for each in await journal.results(run_id, 6, 9)] == stored[:1]
+    [record] = [each for each in await runs.load() if each.run_id == run_id]
+    assert (record.accepted_seq, record.applied_seq, record.step) == (6, 6, 6)
     rows = "SELECT * FROM {} ORDER BY 1, 2"
     tables = ("runs", "operations", "results", "history", "history_kinds", "uses", "checkpoints")
     expected = [await journal.store.read(lambda c, t=table: c.execute(rows.format(t)).fetchall()) for table in tables]

@@ -84,7 +84,7 @@ class RunInfo:
         recovery_s: Seconds that bringing the run back after a crash of the engine or the server would take now:
             loading its newest checkpoint and repeating the operations behind it, as measured.
         waits_for: What keeps its next operation, besides its turn: room on the server's disk, or its engine, which
-            starts; empty if nothing does.
+            starts or whose machine is away; empty if nothing does.
         from_upload: Id of the upload that the run started from; empty if none.
         router_aux_loss_coef: Coefficient of the experts' load-balancing loss; None: as the model's configuration says.
         changes: What changed under the run and was accepted (``accept_changes``, ``--accept-changes``), oldest first.

@@ -53,7 +53,7 @@ class FakeEngine:
         self.restore_error: ServiceError | None = None
         self.vitals = Vitals()
         self.vitals.started()
-        self.fails_to_start = False
+        self.fails_to_start = self.is_away = False
         self._watchers: list[Callable[[], None]] = []
         self._turn = asyncio.Lock()
         self._unanswered: dict[asyncio.Future[EngineAnswer], asyncio.Task[None]] = {}

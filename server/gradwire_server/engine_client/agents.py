@@ -92,7 +92,7 @@ class Agents:
             raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, message)
         settings = self._settings(offer)
         known = self._launchers.get(offer.machine)
-        if known is not None and not known.is_free:
+        if known is not None and not known.is_away:
             message = (
                 f"there is an engine {offer.machine}, or was less than {self._config.engine_lease:g} s ago;"
                 " each agent needs a --name of its own"

@@ -95,6 +95,10 @@ class Located(Protocol):
     def folder(self) -> str:
         """Its machine's own folder; empty if it has the server's state folder."""
 
+    @property
+    def is_away(self) -> bool:
+        """Whether there is nobody who could start a process: no agent of its machine is connected."""
+
 
 class Launcher(Located, Protocol):
     """Provides an engine's processes, one after another."""

@@ -53,6 +53,7 @@ class LocalLauncher:
     """
 
     machine = folder = ""
+    is_away = False
     pauses_s = (0.0, 0.5, 2.0, 5.0, 15.0, 30.0)
 
     def __init__(self, settings: EngineSettings, number: int, engines: int) -> None:

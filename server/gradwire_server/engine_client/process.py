@@ -146,6 +146,10 @@ class EngineProcess:
         return self.launcher.folder
 
     @property
+    def is_away(self) -> bool:
+        return self.launcher.is_away
+
+    @property
     def is_ready(self) -> bool:
         return self.holder.alive and self.vitals.fresh
 

@@ -187,8 +187,8 @@ class RemoteLauncher:
         self._newest: RemoteLife | None = None
 
     @property
-    def is_free(self) -> bool:
-        """Whether the last process was given up."""
+    def is_away(self) -> bool:
+        """Whether the last process was given up, and no other is offered."""
         return self._newest is None or self._newest.has_ended
 
     def offer(self, life: RemoteLife, models: Collection[str]) -> None:

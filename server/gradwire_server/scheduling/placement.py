@@ -89,6 +89,19 @@ class EngineQueue:
         """Whether the engine has a process."""
         return self.engine.holder.alive
 
+    @property
+    def absence(self) -> str:
+        """The engine, while it has no process, and why it has none."""
+        engine = self.engine
+        if engine.is_away and not engine.machine:
+            return "an engine: this server has none of its own, start `gradwire engine --front` on a machine"
+        if engine.is_away:
+            advice = f"start `gradwire engine` on {engine.machine} again, or any engine that serves the model"
+            return f"engine {engine.number}, whose machine {engine.machine} is not connected: {advice}"
+        if engine.fails_to_start:
+            return f"engine {engine.number}, whose last start failed and is tried again: the server's log says why"
+        return f"engine {engine.number}, which is starting"
+
 
 class Placement:
     """The engines of a server with the runs on them.

@@ -346,7 +346,7 @@ class Scheduler:
             return ""
         there = self.placement.of(run_id)
         if not there.is_up:
-            return f"engine {there.engine.number}, which is starting"
+            return there.absence
         oldest = next(iter(queue.pending.values()))
         if oldest.full_since is None:
             return ""

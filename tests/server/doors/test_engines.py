@@ -161,6 +161,38 @@ async def test_a_server_without_engines_says_so_until_the_first_agent_comes(star
         assert (await client.stub.ListModels(pb.ListModelsRequest())).models, "known while the agents are away"
 
 
+async def test_a_run_says_that_the_machine_of_its_engine_is_away_and_goes_on_with_any_that_comes(start: Start) -> None:
+    async with start(engines=0) as door:
+        run = await door.client()
+        async with lending(door, offer()) as call:
+            await ordered(call)
+            call.link.send(engine_pb2.EngineReply(hello=HELLO))
+            await until(lambda: door.server.core.engines.is_ready)
+            creating = asyncio.create_task(run.begin())
+            asked, _ = await call.link.receive(engine_pb2.EngineRequest)
+            call.link.send(engine_pb2.EngineReply(id=asked.id, run_created={}))
+            await creating
+        await until(lambda: door.server.core.engines.engines[0].is_away)
+        about = pb.GetRunRequest(run_id=run.run_id)
+        assert (await run.stub.GetRun(about)).waits_for == "", "it has nothing to do"
+        await run.fb(1, "a")
+        said = (await run.stub.GetRun(about)).waits_for
+        assert said.startswith("engine 0, whose machine far is not connected: start `gradwire engine` on far again")
+        async with lending(door, offer()) as call:
+            await ordered(call)
+            assert (await run.stub.GetRun(about)).waits_for == "engine 0, which is starting"
+        async with lending(door, offer("farther")) as call:
+            await ordered(call)
+            call.link.send(engine_pb2.EngineReply(hello=HELLO))
+            asked, _ = await call.link.receive(engine_pb2.EngineRequest)
+            assert asked.create_run.run_id == run.run_id, "it goes on there"
+            assert (await run.stub.GetRun(about)).waits_for == ""
+    async with start(engines=0) as door:
+        again = await door.client()
+        waits_for = (await again.stub.GetRun(about)).waits_for
+        assert waits_for.endswith("start `gradwire engine --front` on a machine"), "no agent has come to this server"
+
+
 async def test_with_a_store_an_engine_works_in_a_folder_of_its_own(start: Start, tmp_path: Path) -> None:
     """What it writes too late is then refused by the store, and the state folder need not be there."""
     async with start(engines=0, store=(tmp_path / "shared").as_uri()) as door:

@@ -19,6 +19,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.model.attention.paged import PagedDecode
 from gradwire_server.engine.model.loading import compilation
 from gradwire_server.engine.model.split_model import OutputHead
+from gradwire_server.engine.sampling.pages import replay
 from gradwire_server.engine.sampling.samplers import local
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from gradwire_server.engine.scoring.planner import Budget
@@ -26,6 +27,8 @@ from gradwire_server.engine.scoring.token_scores import score_tokens
 from support.engine import LocalEngine, token_rows
 from support.meta_device import META, Numberless, counted_copies, without_numbers
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 BUDGETS = {
     "whole": Budget(10**6, activation_bytes=1 << 40),
@@ -117,6 +120,42 @@ def test_a_token_of_any_kinds_waits_once(engine: LocalEngine, run_id: str, monke
         assert len(copies) == 1 and seen.calls, "one copy for all rows and kinds"
         tokens += 1
     assert tokens == 10
+
+
+def test_a_captured_token_uses_nothing_of_the_host(
+    engine: LocalEngine, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph has no copies from the host: its one input is the tensor of numbers that is filled before a replay."""
+    monkeypatch.setattr(local, "paged_token_bytes", lambda policy, agreement: 1)
+    engine.create(run_id, base_model="tiny", lora=4)
+    policy, sampler, captured = engine.context.runs[run_id].policy, local.LocalSampler(), []
+
+    class OnDevice(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
+            assert all(each.is_meta for each in tensors), f"{func} uses a tensor of the host"
+            captured.append(func)
+            return result
+
+    def capture(compute: Any, pool: Any) -> Any:
+        def again() -> torch.Tensor:
+            with OnDevice():
+                return compute()
+
+        return again
+
+    monkeypatch.setattr(replay, "captured", capture)
+    monkeypatch.setattr(replay, "new_pool", object)
+    monkeypatch.setattr(policy.split_model, "replays", True)
+    monkeypatch.setitem(replay._right, policy.split_model, True)  # the comparison with the forward needs numbers
+    for number in range(3):  # of different lengths, with pages that they share and pages of their own
+        params = SamplingParams(max_tokens=20, seed=number, n=1 + number, ignore_eos=True)
+        sampler.begin(policy, [[4 + number] * (9 + 11 * number)], params)
+    with counted_copies(monkeypatch), Numberless():
+        while sampler.turn():
+            sampler.step()
+    assert len(captured) > 18 * policy.facts.num_layers
 
 
 def test_decoding_has_few_shapes(engine: LocalEngine, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,16 @@ from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.model.attention.paged import ALIGNMENT, MAPPED, PAGE, PageStore
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import LoraPolicy, Policy
-from gradwire_server.engine.sampling.drawing.draw import CHUNK_ELEMENTS, draw
+from gradwire_server.engine.model.split_model import OutputHead
+from gradwire_server.engine.sampling.drawing import draw as drawing
+from gradwire_server.engine.sampling.drawing.draw import BLOCK, CHUNK_ELEMENTS, draw
 from gradwire_server.engine.sampling.pages import pages as paging
 from gradwire_server.engine.sampling.pages.page_lists import APART_ROWS, OwnLists, shared_lists
 from gradwire_server.engine.sampling.pages.page_table import PageTable, page_digests
 from gradwire_server.engine.sampling.pages.pages import Pages
 from gradwire_server.engine.sampling.samplers.local import LocalSampler
 from gradwire_server.engine.sampling.samplers.sampler import Samples, SamplingParams
+from gradwire_server.engine.scoring.token_scores import token_logits
 from support.sampling import samples_of, token_bytes
 
 MakePolicy = Callable[..., Policy]
@@ -289,3 +292,32 @@ def test_a_whole_distribution_is_inverted_exactly() -> None:
     expected = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]
     assert (tokens == expected).float().mean() > 0.99  # the others are one place beside it, by rounding
     assert logprobs.isfinite().all()
+
+
+@pytest.mark.parametrize("vocabulary", [49_152, 151_936, 262_144])
+def test_sums_of_blocks_in_float32_draw_what_float64_draws(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number falls into the share of the token that it draws, but for the rounding of 128 summands of a block.
+
+    On a GPU, too, all rows are drawn at once there. Logits are as a product in bfloat16 leaves them, and of some rows
+    nearly equal: then the sums of all blocks are, and rounding could move every place after them.
+    """
+    monkeypatch.setattr(drawing, "CHUNK_ELEMENTS", 16 * vocabulary)
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(16, vocabulary, generator=generator) * torch.logspace(-3, 1, 16)[:, None]
+    logits = logits.bfloat16().float()
+    uniform = torch.rand(16, dtype=torch.float64, generator=generator)
+    uniform[::4] = torch.tensor([0.0, 0.5, 1 - 2**-30, 1 - 2**-53])
+    tokens, logprobs = draw(logits, uniform, SamplingParams(max_tokens=1, seed=0))
+    p = logits.double().softmax(-1)
+    ends = p.cumsum(-1).gather(1, tokens[:, None])[:, 0]
+    share = p.gather(1, tokens[:, None])[:, 0]
+    rounding = 2**-20
+    assert bool((uniform >= ends - share - rounding).all()) and bool((uniform <= ends + rounding).all())
+    torch.testing.assert_close(logprobs.double(), share.log(), atol=2e-6, rtol=2e-7)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tokens_are_drawn_from_float32_whatever_the_weights_are(device: str) -> None:
+    """Blocks are summed in the logits' dtype."""
+    states, weight = (torch.zeros(rows, 32, dtype=torch.bfloat16, device=device) for rows in (3, 2 * BLOCK))
+    assert token_logits(states, OutputHead(weight), temperature=0.7).dtype == torch.float32

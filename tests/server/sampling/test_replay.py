@@ -17,13 +17,36 @@ from gradwire_server.engine.sampling.pages import pages, replay
 from gradwire_server.engine.sampling.samplers.local import LocalSampler
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 FullLogprobs = Callable[..., Tensor]
 Compute = Callable[[], Tensor]
 
 
+class Kernels(TorchDispatchMode):
+    """The operations of a forward, with the shapes that they make and the addresses of what was there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, Any, list[int]]] = []
+        self._made: list[Tensor] = []  # kept, so that no address is used twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        own = {each.untyped_storage().data_ptr() for each in self._made}
+        given, made = ([each for each in tree_leaves(some) if isinstance(each, Tensor)] for some in (args, result))
+        before = [address for each in given if (address := each.untyped_storage().data_ptr()) not in own]
+        self.calls.append((str(func), [each.shape for each in made], before))
+        self._made += [each for each in made if each.untyped_storage().data_ptr() not in before]
+        return result
+
+
 class Graphs:
-    """How many were captured and replayed, and what is added to the states that they give."""
+    """How many were captured and replayed, and what is added to the states that they give.
+
+    A graph of a GPU is what its capture was: the same kernels on the same addresses, whatever Python would do now.
+    """
 
     def __init__(self) -> None:
         self.captured = self.replayed = 0
@@ -32,9 +55,14 @@ class Graphs:
     def capture(self, compute: Compute, pool: Any) -> Compute:
         def again() -> Tensor:
             self.replayed += 1
-            return compute() + self.error
+            with Kernels() as kernels:
+                states = compute()
+            assert kernels.calls == captured.calls
+            return states + self.error
 
         self.captured += 1
+        with Kernels() as captured:
+            compute()
         return again
 
 

@@ -25,9 +25,12 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import ROOT, machine
-from benchmarks.gpu_cases import SIDES, Case, run_case
+from benchmarks.gpu_cases import SIDES, TRAINERS, Case, run_case
 from benchmarks.qwen import SCALED, SIZES
 from benchmarks.ranks import efficiency
 from benchmarks.report import show
@@ -45,7 +48,8 @@ CASES = [
     *(Case(size, "lora", "service") for size in ("4B", "8B", "0.6B")),
     *(Case(size, "full", "service") for size in ("0.6B", "4B", "8B")),
     Case("8B", "nf4", "service"),
-    *(Case(size, tuning, side) for size in SIZES for tuning in ("lora", "full") for side in SIDES if side != "service"),
+    *(Case(size, "lora", "vllm") for size in ("4B", "0.6B")),
+    *(Case(size, tuning, side) for size in SIZES for tuning in ("lora", "full") for side in TRAINERS),
 ]
 CASE_LIMIT_S = 280.0
 NOT_MEASURED = "not measured"
@@ -69,19 +73,69 @@ def matrix_rate(device: str, *, smoke: bool) -> float:
 
 
 def in_child(case: Case, models: Path, *, smoke: bool) -> dict[str, Any]:
-    """Run a case in a child process; return its result, or ``{"error": …}``."""
+    """Run a case in a child process; return its result, or ``{"error": …}``.
+
+    What it started ends with it, and all ends if this process does: the next case needs the whole GPU.
+    """
     words = [sys.executable, "-m", "benchmarks.gpu", "--case", str(case), "--models", str(models)]
+    read, write = os.pipe()  # the child reads until this process is gone
+    child = subprocess.Popen(
+        words + ["--smoke"] * smoke, cwd=ROOT, stdin=read, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    why = ""
     try:
-        done = subprocess.run(
-            words + ["--smoke"] * smoke, cwd=ROOT, capture_output=True, text=True, timeout=CASE_LIMIT_S
-        )
+        out, err = child.communicate(timeout=CASE_LIMIT_S)
     except subprocess.TimeoutExpired:
-        return {"error": f"took more than {CASE_LIMIT_S:g} s"}
-    for line in reversed(done.stdout.splitlines()):
-        if line.startswith("{"):
-            found: dict[str, Any] = json.loads(line)
-            return found
-    return {"error": (done.stderr.strip() or f"exit status {done.returncode}")[-1500:]}
+        os.killpg(child.pid, signal.SIGKILL)
+        out, err = child.communicate()
+        why = f"took more than {CASE_LIMIT_S:g} s"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        os.close(read)
+        os.close(write)
+    found = next((json.loads(line) for line in reversed(out.splitlines()) if line.startswith("{")), {})
+    if "parts" in found and (why or child.returncode):
+        found["parts"]["the rest"] = {"error": why or f"exit status {child.returncode}"}
+    return found or {"error": why or (err.strip() or f"exit status {child.returncode}")[-1500:]}
+
+
+def end_with_parent() -> None:
+    """End this process and what it started when the one that started it is gone."""
+
+    def wait() -> None:
+        os.read(0, 1)  # not sys.stdin, which a daemon thread must not hold at the exit
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def results_so_far(path: Path, device: str, *, smoke: bool, fresh: bool) -> dict[str, Any]:
+    """What earlier runs on this device have measured.
+
+    Raises:
+        ValueError: The file has no results, or those of another device.
+    """
+    began = {"device": device, "smoke": smoke, "cases": {}}
+    if fresh or not path.exists():
+        return began
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} has no results ({error}): name another file with --results, or --fresh") from None
+    if (found.get("device"), found.get("smoke", False)) != (device, smoke):
+        whose = f"{found.get('device')}{', --smoke' if found.get('smoke') else ''}"
+        raise ValueError(f"{path} has results of {whose}: name another file with --results, or forget them by --fresh")
+    return found
+
+
+def save(path: Path, results: dict[str, Any]) -> None:
+    """Write the results; whoever is interrupted meanwhile keeps the old ones."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(results, indent=1) + "\n")
+    partial.replace(path)
 
 
 def missing(case: Case) -> str:
@@ -143,7 +197,7 @@ def table(results: dict[str, Any]) -> Table:
 def service_table(results: dict[str, Any]) -> Table:
     """Build the table of the parts of the service so far."""
     out = Table(title="the service")
-    for name in ("model", "tuning", "part", "measured", "wanted", "utilisation"):
+    for name in ("model", "tuning", "side", "part", "measured", "wanted", "utilisation"):
         out.add_column(name)
     for case in CASES:
         for part, found in results["cases"].get(str(case), {}).get("parts", {}).items():
@@ -151,7 +205,7 @@ def service_table(results: dict[str, Any]) -> Table:
             wanted, flops = values.pop("target", None), values.pop("flops/s", None)
             said = ", ".join(f"{name} {each if isinstance(each, str) else show(each)}" for name, each in values.items())
             used = f"{flops / results['matrix_rate']:.1%}" if flops else ""
-            out.add_row(case.size, case.tuning, part, said, f"{wanted:,.0f}" if wanted else "", used)
+            out.add_row(case.size, case.tuning, case.side, part, said, f"{wanted:,.0f}" if wanted else "", used)
     return out
 
 
@@ -168,24 +222,27 @@ def main() -> int:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.case:
+        end_with_parent()
         print(json.dumps(run_case(Case.of(args.case), args.models, device, smoke=args.smoke)))
         return 0
     if device == "cpu" and not args.smoke and not args.ranks:
         parser.error("there is no CUDA device; --smoke runs everything at tiny shapes on the CPU")
 
     began, console = time.monotonic(), Console()
-    results: dict[str, Any] = {"cases": {}}
-    if args.results.exists() and not args.fresh:
-        results = json.loads(args.results.read_text())
-    results["machine"] = machine.describe()
     gpus, cases = torch.cuda.device_count(), on_ranks(args.ranks) if args.ranks else CASES
-    results["device"] = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    chosen = [case for case in cases if not args.only or any(str(case).startswith(prefix) for prefix in args.only)]
+    if not chosen:
+        parser.error(f"--only {args.only[0]} is none of {', '.join(map(str, cases))}")
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    try:
+        results = results_so_far(args.results, name, smoke=args.smoke, fresh=args.fresh)
+    except ValueError as error:
+        parser.error(str(error))
+    results["machine"] = machine.describe()
     results["matrix_rate"] = matrix_rate(device, smoke=args.smoke) if gpus or args.smoke else 0.0
-    args.results.parent.mkdir(parents=True, exist_ok=True)
     left = []
-    for case in cases:
-        wanted = not args.only or any(str(case).startswith(prefix) for prefix in args.only)
-        if not wanted or {"tokens_per_second", "parts"} & {*results["cases"].get(str(case), {})}:
+    for case in chosen:
+        if {"tokens_per_second", "parts"} & {*results["cases"].get(str(case), {})}:
             continue
         if args.ranks and case.ranks > gpus and not args.smoke:
             results["cases"][str(case)] = {"error": f"{NOT_MEASURED}: {case.ranks} GPUs needed, {gpus} here"}
@@ -196,7 +253,7 @@ def main() -> int:
             continue
         else:
             results["cases"][str(case)] = in_child(case, args.models, smoke=args.smoke)
-        args.results.write_text(json.dumps(results, indent=1) + "\n")
+        save(args.results, results)
         console.print(f"{case}: {json.dumps(results['cases'][str(case)])[:300]}", markup=False)
     for each in [scaling_table(results, cases)] if args.ranks else [service_table(results), table(results)]:
         console.print(each)

@@ -36,8 +36,13 @@ SIDES: Mapping[str, tuple[str, ...]] = {
     "trl": ("trl",),
     "trl+liger": ("trl", "liger_kernel"),
     "service": (),
+    "vllm": ("vllm",),
 }
-"""Whose code trains -> the packages that it needs beside ours; ``service``: ours, see :mod:`benchmarks.gpu_service`."""
+"""Whose code trains -> the packages that it needs beside ours; ``service``: ours, see :mod:`benchmarks.gpu_service`,
+``vllm``: its samples by ``--sampler vllm``."""
+
+TRAINERS = ("ours", "padded", "trl", "trl+liger")
+"""Those that train on rows of different lengths."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +88,9 @@ def run_case(case: Case, models: Path, device: str, *, smoke: bool) -> dict[str,
     """Measure tokens and required operations per second: medians over turns of several steps, after a warm-up turn."""
     sizes = shape(case.size, smoke=smoke)
     model = qwen(models / (f"{case.size}-smoke" if smoke else case.size), sizes, device=device)
-    if case.side == "service":
-        parts = measured(f"{case.size}:{case.tuning}", model, sizes, case.tuning, device, smoke=smoke)
+    if case.side in ("service", "vllm"):
+        name, vllm = f"{case.size}:{case.tuning}", case.side == "vllm"
+        parts = measured(name, model, sizes, case.tuning, device, smoke=smoke, vllm=vllm)
         return {"parts": asyncio.run(parts)}
     turns = 3 if smoke else 40
     batches = draw(turns * STEPS_OF_A_TURN, sizes.vocab_size, smoke=smoke)

@@ -7,20 +7,24 @@ tokens/s on one H100; prime-rl LoRA of rank 16 on Qwen3-4B, rows of 16,384, at 6
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import statistics
-import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gradwire
 import numpy as np
+import torch
+from gradwire_server.engine.machine import total_memory
+from gradwire_server.engine.sizing.estimate import Device, Workload, estimate
 from support.server import Server, free_port
 
 from benchmarks.qwen import LORA_RANK, Shape
@@ -52,11 +56,14 @@ class Shapes:
         return cls(rows, prompts | {"alone": (1, 64, 1, 128)})
 
 
-async def measured(name: str, model: Path, shape: Shape, tuning: str, device: str, *, smoke: bool) -> dict[str, Any]:
-    """Every part's figures; a part that fails says why, and the next ones are measured."""
+async def measured(
+    name: str, model: Path, shape: Shape, tuning: str, device: str, *, smoke: bool, vllm: bool = False
+) -> dict[str, Any]:
+    """Every part's figures; a part that fails says why, and the next ones are measured. With vLLM only samples."""
     with tempfile.TemporaryDirectory() as folder:
         metrics = f"127.0.0.1:{free_port()}"
         flags = ["--device", device, "--metrics-address", metrics] + ["--quantize", "nf4"] * (tuning == "nf4")
+        flags += ["--sampler", "vllm"] * vllm
         flags += os.environ.get("GRADWIRE_BENCHMARK_SERVER_ARGS", "").split()
         began = time.perf_counter()
         with Server(model, Path(folder) / "state", *flags, name="m") as server:
@@ -64,13 +71,13 @@ async def measured(name: str, model: Path, shape: Shape, tuning: str, device: st
                 lora = None if tuning == "full" else LORA_RANK
                 run = await service.create_run("m", lora=lora, seed=1)
                 by_title: dict[str, Any] = {"first run s": time.perf_counter() - began}
-                part = _Part(name, service, run, server, metrics, shape, lora is not None, smoke)
-                for title, measure in part.all().items():
+                part = _Part(name, service, run, server, metrics, shape, lora is not None, smoke, model, device)
+                for title, measure in (part.samples() if vllm else part.all()).items():
                     try:
                         by_title[title] = await measure()
                     except gradwire.GradwireError as error:
                         by_title[title] = {"error": str(error)[:300]}
-                    print(title, by_title[title], file=sys.stderr, flush=True)
+                    print(json.dumps({"parts": by_title}), flush=True)  # the last such line is the result
                 return by_title
 
 
@@ -84,6 +91,8 @@ class _Part:
     shape: Shape
     lora: bool
     smoke: bool
+    model: Path
+    device: str
 
     def __post_init__(self) -> None:
         self._rng, self._shapes = np.random.default_rng(0), Shapes.of(smoke=self.smoke)
@@ -91,12 +100,14 @@ class _Part:
     def all(self) -> dict[str, Callable[[], Awaitable[dict[str, Any]]]]:
         parts: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {}
         for title in self._shapes.rows:
-            parts[f"train {title}"] = lambda title=title: self.train(title)
-        for title in self._shapes.samples:
-            parts[f"sample {title}"] = lambda title=title: self.sample(title)
+            parts[f"train {title}"] = partial(self.train, title)
+        parts |= self.samples()
         if self.lora:
             parts[f"{RUNS} runs"] = self.runs
         return parts | {"checkpoint": self.checkpoint, "recovery": self.recovery}
+
+    def samples(self) -> dict[str, Callable[[], Awaitable[dict[str, Any]]]]:
+        return {f"sample {title}": partial(self.sample, title) for title in self._shapes.samples}
 
     def _rows(self, lengths: list[int]) -> list[list[int]]:
         return [self._rng.integers(4, self.shape.vocab_size, length).tolist() for length in lengths]
@@ -112,6 +123,7 @@ class _Part:
         took = statistics.median(seconds[1:])
         found = {"tokens/s": sum(lengths) / took, "flops/s": self.shape.step_flops(lengths, lora=self.lora) / took}
         more = {"target": None if self.smoke else TARGETS.get(f"{self.name}:{title}"), "peak GiB": self._peak()}
+        more["estimated GiB"] = self._estimated(lengths)
         return found | {name: value for name, value in more.items() if value is not None}
 
     def _peak(self) -> float | None:
@@ -121,6 +133,15 @@ class _Part:
             if line.startswith("gradwire_device_memory_bytes") and 'state="peak"' in line:
                 return float(line.rsplit(" ", 1)[1]) / 2**30
         return None
+
+    def _estimated(self, lengths: list[int]) -> float:
+        """What ``gradwire estimate`` says of such a step on this device."""
+        size = total_memory(torch.device(self.device))
+        workload = Workload(
+            str(self.model), LORA_RANK if self.lora else 0, max(lengths), len(lengths),
+            quantize="nf4" if ":nf4" in self.name else None,
+        )  # fmt: skip
+        return estimate(workload, Device("cuda" if self.device == "cuda" else "cpu", size)).total_bytes / 2**30
 
     async def sample(self, title: str) -> dict[str, Any]:
         count, length, n, tokens = self._shapes.samples[title]

@@ -126,6 +126,11 @@ def test_gpu_cases_run_at_tiny_shapes_and_are_not_run_twice(tmp_path: Path) -> N
     assert first["0.6B:full:padded"]["tokens_per_second"] > 0
     run("benchmarks.gpu", *args)
     assert json.loads(results.read_text())["cases"] == first
+    results.write_text(json.dumps({"device": "NVIDIA H200", "cases": first}))
+    for wrong, why in (([], "has results of NVIDIA H200"), (["--only", "9B"], "--only 9B is none of 4B:lora:service")):
+        words = [sys.executable, "-m", "benchmarks.gpu", *(wrong or args), "--smoke"]
+        refused = subprocess.run([*words, "--results", str(results)], cwd=ROOT, capture_output=True, text=True)
+        assert refused.returncode == 2 and why in refused.stderr
 
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])

@@ -14,7 +14,9 @@ from typing import Any
 
 import gradwire
 import pytest
+from gradwire.cli.app import app
 from support.server import Server
+from typer.testing import CliRunner
 
 LORA = {"rank": 4, "dropout": 0.2}
 ROUNDS = 6
@@ -71,6 +73,42 @@ async def test_every_bit_is_the_same_on_each_engine_and_under_moves(server: Serv
         assert [await weights(run) for run in runs] == [scores] * 4
         for run in runs:
             await client.delete_run(run.run_id)
+
+
+def test_an_administrator_moves_runs_and_drains_an_engine(server: Server) -> None:
+    def move(*words: str) -> str:
+        done = CliRunner().invoke(app, ["runs", "move", *words, "--address", server.address], env={"COLUMNS": "200"})
+        return done.output
+
+    with gradwire.sync.connect(server.address) as client:
+        run_id = client.create_run("tiny", lora=LORA, seed=1).run_id
+        for engine in (1, 0, 1):
+            assert move(run_id, "--to", str(engine)) == f"{run_id} is on engine {engine}\n"
+        assert move("--drain", "1") == "engine 1 drains: 1 runs moved\n"
+        assert client.get_training_client(run_id).info().engine == 0
+        assert "no other engine" in move("--drain", "0")
+        assert move("--undo-drain", "1") == "engine 1 takes runs again\n"
+        assert "there is no engine 7: this server's are 0 to 1" in move(run_id, "--to", "7")
+        assert "run-none" in move("run-none")
+        for words in ((), (run_id, "--drain", "0")):
+            assert "give ids of runs, or --drain ENGINE" in move(*words)
+        client.delete_run(run_id)
+
+
+@pytest.mark.slow
+async def test_two_engines_of_two_ranks_each(tiny_model_path: Path, tmp_path: Path) -> None:
+    engines = ("--engines", "2", "--ranks", "2", "--threads", "1", "--device", "cpu")
+    running = Server(tiny_model_path, tmp_path, *engines).start()
+    try:
+        async with gradwire.connect(running.address) as client:
+            runs = [await client.create_run("tiny", lora=LORA, seed=1) for _ in range(2)]
+            assert {(each.engine, each.lanes) for each in [await run.info() for run in runs]} == {(0, 2), (1, 2)}
+            first, second = [await train(run) for run in runs]
+            assert first == second
+            await client.move_run(runs[0].run_id)
+            assert await weights(runs[0]) == await weights(runs[1])
+    finally:
+        running.end()
 
 
 async def test_a_run_moves_between_the_halves_of_a_clients_loss(server: Server) -> None:

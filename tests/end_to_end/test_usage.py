@@ -76,7 +76,7 @@ def test_what_keys_used_is_counted_and_kept(tiny_model_path: Path, tmp_path: Pat
     head, *lines, total = printed(server, admin, "--by", "owner")
     assert head[0] == "owner" and head[-1] == "cost" and {line[0] for line in lines} == {"ann", "bob"}
     assert (total[0], total[1], total[3]) == ("all", "18", "1,286")
-    (_, only) = printed(server, keys["bob"])
+    (_, only) = printed(server, keys["bob"], "--by", "run", "--by", "run")
     assert only[0] == "none" and only[3] == "6"
     assert server.end() == 0
 

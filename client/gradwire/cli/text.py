@@ -1,4 +1,4 @@
-"""Text of a terminal: numbers with units, and foreign text without control characters."""
+"""Text of a terminal: numbers with units, amounts, and foreign text without control characters."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def duration(seconds: float) -> str:
 def precise(seconds: float) -> str:
     """Format a duration as :func:`duration` does, with tenths below a minute."""
     return f"{seconds:.1f} s" if seconds < 59.95 else duration(seconds)
+
+
+def money(amount: float) -> str:
+    """Format an amount with two decimals; a small one is not shown as nothing."""
+    return "<0.01" if 0 < amount < 0.01 else f"{amount:,.2f}"
 
 
 def plain(text: str) -> str:

@@ -10,7 +10,7 @@ import typer
 
 from gradwire.cli.listing import print_listing
 from gradwire.cli.service import Access, connected, with_access
-from gradwire.cli.text import precise
+from gradwire.cli.text import money, precise
 from gradwire.descriptions import Usage
 
 DAY_S = 86_400
@@ -34,7 +34,7 @@ def usage(
 ) -> None:
     """Show tokens, seconds of the engines and their price: your key's, or with an administrator's key all keys'."""
     today = time.time() // DAY_S * DAY_S
-    by = by or [By.run]
+    by = list(dict.fromkeys(by or [By.run]))
     with connected(access) as service:
         entries, info = service.usage([each.value for each in by], today - (days - 1) * DAY_S), service.server_info()
     names = ("training tokens", "prompt tokens", "sampled tokens", "checkpoints", "engine time")
@@ -49,7 +49,7 @@ def usage(
     cost = ("cost",) if info.price_per_hour else ()
     lines = [
         (*row, *(f"{number:,}" for number in numbers), precise(engine_s))
-        + ((f"{info.cost(engine_s):,.2f}",) if cost else ())
+        + ((money(info.cost(engine_s)),) if cost else ())
         for row, (*numbers, engine_s) in zip(rows, counts, strict=True)
     ]
     titles = [title for each in by for title in (("run", "name") if each == "run" else (each,))]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gradwire
+from gradwire.cli.text import money
 from gradwire.html import table
 from gradwire.loop.loggers import read_jsonl
 from gradwire.recipes.folder import next_steps
@@ -31,7 +32,9 @@ UNITS = {
 async def used_by(service: gradwire.ServiceClient, run: gradwire.TrainingClient) -> str:
     """Return what a run has used so far, and what that cost where the server has a price."""
     info, server = await run.info(), await service.server_info()
-    price = f", {server.cost(info.engine_s):,.2f} at {server.price_per_hour:g} an hour" if server.price_per_hour else ""
+    price = (
+        f", {money(server.cost(info.engine_s))} at {server.price_per_hour:g} an hour" if server.price_per_hour else ""
+    )
     return f"{info.num_tokens:,} tokens, {info.engine_s:,.0f} s of an engine{price}"
 
 

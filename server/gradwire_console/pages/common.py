@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import gradwire
 from fastapi.responses import RedirectResponse
+from gradwire.cli.text import money
 from gradwire.recipes.settings import SettingsError
 from gradwire_shell.components import button, empty, error, named, plain, sdk_line, skeleton, state, title
 from gradwire_shell.frame import frame
@@ -234,7 +235,7 @@ def ago(at: float) -> str:
 
 def cost_of(info: gradwire.ServerInfo, engine_s: float) -> str:
     """What seconds of an engine cost; "" where the server has no price."""
-    return f"{info.cost(engine_s):,.2f}" if info.price_per_hour else ""
+    return money(info.cost(engine_s)) if info.price_per_hour else ""
 
 
 def size_of(number: float) -> str:

@@ -10,7 +10,7 @@ import gradwire
 import pytest
 from gradwire.cli import top as top_command
 from gradwire.cli.status_view import Snapshot, draw, rate
-from gradwire.cli.text import duration, plain, size
+from gradwire.cli.text import duration, money, plain, size
 from gradwire_proto.v1 import training_pb2 as pb
 from rich.console import Console
 
@@ -104,8 +104,9 @@ def test_sizes(count: int, words: str) -> None:
     assert size(count) == words
 
 
-def test_durations() -> None:
+def test_durations_and_amounts() -> None:
     assert [duration(seconds) for seconds in (0.9, 61, 86_400)] == ["0 s", "1 min 1 s", "24 h 0 min"]
+    assert [money(amount) for amount in (0, 0.0004, 0.014, 1234.5)] == ["0.00", "<0.01", "0.01", "1,234.50"]
 
 
 def test_top_outlives_a_server_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:

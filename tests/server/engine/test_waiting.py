@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from gradwire_losses.registry import all_losses, get_loss
+from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.model.attention.paged import PagedDecode
 from gradwire_server.engine.model.loading import compilation
@@ -94,6 +95,42 @@ def test_a_step_waits_for_its_figures_only(
         assert stepped.ok, stepped.proto.error
         assert len(copies) == 1
         assert seen.calls["aten::_fused_adamw_"] <= 4 and "aten::_foreach_mul_" not in seen.calls
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lora": 4, "dropout": 0.1},
+        {"lora": {"rank": 4, "target_modules": ["all-linear", "lm_head"]}},
+        {"neftune_noise_alpha": 5.0},
+        {"lora": 4, "gradient_checkpointing": True},
+    ],
+    ids=lambda settings: " ".join(settings),
+)
+def test_what_recipes_do_besides_waits_for_its_figures_only(
+    engine: LocalEngine, run_id: str, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their runs' settings, scores by the base, custom losses, moving references."""
+    created = engine.create(run_id, base_model="tiny", **settings)
+    assert not created.HasField("error"), created.error
+    rows = token_rows([[5, 6, 7, 8, 9], [5, 9, 11]])
+    kept = {"grad_logprobs": Column(np.ones(6, np.float32), (np.array([4, 2], np.uint32),))}
+    steps: list[tuple[Any, dict[str, Any]]] = [
+        (rows, {"train_step": pb.TrainStep(loss=call_of("causal_lm"), optim_step=STEP)}),
+        (rows, {"forward": pb.LossCall(outputs=["logprobs", "entropy"], model="base")}),
+        (rows, {"forward": call_of("causal_lm")}),
+        (rows, {"kept_forward": pb.KeptForward(scores=["logprobs"])}),
+        (kept, {"backward": pb.Backward(weight=1.0)}),
+        (None, {"zero_grad": pb.ZeroGrad()}),
+        (None, {"update_reference": pb.UpdateReference(ema=0.9)}),
+    ]
+    for columns, kind in steps:
+        if "backward" in kind:
+            kind["backward"].forward_seq = engine.seqs[run_id]
+        with counted_copies(monkeypatch) as copies, Numberless():
+            done = engine.op(run_id, columns, **kind)
+        assert done.ok, (kind, done.proto.error)
+        assert len(copies) <= MOST_COPIES + ("train_step" in kind), kind
 
 
 KINDS: list[dict[str, Any]] = [

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from gradwire_proto.v1 import training_pb2
-from gradwire_server.engine.model.attention.paged import ALIGNMENT, MAPPED, PAGE, PageStore
+from gradwire_server.engine.model.attention import paged
+from gradwire_server.engine.model.attention.paged import ALIGNMENT, MAPPED, PAGE, PageLists, PageStore
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import LoraPolicy, Policy
 from gradwire_server.engine.model.split_model import OutputHead
@@ -236,21 +237,22 @@ def test_a_store_doubles_once_its_blocks_are_mapped_and_stays_if_most_is_kept() 
     assert (store.moves, store.pages) == (moves, 2 * pages)
     for whole, part in zip(store.write(layer, places[:0], *written[:, :0]), written, strict=True):
         assert whole.data_ptr() % ALIGNMENT == 0
-        assert torch.equal(whole[: len(part)], part) and not whole[len(part) :].any()
+        of_tokens = whole.transpose(0, 1)
+        assert torch.equal(of_tokens[: len(part)], part) and not of_tokens[len(part) :].any()
     store.select(torch.tensor([0, 3]))
     keys, _ = store.write(layer, places[:0], *written[:, :0])
-    assert store.pages == 2 and torch.equal(keys[PAGE:], written[0, 3 * PAGE : 4 * PAGE])
+    assert store.pages == 2 and torch.equal(keys[:, PAGE:].transpose(0, 1), written[0, 3 * PAGE : 4 * PAGE])
 
 
 @pytest.mark.parametrize(("lists", "firsts"), [([(2, 3), (2, 3), (4, 5)], [2, 4]), ([(2, 3), (5, 4)], [None])])
 def test_pages_that_follow_one_another_are_not_copied(lists: list[tuple[int, ...]], firsts: list[int | None]) -> None:
-    flat = torch.arange(6 * PAGE * 2 * 3).view(6 * PAGE, 2, 3)
+    flat = torch.arange(6 * PAGE * 2 * 3).view(2, 6 * PAGE, 3)
     classes = shared_lists(lists, fills=False).classes
     assert [each.first for each in classes] == firsts
     for each in classes:
         taken = each.taken(flat)
-        expected = flat.view(6, PAGE, 2, 3)[each.table].flatten(1, 2).transpose(1, 2)
-        assert torch.equal(taken, expected) and taken.stride() == expected.stride()
+        expected = flat.view(2, 6, PAGE, 3)[:, each.table].flatten(2, 3).transpose(0, 1)
+        assert torch.equal(taken, expected) and taken.stride()[2:] == expected.stride()[2:]
         assert (taken.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()) == (each.first is not None)
 
 
@@ -321,3 +323,14 @@ def test_tokens_are_drawn_from_float32_whatever_the_weights_are(device: str) -> 
     """Blocks are summed in the logits' dtype."""
     states, weight = (torch.zeros(rows, 32, dtype=torch.bfloat16, device=device) for rows in (3, 2 * BLOCK))
     assert token_logits(states, OutputHead(weight), temperature=0.7).dtype == torch.float32
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_by_head_is_that_of_the_products(masked: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(7, 2, 3, 8, generator=generator)
+    k, v = (torch.randn(2, 7, PAGE, size, generator=generator).transpose(0, 1) for size in (8, 5))
+    lists = PageLists(torch.zeros(7, 1), torch.zeros(7, 1), torch.arange(1, 8) if masked else None)
+    mask = paged._mask(lists, q.dtype)
+    expected = paged._by_products(q, k, v, mask, 0.3)
+    torch.testing.assert_close(paged._by_head(q, k, v, mask, 0.3), expected)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from gradwire_server.engine.agreement import Failure
 from gradwire_server.engine.model.attention.paged import PAGE
-from gradwire_server.engine.model.layers.packed_linear import FEWEST_ROWS, PackedWeights
+from gradwire_server.engine.model.layers.packed_linear import FEWEST_ROWS, PackedWeights, products_apart
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.split_model import SplitModel
 from gradwire_server.engine.sampling.admission import QUANTUM, Held, Waiting, WaitingRows
@@ -41,6 +42,9 @@ PREFILL_TOKENS = 1 << 14
 
 PACKING_TOKENS, PACKING_STEPS = 1024, 32
 """Tokens to compute, or steps of several rows, from which on a copy of the weights saves more time than it takes."""
+
+APART_ROWS = 16
+"""Rows from which on a token's small operations are large enough to be divided among threads, at a loss."""
 
 WORTH = 8
 """Tokens that a row may have to compute for each step that there is room for, if its key has others in progress. A row
@@ -143,7 +147,8 @@ class Batch:
         """Compute the joining rows' prompts and the next token of every row."""
         states = []
         if len(self._rows):
-            states.append(self.values.decode(_policies(self._rows), self._rows.last, self._rows.length))
+            with products_apart() if self._packs and len(self._rows) >= APART_ROWS else nullcontext():
+                states.append(self.values.decode(_policies(self._rows), self._rows.last, self._rows.length))
             self._rows.length += 1
         if self._joining:
             states.append(self._prefill())

@@ -73,7 +73,8 @@ class Wire:
         self._open = asyncio.Event()
         self._open.set()
         self._writers: set[asyncio.StreamWriter] = set()
-        self._server = self._loop.run_until_complete(asyncio.start_server(self._carry, "127.0.0.1", 0))
+        self._carrying: set[asyncio.Task[None]] = set()
+        self._server = self._loop.run_until_complete(asyncio.start_server(self._accepted, "127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
@@ -92,29 +93,51 @@ class Wire:
         self._open.set()
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._reset)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(60)
-        self._server.close()
-        if carried := asyncio.all_tasks(self._loop):  # they end, as their connections are reset
-            self._loop.run_until_complete(asyncio.wait(carried))
         self._loop.close()
+
+    async def _stop(self) -> None:
+        for listening in self._server.sockets:
+            self._loop.remove_reader(listening.fileno())
+        await self._turns()  # asyncio leaves a connection open whose server is closed while it is being accepted
+        self._server.close()
+        while self._carrying or self._writers:
+            for task in self._carrying:
+                task.cancel()
+            for writer in self._writers:
+                writer.transport.abort()
+            self._writers.clear()
+            await self._turns()
+
+    async def _turns(self) -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        task = self._loop.create_task(self._carry(reader, writer))
+        self._carrying.add(task)
+        task.add_done_callback(self._carrying.discard)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, _, port = self._target
+        ends, pipes = [writer], list[asyncio.Future[None]]()
         try:
             there, back = await asyncio.open_connection(host, int(port))
+            ends.append(back)
+            self._writers.add(back)
+            pipes += [asyncio.ensure_future(self._pipe(*pair)) for pair in ((reader, back), (there, writer))]
+            await asyncio.wait(pipes, return_when=asyncio.FIRST_COMPLETED)
         except OSError:
-            writer.transport.abort()
-            return
-        self._writers |= {writer, back}
-        pipes = [asyncio.ensure_future(self._pipe(*ends)) for ends in ((reader, back), (there, writer))]
-        await asyncio.wait(pipes, return_when=asyncio.FIRST_COMPLETED)
-        for pipe in pipes:
-            pipe.cancel()
-        for end in (writer, back):
-            end.transport.abort()
-        self._writers -= {writer, back}
+            pass  # nobody listens there: this end is reset, too
+        finally:
+            for pipe in pipes:
+                pipe.cancel()
+            for end in ends:
+                end.transport.abort()
+            self._writers -= {*ends}
 
     async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):

@@ -34,6 +34,7 @@ from gradwire_server.engine.sizing.meta_step import step_bytes
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import Qwen3Config
 
 from benchmarks import ROOT
 from benchmarks.qwen import shape
@@ -152,19 +153,16 @@ def _bytes(name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> float:
 
 
 @cache
-def _folder(size: str) -> str:
-    from transformers import Qwen3Config
-
-    folder = tempfile.mkdtemp(prefix="gradwire-roofline-")
-    sizes = vars(shape(size, smoke=False))
-    Qwen3Config(**sizes, tie_word_embeddings=True, max_position_embeddings=40_960).save_pretrained(folder)
-    return folder
-
-
-@cache
 def milliseconds(case: Case, bandwidth: float = BANDWIDTH["H200"]) -> dict[str, float]:
     """The least time of each of :data:`PARTS`."""
-    workload = Workload(_folder(case.size), lora_rank=case.lora, tokens=case.rows[0], rows=len(case.rows))
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = vars(shape(case.size, smoke=False))
+        Qwen3Config(**sizes, tie_word_embeddings=True, max_position_embeddings=40_960).save_pretrained(folder)
+        return _milliseconds(case, folder, bandwidth)
+
+
+def _milliseconds(case: Case, folder: str, bandwidth: float) -> dict[str, float]:
+    workload = Workload(folder, lora_rank=case.lora, tokens=case.rows[0], rows=len(case.rows))
     model = meta_model(workload, "cuda")
     found = estimate(workload, Device("cuda", 141 << 30), model)
     layers = shape(case.size, smoke=False).num_hidden_layers

@@ -325,6 +325,15 @@ def test_tokens_are_drawn_from_float32_whatever_the_weights_are(device: str) -> 
     assert token_logits(states, OutputHead(weight), temperature=0.7).dtype == torch.float32
 
 
+def test_only_a_prompt_longer_than_a_forward_is_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paging, "CHUNK_TOKENS", 40)
+    lengths = [10, 5, 6, 90, 3, 17]
+    prompts = [paging._Prompt(None, b"", [1] * length, [], [], None, 0) for length in lengths]  # type: ignore[arg-type]
+    forwards = paging._pieces(prompts, 20)
+    assert forwards[:2] == [[(0, 0, 10), (1, 0, 5)], [(2, 0, 6)]]
+    assert forwards[2:] == [[(3, 0, 40)], [(3, 40, 80)], [(3, 80, 90), (4, 0, 3)], [(5, 0, 17)]]
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_by_head_is_that_of_the_products(masked: bool) -> None:
     generator = torch.Generator().manual_seed(0)

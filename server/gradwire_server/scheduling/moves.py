@@ -81,8 +81,8 @@ class Moves:
             number: The engine's number; None for the one that suits best.
 
         Raises:
-            ServiceError: INVALID_ARGUMENT for an engine that does not exist or lacks the run's model; UNSUPPORTED if
-                there is no other engine.
+            ServiceError: INVALID_ARGUMENT for an engine that does not exist, drains, or lacks the run's model;
+                UNSUPPORTED if there is no other engine.
         """
         if number is None:
             best = self._placement.elsewhere(queue)
@@ -93,6 +93,9 @@ class Moves:
         there, model = self.engine(number), queue.record.config.base_model
         if model not in there.engine.models:
             message = f"engine {number} does not serve {model}, the model of the run {queue.record.run_id}"
+            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="engine")
+        if there.drains:
+            message = f"engine {number} drains and takes no runs: `gradwire runs move --undo-drain {number}` lets it"
             raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="engine")
         return there
 

@@ -180,6 +180,8 @@ async def test_a_drained_engine_holds_nothing_and_gets_nothing(start: Start) -> 
             assert place(door, run) == 1
         with pytest.raises(ServiceError, match="no other engine"):
             await scheduler.drain_engine(1)
+        with pytest.raises(ServiceError, match=r"engine 0 drains and takes no runs: .*--undo-drain 0"):
+            await move(door, runs[0], 0)
         await scheduler.drain_engine(0, undo=True)
         assert place(door, (await clients(door, 1))[0]) == 0
         with pytest.raises(ServiceError, match="there is no engine 2: this server's are 0 to 1"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -83,7 +82,7 @@ async def test_a_training_outlives_its_server_its_machine_and_its_store(
         assert not crash.exists()
     assert not list((served.state_dir / "runs").rglob("*.safetensors"))
     served.end(signal.SIGKILL)
-    shutil.rmtree(served.state_dir / "store-cache")
+    (served.state_dir / "store-cache").rename(tmp_path / "lost")
     served.start()
     async with gradwire.connect(served.address) as service:
         run = service.get_training_client(run_id)
@@ -95,7 +94,7 @@ async def test_a_training_outlives_its_server_its_machine_and_its_store(
         s3.faults.mend()
         await run.save_checkpoint("seven")
         s3.faults.plan(unavailable, "GET", run_id, -1)
-        shutil.rmtree(served.state_dir / "store-cache")
+        (served.state_dir / "store-cache").rename(tmp_path / "lost too")  # at once, as the server writes there
         os.kill(served.engine_pid, signal.SIGKILL)
         rest = asyncio.create_task(steps(run, batches[7:]))  # the run waits, parked
         while not (await run.info()).parked:  # noqa: ASYNC110  nobody is told

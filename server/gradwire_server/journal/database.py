@@ -57,11 +57,21 @@ class _Item(NamedTuple):
     """Until when it may wait for others, by the loop's clock."""
 
 
+def prepare(path: Path, mirror: Path | None = None) -> None:
+    """Create a database file or bring it to the present version, and its mirror; it waits for the disk."""
+    connection = connect(path)
+    migrate(connection)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.close()
+    if mirror is not None and not mirror.exists():
+        copy_database(path, mirror)
+
+
 class Database:
     """The database. Create it on a running event loop.
 
     Args:
-        path: The database file, up to date with the segments.
+        path: The database file, up to date with the segments; :func:`prepare` it in a thread if a loop serves others.
         segments: Where commits are recorded, after the records that their writes have added; used in the writer thread.
         mirror: A second database file in which every change is made as well, until that fails.
 
@@ -85,15 +95,12 @@ class Database:
         self._open, self._open_bytes, self._open_until_s = list[Statement](), 0, math.inf
         self._full_said_s = -FULL_SAID_EVERY_S
         self._loop = asyncio.get_running_loop()
+        prepare(path, mirror)
         connection = connect(self._path)
-        migrate(connection)
-        connection.execute("PRAGMA journal_mode = WAL")
         [(self._ran_before_s,)] = connection.execute("SELECT ran_s FROM state").fetchall()
         self._noted_s = float(self._ran_before_s)
         self.commit = newest_commit(connection)
         connection.close()
-        if mirror is not None and not mirror.exists():
-            copy_database(path, mirror)
         self._asked: list[_Item] = []
         self._handing_over = False
         self._due: asyncio.Handle | None = None

@@ -157,15 +157,15 @@ def test_requests_that_fail_for_a_while_are_repeated(bucket: Objects, tmp_path: 
 def test_a_store_that_stays_away_is_named_and_leaves_what_was_there(
     bucket: Objects, tmp_path: Path, fault: object
 ) -> None:
-    store = opened(bucket, tmp_path, patience_s=0.5)
+    store, hasty = opened(bucket, tmp_path), opened(bucket, tmp_path / "hasty", patience_s=1)
     write(store, {"a": b"before"})
     bucket.faults.plan(fault, "PUT", "/a", -1)  # type: ignore[arg-type]
     with pytest.raises(StoreError, match=rf"{bucket.url}/p did not write runs/run-a/\w+/a within .* Nothing was lost"):
-        write(store, {"a": b"after"})
+        write(hasty, {"a": b"after"})
     bucket.faults.mend()
     assert read(store) == {"a": b"before"} and not store.inspect({"runs/run-a"}, print)
     bucket.faults.plan(fault, "GET", MANIFEST, -1)  # type: ignore[arg-type]
-    with pytest.raises(StoreError, match=r"did not read runs/run-a/manifest\.json"), store.reading(PLACE):
+    with pytest.raises(StoreError, match=r"did not read runs/run-a/manifest\.json"), hasty.reading(PLACE):
         pass
 
 

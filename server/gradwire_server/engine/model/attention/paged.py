@@ -281,18 +281,17 @@ def _by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: fl
 def _by_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """The same as :func:`_by_products` without a gradient, where each head's keys and values are one block."""
     lists, heads, queries, _ = q.shape
-    q = q * scale
     scores = q.new_empty(heads, lists, queries, k.shape[2])
-    for head in range(heads):
-        torch.bmm(q[:, head], k[:, head].mT, out=scores[head])
+    for of_q, of_k, into in zip((q * scale).unbind(1), k.mT.unbind(1), scores.unbind(), strict=True):
+        torch.bmm(of_q, of_k, out=into)
     if mask is not None:
         scores += mask[:, 0]
     most = scores.amax(dim=-1, keepdim=True)
     weights = scores.sub_(most).exp_()
     total = weights.sum(dim=-1, keepdim=True)
     out = v.new_empty(heads, lists, queries, v.shape[3])
-    for head in range(heads):
-        torch.bmm(weights[head], v[:, head], out=out[head])
+    for of_weights, of_v, into in zip(weights.unbind(), v.unbind(1), out.unbind(), strict=True):
+        torch.bmm(of_weights, of_v, out=into)
     return out.div_(total).transpose(0, 1), most.add_(total.log_())[..., 0].transpose(0, 1)
 
 

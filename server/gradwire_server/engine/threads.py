@@ -9,7 +9,7 @@ reproduces the same bits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -37,13 +37,15 @@ def sampling_threads(device: torch.device, tokens: int, num_parameters: int) -> 
 
 
 @contextmanager
-def _threads(device: torch.device, *, small: bool) -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """Run the body with one torch thread, and restore the number."""
     whole = torch.get_num_threads()
-    if device.type != "cpu" or whole == 1 or not small:
-        yield
-        return
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(whole)
+
+
+def _threads(device: torch.device, *, small: bool) -> AbstractContextManager[None]:
+    return one_thread() if device.type == "cpu" and small else nullcontext()

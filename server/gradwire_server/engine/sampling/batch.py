@@ -43,7 +43,7 @@ PREFILL_TOKENS = 1 << 14
 PACKING_TOKENS, PACKING_STEPS = 1024, 32
 """Tokens to compute, or steps of several rows, from which on a copy of the weights saves more time than it takes."""
 
-APART_ROWS = 16
+ONE_THREAD_ROWS = 16
 """Rows from which on a token's small operations are large enough to be divided among threads, at a loss."""
 
 WORTH = 8
@@ -147,7 +147,7 @@ class Batch:
         """Compute the joining rows' prompts and the next token of every row."""
         states = []
         if len(self._rows):
-            with products_apart() if self._packs and len(self._rows) >= APART_ROWS else nullcontext():
+            with products_apart() if self._packs and len(self._rows) >= ONE_THREAD_ROWS else nullcontext():
                 states.append(self.values.decode(_policies(self._rows), self._rows.last, self._rows.length))
             self._rows.length += 1
         if self._joining:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradwire_server.engine.model.comparison import largest_difference
+from gradwire_server.engine.threads import one_thread
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +55,11 @@ def products_apart() -> Iterator[None]:
     meet for one of them than one takes to compute it: 64 rows of SmolLM2-135M took 0.9 of the time on two idle cores,
     0.65 beside other work, and 0.8 of the processor time.
     """
-    threads = torch.get_num_threads()
-    before = _threads.set(threads)
-    torch.set_num_threads(1)
+    before = _threads.set(torch.get_num_threads())
     try:
-        yield
+        with one_thread():
+            yield
     finally:
-        torch.set_num_threads(threads)
         _threads.reset(before)
 
 

@@ -68,6 +68,16 @@ def leave_out_of_garbage() -> None:
 
 
 @pytest.fixture(autouse=True)
+def unchanged_environment() -> Iterator[None]:
+    """What the code under test, or a library, sets in the environment ends with the test."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def responsive_loop(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails an async test in which a callback held an event loop of this process for longer than the detector's limit.
 

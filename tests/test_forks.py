@@ -19,6 +19,7 @@ SERVE = [sys.executable, "-m", "gradwire_server.cli", "serve"]
 )
 def test_what_was_imported_for_the_suite_leaves_servers_alike() -> None:
     """A variable that some module sets as it is imported would start every server for real."""
+    assert not forks.changed(os.environ | {"OMP_NUM_THREADS": "1"})
     assert forks.kind(SERVE, os.environ | {"OMP_NUM_THREADS": "1"}) is forks.ForkedProcess
 
 

@@ -100,10 +100,14 @@ class ForkedProcess(subprocess.Popen[str]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
+def changed(env: Mapping[str, str]) -> set[str]:
+    """Variables that differ from the stem's, and that an import may read."""
+    different = {name for name in {*env, *ENVIRONMENT} if env.get(name) != ENVIRONMENT.get(name)}
+    return {name for name in different if not name.startswith(FREE) or name in READ_AT_IMPORT}
+
+
 def kind(command: Sequence[str], env: Mapping[str, str]) -> type[subprocess.Popen[str]]:
     """What starts a command: a fork, if it does the same as a process of its own."""
-    changed = {name for name in {*env, *ENVIRONMENT} if env.get(name) != ENVIRONMENT.get(name)}
-    alike = all(name.startswith(FREE) and name not in READ_AT_IMPORT for name in changed)
     a_server = [*command[:3]] == [sys.executable, "-m", "gradwire_server.cli"]
     forks = platform.machine() in MACHINES and not os.environ.get("GRADWIRE_TEST_REAL_START")
-    return ForkedProcess if forks and alike and a_server else subprocess.Popen
+    return ForkedProcess if forks and a_server and not changed(env) else subprocess.Popen

@@ -244,6 +244,32 @@ def test_a_store_doubles_once_its_blocks_are_mapped_and_stays_if_most_is_kept() 
     assert store.pages == 2 and torch.equal(keys[:, PAGE:].transpose(0, 1), written[0, 3 * PAGE : 4 * PAGE])
 
 
+def test_a_store_whose_blocks_are_mapped_has_room_for_all_at_once() -> None:
+    """Its memory is taken when it is written, so that room costs nothing and growing no copies."""
+    page_bytes = 4 * PAGE * 2 * 64
+    most = MAPPED // page_bytes
+    for known, room in ((most, most), (most - 1, 3)):
+        store, layers = PageStore(known), [torch.nn.Identity(), torch.nn.Identity()]
+        store.reserve(3)
+        written = torch.randn(2, 3 * PAGE, 2, 64)
+        for layer in layers:
+            keys, _ = store.write(layer, torch.arange(3 * PAGE), *written)
+        assert store.pages == room and keys.shape == (2, room * PAGE, 64)
+        store.select(torch.tensor([1]))
+        assert store.pages == 1
+        store.reserve(2)
+        keys, _ = store.write(layers[0], torch.arange(0), *written[:, :0])
+        assert store.pages == max(2, room if known == most else 0)
+        assert torch.equal(keys[:, :PAGE].transpose(0, 1), written[0, PAGE : 2 * PAGE]) and not keys[:, PAGE:].any()
+    store = PageStore(most)
+    store.reserve(3)
+    store.write(layers[0], torch.arange(3 * PAGE), *written)
+    moves = store.moves
+    store.reserve(most)
+    store.select(torch.arange(most - 1))
+    assert (store.moves, store.pages) == (moves, most)
+
+
 @pytest.mark.parametrize(("lists", "firsts"), [([(2, 3), (2, 3), (4, 5)], [2, 4]), ([(2, 3), (5, 4)], [None])])
 def test_pages_that_follow_one_another_are_not_copied(lists: list[tuple[int, ...]], firsts: list[int | None]) -> None:
     flat = torch.arange(6 * PAGE * 2 * 3).view(2, 6 * PAGE, 3)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from gradwire_server.engine.model.attention.masked import MaskedSegments
 from gradwire_server.engine.model.comparison import largest_difference
+from gradwire_server.engine.model.layers.packed_linear import products
 from gradwire_server.engine.model.packing import Layout
 
 logger = logging.getLogger(__name__)
@@ -43,34 +44,39 @@ ALIGNMENT = 64
 class PageStore:
     """Keys and values of every layer, ``[K, T, D]`` each; all layers use the same places.
 
+    Args:
+        most: Pages to make room for at once on a CPU, whose memory is taken when it is written.
+
     Attributes:
         pages: Number of pages there is room for.
+        used: Number of pages that there had to be room for.
         moves: How often the tensors have moved to other addresses.
     """
 
-    def __init__(self) -> None:
-        self.pages = self.moves = 0
+    def __init__(self, most: int = 0) -> None:
+        self.pages = self.moves = self.used = 0
+        self._most = most
         self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all layers."""
-        return sum(each.nbytes for pair in self._layers.values() for each in pair)
+    def page_bytes(self) -> int:
+        """Bytes of a page in all layers; 0 while there are none."""
+        return sum(each.nbytes for pair in self._layers.values() for each in pair) // max(1, self.pages)
 
     def reserve(self, pages: int) -> None:
         """Make room for so many pages; layer by layer, so that no more than one layer is there twice.
 
         There is more room then, as all is copied, and graphs of kernels are captured anew after each move: twice as
-        much up to 1 GiB, then a quarter more; on a CPU a sixteenth until blocks are mapped, whose memory is taken when
-        it is written.
+        much up to 1 GiB, then a quarter more; on a CPU a sixteenth until blocks are mapped.
         """
+        self.used = max(self.used, pages)
         if pages <= self.pages:
             return
         tensors = [each for pair in self._layers.values() for each in pair]
         spare = self.pages // 16
         if any(each.is_cuda or 2 * each.nbytes >= MAPPED for each in tensors):
-            spare = self.pages if self.nbytes < 1 << 30 else self.pages // 4
-        self.pages = max(pages, self.pages + spare)
+            spare = self.pages if self.pages * self.page_bytes < 1 << 30 else self.pages // 4
+        self.pages = max(pages, self.pages + spare, *(self._at_once(len(each), each) for each in tensors[:1]))
         self.moves += 1
         for layer, pair in self._layers.items():
             self._layers[layer] = _resized(pair[0], self.pages), _resized(pair[1], self.pages)
@@ -78,6 +84,8 @@ class PageStore:
     def write(self, layer: nn.Module, places: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write the keys and values of ``[M]`` places, ``[M, K, D]``; returns the layer's whole ones."""
         if layer not in self._layers:
+            if not self._layers:
+                self.pages = max(self.pages, self._at_once(keys.shape[1], keys))
             self.moves += 1
             self._layers[layer] = _room(keys, self.pages), _room(values, self.pages)
         own = self._layers[layer]
@@ -93,17 +101,22 @@ class PageStore:
                 pages.index_copy_(1, sent(to, whole.device), pages.index_select(1, sent(come_from, whole.device)))
 
     def select(self, pages: Tensor) -> None:
-        """Keep only these pages, in this order; on a CPU the store stays as it is if they are more than half of it."""
+        """Keep only these pages, in this order; on a CPU nothing moves if they are more than half of the used ones."""
         count = len(pages)
         on_cpu = all(keys.device.type == "cpu" for keys, _ in self._layers.values())
-        if on_cpu and 2 * count > self.pages and torch.equal(pages, torch.arange(count)):
+        if on_cpu and 2 * count > self.used and torch.equal(pages, torch.arange(count)):
             return
         self.moves += 1
         for layer, (keys, values) in self._layers.items():
             index = sent(pages, keys.device)
             kept = (_pages(each).index_select(1, index).flatten(1, 2) for each in (keys, values))
             self._layers[layer] = next(kept), next(kept)
-        self.pages = len(pages)
+        self.pages = self.used = count
+
+    def _at_once(self, heads: int, like: Tensor) -> int:
+        """Pages to make room for at once, of so many heads like this tensor's; 0 where that would take memory."""
+        page_bytes = PAGE * heads * like.shape[2] * like.itemsize
+        return self._most if like.device.type == "cpu" and self._most * page_bytes >= MAPPED else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,17 +295,22 @@ def _by_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float)
     """The same as :func:`_by_products` without a gradient, where each head's keys and values are one block."""
     lists, heads, queries, _ = q.shape
     scores = q.new_empty(heads, lists, queries, k.shape[2])
-    for of_q, of_k, into in zip((q * scale).unbind(1), k.mT.unbind(1), scores.unbind(), strict=True):
-        torch.bmm(of_q, of_k, out=into)
+    _multiply((q * scale).unbind(1), k.mT.unbind(1), scores)
     if mask is not None:
         scores += mask[:, 0]
     most = scores.amax(dim=-1, keepdim=True)
     weights = scores.sub_(most).exp_()
     total = weights.sum(dim=-1, keepdim=True)
     out = v.new_empty(heads, lists, queries, v.shape[3])
-    for of_weights, of_v, into in zip(weights.unbind(), v.unbind(1), out.unbind(), strict=True):
-        torch.bmm(of_weights, of_v, out=into)
+    _multiply(weights.unbind(), v.unbind(1), out)
     return out.div_(total).transpose(0, 1), most.add_(total.log_())[..., 0].transpose(0, 1)
+
+
+def _multiply(left: Sequence[Tensor], right: Sequence[Tensor], heads: Tensor) -> None:
+    """Each head's batch of products."""
+    with products():
+        for of_left, of_right, into in zip(left, right, heads.unbind(), strict=True):
+            torch.bmm(of_left, of_right, out=into)
 
 
 def _by_one_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:

@@ -32,24 +32,35 @@ FEWEST_ENTRIES = 1 << 16
 
 _packed: ContextVar[Mapping[int, Tensor]] = ContextVar("packed", default=MappingProxyType({}))
 _threads: ContextVar[int | None] = ContextVar("threads", default=None)
-"""Number of threads for products within :func:`products_apart`."""
+"""Number of threads for :func:`products` within :func:`products_apart`."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x W^T + bias``, within :meth:`PackedWeights.in_use` with the copy of the weight."""
+    with products():
+        packed = _packed.get().get(id(weight))
+        if packed is None or x.numel() < FEWEST_ROWS * x.shape[-1]:
+            return F.linear(x, weight, bias)
+        return _product(x, packed, bias)
+
+
+@contextmanager
+def products() -> Iterator[None]:
+    """Compute the body with all threads, also within :func:`products_apart`."""
     threads = _threads.get()
     if threads is None:
-        return _linear(x, weight, bias)
+        yield
+        return
     torch.set_num_threads(threads)
     try:
-        return _linear(x, weight, bias)
+        yield
     finally:
         torch.set_num_threads(1)
 
 
 @contextmanager
 def products_apart() -> Iterator[None]:
-    """Compute with one thread within the body, but the products of :func:`linear` with all.
+    """Compute with one thread within the body, but :func:`products` with all.
 
     A token of some dozens of rows has as many small operations a layer between its products. Two threads take longer to
     meet for one of them than one takes to compute it: 64 rows of SmolLM2-135M took 0.9 of the time on two idle cores,
@@ -61,13 +72,6 @@ def products_apart() -> Iterator[None]:
             yield
     finally:
         _threads.reset(before)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    packed = _packed.get().get(id(weight))
-    if packed is None or x.numel() < FEWEST_ROWS * x.shape[-1]:
-        return F.linear(x, weight, bias)
-    return _product(x, packed, bias)
 
 
 class _Copy(NamedTuple):

@@ -104,6 +104,7 @@ class Pages:
         kept_bytes: Maximum bytes of known pages to keep when no row uses them.
         weights: Names the weights of a policy as they are now; only pages of equal weights are shared. By default all
             prompts are computed with the same weights.
+        most: Tokens to make room for at once on a CPU, whose memory is taken when it is written.
 
     Attributes:
         computed_tokens: Prompt tokens that went through the model.
@@ -111,9 +112,11 @@ class Pages:
 
     joins = True
 
-    def __init__(self, kept_bytes: int = 0, weights: Callable[[Policy], bytes] = lambda policy: b"") -> None:
+    def __init__(
+        self, kept_bytes: int = 0, weights: Callable[[Policy], bytes] = lambda policy: b"", most: int = 0
+    ) -> None:
         self._kept, self._weights = kept_bytes, weights
-        self._store, self._table = PageStore(), PageTable()
+        self._store, self._table = PageStore(most // PAGE), PageTable()
         self._rows: list[_Row] = []
         self._warmed: list[int] = []
         self._shared: RowLists | None = None
@@ -125,13 +128,13 @@ class Pages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values that are allocated."""
-        return self._store.nbytes
+        """Bytes of the pages that there had to be room for."""
+        return self._store.used * self._store.page_bytes
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's keys and values in all layers; 0 while there are none."""
-        return self._store.nbytes // (PAGE * max(1, self._store.pages))
+        return self._store.page_bytes // PAGE
 
     def room(self, prompts: Iterable[Hashable]) -> Room:
         return PagesRoom(self._table.used - len(self._warmed), prompts)
@@ -287,7 +290,7 @@ class Pages:
         activate_each(policies, lengths.tolist())
         images = images_of_pieces([(prompt.tokens, start, stop) for prompt, start, stop in pieces])
         states = policies[0].split_model.packed_states(ids, positions, plan, images)
-        self._table.kept = self._kept * self._store.pages // max(1, self._store.nbytes)
+        self._table.kept = self._kept // max(1, self._store.page_bytes)
         self.computed_tokens += len(ids)
         return states.index_select(0, sent(ends - 1, states.device))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -128,7 +129,8 @@ class LocalSampler:
         if key not in self._batches:
             rows = max(1, self._logits_elements // policy.facts.vocab_size)
             self._owners[key] = key.split_model if key.adapter is None else policy
-            values, tokens = self._values(policy, key), self._cache_bytes // self._bytes_of_token(policy)
+            tokens = self._cache_bytes // self._bytes_of_token(policy)
+            values = self._values(policy, key, tokens)
             packed = self._packed_weights(key.split_model)
             self._batches[key] = Batch(key.split_model, values, tokens, rows, self._uniforms, self._division, packed)
         self._batches[key].add(job)
@@ -208,17 +210,17 @@ class LocalSampler:
             self._keeps[policy.split_model] = policy.compute(lambda: keeps_cache(policy, self._agreement))
         return self._keeps[policy.split_model]
 
-    def _values(self, policy: Policy, key: _Key) -> Callable[[], KeyValues]:
-        """What makes the keys and values of a batch: at first those that were kept of the same weights."""
+    def _values(self, policy: Policy, key: _Key, most: int) -> Callable[[], KeyValues]:
+        """What makes the keys and values of a batch, of so many tokens: at first those kept of the same weights."""
         if not self._fits_pages(policy):
             return Together if self._keeps_cache(policy) else Recomputed
         if key.alone is not None:
-            return Pages
+            return partial(Pages, most=most)
         owner = self._owners[key]
         version, kept = self._kept.pop(owner, (None, None))
         found = [kept] if kept is not None and version == _version(owner) else []
         weights = self._weights if isinstance(owner, SplitModel) else _only_weights
-        return lambda: found.pop() if found else Pages(self._kept_bytes, weights)
+        return lambda: found.pop() if found else Pages(self._kept_bytes, weights, most)
 
     def _packed_weights(self, split_model: SplitModel) -> PackedWeights | None:
         """The copies of a model's weights that its batches share, for as long as there are any."""

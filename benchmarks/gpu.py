@@ -5,10 +5,11 @@
 
 Qwen3-shaped models with random weights. For 0.6, 4 and 8 B parameters everything that the service does with one
 (:mod:`benchmarks.gpu_service`): LoRA, full and NF4 at rows of 4,096 and 16,384 tokens, sampling, 64 runs at once,
-checkpoints, an engine's death. For 0.6 and 1.7 B training on rows of 128 to 4,096 tokens beside other trainers. First
-the rate of a bfloat16 matrix product is measured on the same device: utilisation is the arithmetic that the rows need
-over what that rate would do in the same time. Each case is a process of its own; its result is written at once, and a
-case with a result is not run again, so that an interrupted run can be continued. Nothing is read from the network.
+checkpoints, an engine's death, and the training step's time by part beside the roofline's. For 0.6 and 1.7 B training
+on rows of 128 to 4,096 tokens beside other trainers. First the rate of a bfloat16 matrix product is measured on the
+same device: utilisation is the arithmetic that the rows need over what that rate would do in the same time. Each case
+is a process of its own; its result is written at once, and a case with a result is not run again, so that an
+interrupted run can be continued. Nothing is read from the network.
 
 The other trainers get the largest number of rows that fits into memory, with gradient accumulation; TRL and Liger where
 they import (or in the environment whose Python GRADWIRE_TRL_PYTHON names). Without a GPU only ``--smoke`` runs:
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -43,6 +45,8 @@ from benchmarks.gpu_cases import SIDES, TRAINERS, Case, run_case
 from benchmarks.qwen import SCALED, SIZES
 from benchmarks.ranks import efficiency
 from benchmarks.report import show
+from benchmarks.roofline import PARTS
+from benchmarks.step_parts import IDLE, UNPROFILED
 
 CASES = [
     *(Case(size, "lora", "service") for size in ("4B", "8B", "0.6B")),
@@ -97,7 +101,7 @@ def in_child(case: Case, models: Path, *, smoke: bool) -> dict[str, Any]:
         os.close(write)
     found = next((json.loads(line) for line in reversed(out.splitlines()) if line.startswith("{")), {})
     if "parts" in found and (why or child.returncode):
-        found["parts"]["the rest"] = {"error": why or f"exit status {child.returncode}"}
+        found["parts"]["the rest"] = {"error": why or (err.strip() or f"exit status {child.returncode}")[-300:]}
     return found or {"error": why or (err.strip() or f"exit status {child.returncode}")[-1500:]}
 
 
@@ -209,6 +213,25 @@ def service_table(results: dict[str, Any]) -> Table:
     return out
 
 
+def steps_table(results: dict[str, Any]) -> Table:
+    """Build the table of the time of a training step by part, each above the roofline's.
+
+    The step is measured without the profiler, the rest with it.
+    """
+    out = Table(title="ms of a training step on the device", box=box.SIMPLE, padding=0, pad_edge=False)
+    for name in ("", *PARTS, IDLE, "step"):
+        out.add_column(name, justify="right" if name else "left")
+    for case in CASES:
+        for title, step in results["cases"].get(str(case), {}).get("steps", {}).items():
+            measured, least = step["measured"], step["least"] or {}
+            cells = [f"{measured[part]:,.1f}" for part in (*PARTS, IDLE, UNPROFILED)]
+            out.add_row(f"{case.size} {case.tuning} {title}", *cells)
+            if least:
+                cells = [f"{least[part]:,.1f}" for part in PARTS]
+                out.add_row("  at least", *cells, "", f"{sum(least.values()):,.1f}")
+    return out
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], metavar="SIZE[:TUNING[:SIDE]]")
@@ -255,7 +278,8 @@ def main() -> int:
             results["cases"][str(case)] = in_child(case, args.models, smoke=args.smoke)
         save(args.results, results)
         console.print(f"{case}: {json.dumps(results['cases'][str(case)])[:300]}", markup=False)
-    for each in [scaling_table(results, cases)] if args.ranks else [service_table(results), table(results)]:
+    of_one_gpu = [service_table(results), steps_table(results), table(results)]
+    for each in [scaling_table(results, cases)] if args.ranks else of_one_gpu:
         console.print(each)
     console.print(machine.in_words(results["machine"]))
     if left:

@@ -90,8 +90,7 @@ def run_case(case: Case, models: Path, device: str, *, smoke: bool) -> dict[str,
     model = qwen(models / (f"{case.size}-smoke" if smoke else case.size), sizes, device=device)
     if case.side in ("service", "vllm"):
         name, vllm = f"{case.size}:{case.tuning}", case.side == "vllm"
-        parts = measured(name, model, sizes, case.tuning, device, smoke=smoke, vllm=vllm)
-        return {"parts": asyncio.run(parts)}
+        return asyncio.run(measured(name, model, sizes, case.tuning, device, smoke=smoke, vllm=vllm))
     turns = 3 if smoke else 40
     batches = draw(turns * STEPS_OF_A_TURN, sizes.vocab_size, smoke=smoke)
     lora = case.tuning == "lora"

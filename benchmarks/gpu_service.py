@@ -1,4 +1,5 @@
-"""The service on a GPU, by one server and one model: training, sampling, many runs, checkpoints, an engine's death.
+"""The service on a GPU, by one server and one model: training, sampling, many runs, checkpoints, an engine's death, and
+the training step's time by part.
 
 Targets stand beside the figures they are for: NeMo Automodel trains LoRA on Llama 3 8B, rows of 4,096 tokens, at 12,473
 tokens/s on one H100; prime-rl LoRA of rank 16 on Qwen3-4B, rows of 16,384, at 6,229, of which twice is wanted.
@@ -27,7 +28,10 @@ from gradwire_server.engine.machine import total_memory
 from gradwire_server.engine.sizing.estimate import Device, Workload, estimate
 from support.server import Server, free_port
 
+from benchmarks import roofline
+from benchmarks.in_process import InProcess
 from benchmarks.qwen import LORA_RANK, Shape
+from benchmarks.step_parts import engine_settings, step_parts
 from benchmarks.training import KINDS, train
 
 TARGETS = {"8B:lora:4k": 12_500.0, "4B:lora:16k": 12_500.0, "8B:full:4k": 8_500.0}
@@ -59,7 +63,10 @@ class Shapes:
 async def measured(
     name: str, model: Path, shape: Shape, tuning: str, device: str, *, smoke: bool, vllm: bool = False
 ) -> dict[str, Any]:
-    """Every part's figures; a part that fails says why, and the next ones are measured. With vLLM only samples."""
+    """Every part's figures; a part that fails says why, and the next ones are measured. With vLLM only samples.
+
+    Prints what there is so far as a line of JSON after each part: the last one is the result, also of who is killed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         metrics = f"127.0.0.1:{free_port()}"
         flags = ["--device", device, "--metrics-address", metrics] + ["--quantize", "nf4"] * (tuning == "nf4")
@@ -71,14 +78,34 @@ async def measured(
                 lora = None if tuning == "full" else LORA_RANK
                 run = await service.create_run("m", lora=lora, seed=1)
                 by_title: dict[str, Any] = {"first run s": time.perf_counter() - began}
+                found = {"parts": by_title, "steps": {}}
                 part = _Part(name, service, run, server, metrics, shape, lora is not None, smoke, model, device)
                 for title, measure in (part.samples() if vllm else part.all()).items():
                     try:
                         by_title[title] = await measure()
                     except gradwire.GradwireError as error:
                         by_title[title] = {"error": str(error)[:300]}
-                    print(json.dumps({"parts": by_title}), flush=True)  # the last such line is the result
-                return by_title
+                    print(json.dumps(found), flush=True)
+        if not vllm:  # the server has left the device
+            settings = engine_settings(["--model", f"m={model}", *flags])
+            engine = InProcess(model, Path(folder) / "alone", lora=lora, **settings)
+            for title, lengths in Shapes.of(smoke=smoke).rows.items():
+                batches = [part.rows(lengths) for _ in range(3)]
+                measured_ms = step_parts(engine, batches, shape.vocab_size, device)
+                found["steps"][title] = {"measured": measured_ms, "least": least(name, lengths, device, smoke=smoke)}
+                print(json.dumps(found), flush=True)
+        return found
+
+
+def least(name: str, lengths: list[int], device: str, *, smoke: bool) -> dict[str, float] | None:
+    """The roofline's milliseconds of such a step on this device; None where there are none."""
+    size, tuning = name.split(":")
+    gpu = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    bandwidth = next((each for known, each in roofline.BANDWIDTH.items() if known in gpu), None)
+    if smoke or bandwidth is None or tuning == "nf4":
+        return None
+    case = roofline.Case(name, size, 0 if tuning == "full" else LORA_RANK, tuple(lengths), 0.0)
+    return roofline.milliseconds(case, bandwidth)
 
 
 @dataclass
@@ -109,14 +136,14 @@ class _Part:
     def samples(self) -> dict[str, Callable[[], Awaitable[dict[str, Any]]]]:
         return {f"sample {title}": partial(self.sample, title) for title in self._shapes.samples}
 
-    def _rows(self, lengths: list[int]) -> list[list[int]]:
+    def rows(self, lengths: list[int]) -> list[list[int]]:
         return [self._rng.integers(4, self.shape.vocab_size, length).tolist() for length in lengths]
 
     async def train(self, title: str) -> dict[str, Any]:
         lengths = self._shapes.rows[title]
         seconds = []
         for _ in range(1 + TURNS):
-            batches = [KINDS["sft"].batch(self._rows(lengths)) for _ in range(2)]
+            batches = [KINDS["sft"].batch(self.rows(lengths)) for _ in range(2)]
             began = time.perf_counter()
             await train(self.run, KINDS["sft"], batches)
             seconds.append((time.perf_counter() - began) / 2)
@@ -147,7 +174,7 @@ class _Part:
         count, length, n, tokens = self._shapes.samples[title]
         seconds = []
         for _ in range(2):
-            prompts = self._rows([length] * count)
+            prompts = self.rows([length] * count)
             began = time.perf_counter()
             await self.run.sample(prompts, n=n, max_tokens=tokens, ignore_eos=True, seed=0)
             seconds.append(time.perf_counter() - began)
@@ -160,7 +187,7 @@ class _Part:
         tokens = len(runs) * length
 
         async def step(run: gradwire.TrainingClient) -> None:
-            await train(run, KINDS["sft"], [KINDS["sft"].batch(self._rows([length]))])
+            await train(run, KINDS["sft"], [KINDS["sft"].batch(self.rows([length]))])
 
         rates = dict[str, list[float]]()
         for _ in range(2):
@@ -189,5 +216,5 @@ class _Part:
         os.kill(self.server.engine_pid, signal.SIGKILL)
         began = time.perf_counter()
         lengths = self._shapes.rows["4k"]
-        await train(self.run, KINDS["sft"], [KINDS["sft"].batch(self._rows(lengths))])
+        await train(self.run, KINDS["sft"], [KINDS["sft"].batch(self.rows(lengths))])
         return {"s": time.perf_counter() - began}

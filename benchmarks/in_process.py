@@ -14,6 +14,7 @@ from typing import Any
 import gradwire
 from gradwire_proto.v1 import training_pb2 as pb
 from support.engine import LocalEngine, token_rows
+from torch.profiler import record_function
 
 from benchmarks.report import Figure, Size, run_alone
 from benchmarks.training import KINDS, LEARNING_RATE, train
@@ -24,11 +25,11 @@ RUN = "run"
 
 
 class InProcess:
-    """The engine in this process, with one run that trains all weights."""
+    """The engine in this process, with one run, which trains all weights or an adapter of rank ``lora``."""
 
-    def __init__(self, model: Path, state_dir: Path) -> None:
-        self._engine = LocalEngine({"m": model}, state_dir)
-        self._engine.create(RUN, base_model="m")
+    def __init__(self, model: Path, state_dir: Path, *, lora: int | None = None, **settings: Any) -> None:
+        self._engine = LocalEngine({"m": model}, state_dir, **settings)
+        self._engine.create(RUN, base_model="m", lora=lora)
 
     def train(self, batches: Sequence[Rows]) -> list[float]:
         """Take one step per batch; return the losses."""
@@ -38,7 +39,8 @@ class InProcess:
         for rows in batches:
             columns: Any = token_rows(rows)
             losses.append(self._engine.do(RUN, columns, forward_backward=call).proto.loss.loss)
-            self._engine.do(RUN, optim_step=step)
+            with record_function("optimizer"):
+                self._engine.do(RUN, optim_step=step)
         return losses
 
 

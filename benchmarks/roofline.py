@@ -113,12 +113,27 @@ class Tally(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if not made or name in ("empty_like", "new_empty", "empty") or (given and _is_view(func)):
             return result
-        flops, part = _flops(name, args, given, made)
-        if any(self._vocabulary in each.shape for each in given + made) and name != "embedding":
-            part = "vocabulary"
-        seconds = max(flops / PRODUCTS, _bytes(name, given, made) / self._bandwidth)
-        self.seconds[part] += seconds
+        sizes = [size for each in given + made for size in each.shape]
+        seconds = max(_flops(name, args, given, made) / PRODUCTS, _bytes(name, given, made) / self._bandwidth)
+        self.seconds[part_of([name], sizes, self._vocabulary)] += seconds
         return result
+
+
+def part_of(names: Sequence[str], sizes: Sequence[int], vocabulary: int) -> str:
+    """The part of an operation.
+
+    Args:
+        names: The operation's, without ``aten::``, and of those that it is a step of.
+        sizes: Of its tensors' dimensions.
+        vocabulary: The vocabulary's size.
+    """
+    if "optimizer" in names:
+        return "optimizer"
+    if vocabulary in sizes and "embedding" not in names:
+        return "vocabulary"
+    if any(word in name.lower() for name in names for word in ("attention", "attn")):
+        return "attention"
+    return "products" if names[0] in LEFT else "other"
 
 
 def _on_device(values: Any) -> list[Tensor]:
@@ -130,17 +145,17 @@ def _is_view(func: Any) -> bool:
     return bool(aliases) and not any(each.is_write for each in aliases)
 
 
-def _flops(name: str, args: Sequence[Any], given: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[float, str]:
-    """An operation's floating-point operations, and its part."""
+def _flops(name: str, args: Sequence[Any], given: Sequence[Tensor], made: Sequence[Tensor]) -> float:
+    """An operation's floating-point operations."""
     if "scaled_dot_product" in name:
         backward = "backward" in name
         q, k = given[1:3] if backward else given[:2]  # the backward has the output's gradient before them
         causal = 0.5 if q.shape[2] == k.shape[2] else 1.0
         pairs = math.prod(q.shape[:3]) * k.shape[2]
-        return causal * (10.0 if backward else 4.0) * pairs * q.shape[3], "attention"
+        return causal * (10.0 if backward else 4.0) * pairs * q.shape[3]
     if name in LEFT:
-        return 2.0 * made[0].numel() * args[LEFT[name]].shape[-1], "products"
-    return 0.0, "other"
+        return 2.0 * made[0].numel() * args[LEFT[name]].shape[-1]
+    return 0.0
 
 
 def _bytes(name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> float:

@@ -133,6 +133,19 @@ def test_gpu_cases_run_at_tiny_shapes_and_are_not_run_twice(tmp_path: Path) -> N
         assert refused.returncode == 2 and why in refused.stderr
 
 
+@pytest.mark.slow  # half a minute
+def test_the_service_on_a_gpu_shows_its_steps_by_part(tmp_path: Path) -> None:
+    results, models = tmp_path / "gpu.json", tmp_path / "models"
+    only = ("--only", "0.6B:lora:service", "--results", str(results), "--models", str(models))
+    said = run("benchmarks.gpu", "--smoke", *only)
+    found = json.loads(results.read_text())["cases"]["0.6B:lora:service"]
+    assert not [each for each in found["parts"].values() if isinstance(each, dict) and "error" in each]
+    assert {*found["steps"]} == {"4k", "16k"}
+    for title, step in found["steps"].items():
+        (line,) = [each.split() for each in said.splitlines() if each.split()[:3] == ["0.6B", "lora", title]]
+        assert line[3:] == [f"{milliseconds:,.1f}" for milliseconds in step["measured"].values()]
+
+
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 @pytest.mark.slow  # a quarter of a minute
 def test_our_side_on_a_gpus_models(tuning: str, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from _support.small_model import small_model
@@ -118,3 +120,9 @@ def test_only_plain_layers_have_copies() -> None:
     with PackedWeights(torch.nn.Sequential(layer, torch.nn.Linear(2, 2))).in_use():
         assert vars(layer)["forward"] is own
     assert vars(layer)["forward"] is own
+
+
+def test_a_model_without_large_weights_is_looked_through_once(tmp_path: Path, copies: list[PackedWeights]) -> None:
+    pool = ModelPool({"wide": str(small_model(tmp_path, hidden_size=32, num_layers=1))}, dtype=torch.float32)
+    sampled(policy_of(pool, "base"), MANY)
+    assert len(copies) == 1

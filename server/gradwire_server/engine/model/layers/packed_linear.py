@@ -92,7 +92,7 @@ class PackedWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._copies: list[_Copy] = []
+        self._copies: list[_Copy] | None = None
         self._packed: dict[int, Tensor] = {}
 
     @contextmanager
@@ -101,23 +101,24 @@ class PackedWeights:
         if not _is_right():
             yield
             return
-        if not self._copies or any(
-            copy.layer.weight is not copy.weight or _version(copy.weight) != copy.version for copy in self._copies
+        copies = self._copies
+        if copies is None or any(
+            copy.layer.weight is not copy.weight or _version(copy.weight) != copy.version for copy in copies
         ):
-            self._copy()
+            copies = self._copies = self._copy()
         before = _packed.set(self._packed)
-        for copy in self._copies:
+        for copy in copies:
             vars(copy.layer)["forward"] = copy.forward
         try:
             yield
         finally:
-            for copy in self._copies:
+            for copy in copies:
                 del vars(copy.layer)["forward"]
             _packed.reset(before)
 
     @torch.no_grad()
-    def _copy(self) -> None:
-        self._copies, self._packed = [], {}
+    def _copy(self) -> list[_Copy]:
+        copies, self._packed = list[_Copy](), {}
         for layer in self._model.modules():
             # Another forward, such as that of accelerate's hooks, is an attribute of the layer.
             if type(layer) is not nn.Linear or "forward" in vars(layer) or layer.weight.numel() < FEWEST_ENTRIES:
@@ -126,7 +127,8 @@ class PackedWeights:
             if id(weight) not in self._packed:
                 self._packed[id(weight)] = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
             forward = partial(linear, weight=weight, bias=layer.bias)
-            self._copies.append(_Copy(layer, weight, _version(weight), forward))
+            copies.append(_Copy(layer, weight, _version(weight), forward))
+        return copies
 
 
 def _version(weight: Tensor) -> tuple[int, int]:

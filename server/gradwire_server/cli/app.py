@@ -13,7 +13,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(keys.app, name="keys")
-app.command()(serve.serve)
+app.command(cls=serve.Serve)(serve.serve)
 app.command()(engine.engine)
 app.command()(state.backup)
 app.command()(state.restore)

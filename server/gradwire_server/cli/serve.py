@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from gradwire_proto.v1 import training_pb2 as pb
 from rich.table import Table
+from typer.core import TyperCommand
 
 from gradwire_server.cli.event_loop import loop_factory
 from gradwire_server.cli.parent import outlived
@@ -42,10 +43,29 @@ COLLECTED_AT = 5000
 """Containers that the front allocates between two collections of garbage. gRPC leaves some ten in cycles for each call.
 With Python's 700 many of them outlived two collections, and the full ones held the event loop for up to 31 ms beside a
 flood of calls; with this number the longest took 12 ms, and all of them a fifth of the time."""
+ELSEWHERE = {
+    "--port": "--address HOST:PORT",
+    "--host": "--address HOST:PORT",
+    "--tensor-parallel-size": "--ranks N",
+    "--data-parallel-size": "--engines N",
+    "--served-model-name": "--model NAME=FOLDER",
+    "--api-key": "gradwire keys create NAME",
+}
+"""Other servers' options -> ours."""
 SETTINGS_AT_FAULT = (pb.ERROR_CODE_INVALID_ARGUMENT, pb.ERROR_CODE_UNSUPPORTED, pb.ERROR_CODE_UNKNOWN_MODEL)
 
 
-@app.command()
+class Serve(TyperCommand):
+    """The command, which knows other servers' options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for option in (word.partition("=")[0] for word in args):
+            if option in ELSEWHERE:
+                fail(f"there is no {option}: write {ELSEWHERE[option]}")
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=Serve)
 @with_settings
 def serve(
     flags: dict[str, Any],

@@ -47,6 +47,10 @@ MISTAKES = {
         "--model tiny --losses broken.py",
         "--losses {here}/broken.py, line 2: ValueError: no such scale",
     ),
+    "another server's option": (
+        "--model tiny --port=8000",
+        "there is no --port: write --address HOST:PORT",
+    ),
     "no model": (
         "",
         "name at least one model: --model NAME_OR_FOLDER, or `models` in a file of settings",

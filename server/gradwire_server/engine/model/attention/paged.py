@@ -114,9 +114,12 @@ class PageStore:
         self.pages = self.used = count
 
     def _at_once(self, heads: int, like: Tensor) -> int:
-        """Pages to make room for at once, of so many heads like this tensor's; 0 where that would take memory."""
+        """Pages to make room for at once, of so many heads like this tensor's; 0 where that would take memory.
+
+        One more than is needed, as heads a power of two apart would share few places of a cache.
+        """
         page_bytes = PAGE * heads * like.shape[2] * like.itemsize
-        return self._most if like.device.type == "cpu" and self._most * page_bytes >= MAPPED else 0
+        return self._most + 1 if like.device.type == "cpu" and self._most * page_bytes >= MAPPED else 0
 
 
 @dataclass(frozen=True, eq=False)

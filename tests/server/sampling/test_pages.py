@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -268,6 +270,23 @@ def test_a_store_whose_blocks_are_mapped_has_room_for_all_at_once() -> None:
     store.reserve(most)
     store.select(torch.arange(most - 1))
     assert (store.moves, store.pages) == (moves, most + 1)
+
+
+def test_a_store_has_little_room_where_addresses_are_limited(tiny_model_path: Path) -> None:
+    program = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (64 << 30, resource.RLIM_INFINITY))
+from gradwire_server.engine.model.loading.pool import ModelPool
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.sampling.samplers.local import LocalSampler
+from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
+sampler = LocalSampler(cache_bytes=1 << 40)
+job = sampler.begin(Policy(ModelPool({{"m": {str(tiny_model_path)!r}}}).get("m")), [[4, 5]], SamplingParams(4, seed=0))
+while sampler.turn():
+    sampler.step()
+assert 0 < len(job.samples().token_ids) <= 4
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize(("lists", "firsts"), [([(2, 3), (2, 3), (4, 5)], [2, 4]), ([(2, 3), (5, 4)], [None])])

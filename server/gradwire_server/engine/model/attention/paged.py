@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import logging
 import math
+import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -119,7 +121,8 @@ class PageStore:
         One more than is needed, as heads a power of two apart would share few places of a cache.
         """
         page_bytes = PAGE * heads * like.shape[2] * like.itemsize
-        return self._most + 1 if like.device.type == "cpu" and self._most * page_bytes >= MAPPED else 0
+        free = like.device.type == "cpu" and self._most * page_bytes >= MAPPED and _taken_when_written()
+        return self._most + 1 if free else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -357,6 +360,14 @@ def _mask(lists: PageLists, dtype: torch.dtype) -> Tensor | None:
     places = torch.arange(lists.table.shape[1] * PAGE, device=lists.table.device)
     zeros = torch.zeros(len(lists.rows), len(places), dtype=dtype, device=places.device)
     return zeros.masked_fill_(places >= lists.lengths[:, None], -torch.inf)[:, None, None]
+
+
+@cache
+def _taken_when_written() -> bool:
+    """Whether the system gives more addresses than there is memory: Linux counts them as memory in its strict mode."""
+    mode = Path("/proc/sys/vm/overcommit_memory")
+    strict = mode.exists() and mode.read_text().strip() == "2"
+    return not strict and resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
 
 
 def _resized(old: Tensor, pages: int) -> Tensor:

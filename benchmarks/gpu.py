@@ -66,12 +66,10 @@ def matrix_rate(device: str, *, smoke: bool) -> float:
     left, right = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds = []
     for _ in range(13):
-        if device == "cuda":
-            torch.cuda.synchronize()
+        machine.wait_for(device)
         start = time.perf_counter()
         left @ right
-        if device == "cuda":
-            torch.cuda.synchronize()
+        machine.wait_for(device)
         seconds.append(time.perf_counter() - start)
     return 2.0 * width**3 / sorted(seconds[3:])[5]
 

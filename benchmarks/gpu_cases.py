@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_service import measured
+from benchmarks.machine import wait_for
 from benchmarks.qwen import LORA_RANK, qwen, shape
 from benchmarks.training import KINDS, LEARNING_RATE, train
 from benchmarks.workload import Rows
@@ -199,8 +200,7 @@ def _padded(
         start = time.perf_counter()
         for rows in chosen:
             step(rows)
-        if device == "cuda":
-            torch.cuda.synchronize()
+        wait_for(device)
         return time.perf_counter() - start
 
     seconds = _timed(turn, batches)

@@ -79,6 +79,14 @@ def memory_bytes(process: psutil.Process, field: str) -> int:
     raise ValueError(f"the kernel tells no {field} of process {process.pid}")
 
 
+def wait_for(device: str) -> None:
+    """Wait until a GPU has done what it was told to; a CPU has."""
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def _cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

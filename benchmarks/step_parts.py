@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import typer
 from gradwire_server.cli.settings import load, with_settings
 from torch.autograd.profiler_util import FunctionEvent
@@ -20,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.in_process import InProcess
+from benchmarks.machine import wait_for
 from benchmarks.roofline import PARTS, part_of
 from benchmarks.workload import Rows
 
@@ -68,16 +68,11 @@ def step_parts(engine: InProcess, batches: Sequence[Rows], vocabulary: int, devi
 
 
 def _seconds(engine: InProcess, batches: Sequence[Rows], device: str) -> float:
-    _wait(device)
+    wait_for(device)
     began = time.perf_counter()
     engine.train(batches)
-    _wait(device)
+    wait_for(device)
     return time.perf_counter() - began
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def by_part(events: Sequence[FunctionEvent], vocabulary: int, device: str) -> dict[str, float]:

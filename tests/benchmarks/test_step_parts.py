@@ -130,7 +130,7 @@ def order(engine: InProcess, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens to the device and in the engine, in order."""
     seen: list[str] = []
     do = engine._engine.do
-    monkeypatch.setattr(step_parts, "_wait", lambda device: seen.append("wait"))
+    monkeypatch.setattr(step_parts, "wait_for", lambda device: seen.append("wait"))
     monkeypatch.setattr(engine._engine, "do", lambda *args, **kind: (seen.extend(kind), do(*args, **kind))[1])
     return seen
 

@@ -78,7 +78,7 @@ class PageStore:
         spare = self.pages // 16
         if any(each.is_cuda or 2 * each.nbytes >= MAPPED for each in tensors):
             spare = self.pages if self.pages * self.page_bytes < 1 << 30 else self.pages // 4
-        self.pages = max(pages, self.pages + spare, *(self._at_once(len(each), each) for each in tensors[:1]))
+        self.pages = max(pages, self.pages + spare, *map(self._at_once, tensors[:1]))
         self.moves += 1
         for layer, pair in self._layers.items():
             self._layers[layer] = _resized(pair[0], self.pages), _resized(pair[1], self.pages)
@@ -87,7 +87,7 @@ class PageStore:
         """Write the keys and values of ``[M]`` places, ``[M, K, D]``; returns the layer's whole ones."""
         if layer not in self._layers:
             if not self._layers:
-                self.pages = max(self.pages, self._at_once(keys.shape[1], keys))
+                self.pages = max(self.pages, self._at_once(keys.transpose(0, 1)))
             self.moves += 1
             self._layers[layer] = _room(keys, self.pages), _room(values, self.pages)
         own = self._layers[layer]
@@ -115,12 +115,12 @@ class PageStore:
             self._layers[layer] = next(kept), next(kept)
         self.pages = self.used = count
 
-    def _at_once(self, heads: int, like: Tensor) -> int:
-        """Pages to make room for at once, of so many heads like this tensor's; 0 where that would take memory.
+    def _at_once(self, like: Tensor) -> int:
+        """Pages to make room for at once, of tokens like these ``[K, T, D]``; 0 where that would take memory.
 
         One more than is needed, as heads a power of two apart would share few places of a cache.
         """
-        page_bytes = PAGE * heads * like.shape[2] * like.itemsize
+        page_bytes = PAGE * len(like) * like.shape[2] * like.itemsize
         free = like.device.type == "cpu" and self._most * page_bytes >= MAPPED and _taken_when_written()
         return self._most + 1 if free else 0
 

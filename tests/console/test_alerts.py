@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import queue
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import gradwire
 from gradwire_console.cli import app
 from support.console import Console
 from support.server import Server
+from support.web import Quiet, serving
 from typer.testing import CliRunner
 
 GROUP: dict[str, Any] = {
@@ -30,7 +29,7 @@ def webhook(failures: int) -> Iterator[tuple[str, queue.Queue[dict[str, str]]]]:
     taken: queue.Queue[dict[str, str]] = queue.Queue()
     left = [failures]
 
-    class Taker(BaseHTTPRequestHandler):
+    class Taker(Quiet):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             left[0] -= 1
@@ -39,18 +38,8 @@ def webhook(failures: int) -> Iterator[tuple[str, queue.Queue[dict[str, str]]]]:
             if left[0] < 0:
                 taken.put(body)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Taker)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/hook", taken
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(Taker) as address:
+        yield f"http://{address}/hook", taken
 
 
 def test_a_webhook_is_told_once_of_what_is_new(server: Server) -> None:

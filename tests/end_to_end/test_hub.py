@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import gradwire
 import pytest
 from gradwire.errors import AccessError, ConnectionLostError, InvalidArgumentError
 from support.server import free_port
+from support.web import Quiet, serving
 
 ROWS = [{"input_ids": [4, 5, 6, 7]}]
 
@@ -32,7 +31,7 @@ class StandIn:
         self.messages: list[str] = []
         stand_in = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(Quiet):
             def do_GET(self) -> None:
                 if self.headers.get("Authorization") != "Bearer hf_right":
                     self._answer({"error": "no"}, 401)
@@ -70,24 +69,16 @@ class StandIn:
                 self.end_headers()
                 self.wfile.write(content)
 
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self.handler, self.url = Handler, ""
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # the suite's own setting
     standing = StandIn()
-    yield standing
-    standing.close()
+    with serving(standing.handler) as address:
+        standing.url = f"http://{address}"
+        yield standing
 
 
 async def test_a_run_is_pushed(service: gradwire.ServiceClient, hub: StandIn, tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from gradwire import connection, data
 from gradwire.data import DataError
 from gradwire.errors import ConnectionLostError, InvalidArgumentError, ServerStartError
 from support.server import Server, free_port
+from support.web import Quiet, serving
 
 ROW = [{"input_ids": [1, 2, 3]}]
 CHAT = [{"role": "user", "content": "hi"}]
@@ -82,17 +81,11 @@ async def test_an_address_of_another_protocol_is_told_at_once(server: Server, wi
 
 
 async def test_an_address_where_no_server_of_ours_is_is_told_in_words() -> None:
-    class Web(BaseHTTPRequestHandler):
+    class Web(Quiet):
         protocol_version = "HTTP/1.1"
 
-    web = ThreadingHTTPServer(("127.0.0.1", 0), Web)
-    threading.Thread(target=web.serve_forever, daemon=True).start()
-    try:
-        with pytest.raises((InvalidArgumentError, ConnectionLostError), match="does not speak gRPC"):
-            await gradwire.connect(f"127.0.0.1:{web.server_port}", connect_timeout=0.5)
-    finally:
-        web.shutdown()
-        web.server_close()
+    with serving(Web) as web, pytest.raises((InvalidArgumentError, ConnectionLostError), match="does not speak gRPC"):
+        await gradwire.connect(web, connect_timeout=0.5)
     nowhere = f"127.0.0.1:{free_port()}"
     with pytest.raises(
         ConnectionLostError, match=f"^no answer from {nowhere}: nothing listens there; start the server"

@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +29,7 @@ from gradwire.rl.inference import (
 )
 from gradwire.rl.prompts import TokenHistory
 from support.server import Server
+from support.web import Quiet, serving
 
 
 class StandInRun:
@@ -112,7 +112,7 @@ def endpoint(gate: Gate) -> Iterator[tuple[str, list[Any], list[int]]]:
     failures: list[int] = []
     gone: set[str] = set()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         def do_GET(self) -> None:
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
@@ -146,15 +146,8 @@ def endpoint(gate: Gate) -> Iterator[tuple[str, list[Any], list[int]]]:
             self.end_headers()
             self.wfile.write(b"<p>hello" if page else json.dumps({"choices": [choice]}).encode())
 
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/v1", requests, failures
-    server.shutdown()
-    server.server_close()
+    with serving(Handler) as address:
+        yield f"http://{address}/v1", requests, failures
 
 
 async def test_an_openai_compatible_endpoint(endpoint: Any, rule_inference: Callable[..., Any]) -> None:

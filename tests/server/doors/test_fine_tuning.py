@@ -10,7 +10,6 @@ import io
 import json
 import math
 import re
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +31,7 @@ from openai.types.fine_tuning import FineTuningJob
 from support.chats import chat_model
 from support.server import free_port
 from support.tinker import HttpServer
+from support.web import Quiet, serving
 
 DOCUMENTED = "Qwen/Qwen3-0.6B"
 WORD = "four"
@@ -83,7 +83,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"folder": str(folder), **made}
 
 
-class Receiver(http.server.BaseHTTPRequestHandler):
+class Receiver(Quiet):
     """Refuses the first news, and keeps the headers and the body of each."""
 
     news: ClassVar[list[tuple[dict[str, str], str]]] = []
@@ -94,17 +94,12 @@ class Receiver(http.server.BaseHTTPRequestHandler):
         self.send_response(503 if len(self.news) == 1 else 204)
         self.end_headers()
 
-    def log_message(self, *_: Any) -> None:
-        """Print nothing."""
-
 
 @pytest.fixture(scope="module")
 def receiver() -> Iterator[str]:
     """Where the server tells of the jobs' ends."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as listening:
-        threading.Thread(target=listening.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{listening.server_port}/hook"
-        listening.shutdown()
+    with serving(Receiver) as address:
+        yield f"http://{address}/hook"
 
 
 @pytest.fixture(scope="module")

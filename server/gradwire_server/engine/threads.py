@@ -1,8 +1,8 @@
 """Number of CPU threads for a piece of work: all of them, or one where waking the others takes longer than it saves.
 
 A micro-batch of a small model consists of some hundred operations of microseconds each, and handing half of one to
-another thread takes microseconds while that thread spins, tens of them when it sleeps (see ``ENVIRONMENT`` in
-:mod:`gradwire_server.engine_client.launcher`). The number depends on the work alone, so a replay of the journal
+another thread takes microseconds while that thread spins, tens of them when it sleeps (see
+:mod:`gradwire_server.engine.process.idle_threads`). The number depends on the work alone, so a replay of the journal
 reproduces the same bits.
 """
 

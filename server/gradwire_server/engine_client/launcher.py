@@ -24,16 +24,15 @@ log = logging.getLogger(__name__)
 
 ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
-    "GOMP_SPINCOUNT": "1000",
+    "GOMP_SPINCOUNT": "10000",
     "MALLOC_MMAP_THRESHOLD_": str(4 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
 }
 """Of the engine, where nobody says otherwise.
 
-OpenMP's threads wait asleep, because threads that spin slow the engine several times over on a machine with other work.
-But first they spin a thousand times, some 15 to 50 us, as GCC's OpenMP does where threads outnumber processors: most
-operations of a small model follow the one before within that time, and waking a sleeping thread takes longer. On two
-idle cores 1.1 to 1.5 times the tokens a second; beside two busy programs 0.5 to 0.7 times (benchmarks/README.md).
+OpenMP's threads spin ten thousand times, some 150 to 500 us, before they sleep: most operations of a model follow the one
+before within that time, and waking a thread that sleeps takes as long as many of them. While others want the processors,
+the engine lets them sleep at once (:mod:`gradwire_server.engine.process.idle_threads`).
 
 Blocks of 4 MiB or more are mapped and go back at once when they are freed: glibc before 2.38 hardly reuses an aligned
 block within its heap. A new mapping costs the kernel its pages: a training step on 5 M weights took 1.35 times the

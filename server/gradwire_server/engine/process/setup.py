@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 import signal
 import warnings
 
@@ -11,8 +13,11 @@ from gradwire_losses.registry import load_builtin_losses, load_plugin_losses
 
 from gradwire_server.config import EngineSettings
 from gradwire_server.engine.machine import Share
+from gradwire_server.engine.process.idle_threads import IdleThreads
 from gradwire_server.engine.process.settings_check import check_settings
 from gradwire_server.observability import logs
+
+logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 
@@ -30,7 +35,13 @@ def set_up(settings: EngineSettings, name: str, share: Share) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the front shuts us down in order
     # Also where nobody says how many: once torch has been told, MKL no longer takes fewer as it likes.
-    torch.set_num_threads(settings.threads or max(1, torch.get_num_threads() // share.engines))
+    threads = settings.threads or max(1, torch.get_num_threads() // share.engines)
+    torch.set_num_threads(threads)
+    if threads > 1 and os.environ.get("OMP_WAIT_POLICY") == "PASSIVE":
+        try:
+            IdleThreads(threads).watch()
+        except OSError as error:
+            logger.info("idle threads wait in one way, whatever else the machine does: %s", error)
 
 
 def load_losses(settings: EngineSettings) -> None:

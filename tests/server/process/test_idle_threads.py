@@ -1,0 +1,81 @@
+"""OpenMP's idle threads: they sleep at once while others want the processors, and spin otherwise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch  # whose OpenMP is meant
+from gradwire_server.engine.process import idle_threads
+from gradwire_server.engine.process.idle_threads import IdleThreads, contended
+from gradwire_server.engine_client.launcher import ENVIRONMENT
+
+COUNT = """
+import resource, sys, time, torch
+from gradwire_server.engine.process.idle_threads import IdleThreads
+torch.set_num_threads(2)
+x, idle = torch.ones(1 << 17), IdleThreads(2)
+
+def switches():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    for _ in range(300):
+        x.exp()
+        until = time.perf_counter() + 3e-5
+        while time.perf_counter() < until:
+            pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
+
+switches()
+idle.sleep()
+print(switches())
+idle.spin()
+time.sleep(0.2)
+print(switches())
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two threads outnumber one processor")
+def test_idle_threads_sleep_and_spin() -> None:
+    asleep, spinning = map(int, _output(COUNT).split())
+    assert asleep > 250  # for each operation at least one is woken
+    assert spinning < asleep / 2
+
+
+def test_they_sleep_while_others_want_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([(0, 0), (5, 5), (15, 5), (20, 10), (30, 10), (40, 20)])
+    monkeypatch.setattr(idle_threads, "processor_times", lambda: next(times))
+    torch.ones(1 << 17).exp()
+    idle, found = IdleThreads(2), []
+    for _ in range(5):
+        _compute(idle_threads.IDLE * idle_threads.LOOK_S)
+        idle.look()
+        found.append(idle.asleep)
+    assert found == [False, True, False, True, False]
+    idle.look()  # nothing was computed, so nobody waited
+    assert next(times) == (40, 20)
+
+
+@pytest.mark.parametrize(("ran", "waited", "found"), [(90, 10, False), (80, 20, True), (0, 0, False)])
+def test_a_share_of_waiting_is_contention(ran: int, waited: int, found: bool) -> None:
+    assert contended(ran, waited) == found
+
+
+def test_processor_times_are_the_kernels() -> None:
+    before = idle_threads.processor_times()
+    _compute(0.2)
+    ran, waited = (now - then for now, then in zip(idle_threads.processor_times(), before, strict=True))
+    assert ran > 0.15e9 and waited >= 0
+
+
+def _compute(seconds: float) -> None:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        sum(range(1000))
+
+
+def _output(program: str) -> str:
+    env = os.environ | ENVIRONMENT
+    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout

@@ -24,7 +24,7 @@ ROWS = [[1, 20, 30, 40, 50], [1, 9, 8, 7, 6, 5, 4], [1, 60]]
 @pytest.mark.parametrize(
     ("said", "waiting"),
     [
-        ({}, ("PASSIVE", "1000")),
+        ({}, ("PASSIVE", "10000")),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, ("ACTIVE", None)),
         ({"GOMP_SPINCOUNT": "7"}, ("PASSIVE", "7")),
     ],

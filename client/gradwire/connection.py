@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypedDict, Unpack
@@ -31,7 +31,7 @@ class ConnectionOptions(TypedDict, total=False):
     Attributes:
         api_key: Defaults to the environment variable ``GRADWIRE_API_KEY``; for an embedded server, to a random
             key.
-        models: Embedded server only: names or paths of models, as for ``gradwire serve --model``.
+        models: Embedded server only: names or paths of models, as for ``gradwire serve --model``, or paths by name.
         state_dir: Embedded server only: folder for runs and checkpoints; by default a temporary folder.
         server_args: Embedded server only: further arguments of ``gradwire serve``.
         ca_cert: PEM file with the authority that signed the server's certificate; turns TLS on.
@@ -43,7 +43,7 @@ class ConnectionOptions(TypedDict, total=False):
     """
 
     api_key: str | None
-    models: str | Sequence[PathLike]
+    models: str | Sequence[PathLike] | Mapping[str, PathLike]
     state_dir: PathLike | None
     server_args: Sequence[str]
     ca_cert: PathLike | None
@@ -119,6 +119,8 @@ async def open_service(address: str | None, options: ConnectionOptions) -> Servi
     """Open the service that :func:`connect` describes."""
     tls = checked_tls(options.get("ca_cert"), options.get("client_cert"), options.get("client_key"))
     given, api_key = options.get("models", ()), options.get("api_key")
+    if isinstance(given, Mapping):
+        given = [f"{name}={os.fspath(path)}" for name, path in given.items()]
     models = [given] if isinstance(given, str | os.PathLike) else list(given)
     state_dir, server_args = options.get("state_dir"), options.get("server_args", ())
     connect_timeout = options.get("connect_timeout", 15.0)

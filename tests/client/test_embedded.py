@@ -97,7 +97,7 @@ async def test_nobody_else_on_the_machine_gets_in(
     tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRADWIRE_API_KEY", "of-another-server")
-    async with gradwire.connect(models=[f"tiny={tiny_model_path}"], state_dir=tmp_path / "state") as service:
+    async with gradwire.connect(models={"tiny": tiny_model_path}, state_dir=tmp_path / "state") as service:
         run = await service.create_run("tiny", lora=2)
         for key in (None, "a-guess"):
             with pytest.raises(gradwire.UnauthenticatedError):

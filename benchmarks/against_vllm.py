@@ -93,7 +93,8 @@ async def compare(size: Size) -> list[Figure]:
 
 
 async def _raced(title: str, case: Case, ours: Any, theirs: Vllm, adapter: str, model: Path, size: Size) -> Figure:
-    rng, turns, gib = np.random.default_rng(1), Turns("ours", "vLLM"), 0.0
+    # Prompts of each case are its own: vLLM has those of the cases before in its cache.
+    rng, turns, gib = np.random.default_rng([*title.encode()]), Turns("ours", "vLLM"), 0.0
     count, length = (2, 8) if size.smoke else (case.prompts, case.length)
     tokens, n = (4, min(case.n, 2)) if size.smoke else (case.tokens, case.n)
     for turn in range(size.repeats + 1):

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 PREFILL_TOKENS = 1 << 14
 """Maximum prompt tokens in one forward, padding included; a longer prompt goes alone."""
 
-PACKING_TOKENS, PACKING_STEPS = 1024, 32
+PACKING_TOKENS, PACKING_STEPS = 4096, 32
 """Tokens to compute, or steps of several rows, from which on a copy of the weights saves more time than it takes."""
 
 ONE_THREAD_ROWS = 16

@@ -102,12 +102,14 @@ class PageStore:
                 pages = _pages(whole)
                 pages.index_copy_(1, sent(to, whole.device), pages.index_select(1, sent(come_from, whole.device)))
 
-    def select(self, pages: Tensor) -> None:
-        """Keep only these pages, in this order; on a CPU nothing moves if they are more than half of the used ones."""
-        count = len(pages)
+    def shrinks(self, pages: int) -> bool:
+        """Whether it is worth keeping only so many pages: on a CPU, where all of them move, if most are not needed."""
         on_cpu = all(keys.device.type == "cpu" for keys, _ in self._layers.values())
-        if on_cpu and 2 * count > self.used and torch.equal(pages, torch.arange(count)):
-            return
+        return not on_cpu or 2 * pages <= self.used
+
+    def select(self, pages: Tensor) -> None:
+        """Keep only these pages, in this order."""
+        count = len(pages)
         self.moves += 1
         for layer, (keys, values) in self._layers.items():
             index = sent(pages, keys.device)

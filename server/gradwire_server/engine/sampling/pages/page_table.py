@@ -44,6 +44,11 @@ class PageTable:
         """Number of pages in use."""
         return len(self._uses)
 
+    @property
+    def held(self) -> int:
+        """Number of pages in use or known, with :data:`SCRATCH`."""
+        return self.pages - len(self._free)
+
     def new(self) -> int:
         """A page with one use."""
         if self._free:

@@ -251,7 +251,8 @@ class Pages:
         self._table.release(self._warmed)
         self._warmed, self._shifts = [], False
         self._replays.clear()
-        self._store.select(torch.tensor(self._table.compact()))
+        if self._store.shrinks(self._table.held):
+            self._store.select(torch.tensor(self._table.compact()))
 
     def _leave(self, row: _Row) -> None:
         if self._kept:

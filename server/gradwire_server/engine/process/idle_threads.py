@@ -15,6 +15,7 @@ import ctypes
 import os
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 LOOK_S = 0.25
@@ -41,7 +42,7 @@ class IdleThreads:
         self._more = max(0, len(os.sched_getaffinity(0)) - threads) + 1
         self._end: threading.Event | None = None
         self._computed = time.process_time()
-        self._times: tuple[int, int] | None = None
+        self._times: dict[str, tuple[int, int]] | None = None
 
     @property
     def asleep(self) -> bool:
@@ -74,8 +75,7 @@ class IdleThreads:
             return
         before, self._times = self._times, processor_times()
         if before is not None:
-            ran, waited = (now - then for now, then in zip(self._times, before, strict=True))
-            self.sleep() if contended(ran, waited) else self.spin()
+            self.sleep() if contended(before, self._times) else self.spin()
 
     def _watch(self) -> None:
         while True:
@@ -90,21 +90,24 @@ class IdleThreads:
         end.wait()
 
 
-def contended(ran: int, waited: int) -> bool:
-    """Whether others want the processors, given how long this process's threads ran, and waited for one."""
+def contended(before: Mapping[str, tuple[int, int]], now: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether others want the processors, given two looks at the times of this process's threads."""
+    both = [(*before[thread], *now[thread]) for thread in before.keys() & now.keys()]
+    ran = sum(ran_now - ran for ran, _, ran_now, _ in both)
+    waited = sum(waited_now - waited for _, waited, _, waited_now in both)
     return waited > CONTENDED * (ran + waited)
 
 
-def processor_times() -> tuple[int, int]:
-    """Nanoseconds in which this process's threads ran, and waited for a processor."""
-    ran = waited = 0
+def processor_times() -> dict[str, tuple[int, int]]:
+    """Nanoseconds in which each of this process's threads ran, and waited for a processor."""
+    times = {}
     for task in Path("/proc/self/task").iterdir():
         try:
-            times = (task / "schedstat").read_text().split()
+            ran, waited, _ = map(int, (task / "schedstat").read_text().split())
         except OSError:  # it has ended
             continue
-        ran, waited = ran + int(times[0]), waited + int(times[1])
-    return ran, waited
+        times[task.name] = ran, waited
+    return times
 
 
 def _library() -> str:

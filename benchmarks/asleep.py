@@ -14,12 +14,11 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import gradwire
 
 from benchmarks.in_process import InProcess
-from benchmarks.machine import engine_process
+from benchmarks.machine import Spent, engine_process, spent
 from benchmarks.padded_loop import LoopProcess, uniform_rows
 from benchmarks.report import Figure, Size, run_alone
 from benchmarks.training import KINDS, train
@@ -27,24 +26,6 @@ from benchmarks.workload import Draw, Rows, standard_model
 
 SHOWN = 2
 """Threads of each process that are shown, the busiest first."""
-
-
-class Spent(NamedTuple):
-    """Milliseconds that a thread was busy, and waited for a core; how often it went to sleep."""
-
-    busy: float
-    waited: float
-    slept: int
-
-
-def spent(pid: int) -> dict[str, Spent]:
-    """What each thread of a process has spent so far."""
-    threads = {}
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        busy, waited, _ = map(int, (task / "schedstat").read_text().split())
-        (slept,) = (line for line in (task / "status").read_text().splitlines() if line.startswith("voluntary"))
-        threads[task.name] = Spent(busy / 1e6, waited / 1e6, int(slept.split()[1]))
-    return threads
 
 
 async def measured(size: Size) -> list[Figure]:

@@ -1,14 +1,13 @@
-"""The machine and the commit of a measurement, and the memory of a server's engine."""
+"""The machine and the commit of a measurement, and what a server's processes take of it."""
 
 from __future__ import annotations
 
 import os
 import platform
-import re
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -60,14 +59,28 @@ def front_process() -> int:
     return int(engine_process().ppid())
 
 
+class Spent(NamedTuple):
+    """Milliseconds that a thread was busy, and waited for a core; how often it went to sleep."""
+
+    busy: float
+    waited: float
+    slept: int
+
+
+def spent(pid: int) -> dict[str, Spent]:
+    """What each thread of a process has spent so far."""
+    threads = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        busy, waited, _ = map(int, (task / "schedstat").read_text().split())
+        (slept,) = (line for line in (task / "status").read_text().splitlines() if line.startswith("voluntary"))
+        threads[task.name] = Spent(busy / 1e6, waited / 1e6, int(slept.split()[1]))
+    return threads
+
+
 def cpu_and_switches(pid: int) -> tuple[float, int]:
     """Milliseconds of processor time and voluntary context switches of a process's threads so far."""
-    nanoseconds = switches = 0
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        nanoseconds += int((thread / "schedstat").read_text().split()[0])
-        found = re.search(r"^voluntary_ctxt_switches:\s+(\d+)", (thread / "status").read_text(), re.MULTILINE)
-        switches += int(found[1]) if found else 0
-    return nanoseconds / 1e6, switches
+    threads = spent(pid).values()
+    return sum(thread.busy for thread in threads), sum(thread.slept for thread in threads)
 
 
 def memory_bytes(process: psutil.Process, field: str) -> int:

@@ -111,10 +111,12 @@ def test_the_next_turn_of_a_conversation_computes_only_what_is_new(
         assert pages.computed_tokens - before == len(prompt) - known // PAGE * PAGE
         expected = full_logprobs(policy, prompt, answer.token_ids)
         torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-5, rtol=0)
-        (fresh,) = samples_of(policy, [prompt], SamplingParams(max_tokens=12, seed=seed, ignore_eos=True)).by_prompt()[
-            0
-        ]
+        params = SamplingParams(max_tokens=12, seed=seed, ignore_eos=True)
+        (fresh,) = samples_of(policy, [prompt], params).by_prompt()[0]
         assert answer.token_ids == fresh.token_ids
+    moves = pages._store.moves
+    pages.end()
+    assert pages._store.moves == moves  # as most of its pages are kept
 
 
 def test_what_is_kept_is_bounded_and_nothing_is_kept_alone(policy: Policy, rng: np.random.Generator) -> None:

@@ -308,7 +308,7 @@ def test_pages_that_follow_one_another_are_not_copied(lists: list[tuple[int, ...
 def test_own_pages_of_rows_that_grow_together_are_not_copied() -> None:
     rows = np.arange(APART_ROWS)
     table = np.stack([3 + rows, 3 + APART_ROWS + rows], axis=1)
-    parts = OwnLists(fills=False).lists(table, np.full(APART_ROWS, PAGE + 2))
+    parts = OwnLists(fills=False, whole=False).lists(table, np.full(APART_ROWS, PAGE + 2))
     assert [lists.classes[0].first for lists in parts] == [3 + APART_ROWS, 3]
     assert all(lists.order is None for lists in parts)
 
@@ -319,7 +319,9 @@ def test_few_pages_between_those_of_the_rows_are_read_and_many_are_not() -> None
         rows = np.arange(count)
         pages = 1 + step * rows[::-1]
         table = np.stack([pages, pages.max() + 1 + rows], axis=1)
-        ends, full = OwnLists(fills=False).lists(table, np.where(rows == 7, 3, PAGE + 1))  # row 7 has no full page
+        ends, full = OwnLists(fills=False, whole=False).lists(
+            table, np.where(rows == 7, 3, PAGE + 1)
+        )  # row 7 has no full page
         assert (full.classes[0].first is None) == copied
         for lists, column in ((full, table[:, 0]), (ends, np.where(rows == 7, table[:, 0], table[:, 1]))):
             (of_class,) = lists.classes

@@ -150,9 +150,10 @@ class SplitModel:
             :func:`.packing_check.choose_packing` finds a better one.
         replays: Whether a forward of one token of every row may be replayed as a graph of kernels.
         packs: Whether a sampler may copy its weights into oneDNN's order.
+        samples_by_kernels: Whether a sampler may use a CPU's kernels (:mod:`.layers.cpu_kernels`).
     """
 
-    replays = packs = False
+    replays = packs = samples_by_kernels = False
 
     def __init__(self, facts: ModelFacts, model: PreTrainedModel, placement: Placement, *, mixed: bool = False) -> None:
         self.facts = facts

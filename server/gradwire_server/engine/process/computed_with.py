@@ -53,8 +53,8 @@ class ComputedWith:
             for loss in all_losses():
                 self._code[f"loss {loss.name}"] = _digest(inspect.getsourcefile(loss.function))
         further: dict[str, str] = {"quantize": self._pool.quantize} if self._pool.quantize else {}
-        if self._pool.fused:
-            further |= {"liger-kernel": importlib.metadata.version("liger-kernel")}
+        if self._pool.kernels is not None:
+            further |= self._pool.kernels.version
         if self._pool.facts(base_model).takes_images:
             further |= {"pillow": importlib.metadata.version("pillow") if importlib.util.find_spec("PIL") else ""}
         return (
@@ -117,7 +117,8 @@ def _identity(file: Path) -> str:
 def _digest_of_code() -> str:
     """Digest of the code that computes: a version is the same between two commits, and rounding may not be."""
     folders = [*(ENGINE / name for name in COMPUTING), Path(gradwire_losses.__file__).parent]
-    files = [ENGINE / "generators.py", *(file for folder in folders for file in sorted(folder.rglob("*.py")))]
+    files = [ENGINE / "generators.py", *(file for folder in folders for file in sorted(folder.rglob("*")))]
+    files = [file for file in files if file.suffix in (".py", ".c")]
     state = hashlib.blake2b(digest_size=8)
     for file in files:
         state.update(_digest(str(file)).encode())

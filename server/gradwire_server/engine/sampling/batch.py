@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradwire_server.engine.agreement import Failure
 from gradwire_server.engine.model.attention.paged import PAGE
+from gradwire_server.engine.model.layers import cpu_kernels
 from gradwire_server.engine.model.layers.packed_linear import FEWEST_ROWS, PackedWeights, products_apart
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.split_model import SplitModel
@@ -127,7 +128,9 @@ class Batch:
         self._make_room()
         self._joining = self._admit()
         tokens = len(self._rows) + sum(len(self._prompt(each)) for each in self._joining)
-        with sampling_threads(self._split_model.device, tokens, self._split_model.facts.num_parameters):
+        model = self._split_model
+        threads = sampling_threads(model.device, tokens, model.facts.num_parameters)
+        with threads, cpu_kernels.in_use(model.samples_by_kernels):
             if self._packed is not None and self._pays_packing():
                 with self._packed.in_use():
                     self._extend()

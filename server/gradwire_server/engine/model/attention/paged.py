@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from gradwire_server.engine.model.attention.masked import MaskedSegments
 from gradwire_server.engine.model.comparison import largest_difference
+from gradwire_server.engine.model.layers.cpu_kernels import kernels_in_use
 from gradwire_server.engine.model.layers.packed_linear import products
 from gradwire_server.engine.model.packing import Layout
 
@@ -91,8 +92,12 @@ class PageStore:
             self.moves += 1
             self._layers[layer] = _room(keys, self.pages), _room(values, self.pages)
         own = self._layers[layer]
+        kernels = kernels_in_use(keys, values)
         for whole, part in zip(own, (keys, values), strict=True):
-            whole.index_copy_(1, places, part.transpose(0, 1))
+            if kernels is not None:
+                kernels.write(part, places, whole)
+            else:
+                whole.index_copy_(1, places, part.transpose(0, 1))
         return own
 
     def copy(self, come_from: Tensor, to: Tensor) -> None:
@@ -261,10 +266,16 @@ def _over(lists: RowLists, query: Tensor, keys: Tensor, values: Tensor, scale: f
     on_device, masks = lists.on(query.device, query.dtype)
     order = on_device.order
     outputs, sums = [], []
+    kernels = kernels_in_use(query)
     for of_class, mask in zip(on_device.classes, masks, strict=True):
         groups, count = of_class.rows.shape
         in_order = order is None and groups * count == len(query)
         q = query if in_order else query.index_select(0, of_class.rows.flatten())
+        if kernels is not None and count == 1 and of_class.lengths is not None:
+            out, lse = kernels.attend(q, keys, values, of_class.table, of_class.lengths, scale)
+            outputs.append(out)
+            sums.append(lse)
+            continue
         q = q.view(groups, count, -1, shared_by, query.shape[2])
         q = q.transpose(1, 2).flatten(2, 3)  # [G, K, C * H / K, D]
         k, v = of_class.taken(keys), of_class.taken(values)

@@ -58,6 +58,11 @@ def products() -> Iterator[None]:
         torch.set_num_threads(1)
 
 
+def product_threads() -> int:
+    """Number of threads of :func:`products`."""
+    return _threads.get() or torch.get_num_threads()
+
+
 @contextmanager
 def products_apart() -> Iterator[None]:
     """Compute with one thread within the body, but :func:`products` with all.

@@ -23,7 +23,7 @@ from gradwire_server.engine.machine import machine_memory
 from gradwire_server.engine.model.loading import quantization
 from gradwire_server.engine.model.loading.compilation import compile_layers
 from gradwire_server.engine.model.loading.configuration import ConfigurationError, read_configuration, without_weights
-from gradwire_server.engine.model.loading.fused_kernels import fused_kernels_run, use_fused_kernels
+from gradwire_server.engine.model.loading.fused_kernels import kernels_for, use_fused_kernels
 from gradwire_server.engine.model.loading.offload import offload_layers
 from gradwire_server.engine.model.loading.packing_check import check_rows, choose_packing
 from gradwire_server.engine.model.loading.quantization import Quantization
@@ -51,14 +51,14 @@ class ModelPool:
             CUDA and float32 on the CPU.
         compiled: Whether layers go through ``torch.compile``.
         quantize: How shared copies hold their linear layers; None in ``dtype``.
-        fused: Whether :mod:`.fused_kernels` are used, on a GPU where they are installed, graphs of kernels, and a
-            sampler's copies of weights on a CPU.
+        fused: Whether :mod:`.fused_kernels` are used, where there are any, graphs of kernels on a GPU, and a sampler's
+            copies of weights on a CPU.
 
     Attributes:
         placement: Where models live.
         dtype: Dtype of the weights.
         quantize: As given.
-        fused: Whether fused kernels are used.
+        kernels: The fused kernels that are used; None for none.
     """
 
     def __init__(
@@ -76,9 +76,11 @@ class ModelPool:
         self._mixed, self._compiled = dtype == "mixed", compiled
         on_device = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.dtype = torch.float32 if dtype == "mixed" else dtype or on_device
-        self.fused = fused and not compiled and fused_kernels_run(self.device, self.dtype)
-        whole = fused and not compiled and type(self.placement) is Placement and not self._mixed
         torch.backends.cuda.enable_cudnn_sdp(fused)
+        fused = fused and not compiled
+        whole = fused and type(self.placement) is Placement and not self._mixed
+        has_kernels = fused if self.device.type == "cuda" else whole
+        self.kernels = kernels_for(self.device, self.dtype) if has_kernels else None
         self._replays = whole and self.device.type == "cuda"
         self._packs = whole and self.device.type == "cpu"
         self._paths = dict(models)
@@ -202,8 +204,9 @@ class ModelPool:
             quantization.compute_dequantised(model)
         if model.dtype == torch.float64 and getattr(model.config, "_experts_implementation", None) == "grouped_mm":
             model.set_experts_implementation("eager")  # grouped products know no float64
-        if self.fused and not offload and model.dtype == self.dtype:
-            use_fused_kernels(model)
+        fused = self.kernels is not None and not offload and model.dtype == self.dtype
+        if self.kernels is not None and fused:
+            use_fused_kernels(model, self.kernels)
         if offload:
             offload_layers(model, self.device)
         split_model = SplitModel(facts, model, placement, mixed=self._mixed and dtype is None)
@@ -215,6 +218,7 @@ class ModelPool:
             check_split(split_model)
             split_model.packing = choose_packing(split_model)
             check_rows(split_model)
+        split_model.samples_by_kernels = fused and self.device.type == "cpu"
         split_model.replays = self._replays and not offload and quantize is None
         small = split_model.weight_bytes <= machine_memory() // PACKED_SHARE
         whole = self._packs and not offload and quantize is None

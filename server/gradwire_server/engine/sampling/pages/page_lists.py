@@ -68,18 +68,19 @@ class OwnLists:
     is copied of others is still in a cache when it is read. Full pages' parts stay as they are until one more is full.
 
     Args:
-        fills: Whether to fill up to powers of two; then all pages of a row are one list.
+        fills: Whether to fill up to powers of two.
+        whole: Whether all pages of a row are one list, and all lists one class.
     """
 
-    def __init__(self, fills: bool) -> None:
-        self._fills = fills
+    def __init__(self, fills: bool, whole: bool) -> None:
+        self._fills, self._whole = fills, whole
         self._full: list[RowLists] = []
         self._full_pages: tuple[tuple[int, ...], bytes] = (), b""
 
     def lists(self, table: IntArray, lengths: IntArray) -> list[RowLists]:
         """The lists of pages ``[R, N]`` with ``[R]`` tokens."""
-        if self._fills or len(table) < APART_ROWS:
-            return [_whole_lists(table, lengths, self._fills)]
+        if self._whole or len(table) < APART_ROWS:
+            return [_whole_lists(table, lengths, self._fills, self._whole)]
         rows, last = np.arange(len(table)), (lengths - 1) // PAGE
         ends = _a_page_each(table[rows, last], rows, len(rows), lengths - last * PAGE)
         pages = np.where(np.arange(table.shape[1]) < last[:, None], table, SCRATCH)
@@ -132,13 +133,14 @@ def _a_page_each(
     return RowLists([lists], None if in_order else torch.from_numpy(order))
 
 
-def _whole_lists(table: IntArray, lengths: IntArray, fills: bool) -> RowLists:
+def _whole_lists(table: IntArray, lengths: IntArray, fills: bool, one_class: bool) -> RowLists:
     """The lists of all own pages of each row, in classes of similar numbers of pages."""
     counts = -(-lengths // PAGE)
     if fills:
         width = filled_up(table.shape[1])
         table = np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=SCRATCH)
-        counts, sizes = np.full(len(table), width), np.zeros(len(table), np.int64)
+    if one_class:
+        counts, sizes = np.full(len(table), table.shape[1]), np.zeros(len(table), np.int64)
     else:
         sizes = np.ceil(np.log2(counts)).astype(np.int64)
     made, parts = [], []
@@ -147,7 +149,7 @@ def _whole_lists(table: IntArray, lengths: IntArray, fills: bool) -> RowLists:
         parts.append(rows)
         own = np.ascontiguousarray(table[rows, : counts[rows].max()])
         made.append(_lists(rows[:, None], own, lengths[rows], fills))
-    if fills:
+    if one_class:
         return RowLists(made, None)
     order = np.empty(len(table), np.int64)
     order[np.concatenate(parts)] = np.arange(len(table))

@@ -28,6 +28,7 @@ from gradwire_server.engine.agreement import Agreement, Failure
 from gradwire_server.engine.model.attention.masked import MaskedSegments, QuerySegment
 from gradwire_server.engine.model.attention.paged import PAGE, PagedDecode, PagedPrefill, PageStore, RowLists
 from gradwire_server.engine.model.comparison import largest_difference, relative_tolerance
+from gradwire_server.engine.model.layers import cpu_kernels
 from gradwire_server.engine.model.packing import Packing, lay_out
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.sampling.image_prompt import ImagePrompt, images_key, images_of_pieces
@@ -202,6 +203,7 @@ class Pages:
     def decode(self, policies: Sequence[Policy], tokens: IntArray, positions: IntArray) -> Tensor:
         split_model = policies[0].split_model
         rows, fills = self._rows, fills_up(split_model.device)
+        whole = fills or split_model.samples_by_kernels
         for row, page in zip(rows, (positions // PAGE).tolist(), strict=True):
             if page == len(row.shared) + len(row.own):
                 row.own.append(self._table.new())
@@ -210,9 +212,9 @@ class Pages:
                 row.tokens.append(token)
         self._store.reserve(self._table.pages)
         if self._shared is None:
-            # Pages that a row has for itself are read with its own, by one call, where lists are filled up, and of a
-            # row alone; several would be copied for it.
-            shared_by, joined = Counter(row.shared for row in rows), fills or len(rows) == 1
+            # Pages that a row has for itself are read with its own, by one call, where lists are whole, and of a row
+            # alone; several would be copied for it.
+            shared_by, joined = Counter(row.shared for row in rows), whole or len(rows) == 1
             alone = [joined and shared_by[row.shared] == 1 for row in rows]
             self._apart = [row.shared if of_one else () for row, of_one in zip(rows, alone, strict=True)]
             shared = [() if of_one else row.shared for row, of_one in zip(rows, alone, strict=True)]
@@ -231,7 +233,7 @@ class Pages:
         if self._shifts:
             at[: len(rows)] += np.array([row.shift for row in rows])
         if self._own is None:
-            self._own = OwnLists(fills)
+            self._own = OwnLists(fills, whole)
         lists = self._own.lists(table, lengths + 1)
         plan = PagedDecode(self._store, torch.from_numpy(place), self._shared, lists)
         activate_each(policies, [1] * (len(rows) - 1) + [1 + count - len(rows)])
@@ -346,7 +348,8 @@ def paged_token_bytes(policy: Policy, agreement: Agreement) -> int:
     ids = (torch.arange(count) + 1) % facts.vocab_size
 
     def states() -> tuple[Tensor, Tensor, int] | None:
-        expected = trunk(input_ids=sent(ids[None], policy.device), use_cache=True)
+        with cpu_kernels.in_use(False):
+            expected = trunk(input_ids=sent(ids[None], policy.device), use_cache=True)
         cache: Any = expected.past_key_values
         if type(cache) is not DynamicCache or not all(map(_is_plain, cache.layers)):
             return None
@@ -355,7 +358,8 @@ def paged_token_bytes(policy: Policy, agreement: Agreement) -> int:
         decoded = pages.decode([policy] * 2, tokens[[-1, 1]], np.array([count - 1, 1]))
         return decoded.float(), expected.last_hidden_state[0, [count - 1, 1]].float(), pages.token_bytes
 
-    compared = agreement.attempt(states)
+    with cpu_kernels.in_use(policy.split_model.samples_by_kernels):
+        compared = agreement.attempt(states)
     if isinstance(compared, Failure):  # an architecture may do anything with keywords that it does not know
         if compared.out_of_memory:
             raise compared.error

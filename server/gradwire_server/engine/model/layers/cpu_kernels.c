@@ -1,0 +1,131 @@
+// What a sampler computes between its products, in float32 on a CPU: see cpu_kernels.py.
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef int64_t number;
+
+enum { PAGE = 16 };  // tokens of a page, as in attention/paged.py
+
+// exp(x) to a unit in the last place or two, in operations that a compiler turns into vectors; exp(-87) of less.
+static inline float exponential(float x) {
+  float kept = x < -87.0f ? -87.0f : x;
+  kept = kept > 88.0f ? 88.0f : kept;
+  float whole = rintf(kept * 1.44269504f);
+  float rest = fmaf(whole, -0.693359375f, kept);
+  rest = fmaf(whole, 2.12194440e-4f, rest);
+  float sum = 1.0f / 5040;
+  sum = fmaf(sum, rest, 1.0f / 720);
+  sum = fmaf(sum, rest, 1.0f / 120);
+  sum = fmaf(sum, rest, 1.0f / 24);
+  sum = fmaf(sum, rest, 1.0f / 6);
+  sum = fmaf(sum, rest, 0.5f);
+  sum = fmaf(sum, rest, 1.0f);
+  sum = fmaf(sum, rest, 1.0f);
+  union { int32_t bits; float value; } power = {((int32_t)whole + 127) << 23};
+  return sum * power.value;
+}
+
+// Keys or values of new tokens: token [M, K, D] with strides -> whole [K, T, D] at places [M].
+void write_tokens(const float *token, number of_token, number of_head, const number *places, float *whole, number M,
+                  number K, number T, number D) {
+  for (number m = 0; m < M; m++)
+    for (number head = 0; head < K; head++)
+      memcpy(whole + (head * T + places[m]) * D, token + m * of_token + head * of_head, sizeof(float) * D);
+}
+
+// Attention of each row to its pages: q [R, H, D] with strides, k [K, T, D], v [K, T, V], table [R, N], lengths [R] >= 1
+// -> out [R, H, V] and lse [R, H]. A page at a time, with the running maximum of Milakov and Gimelshein 2018
+// (arXiv:1805.02867).
+void attend(const float *q, number of_row, number of_head, const float *k, const float *v, const number *table,
+            const number *lengths, float scale, float *out, float *lse, number R, number H, number K, number T,
+            number N, number D, number V, number threads) {
+  number shared_by = H / K;
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (number item = 0; item < R * K; item++) {
+    number row = item / K, head = item % K;
+    const float *own = q + row * of_row + head * shared_by * of_head;
+    const float *keys = k + head * T * D, *values = v + head * T * V;
+    float *result = out + (row * H + head * shared_by) * V;
+    float most[shared_by], total[shared_by], weight[PAGE];
+    memset(result, 0, sizeof(float) * shared_by * V);
+    for (number s = 0; s < shared_by; s++) most[s] = -INFINITY, total[s] = 0;
+    for (number start = 0; start < lengths[row]; start += PAGE) {
+      number tokens = lengths[row] - start < PAGE ? lengths[row] - start : PAGE;
+      number place = table[row * N + start / PAGE] * PAGE;
+      const float *page_keys = keys + place * D, *page_values = values + place * V;
+      for (number s = 0; s < shared_by; s++) {
+        const float *query = own + s * of_head;
+        float *into = result + s * V, before = most[s];
+        for (number t = 0; t < PAGE; t++) weight[t] = -INFINITY;
+        for (number t = 0; t < tokens; t++) {
+          float product = 0;
+          for (number d = 0; d < D; d++) product += query[d] * page_keys[t * D + d];
+          weight[t] = product * scale;
+          most[s] = weight[t] > most[s] || isnan(weight[t]) ? weight[t] : most[s];
+        }
+        if (most[s] > before && start) {
+          float less = exponential(before - most[s]);
+          total[s] *= less;
+          for (number d = 0; d < V; d++) into[d] *= less;
+        }
+        float sum = 0;
+        for (number t = 0; t < PAGE; t++) sum += weight[t] = exponential(weight[t] - most[s]);
+        total[s] += sum;
+        number t = 0;
+        for (; t + 4 <= tokens; t += 4) {
+          const float *four = page_values + t * V;
+          float first = weight[t], second = weight[t + 1], third = weight[t + 2], fourth = weight[t + 3];
+          for (number d = 0; d < V; d++)
+            into[d] += first * four[d] + second * four[V + d] + third * four[2 * V + d] + fourth * four[3 * V + d];
+        }
+        for (; t < tokens; t++)
+          for (number d = 0; d < V; d++) into[d] += weight[t] * page_values[t * V + d];
+      }
+    }
+    for (number s = 0; s < shared_by; s++) {
+      for (number d = 0; d < V; d++) result[s * V + d] /= total[s];
+      lse[row * H + head * shared_by + s] = most[s] + logf(total[s]);
+    }
+  }
+}
+
+// x [R, D] / sqrt(mean(x^2) + eps) * (offset + weight) -> out (Zhang and Sennrich 2019, arXiv:1910.07467).
+void norm(const float *x, const float *weight, float eps, float offset, float *out, number R, number D,
+          number threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (number row = 0; row < R; row++) {
+    const float *from = x + row * D;
+    float squares = 0;
+    for (number d = 0; d < D; d++) squares += from[d] * from[d];
+    float by = 1.0f / sqrtf(squares / D + eps);
+    for (number d = 0; d < D; d++) out[row * D + d] = from[d] * by * (offset + weight[d]);
+  }
+}
+
+// gate <- act(gate) * up, of [count]: SiLU, or GELU by tanh, 0.5 (1 + tanh(u)) being sigmoid(2u).
+void gated(float *gate, const float *up, number gelu, number count, number threads) {
+  float square = gelu ? 2 * 0.79788456f * 0.044715f : 0.0f, first = gelu ? 2 * 0.79788456f : 1.0f;
+#pragma omp parallel for simd schedule(static) num_threads(threads)
+  for (number i = 0; i < count; i++) {
+    float x = gate[i];
+    gate[i] = x * up[i] / (1.0f + exponential(-x * (first + square * x * x)));
+  }
+}
+
+// x [M, H, D] with strides, its halves turned by cos and sin [M, D] -> out [M, H, D] (Su et al. 2021, arXiv:2104.09864).
+void rotate(const float *x, number of_token, number of_head, const float *cosines, const float *sines, float *out,
+            number M, number H, number D, number threads) {
+  number half = D / 2;
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (number m = 0; m < M; m++)
+    for (number head = 0; head < H; head++) {
+      const float *from = x + m * of_token + head * of_head, *c = cosines + m * D, *s = sines + m * D;
+      float *into = out + (m * H + head) * D;
+      for (number d = 0; d < half; d++) {
+        into[d] = from[d] * c[d] - from[half + d] * s[d];
+        into[half + d] = from[half + d] * c[half + d] + from[d] * s[half + d];
+      }
+    }
+}

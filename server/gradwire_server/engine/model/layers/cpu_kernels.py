@@ -1,0 +1,205 @@
+"""Kernels of our own for what a sampler computes between its products, in float32 on a CPU.
+
+torch computes a norm, a rotation or the attention of one token as 6 to 30 operations, each with a call from Python.
+``cpu_kernels.c`` has a function for each. It is compiled for this processor in half a second by the machine's C
+compiler (``CC``, else ``cc``) when the engine starts, and kept in the user's cache folder. Without a compiler torch
+computes as ever; so it does with ``--kernels plain``.
+
+They know no gradient: modules use them within :func:`in_use` alone. Each is compared with what it stands for when a
+model is loaded (:mod:`gradwire_server.engine.model.loading.fused_kernels`, and
+:func:`gradwire_server.engine.sampling.pages.pages.paged_token_bytes` for attention).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from ctypes import c_float, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gradwire_server.engine.model.layers.packed_linear import product_threads
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_suffix(".c")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fopenmp",  # torch's own threads compute: its OpenMP is loaded already
+    "-fPIC",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-fassociative-math",  # sums as vectors; not -ffast-math, which changes how all of the process computes
+)
+SECONDS = 60.0
+"""Time for the compiler."""
+SHOWN = 500
+"""Characters of what it says."""
+FEWEST_NUMBERS = 1 << 17
+"""Numbers from which on more than one thread computes: waking another takes as long as some ten thousand."""
+
+_SIGNATURES = {
+    "write_tokens": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, *[c_int64] * 4),
+    "attend": (c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_float, c_void_p, c_void_p, *[c_int64] * 8),
+    "norm": (c_void_p, c_void_p, c_float, c_float, c_void_p, c_int64, c_int64, c_int64),
+    "gated": (c_void_p, c_void_p, c_int64, c_int64, c_int64),
+    "rotate": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, *[c_int64] * 4),
+}
+
+_in_use: ContextVar[bool] = ContextVar("kernels_in_use", default=False)
+
+
+@contextmanager
+def in_use(used: bool = True) -> Iterator[None]:
+    """Let modules compute by kernels within the body, without gradients, or as without them."""
+    before = _in_use.set(used)
+    try:
+        yield
+    finally:
+        _in_use.reset(before)
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether kernels compute these now: float32 on a CPU, within :func:`in_use`."""
+    return _in_use.get() and all(
+        each.device.type == "cpu" and each.dtype == torch.float32 and each.stride(-1) == 1 for each in tensors
+    )
+
+
+def kernels_in_use(*tensors: Tensor) -> CpuKernels | None:
+    """The kernels, if they compute these tensors now."""
+    return cpu_kernels() if takes(*tensors) else None
+
+
+class CpuKernels:
+    """The compiled functions.
+
+    Attributes:
+        version: Names the source and the processor.
+
+    Legend: ``M`` tokens, ``R`` rows, ``H`` heads, ``K`` heads of keys and values, ``D`` head size, ``V`` that of
+    values, ``T`` tokens that there is room for in pages, ``N`` pages of a row. All tensors are float32, their last
+    dimension without gaps.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.version = path.stem
+        library = ctypes.CDLL(str(path))
+        for name, signature in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = signature, None
+        self._library = library
+
+    def write(self, tokens: Tensor, places: Tensor, whole: Tensor) -> None:
+        """Write ``[M, K, D]`` at the places ``[M]`` of ``[K, T, D]``."""
+        count, heads, size = tokens.shape
+        places = places.contiguous()
+        self._library.write_tokens(
+            _at(tokens), *tokens.stride()[:2], _at(places), _at(whole), count, heads, whole.shape[1], size
+        )
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """``[R, H, D]``, ``[K, T, D]``, ``[K, T, V]``, pages ``[R, N]`` with ``[R]`` tokens -> ``[R, H, V]`` and
+        log-sum-exps ``[R, H]``."""
+        rows, heads, size = query.shape
+        kv_heads, room, value_size = values.shape
+        out, lse = query.new_empty(rows, heads, value_size), query.new_empty(rows, heads)
+        table, lengths = table.contiguous(), lengths.contiguous()
+        threads = _threads(int(table.numel()) * kv_heads * size)
+        self._library.attend(
+            _at(query), *query.stride()[:2], _at(keys), _at(values), _at(table), _at(lengths), scale, _at(out),
+            _at(lse), rows, heads, kv_heads, room, table.shape[1], size, value_size, threads,
+        )  # fmt: skip
+        return out, lse
+
+    def norm(self, hidden: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        """``hidden [.., D] / sqrt(mean(hidden^2) + eps) * (offset + weight [D])``."""
+        hidden = hidden.contiguous()
+        out = torch.empty_like(hidden)
+        size, count = len(weight), hidden.numel()
+        self._library.norm(
+            _at(hidden), _at(weight), eps, offset, _at(out), count // max(1, size), size, _threads(count)
+        )
+        return out
+
+    def gated(self, gate: Tensor, up: Tensor, *, gelu: bool) -> Tensor:
+        """``act(gate) * up``, in place of ``gate`` if that has no gaps: SiLU, or GELU by its tanh formula."""
+        gate, up = gate.contiguous(), up.contiguous()
+        self._library.gated(_at(gate), _at(up), gelu, gate.numel(), _threads(gate.numel()))
+        return gate
+
+    def rotate(self, states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """``[1, H, M, D]`` with its halves turned by ``[1, M, D]``."""
+        _, heads, count, size = states.shape
+        cosines, sines = cosines.contiguous(), sines.contiguous()
+        out = states.new_empty(1, count, heads, size)
+        self._library.rotate(
+            _at(states), states.stride(2), states.stride(1), _at(cosines), _at(sines), _at(out), count, heads, size,
+            _threads(states.numel()),
+        )  # fmt: skip
+        return out.transpose(1, 2)
+
+
+@cache
+def cpu_kernels() -> CpuKernels | None:
+    """The kernels of this machine; None where they could not be compiled, which is logged."""
+    try:
+        return CpuKernels(_compiled())
+    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+        detail = str(getattr(error, "stderr", None) or error)[:SHOWN]
+        logger.warning("a sampler computes by torch alone, as its kernels for this CPU were not compiled: %s", detail)
+        return None
+
+
+def _compiled() -> Path:
+    """The library, compiled unless it was before, from this source for this processor."""
+    compiler = shutil.which(os.environ.get("CC") or "cc")
+    if compiler is None:
+        raise FileNotFoundError("there is no C compiler (install gcc or clang, or name one by CC)")
+    state = hashlib.blake2b(SOURCE.read_bytes(), digest_size=8)
+    state.update(repr((FLAGS, os.path.realpath(compiler), platform.machine(), _processor())).encode())
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradwire" / "kernels"
+    library = folder / f"{state.hexdigest()}.so"
+    if library.exists() and library.stat().st_uid == os.getuid():
+        return library
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        made, linked = Path(own) / "kernels.o", Path(own) / "kernels.so"
+        compiling = [compiler, *FLAGS, "-c", str(SOURCE), "-o", str(made)]
+        for command in (compiling, [compiler, "-shared", str(made), "-lm", "-o", str(linked)]):
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
+        linked.replace(library)
+    return library
+
+
+def _processor() -> str:
+    """What this processor can do."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _at(tensor: Tensor) -> int:
+    return int(tensor.data_ptr())
+
+
+def _threads(numbers: int) -> int:
+    return product_threads() if numbers >= FEWEST_NUMBERS else 1

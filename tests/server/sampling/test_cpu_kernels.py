@@ -1,0 +1,186 @@
+"""A CPU's kernels for sampling against float64, and models that compute with them against those that do not."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from collections.abc import Iterator
+from functools import partial, partialmethod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gradwire_server.engine.model.attention.paged import PAGE
+from gradwire_server.engine.model.layers import cpu_kernels
+from gradwire_server.engine.model.layers.cpu_kernels import CpuKernels
+from gradwire_server.engine.model.loading.pool import ModelPool
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
+from support.sampling import samples_of
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, OlmoConfig, Qwen3Config
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+FAMILIES: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config, "gemma": GemmaConfig, "olmo": OlmoConfig}
+
+
+@pytest.fixture
+def kernels() -> CpuKernels:
+    if (found := cpu_kernels.cpu_kernels()) is None:
+        pytest.skip("there is no C compiler")
+    return found
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """Kernels are looked for anew, in the test and after it."""
+    cpu_kernels.cpu_kernels.cache_clear()
+    yield
+    cpu_kernels.cpu_kernels.cache_clear()
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "value_size"), [(9, 3, 64, 64), (4, 4, 10, 6), (5, 1, 80, 128)])
+def test_attention_to_pages(
+    kernels: CpuKernels, heads: int, kv_heads: int, size: int, value_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = torch.tensor([1, PAGE - 1, PAGE, PAGE + 1, 6 * PAGE + 5])
+    pages = 7
+    table = torch.randperm(len(lengths) * pages, generator=torch.Generator().manual_seed(1)).view(-1, pages)
+    room = table.numel() * PAGE
+    keys, values = torch.zeros(kv_heads, room, size), torch.zeros(kv_heads, room, value_size)
+    query = 3 * random(heads, len(lengths), size).transpose(0, 1)  # strided, as queries that were not rotated
+    own = []
+    for row, length in enumerate(lengths.tolist()):
+        places = table[row, torch.arange(length) // PAGE] * PAGE + torch.arange(length) % PAGE
+        k, v = 3 * random(length, kv_heads, size, seed=row), random(length, kv_heads, value_size, seed=9 + row)
+        kernels.write(k, places, keys)
+        kernels.write(v, places, values)
+        own.append((k.double(), v.double()))
+    monkeypatch.setattr(cpu_kernels, "FEWEST_NUMBERS", 0)
+    for threads in (1, 2):
+        monkeypatch.setattr(cpu_kernels, "product_threads", lambda: threads)  # noqa: B023
+        out, lse = kernels.attend(query, keys, values, table, lengths, 0.3)
+        for row, (k, v) in enumerate(own):
+            k, v = (each.transpose(0, 1).repeat_interleave(heads // kv_heads, 0) for each in (k, v))
+            scores = 0.3 * torch.einsum("hd,htd->ht", query[row].double(), k)
+            expected = torch.einsum("ht,htd->hd", scores.softmax(-1), v)
+            torch.testing.assert_close(out[row].double(), expected, atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(lse[row].double(), scores.logsumexp(-1), atol=2e-5, rtol=2e-5)
+
+
+def test_a_number_that_is_none_is_seen_in_its_own_row_alone(kernels: CpuKernels) -> None:
+    keys, values = random(1, 4 * PAGE, 8), random(1, 4 * PAGE, 8, seed=1)
+    keys[0, 3] = torch.nan
+    table, lengths = torch.tensor([[0, 1], [2, 3]]), torch.tensor([20, 20])
+    out, lse = kernels.attend(random(2, 2, 8), keys, values, table, lengths, 1.0)
+    assert out[0].isnan().all()
+    assert lse[0].isnan().all()
+    assert out[1].isfinite().all()
+    assert lse[1].isfinite().all()
+
+
+def test_norms_gates_and_rotations(kernels: CpuKernels) -> None:
+    hidden, weight = 5 * random(3, 7, 50), random(50, seed=1)
+    exact = hidden.double() * (hidden.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    for offset in (0.0, 1.0):
+        expected = exact * (offset + weight.double())
+        torch.testing.assert_close(kernels.norm(hidden, weight, 1e-5, offset).double(), expected, atol=1e-5, rtol=1e-5)
+    gate = torch.cat([torch.linspace(-120, 120, 999), torch.tensor([0.0, -1e-30, 3e4, -3e4])])
+    up = random(len(gate), seed=2)
+    for gelu, activation in ((False, F.silu), (True, partial(F.gelu, approximate="tanh"))):
+        expected = activation(gate.double()) * up
+        found = kernels.gated(gate.clone(), up, gelu=gelu).double()
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    states = random(1, 5, 4, 24).transpose(1, 2)  # [1, H, M, D], strided
+    angles = 20 * random(1, 5, 12, seed=3).repeat(1, 1, 2)
+    expected, _ = apply_rotary_pos_emb(states.double(), states.double(), angles.double().cos(), angles.double().sin())
+    rotated = kernels.rotate(states, angles.cos(), angles.sin())
+    torch.testing.assert_close(rotated.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def built(folder: Path, family: str = "llama") -> str:
+    config = FAMILIES[family](
+        vocab_size=64,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, weight in model.named_parameters():
+        if "norm" in name:  # as after a training: zeros or ones would hide which of both a norm adds
+            torch.nn.init.uniform_(weight, 0.2, 0.8)
+    model.save_pretrained(folder / family)
+    return str(folder / family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_sample_with_them_as_without(
+    kernels: CpuKernels, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = set[str]()
+
+    def counted(own: CpuKernels, name: str, compute: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.add(name)
+        return compute(own, *args, **kwargs)
+
+    names = {"write", "attend", "norm", "gated", "rotate"}
+    for name in names:
+        monkeypatch.setattr(CpuKernels, name, partialmethod(counted, name, getattr(CpuKernels, name)))
+    models = {"m": built(tmp_path, family)}
+    prompts = [[5, 6, 7], list(range(4, 44)), [9] * PAGE]
+    found = []
+    for fused in (False, True):
+        policy = Policy(ModelPool(models, fused=fused).get("m"))
+        samples = samples_of(policy, prompts, SamplingParams(max_tokens=40, seed=0, n=3, ignore_eos=True))
+        found.append([sample for of_prompt in samples.by_prompt() for sample in of_prompt])
+        assert calls == (set() if not fused else names - {"norm"} if family == "olmo" else names)  # no RMSNorm there
+    for plain, by_kernels in zip(*found, strict=True):
+        assert plain.token_ids == by_kernels.token_ids
+        assert by_kernels.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+
+
+def test_trainings_do_without(kernels: CpuKernels, tmp_path: Path) -> None:
+    split_model = ModelPool({"m": built(tmp_path)}).load("m")
+    hidden = random(1, 3, 48)
+    layer = split_model.model.model.layers[0].mlp
+    assert split_model.samples_by_kernels
+    assert not cpu_kernels.takes(hidden)
+    assert layer(hidden.requires_grad_()).grad_fn is not None
+
+
+def test_they_are_compiled_once(
+    kernels: CpuKernels, forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cpu_kernels.cpu_kernels() is not None
+    cpu_kernels.cpu_kernels.cache_clear()
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("compiled again"))
+    assert cpu_kernels.cpu_kernels() is not None
+    assert [each.suffix for each in (tmp_path / "gradwire" / "kernels").iterdir()] == [".so"]
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/cc", "false"])
+def test_without_a_compiler_that_is_said_once_and_torch_computes(
+    forgotten: None, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    models = {"m": built(tmp_path)}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CC", compiler)
+    with caplog.at_level(logging.WARNING):
+        pools = [ModelPool(models) for _ in range(2)]
+    assert sum("a sampler computes by torch alone" in each.message for each in caplog.records) == 1
+    policy = Policy(pools[0].get("m"))
+    assert not policy.split_model.samples_by_kernels
+    samples = samples_of(policy, [[5, 6]], SamplingParams(max_tokens=3, seed=0, ignore_eos=True))
+    assert len(samples.by_prompt()[0][0].token_ids) == 3

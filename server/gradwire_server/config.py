@@ -128,9 +128,9 @@ class EngineSettings(BaseModel):
     )
     kernels: Literal["auto", "plain"] = setting(
         "auto",
-        "auto: norms, gated activations and rotary embeddings by kernels that agree with transformers (on a GPU "
-        "liger-kernel's, of gradwire[kernels]; on a CPU, to sample, our own, where there is a C compiler), sampled tokens "
-        "on a GPU by graphs of kernels; plain: as transformers does.",
+        "auto: norms, gated activations and rotary embeddings by kernels that agree with transformers (liger-kernel's "
+        "on a GPU with gradwire[kernels], our own on a CPU with a C compiler), sampled tokens on a GPU by graphs of "
+        "kernels; plain: as transformers does.",
         subject=COMPUTE,
     )
     sampler: Literal["local", "vllm"] = setting(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradwire_server.engine.agreement import Failure
 from gradwire_server.engine.model.attention.paged import PAGE
-from gradwire_server.engine.model.layers import cpu_kernels
+from gradwire_server.engine.model.layers.cpu_kernels import attention_by_kernels
 from gradwire_server.engine.model.layers.packed_linear import FEWEST_ROWS, PackedWeights, products_apart
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.split_model import SplitModel
@@ -130,7 +130,7 @@ class Batch:
         tokens = len(self._rows) + sum(len(self._prompt(each)) for each in self._joining)
         model = self._split_model
         threads = sampling_threads(model.device, tokens, model.facts.num_parameters)
-        with threads, cpu_kernels.in_use(model.samples_by_kernels):
+        with threads, attention_by_kernels(model.samples_by_kernels):
             if self._packed is not None and self._pays_packing():
                 with self._packed.in_use():
                     self._extend()

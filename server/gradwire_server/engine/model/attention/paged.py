@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from gradwire_server.engine.model.attention.masked import MaskedSegments
 from gradwire_server.engine.model.comparison import largest_difference
-from gradwire_server.engine.model.layers.cpu_kernels import kernels_in_use
+from gradwire_server.engine.model.layers.cpu_kernels import kernels_to_attend
 from gradwire_server.engine.model.layers.packed_linear import products
 from gradwire_server.engine.model.packing import Layout
 
@@ -92,7 +92,7 @@ class PageStore:
             self.moves += 1
             self._layers[layer] = _room(keys, self.pages), _room(values, self.pages)
         own = self._layers[layer]
-        kernels = kernels_in_use(keys, values)
+        kernels = kernels_to_attend(keys, values)
         for whole, part in zip(own, (keys, values), strict=True):
             if kernels is not None:
                 kernels.write(part, places, whole)
@@ -266,7 +266,7 @@ def _over(lists: RowLists, query: Tensor, keys: Tensor, values: Tensor, scale: f
     on_device, masks = lists.on(query.device, query.dtype)
     order = on_device.order
     outputs, sums = [], []
-    kernels = kernels_in_use(query)
+    kernels = kernels_to_attend(query)
     for of_class, mask in zip(on_device.classes, masks, strict=True):
         groups, count = of_class.rows.shape
         in_order = order is None and groups * count == len(query)

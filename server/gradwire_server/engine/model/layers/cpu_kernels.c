@@ -1,4 +1,4 @@
-// What a sampler computes between its products, in float32 on a CPU: see cpu_kernels.py.
+// What is computed between products, in float32 on a CPU: see cpu_kernels.py.
 
 #include <math.h>
 #include <stdint.h>
@@ -91,41 +91,79 @@ void attend(const float *q, number of_row, number of_head, const float *k, const
   }
 }
 
-// x [R, D] / sqrt(mean(x^2) + eps) * (offset + weight) -> out (Zhang and Sennrich 2019, arXiv:1910.07467).
-void norm(const float *x, const float *weight, float eps, float offset, float *out, number R, number D,
+// x [R, D] / sqrt(mean(x^2) + eps) * (offset + weight) -> out, and the factors [R] (Zhang and Sennrich 2019,
+// arXiv:1910.07467).
+void norm(const float *x, const float *weight, float eps, float offset, float *out, float *factors, number R, number D,
           number threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (number row = 0; row < R; row++) {
     const float *from = x + row * D;
     float squares = 0;
     for (number d = 0; d < D; d++) squares += from[d] * from[d];
-    float by = 1.0f / sqrtf(squares / D + eps);
+    float by = factors[row] = 1.0f / sqrtf(squares / D + eps);
     for (number d = 0; d < D; d++) out[row * D + d] = from[d] * by * (offset + weight[d]);
   }
 }
 
-// gate <- act(gate) * up, of [count]: SiLU, or GELU by tanh, 0.5 (1 + tanh(u)) being sigmoid(2u).
-void gated(float *gate, const float *up, number gelu, number count, number threads) {
-  float square = gelu ? 2 * 0.79788456f * 0.044715f : 0.0f, first = gelu ? 2 * 0.79788456f : 1.0f;
-#pragma omp parallel for simd schedule(static) num_threads(threads)
-  for (number i = 0; i < count; i++) {
-    float x = gate[i];
-    gate[i] = x * up[i] / (1.0f + exponential(-x * (first + square * x * x)));
+// The gradients of norm: of x, and in parts [threads, D], each of one thread's rows, of the weight.
+void norm_gradients(const float *of_out, const float *x, const float *weight, const float *factors, float offset,
+                    float *of_x, float *of_weight, number R, number D, number threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (number part = 0; part < threads; part++) {
+    float *sums = of_weight + part * D;
+    memset(sums, 0, sizeof(float) * D);
+    for (number row = R * part / threads; row < R * (part + 1) / threads; row++) {
+      const float *grad = of_out + row * D, *from = x + row * D;
+      float by = factors[row], along = 0;
+      for (number d = 0; d < D; d++) {
+        sums[d] += grad[d] * from[d] * by;
+        along += grad[d] * (offset + weight[d]) * from[d];
+      }
+      along *= by * by / D;
+      for (number d = 0; d < D; d++) of_x[row * D + d] = by * (grad[d] * (offset + weight[d]) - along * from[d]);
+    }
   }
 }
 
-// x [M, H, D] with strides, its halves turned by cos and sin [M, D] -> out [M, H, D] (Su et al. 2021, arXiv:2104.09864).
-void rotate(const float *x, number of_token, number of_head, const float *cosines, const float *sines, float *out,
-            number M, number H, number D, number threads) {
-  number half = D / 2;
+// act(gate) * up -> out, of [count]; out may be gate. SiLU, or GELU by tanh: 0.5 (1 + tanh(u)) is sigmoid(2u).
+void gated(const float *gate, const float *up, float *out, number gelu, number count, number threads) {
+  float cube = gelu ? 2 * 0.79788456f * 0.044715f : 0.0f, first = gelu ? 2 * 0.79788456f : 1.0f;
+#pragma omp parallel for simd schedule(static) num_threads(threads)
+  for (number i = 0; i < count; i++) {
+    float x = gate[i];
+    out[i] = x * up[i] / (1.0f + exponential(-x * (first + cube * x * x)));
+  }
+}
+
+// The gradients of gated.
+void gated_gradients(const float *of_out, const float *gate, const float *up, float *of_gate, float *of_up, number gelu,
+                     number count, number threads) {
+  float cube = gelu ? 2 * 0.79788456f * 0.044715f : 0.0f, first = gelu ? 2 * 0.79788456f : 1.0f;
+#pragma omp parallel for simd schedule(static) num_threads(threads)
+  for (number i = 0; i < count; i++) {
+    float x = gate[i], grad = of_out[i];
+    float part = 1.0f / (1.0f + exponential(-x * (first + cube * x * x)));
+    of_up[i] = grad * x * part;
+    of_gate[i] = grad * up[i] * part * (1.0f + x * (1.0f - part) * (first + 3 * cube * x * x));
+  }
+}
+
+// x [M, H, D] with strides, its halves turned by cos and sin [M, D] -> out [M, H, D] (Su et al. 2021, arXiv:2104.09864);
+// back: the gradient of x, given that of out.
+void rotate(const float *x, number of_token, number of_head, const float *cosines, const float *sines, number back,
+            float *out, number M, number H, number D, number threads) {
+  number half = D / 2, low = back ? half : 0;
+  float sign = back ? -1.0f : 1.0f;
 #pragma omp parallel for schedule(static) num_threads(threads)
-  for (number m = 0; m < M; m++)
+  for (number m = 0; m < M; m++) {
+    const float *c = cosines + m * D, *of_low = sines + m * D + low, *of_high = sines + m * D + half - low;
     for (number head = 0; head < H; head++) {
-      const float *from = x + m * of_token + head * of_head, *c = cosines + m * D, *s = sines + m * D;
+      const float *from = x + m * of_token + head * of_head;
       float *into = out + (m * H + head) * D;
       for (number d = 0; d < half; d++) {
-        into[d] = from[d] * c[d] - from[half + d] * s[d];
-        into[half + d] = from[half + d] * c[half + d] + from[d] * s[half + d];
+        into[d] = from[d] * c[d] - sign * from[half + d] * of_low[d];
+        into[half + d] = from[half + d] * c[half + d] + sign * from[d] * of_high[d];
       }
     }
+  }
 }

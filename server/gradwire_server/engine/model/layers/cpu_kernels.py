@@ -1,12 +1,12 @@
-"""Kernels of our own for what a sampler computes between its products, in float32 on a CPU.
+"""Kernels of our own for what is computed between products, in float32 on a CPU.
 
-torch computes a norm, a rotation or the attention of one token as 6 to 30 operations, each with a call from Python.
-``cpu_kernels.c`` has a function for each. It is compiled for this processor in half a second by the machine's C
-compiler (``CC``, else ``cc``) when the engine starts, and kept in the user's cache folder. Without a compiler torch
-computes as ever; so it does with ``--kernels plain``.
+torch computes a norm, a rotation or the attention of one token as 6 to 30 operations, each with a call from Python and
+a pass over the numbers. ``cpu_kernels.c`` has a function for each. It is compiled for this processor in half a second
+by the machine's C compiler (``CC``, else ``cc``) when the engine starts, and kept in the user's cache folder. Without a
+compiler torch computes as ever; so it does with ``--kernels plain``.
 
-They know no gradient: modules use them within :func:`in_use` alone. Each is compared with what it stands for when a
-model is loaded (:mod:`gradwire_server.engine.model.loading.fused_kernels`, and
+Each is compared with what it stands for when a model is loaded
+(:mod:`gradwire_server.engine.model.loading.fused_kernels`, and
 :func:`gradwire_server.engine.sampling.pages.pages.paged_token_bytes` for attention).
 """
 
@@ -26,9 +26,11 @@ from contextvars import ContextVar
 from ctypes import c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gradwire_server.engine.model.layers.packed_linear import product_threads
 
@@ -55,34 +57,34 @@ FEWEST_NUMBERS = 1 << 17
 _SIGNATURES = {
     "write_tokens": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, *[c_int64] * 4),
     "attend": (c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_float, c_void_p, c_void_p, *[c_int64] * 8),
-    "norm": (c_void_p, c_void_p, c_float, c_float, c_void_p, c_int64, c_int64, c_int64),
-    "gated": (c_void_p, c_void_p, c_int64, c_int64, c_int64),
-    "rotate": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, *[c_int64] * 4),
+    "norm": (c_void_p, c_void_p, c_float, c_float, c_void_p, c_void_p, *[c_int64] * 3),
+    "norm_gradients": (*[c_void_p] * 4, c_float, c_void_p, c_void_p, *[c_int64] * 3),
+    "gated": (c_void_p, c_void_p, c_void_p, *[c_int64] * 3),
+    "gated_gradients": (*[c_void_p] * 5, *[c_int64] * 3),
+    "rotate": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 4),
 }
 
-_in_use: ContextVar[bool] = ContextVar("kernels_in_use", default=False)
+_attend: ContextVar[bool] = ContextVar("attend", default=False)
 
 
 @contextmanager
-def in_use(used: bool = True) -> Iterator[None]:
-    """Let modules compute by kernels within the body, without gradients, or as without them."""
-    before = _in_use.set(used)
+def attention_by_kernels(used: bool) -> Iterator[None]:
+    """Attend to pages by kernels within the body, if ``used``."""
+    before = _attend.set(used)
     try:
         yield
     finally:
-        _in_use.reset(before)
+        _attend.reset(before)
+
+
+def kernels_to_attend(*tensors: Tensor) -> CpuKernels | None:
+    """The kernels, within :func:`attention_by_kernels`, if they know these tensors."""
+    return cpu_kernels() if _attend.get() and takes(*tensors) else None
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether kernels compute these now: float32 on a CPU, within :func:`in_use`."""
-    return _in_use.get() and all(
-        each.device.type == "cpu" and each.dtype == torch.float32 and each.stride(-1) == 1 for each in tensors
-    )
-
-
-def kernels_in_use(*tensors: Tensor) -> CpuKernels | None:
-    """The kernels, if they compute these tensors now."""
-    return cpu_kernels() if takes(*tensors) else None
+    """Whether kernels know these: float32 on a CPU."""
+    return all(each.device.type == "cpu" and each.dtype == torch.float32 and each.stride(-1) == 1 for each in tensors)
 
 
 class CpuKernels:
@@ -130,30 +132,124 @@ class CpuKernels:
 
     def norm(self, hidden: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         """``hidden [.., D] / sqrt(mean(hidden^2) + eps) * (offset + weight [D])``."""
-        hidden = hidden.contiguous()
-        out = torch.empty_like(hidden)
+        if _has_gradient(hidden, weight):
+            normed: Tensor = _Norm.apply(hidden, weight, self, eps, offset)  # type: ignore[no-untyped-call]
+            return normed
+        return self.norm_with_factors(hidden.contiguous(), weight, eps, offset)[0]
+
+    def norm_with_factors(self, hidden: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+        """:meth:`norm` of a tensor without gaps, and ``[rows]`` what each row was multiplied by before its weight."""
         size, count = len(weight), hidden.numel()
+        out, factors = torch.empty_like(hidden), hidden.new_empty(count // size)
         self._library.norm(
-            _at(hidden), _at(weight), eps, offset, _at(out), count // max(1, size), size, _threads(count)
+            _at(hidden), _at(weight), eps, offset, _at(out), _at(factors), len(factors), size, _threads(count)
         )
-        return out
+        return out, factors
+
+    def norm_gradients(
+        self, of_out: Tensor, hidden: Tensor, weight: Tensor, factors: Tensor, offset: float
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of ``hidden`` and of the weight."""
+        of_out = of_out.contiguous()
+        threads = _threads(hidden.numel())
+        of_hidden, parts = torch.empty_like(hidden), hidden.new_empty(threads, len(weight))
+        self._library.norm_gradients(
+            _at(of_out), _at(hidden), _at(weight), _at(factors), offset, _at(of_hidden), _at(parts), len(factors),
+            len(weight), threads,
+        )  # fmt: skip
+        return of_hidden, parts.sum(0)
 
     def gated(self, gate: Tensor, up: Tensor, *, gelu: bool) -> Tensor:
-        """``act(gate) * up``, in place of ``gate`` if that has no gaps: SiLU, or GELU by its tanh formula."""
+        """``act(gate) * up``; without a gradient in place of ``gate``, if that has no gaps. SiLU, or GELU by its tanh
+        formula."""
+        if _has_gradient(gate, up):
+            product: Tensor = _Gated.apply(gate, up, self, gelu)  # type: ignore[no-untyped-call]
+            return product
         gate, up = gate.contiguous(), up.contiguous()
-        self._library.gated(_at(gate), _at(up), gelu, gate.numel(), _threads(gate.numel()))
+        self.gate(gate, up, gate, gelu=gelu)
         return gate
 
+    def gate(self, gate: Tensor, up: Tensor, out: Tensor, *, gelu: bool) -> None:
+        """:meth:`gated` into ``out``; no tensor has gaps."""
+        self._library.gated(_at(gate), _at(up), _at(out), gelu, gate.numel(), _threads(gate.numel()))
+
+    def gated_gradients(self, of_out: Tensor, gate: Tensor, up: Tensor, *, gelu: bool) -> tuple[Tensor, Tensor]:
+        """Gradients of ``gate`` and ``up``."""
+        of_out = of_out.contiguous()
+        of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+        self._library.gated_gradients(
+            _at(of_out), _at(gate), _at(up), _at(of_gate), _at(of_up), gelu, gate.numel(), _threads(gate.numel())
+        )
+        return of_gate, of_up
+
     def rotate(self, states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """``[1, H, M, D]`` with its halves turned by ``[1, M, D]``."""
+        """``[1, H, M, D]`` with its halves turned by ``[1, M, D]``, which need no gradient."""
+        if _has_gradient(states):
+            rotated: Tensor = _Rotated.apply(states, cosines, sines, self)  # type: ignore[no-untyped-call]
+            return rotated
+        return self.turn(states, cosines, sines)
+
+    def turn(self, states: Tensor, cosines: Tensor, sines: Tensor, *, back: bool = False) -> Tensor:
+        """:meth:`rotate` without a gradient, or, ``back``, the gradient of ``states`` of the result's."""
         _, heads, count, size = states.shape
         cosines, sines = cosines.contiguous(), sines.contiguous()
         out = states.new_empty(1, count, heads, size)
         self._library.rotate(
-            _at(states), states.stride(2), states.stride(1), _at(cosines), _at(sines), _at(out), count, heads, size,
-            _threads(states.numel()),
+            _at(states), states.stride(2), states.stride(1), _at(cosines), _at(sines), back, _at(out), count, heads,
+            size, _threads(states.numel()),
         )  # fmt: skip
         return out.transpose(1, 2)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, kernels: CpuKernels, eps: float, offset: float) -> Tensor:
+        hidden = hidden.contiguous()
+        out, factors = kernels.norm_with_factors(hidden, weight, eps, offset)
+        ctx.save_for_backward(hidden, weight, factors)
+        ctx.kernels, ctx.offset = kernels, offset
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor | None, ...]:
+        of_hidden, of_weight = ctx.kernels.norm_gradients(of_out, *ctx.saved_tensors, ctx.offset)
+        return of_hidden, of_weight, None, None, None
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: CpuKernels, gelu: bool) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty_like(gate)
+        kernels.gate(gate, up, out, gelu=gelu)
+        ctx.save_for_backward(gate, up)
+        ctx.kernels, ctx.gelu = kernels, gelu
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.kernels.gated_gradients(of_out, *ctx.saved_tensors, gelu=ctx.gelu), None, None
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, cosines: Tensor, sines: Tensor, kernels: CpuKernels) -> Tensor:
+        ctx.save_for_backward(cosines, sines)
+        ctx.kernels = kernels
+        return kernels.turn(states, cosines, sines)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor | None, ...]:
+        if of_out.stride(-1) != 1:
+            of_out = of_out.contiguous()
+        return ctx.kernels.turn(of_out, *ctx.saved_tensors, back=True), None, None, None
+
+
+def _has_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
 
 
 @cache
@@ -163,7 +259,7 @@ def cpu_kernels() -> CpuKernels | None:
         return CpuKernels(_compiled())
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
         detail = str(getattr(error, "stderr", None) or error)[:SHOWN]
-        logger.warning("a sampler computes by torch alone, as its kernels for this CPU were not compiled: %s", detail)
+        logger.warning("torch computes alone, as the kernels for this CPU were not compiled: %s", detail)
         return None
 
 

@@ -2,10 +2,9 @@
 
 transformers computes each of them as some ten small operations, which read and write the hidden states every time: on
 an H200 they took half of a step of Qwen3-0.6B. On a GPU liger-kernel's stand for them (``gradwire[kernels]``), in
-bfloat16 and float16; on a CPU, while a sampler computes in float32, our own
-(:mod:`gradwire_server.engine.model.layers.cpu_kernels`). A kernel stands for a module or function only where it gave
-the same on random numbers at load, on a GPU with the same gradients. Else transformers computes as ever; so it does
-with ``--kernels plain``.
+bfloat16 and float16; on a CPU our own, in float32 (:mod:`gradwire_server.engine.model.layers.cpu_kernels`). A kernel
+stands for a module or function only where it gave the same on random numbers at load, with the same gradients. Else
+transformers computes as ever; so it does with ``--kernels plain``.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -43,23 +41,18 @@ class Kernels(Protocol):
 
     Attributes:
         device: The kind.
-        gradients: Whether they know gradients.
         tolerance: Largest difference from what they stand for, as a part of the largest number.
         gates: Products of an activated tensor and another.
         version: What names them, and which they are.
     """
 
     device: ClassVar[str]
-    gradients: ClassVar[bool]
     tolerance: ClassVar[float]
     gates: Sequence[Gate]
     version: Mapping[str, str]
 
-    def in_use(self) -> AbstractContextManager[None]:
-        """Context in which they compute."""
-
     def take(self, *tensors: Tensor) -> bool:
-        """Whether they compute these now."""
+        """Whether they compute these."""
 
     def norm(self, hidden: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         """``hidden / sqrt(mean(hidden^2) + eps) * (offset + weight)``."""
@@ -70,7 +63,6 @@ class Kernels(Protocol):
 
 class _Liger:
     device: ClassVar[str] = "cuda"
-    gradients: ClassVar[bool] = True
     tolerance: ClassVar[float] = 0.02  # some roundings of bfloat16
 
     def __init__(self) -> None:
@@ -79,9 +71,6 @@ class _Liger:
         self.version: Mapping[str, str] = {"liger-kernel": importlib.metadata.version("liger-kernel")}
         silu, gelu = operations.LigerSiLUMulFunction.apply, operations.LigerGELUMulFunction.apply
         self.gates: Sequence[Gate] = (lambda gate, up: silu(gate, up, 1.0, 1.0), gelu)
-
-    def in_use(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def take(self, *tensors: Tensor) -> bool:
         return all(each.is_cuda for each in tensors) and not torch.is_autocast_enabled("cuda")
@@ -97,16 +86,12 @@ class _Liger:
 
 class _OnCpu:
     device: ClassVar[str] = "cpu"
-    gradients: ClassVar[bool] = False
     tolerance: ClassVar[float] = 1e-5
 
     def __init__(self, kernels: cpu_kernels.CpuKernels) -> None:
         self._kernels = kernels
         self.gates: Sequence[Gate] = (partial(kernels.gated, gelu=False), partial(kernels.gated, gelu=True))
         self.version: Mapping[str, str] = {"sampler's kernels": kernels.version}
-
-    def in_use(self) -> AbstractContextManager[None]:
-        return cpu_kernels.in_use()
 
     def take(self, *tensors: Tensor) -> bool:
         return cpu_kernels.takes(*tensors)
@@ -160,7 +145,7 @@ def _for_norms(norm: Any, kernels: Kernels) -> type[nn.Module] | None:
     weight.uniform_(0.5, 1.5)  # as it may be after training: a norm times the weight, or one plus the weight
     try:
         inputs = [states, weight]
-        expected = _values(lambda hidden, own: functional_call(norm, {"weight": own}, (hidden,)), inputs, kernels)
+        expected = _values(lambda hidden, own: functional_call(norm, {"weight": own}, (hidden,)), inputs)
         for offset in (0.0, 1.0):
             compute = partial(_normed, kernels, eps, offset)
             if _alike(compute, inputs, expected, kernels, plain.__name__):
@@ -187,7 +172,7 @@ def _for_gated(layer: Any, kernels: Kernels, dtype: torch.dtype) -> type[nn.Modu
     if device.type != kernels.device:
         return None
     states = torch.randn(1, 6, layer.gate_proj.in_features).to(device, dtype)
-    expected = _values(layer, [states], kernels)
+    expected = _values(layer, [states])
     for gate in kernels.gates:
         compute = partial(_gated, gate)
         if _alike(partial(compute, layer), [states], expected, kernels, plain.__name__):
@@ -239,33 +224,29 @@ def _rotate_by(kernels: Kernels, model: PreTrainedModel) -> bool:
         angles = torch.rand(1, 6, 32).repeat(1, 1, 2)
         rotary = [each.to(q) for each in (angles.cos(), angles.sin())]
         rotation = _Rotation(plain, kernels)
-        expected = _values(lambda *each: plain(*each, *rotary), [q, k], kernels)  # noqa: B023
+        expected = _values(lambda *each: plain(*each, *rotary), [q, k])  # noqa: B023
         if _alike(lambda *each: rotation(*each, *rotary), [q, k], expected, kernels, ROTATE):  # noqa: B023
             setattr(file, ROTATE, rotation)
             replaced = True
     return replaced
 
 
-def _values(compute: Callable[..., Any], inputs: Sequence[Tensor], kernels: Kernels) -> list[Tensor]:
-    """Results of a computation; where kernels know them, with the gradients in its inputs of the results' product with
-    fixed numbers."""
-    with torch.set_grad_enabled(kernels.gradients):
-        leaves = [each.detach().clone().requires_grad_(kernels.gradients) for each in inputs]
-        results = compute(*(each * 1 for each in leaves))  # a kernel may overwrite what it is given
-        results = list(results) if isinstance(results, tuple) else [results]
-        if not kernels.gradients:
-            return results
-        weights = [torch.sin(torch.arange(each.numel(), device=each.device)).view_as(each) for each in results]
-        total = sum((each.float() * weight).sum() for each, weight in zip(results, weights, strict=True))
-        return [each.detach() for each in (*results, *torch.autograd.grad(total, leaves))]
+@torch.enable_grad()
+def _values(compute: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Results of a computation, and the gradients in its inputs of their product with fixed numbers."""
+    leaves = [each.detach().clone().requires_grad_() for each in inputs]
+    results = compute(*(each * 1 for each in leaves))  # a kernel may overwrite what it is given
+    results = list(results) if isinstance(results, tuple) else [results]
+    weights = [torch.sin(torch.arange(each.numel(), device=each.device)).view_as(each) for each in results]
+    total = sum((each.float() * weight).sum() for each, weight in zip(results, weights, strict=True))
+    return [each.detach() for each in (*results, *torch.autograd.grad(total, leaves))]
 
 
 def _alike(
     compute: Callable[..., Any], inputs: Sequence[Tensor], expected: Sequence[Tensor], kernels: Kernels, name: str
 ) -> bool:
     try:
-        with kernels.in_use():
-            fused = _values(compute, inputs, kernels)
+        fused = _values(compute, inputs)
     except Exception as error:  # whatever a kernel raises, what it would replace is right
         logger.warning("%s has no fused kernel: %s", name, error)
         return False

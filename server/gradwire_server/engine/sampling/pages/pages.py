@@ -28,7 +28,7 @@ from gradwire_server.engine.agreement import Agreement, Failure
 from gradwire_server.engine.model.attention.masked import MaskedSegments, QuerySegment
 from gradwire_server.engine.model.attention.paged import PAGE, PagedDecode, PagedPrefill, PageStore, RowLists
 from gradwire_server.engine.model.comparison import largest_difference, relative_tolerance
-from gradwire_server.engine.model.layers import cpu_kernels
+from gradwire_server.engine.model.layers.cpu_kernels import attention_by_kernels
 from gradwire_server.engine.model.packing import Packing, lay_out
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.sampling.image_prompt import ImagePrompt, images_key, images_of_pieces
@@ -348,8 +348,7 @@ def paged_token_bytes(policy: Policy, agreement: Agreement) -> int:
     ids = (torch.arange(count) + 1) % facts.vocab_size
 
     def states() -> tuple[Tensor, Tensor, int] | None:
-        with cpu_kernels.in_use(False):
-            expected = trunk(input_ids=sent(ids[None], policy.device), use_cache=True)
+        expected = trunk(input_ids=sent(ids[None], policy.device), use_cache=True)
         cache: Any = expected.past_key_values
         if type(cache) is not DynamicCache or not all(map(_is_plain, cache.layers)):
             return None
@@ -358,7 +357,7 @@ def paged_token_bytes(policy: Policy, agreement: Agreement) -> int:
         decoded = pages.decode([policy] * 2, tokens[[-1, 1]], np.array([count - 1, 1]))
         return decoded.float(), expected.last_hidden_state[0, [count - 1, 1]].float(), pages.token_bytes
 
-    with cpu_kernels.in_use(policy.split_model.samples_by_kernels):
+    with attention_by_kernels(policy.split_model.samples_by_kernels):
         compared = agreement.attempt(states)
     if isinstance(compared, Failure):  # an architecture may do anything with keywords that it does not know
         if compared.out_of_memory:

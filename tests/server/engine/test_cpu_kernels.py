@@ -1,4 +1,4 @@
-"""A CPU's kernels for sampling against float64, and models that compute with them against those that do not."""
+"""A CPU's kernels against float64, and models that compute with them against those that do not."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from gradwire_server.engine.model.attention.paged import PAGE
 from gradwire_server.engine.model.layers import cpu_kernels
 from gradwire_server.engine.model.layers.cpu_kernels import CpuKernels
 from gradwire_server.engine.model.loading.pool import ModelPool
+from gradwire_server.engine.model.packing import Packing, arrange
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from support.sampling import samples_of
@@ -85,23 +86,40 @@ def test_a_number_that_is_none_is_seen_in_its_own_row_alone(kernels: CpuKernels)
     assert lse[1].isfinite().all()
 
 
-def test_norms_gates_and_rotations(kernels: CpuKernels) -> None:
+def check(compute: Any, exact: Any, *inputs: Tensor) -> None:
+    """Compare results, and gradients in the inputs, with those in float64; and results without a gradient."""
+    results = []
+    for function, dtype in ((compute, torch.float32), (exact, torch.float64)):
+        leaves = [each.detach().to(dtype).requires_grad_() for each in inputs]
+        out = function(*leaves)
+        results.append([out, *torch.autograd.grad((out * random(*out.shape, seed=7)).sum(), leaves)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        compute(*(each.clone() for each in inputs)).double(), results[1][0], atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_norms_gates_and_rotations(kernels: CpuKernels, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernels, "FEWEST_NUMBERS", 0)
+    monkeypatch.setattr(cpu_kernels, "product_threads", lambda: threads)
     hidden, weight = 5 * random(3, 7, 50), random(50, seed=1)
-    exact = hidden.double() * (hidden.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     for offset in (0.0, 1.0):
-        expected = exact * (offset + weight.double())
-        torch.testing.assert_close(kernels.norm(hidden, weight, 1e-5, offset).double(), expected, atol=1e-5, rtol=1e-5)
-    gate = torch.cat([torch.linspace(-120, 120, 999), torch.tensor([0.0, -1e-30, 3e4, -3e4])])
-    up = random(len(gate), seed=2)
+
+        def norm(hidden: Tensor, weight: Tensor, offset: float = offset) -> Tensor:
+            return hidden * (hidden.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * (offset + weight)
+
+        check(lambda hidden, weight: kernels.norm(hidden, weight, 1e-5, offset), norm, hidden, weight)  # noqa: B023
+    gate = torch.cat([torch.linspace(-120, 120, 999), torch.tensor([0.0, -1e-30, 3e2, -3e2])])
     for gelu, activation in ((False, F.silu), (True, partial(F.gelu, approximate="tanh"))):
-        expected = activation(gate.double()) * up
-        found = kernels.gated(gate.clone(), up, gelu=gelu).double()
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+        exact = lambda gate, up, activation=activation: activation(gate) * up  # noqa: E731
+        check(partial(kernels.gated, gelu=gelu), exact, gate, random(len(gate), seed=2))
     states = random(1, 5, 4, 24).transpose(1, 2)  # [1, H, M, D], strided
     angles = 20 * random(1, 5, 12, seed=3).repeat(1, 1, 2)
-    expected, _ = apply_rotary_pos_emb(states.double(), states.double(), angles.double().cos(), angles.double().sin())
-    rotated = kernels.rotate(states, angles.cos(), angles.sin())
-    torch.testing.assert_close(rotated.double(), expected, atol=1e-5, rtol=1e-5)
+    cosines, sines = angles.cos(), angles.sin() * torch.linspace(0.5, 1.5, 24)  # of which the halves differ
+    rotated = lambda states: apply_rotary_pos_emb(states, states, cosines.double(), sines.double())[0]  # noqa: E731
+    check(lambda states: kernels.rotate(states, cosines, sines), rotated, states)
 
 
 def built(folder: Path, family: str = "llama") -> str:
@@ -150,13 +168,33 @@ def test_models_sample_with_them_as_without(
         assert by_kernels.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
 
 
-def test_trainings_do_without(kernels: CpuKernels, tmp_path: Path) -> None:
-    split_model = ModelPool({"m": built(tmp_path)}).load("m")
-    hidden = random(1, 3, 48)
-    layer = split_model.model.model.layers[0].mlp
-    assert split_model.samples_by_kernels
-    assert not cpu_kernels.takes(hidden)
-    assert layer(hidden.requires_grad_()).grad_fn is not None
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_have_the_gradients_of_those_without(kernels: CpuKernels, family: str, tmp_path: Path) -> None:
+    models, found = {"m": built(tmp_path, family)}, []
+    lengths = torch.tensor([40, 33, 64])
+    ids = torch.randint(64, (int(lengths.sum()),), generator=torch.Generator().manual_seed(1))
+    for fused in (False, True):
+        split_model = ModelPool(models, fused=fused).load("m")
+        states = split_model.states(arrange(Packing.PACKED, ids, lengths, torch.ones(3, dtype=torch.long)))
+        weights = [weight for name, weight in split_model.model.named_parameters() if "layers.0." in name]
+        nodes = {type(node).__name__ for node in graph(states)}
+        assert (
+            "_GatedBackward" in nodes
+        ) == fused  # rotations are the process's own: plain ones may be of a test before
+        found.append([states, *torch.autograd.grad((states * random(*states.shape)).sum(), weights)])
+    for plain, by_kernels in zip(*found, strict=True):
+        torch.testing.assert_close(by_kernels, plain, atol=1e-5 * float(1 + plain.abs().max()), rtol=1e-5)
+
+
+def graph(tensor: Tensor) -> set[Any]:
+    """Nodes of autograd's graph."""
+    found, left = set[Any](), [tensor.grad_fn]
+    while left:
+        node: Any = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [before for before, _ in node.next_functions]
+    return found
 
 
 def test_they_are_compiled_once(
@@ -179,7 +217,7 @@ def test_without_a_compiler_that_is_said_once_and_torch_computes(
     monkeypatch.setenv("CC", compiler)
     with caplog.at_level(logging.WARNING):
         pools = [ModelPool(models) for _ in range(2)]
-    assert sum("a sampler computes by torch alone" in each.message for each in caplog.records) == 1
+    assert sum("torch computes alone" in each.message for each in caplog.records) == 1
     policy = Policy(pools[0].get("m"))
     assert not policy.split_model.samples_by_kernels
     samples = samples_of(policy, [[5, 6]], SamplingParams(max_tokens=3, seed=0, ignore_eos=True))

@@ -183,7 +183,7 @@ def test_models_have_the_gradients_of_those_without(kernels: CpuKernels, family:
         ) == fused  # rotations are the process's own: plain ones may be of a test before
         found.append([states, *torch.autograd.grad((states * random(*states.shape)).sum(), weights)])
     for plain, by_kernels in zip(*found, strict=True):
-        torch.testing.assert_close(by_kernels, plain, atol=1e-5 * float(1 + plain.abs().max()), rtol=1e-5)
+        torch.testing.assert_close(by_kernels, plain, atol=1e-5 * float(1 + plain.detach().abs().max()), rtol=1e-5)
 
 
 def graph(tensor: Tensor) -> set[Any]:

@@ -14,6 +14,7 @@ import torch
 from gradwire_server.engine.model.attention.paged import PAGE
 from gradwire_server.engine.model.layers import cpu_kernels
 from gradwire_server.engine.model.layers.cpu_kernels import CpuKernels
+from gradwire_server.engine.model.loading.fused_kernels import kernels_for, use_fused_kernels
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.packing import Packing, arrange
 from gradwire_server.engine.model.policy import Policy
@@ -162,7 +163,9 @@ def test_models_sample_with_them_as_without(
         policy = Policy(ModelPool(models, fused=fused).get("m"))
         samples = samples_of(policy, prompts, SamplingParams(max_tokens=40, seed=0, n=3, ignore_eos=True))
         found.append([sample for of_prompt in samples.by_prompt() for sample in of_prompt])
-        assert calls == (set() if not fused else names - {"norm"} if family == "olmo" else names)  # no RMSNorm there
+        if not fused:  # rotations are the process's own: a test before may have replaced plain ones
+            assert calls <= {"rotate"}
+    assert calls == (names - {"norm"} if family == "olmo" else names)  # no RMSNorm there
     for plain, by_kernels in zip(*found, strict=True):
         assert plain.token_ids == by_kernels.token_ids
         assert by_kernels.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
@@ -184,6 +187,22 @@ def test_models_have_the_gradients_of_those_without(kernels: CpuKernels, family:
         found.append([states, *torch.autograd.grad((states * random(*states.shape)).sum(), weights)])
     for plain, by_kernels in zip(*found, strict=True):
         torch.testing.assert_close(by_kernels, plain, atol=1e-5 * float(1 + plain.detach().abs().max()), rtol=1e-5)
+
+
+def test_modules_of_one_class_may_differ(kernels: CpuKernels, tmp_path: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(built(tmp_path))
+    first, second = model.model.layers
+    second.input_layernorm.variance_epsilon = 3.0
+    second.mlp.act_fn = torch.nn.ReLU()
+    kinds = [type(first.mlp), type(first.input_layernorm)]
+    ids = torch.arange(20)[None]
+    expected = model(ids).logits
+    found = kernels_for(torch.device("cpu"), torch.float32)
+    assert found is not None
+    use_fused_kernels(model, found)
+    torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-5)
+    replaced = [type(each) not in kinds for layer in (first, second) for each in (layer.mlp, layer.input_layernorm)]
+    assert replaced == [True, True, False, True]
 
 
 def graph(tensor: Tensor) -> set[Any]:

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from gradwire_server.engine.model.attention import packed
 from gradwire_server.engine.model.loading.configuration import read_configuration, without_weights
+from gradwire_server.engine.model.loading.fused_kernels import use_fused_kernels
 from gradwire_server.engine.model.loading.pool import ModelPool, check_quantization
 from gradwire_server.engine.model.loading.quantization import Quantization, QuantizedLinear, quantized_layers
 from gradwire_server.engine.model.packing import Packing
@@ -57,6 +58,8 @@ class MetaPool(ModelPool):
         if self._layers is not None:
             shorten(config, self._layers)
         model = without_weights(config, dtype or self.dtype)
+        if self.kernels is not None:
+            use_fused_kernels(model, self.kernels)
         if quantize is not None:
             for layer in quantized_layers(model):
                 layer.__class__ = _MetaQuantizedLinear

@@ -26,6 +26,7 @@ from contextvars import ContextVar
 from ctypes import c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -90,6 +91,9 @@ def takes(*tensors: Tensor) -> bool:
 class CpuKernels:
     """The compiled functions.
 
+    Args:
+        path: Their library; None for kernels that compute nothing, on meta tensors.
+
     Attributes:
         version: Names the source and the processor.
 
@@ -98,13 +102,14 @@ class CpuKernels:
     dimension without gaps.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.version = path.stem
-        library = ctypes.CDLL(str(path))
-        for name, signature in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = signature, None
-        self._library = library
+    def __init__(self, path: Path | None) -> None:
+        self.version = "" if path is None else path.stem
+        self._library: Any = SimpleNamespace(**dict.fromkeys(_SIGNATURES, _nothing))
+        if path is not None:
+            self._library = ctypes.CDLL(str(path))
+            for name, signature in _SIGNATURES.items():
+                function = getattr(self._library, name)
+                function.argtypes, function.restype = signature, None
 
     def write(self, tokens: Tensor, places: Tensor, whole: Tensor) -> None:
         """Write ``[M, K, D]`` at the places ``[M]`` of ``[K, T, D]``."""
@@ -199,6 +204,10 @@ class CpuKernels:
             size, _threads(states.numel()),
         )  # fmt: skip
         return out.transpose(1, 2)
+
+
+def _nothing(*given: float) -> None:
+    """Stands for a function on meta tensors."""
 
 
 class _Norm(torch.autograd.Function):

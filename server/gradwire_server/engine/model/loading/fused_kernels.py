@@ -15,7 +15,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.model.comparison import largest_difference
 from gradwire_server.engine.model.layers import cpu_kernels
 from gradwire_server.engine.model.layers.feed_forward import feed_forward_layers, takes_one_argument
+from gradwire_server.engine.model.meta_device import computes_as_cpu
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ ROTATE = "apply_rotary_pos_emb"
 """What transformers' files call the function ``(q [B, H, M, D], k [B, K, M, D], cos [B, M, D], sin) -> (q, k)``."""
 
 Gate = Callable[[Tensor, Tensor], Tensor]
+Compute = Callable[[Any, Tensor], Tensor]
+"""What stands for a module's forward: of the module and the hidden states."""
 
 
 class Kernels(Protocol):
@@ -91,7 +94,7 @@ class _OnCpu:
     def __init__(self, kernels: cpu_kernels.CpuKernels) -> None:
         self._kernels = kernels
         self.gates: Sequence[Gate] = (partial(kernels.gated, gelu=False), partial(kernels.gated, gelu=True))
-        self.version: Mapping[str, str] = {"sampler's kernels": kernels.version}
+        self.version: Mapping[str, str] = {"kernels": kernels.version}
 
     def take(self, *tensors: Tensor) -> bool:
         return cpu_kernels.takes(*tensors)
@@ -103,81 +106,108 @@ class _OnCpu:
         return self._kernels.rotate(q, cosines, sines), self._kernels.rotate(k, cosines, sines)
 
 
+class _OnMeta(_OnCpu):
+    """What those of a CPU allocate, where the meta device stands for one."""
+
+    device: ClassVar[str] = "meta"
+
+    def __init__(self) -> None:
+        super().__init__(cpu_kernels.CpuKernels(None))
+
+    def take(self, *tensors: Tensor) -> bool:
+        known = all(each.dtype == torch.float32 and each.stride(-1) == 1 for each in tensors)
+        return known and all(each.is_meta and computes_as_cpu(each.device) for each in tensors)
+
+
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
     """The kernels for a device, if there are any; on a GPU, float32 and float64 put exactness before speed."""
-    if device.type == "cpu" and dtype == torch.float32:
-        own = cpu_kernels.cpu_kernels()
-        return None if own is None else _OnCpu(own)
+    if device.type in ("cpu", "meta") and dtype == torch.float32 and (own := cpu_kernels.cpu_kernels()) is not None:
+        return _OnCpu(own) if device.type == "cpu" else _OnMeta()
     halves = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     return _Liger() if halves and importlib.util.find_spec(PACKAGE) is not None else None
 
 
 def use_fused_kernels(model: PreTrainedModel, kernels: Kernels) -> None:
     """Let a model, whose weights are on their device, compute with them where they are right."""
-    chosen: dict[type[nn.Module], type[nn.Module] | None] = {}
+    norms: list[Compute] = [partial(_normed, kernels, offset) for offset in (0.0, 1.0)]
+    gates: list[Compute] = [partial(_gated, gate) for gate in kernels.gates]
+    replacing = _Replacing(kernels)
     with preserved_rng():
         torch.manual_seed(0)
         gated = {id(layer) for layer in feed_forward_layers(model) if _is_gated(layer)}
         for module in model.modules():
-            kind = type(module)
-            if kind not in chosen and _is_norm(module):
-                chosen[kind] = _for_norms(module, kernels)
-            elif kind not in chosen and id(module) in gated:
-                chosen[kind] = _for_gated(module, kernels, model.dtype)
-            module.__class__ = chosen.get(kind) or kind
+            if _is_norm(module):
+                weight = module.get_parameter("weight")
+                # A weight as it may be after training tells the weight from one plus the weight.
+                inputs = [torch.randn(1, 6, len(weight)).to(weight), torch.empty_like(weight).uniform_(0.5, 1.5)]
+                replacing.replace(module, norms, partial(_called, module), inputs)
+            elif id(module) in gated:
+                weight = module.get_parameter("gate_proj.weight")
+                states = torch.randn(1, 6, cast(int, module.get_submodule("gate_proj").in_features))
+                replacing.replace(module, gates, module, [states.to(weight.device, model.dtype)])
         rotated = _rotate_by(kernels, model)
-    names = [kind.__name__ for kind, own in chosen.items() if own] + [ROTATE] * rotated
-    logger.info("fused kernels for %s", ", ".join(names) or "nothing")
+    logger.info("fused kernels for %s", ", ".join([*replacing.names, *[ROTATE] * rotated]) or "nothing")
+
+
+class _Replacing:
+    """Gives modules classes that compute by kernels.
+
+    Each module is compared, as those of one class may differ in what they were made with. A class whose first module
+    has no kernel is left as it is.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._classes: dict[type[nn.Module], list[type[nn.Module]]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the classes that were replaced."""
+        return [kind.__name__ for kind, own in self._classes.items() if own]
+
+    def replace(
+        self, module: nn.Module, computes: Sequence[Compute], call: Callable[..., Tensor], inputs: Sequence[Tensor]
+    ) -> None:
+        """Replace a module's class by the first that gives the same for ``call(*inputs)``, if one does."""
+        plain = type(module)
+        if inputs[0].device.type != self._kernels.device:
+            return
+        known = self._classes.get(plain)
+        candidates = [_subclass(plain, self._kernels, each) for each in computes] if known is None else known
+        self._classes.setdefault(plain, [])
+
+        def by(kind: type[nn.Module], *given: Tensor) -> Tensor:
+            module.__class__ = kind
+            return call(*given)
+
+        for own in candidates:
+            if _alike(partial(by, own), partial(by, plain), inputs, self._kernels, plain.__name__):
+                module.__class__, self._classes[plain] = own, [own]
+                return
+        module.__class__ = plain
 
 
 def _is_norm(module: nn.Module) -> bool:
     own = [name for name, _ in module.named_parameters()]
-    return type(module).__name__.endswith("RMSNorm") and own == ["weight"] and takes_one_argument(module)
+    named = type(module).__name__.endswith("RMSNorm") and own == ["weight"] and takes_one_argument(module)
+    return named and isinstance(_eps(module), float)
 
 
-@torch.no_grad()
-def _for_norms(norm: Any, kernels: Kernels) -> type[nn.Module] | None:
-    plain, weight = type(norm), norm.weight
-    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if weight.device.type != kernels.device or not isinstance(eps, float):
-        return None
-    kept, states = weight.clone(), torch.randn(1, 6, len(weight)).to(weight)
-    weight.uniform_(0.5, 1.5)  # as it may be after training: a norm times the weight, or one plus the weight
-    try:
-        inputs = [states, weight]
-        expected = _values(lambda hidden, own: functional_call(norm, {"weight": own}, (hidden,)), inputs)
-        for offset in (0.0, 1.0):
-            compute = partial(_normed, kernels, eps, offset)
-            if _alike(compute, inputs, expected, kernels, plain.__name__):
-                return _subclass(plain, kernels, partial(_norm_of, compute))
-    finally:
-        weight.copy_(kept)
-    return None
+def _eps(norm: nn.Module) -> Any:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
-def _normed(kernels: Kernels, eps: float, offset: float, hidden: Tensor, weight: Tensor) -> Tensor:
-    return kernels.norm(hidden, weight, eps, offset)
+def _normed(kernels: Kernels, offset: float, norm: Any, hidden: Tensor) -> Tensor:
+    return kernels.norm(hidden, norm.weight, _eps(norm), offset)
 
 
-def _norm_of(compute: Callable[[Tensor, Tensor], Tensor], norm: Any, hidden: Tensor) -> Tensor:
-    return compute(hidden, norm.weight)
+def _called(norm: nn.Module, hidden: Tensor, weight: Tensor) -> Tensor:
+    normed: Tensor = functional_call(norm, {"weight": weight}, (hidden,))
+    return normed
 
 
 def _is_gated(module: nn.Module) -> bool:
     return {name for name, _ in module.named_children()} >= {"gate_proj", "up_proj", "down_proj"}
-
-
-def _for_gated(layer: Any, kernels: Kernels, dtype: torch.dtype) -> type[nn.Module] | None:
-    plain, device = type(layer), layer.gate_proj.weight.device
-    if device.type != kernels.device:
-        return None
-    states = torch.randn(1, 6, layer.gate_proj.in_features).to(device, dtype)
-    expected = _values(layer, [states])
-    for gate in kernels.gates:
-        compute = partial(_gated, gate)
-        if _alike(partial(compute, layer), [states], expected, kernels, plain.__name__):
-            return _subclass(plain, kernels, compute)
-    return None
 
 
 def _gated(gate: Gate, layer: Any, hidden: Tensor) -> Tensor:
@@ -185,7 +215,7 @@ def _gated(gate: Gate, layer: Any, hidden: Tensor) -> Tensor:
     return narrowed
 
 
-def _subclass(plain: Any, kernels: Kernels, compute: Callable[[Any, Tensor], Tensor]) -> type[nn.Module]:
+def _subclass(plain: Any, kernels: Kernels, compute: Compute) -> type[nn.Module]:
     def forward(self: Any, hidden: Tensor) -> Tensor:
         if not kernels.take(hidden):
             return plain.forward(self, hidden)  # type: ignore[no-any-return]
@@ -224,11 +254,14 @@ def _rotate_by(kernels: Kernels, model: PreTrainedModel) -> bool:
         angles = torch.rand(1, 6, 32).repeat(1, 1, 2)
         rotary = [each.to(q) for each in (angles.cos(), angles.sin())]
         rotation = _Rotation(plain, kernels)
-        expected = _values(lambda *each: plain(*each, *rotary), [q, k])  # noqa: B023
-        if _alike(lambda *each: rotation(*each, *rotary), [q, k], expected, kernels, ROTATE):  # noqa: B023
+        if _alike(partial(_rotated, rotation, rotary), partial(_rotated, plain, rotary), [q, k], kernels, ROTATE):
             setattr(file, ROTATE, rotation)
             replaced = True
     return replaced
+
+
+def _rotated(compute: Callable[..., Any], rotary: Sequence[Tensor], q: Tensor, k: Tensor) -> Any:
+    return compute(q, k, *rotary)
 
 
 @torch.enable_grad()
@@ -243,10 +276,12 @@ def _values(compute: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tenso
 
 
 def _alike(
-    compute: Callable[..., Any], inputs: Sequence[Tensor], expected: Sequence[Tensor], kernels: Kernels, name: str
+    compute: Callable[..., Any], plain: Callable[..., Any], inputs: Sequence[Tensor], kernels: Kernels, name: str
 ) -> bool:
+    if inputs[0].is_meta:  # there is nothing to compare
+        return True
     try:
-        fused = _values(compute, inputs)
+        expected, fused = _values(plain, inputs), _values(compute, inputs)
     except Exception as error:  # whatever a kernel raises, what it would replace is right
         logger.warning("%s has no fused kernel: %s", name, error)
         return False

@@ -79,8 +79,8 @@ class ModelPool:
         torch.backends.cuda.enable_cudnn_sdp(fused)
         fused = fused and not compiled
         whole = fused and type(self.placement) is Placement and not self._mixed
-        has_kernels = fused if self.device.type == "cuda" else whole
-        self.kernels = kernels_for(self.device, self.dtype) if has_kernels else None
+        fits = fused and (self.device.type == "cuda" or not self._mixed)
+        self.kernels = kernels_for(self.device, self.dtype) if fits else None
         self._replays = whole and self.device.type == "cuda"
         self._packs = whole and self.device.type == "cpu"
         self._paths = dict(models)
@@ -204,13 +204,14 @@ class ModelPool:
             quantization.compute_dequantised(model)
         if model.dtype == torch.float64 and getattr(model.config, "_experts_implementation", None) == "grouped_mm":
             model.set_experts_implementation("eager")  # grouped products know no float64
-        fused = self.kernels is not None and not offload and model.dtype == self.dtype
+        on_cpu = self.device.type == "cpu"
+        fused = self.kernels is not None and (on_cpu or not offload) and model.dtype == self.dtype
         if self.kernels is not None and fused:
             use_fused_kernels(model, self.kernels)
         if offload:
             offload_layers(model, self.device)
         split_model = SplitModel(facts, model, placement, mixed=self._mixed and dtype is None)
-        if self.device.type == "cpu" or quantize is not None or split_model.routers is not None:
+        if on_cpu or quantize is not None or split_model.routers is not None:
             quantization.release_file(model)  # transformers joins the weights of experts
         if facts.takes_images and quantize is None:
             split_model.vision = Vision(model, facts.path, mixed=split_model.mixed)
@@ -218,7 +219,7 @@ class ModelPool:
             check_split(split_model)
             split_model.packing = choose_packing(split_model)
             check_rows(split_model)
-        split_model.samples_by_kernels = fused and self.device.type == "cpu"
+        split_model.samples_by_kernels = fused and on_cpu
         split_model.replays = self._replays and not offload and quantize is None
         small = split_model.weight_bytes <= machine_memory() // PACKED_SHARE
         whole = self._packs and not offload and quantize is None

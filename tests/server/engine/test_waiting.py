@@ -203,7 +203,7 @@ def test_decoding_has_few_shapes(engine: LocalEngine, run_id: str, monkeypatch: 
     attend = PagedDecode.attend
 
     def seen(self: PagedDecode, layer: Any, query: Any, *others: Any) -> Any:
-        classes = [each.table.shape for lists in (self.shared, *self.own) for each in lists.classes]
+        classes = [each.table.shape for lists in (self.shared, self.own) for each in lists.classes]
         shapes.append((query.shape, tuple(classes)))
         return attend(self, layer, query, *others)
 

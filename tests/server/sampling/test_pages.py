@@ -20,7 +20,7 @@ from gradwire_server.engine.model.split_model import OutputHead
 from gradwire_server.engine.sampling.drawing import draw as drawing
 from gradwire_server.engine.sampling.drawing.draw import BLOCK, CHUNK_ELEMENTS, draw
 from gradwire_server.engine.sampling.pages import pages as paging
-from gradwire_server.engine.sampling.pages.page_lists import APART_ROWS, OwnLists, shared_lists
+from gradwire_server.engine.sampling.pages.page_lists import shared_lists
 from gradwire_server.engine.sampling.pages.page_table import PageTable, page_digests
 from gradwire_server.engine.sampling.pages.pages import Pages
 from gradwire_server.engine.sampling.samplers.local import LocalSampler
@@ -67,7 +67,7 @@ def test_many_rows_that_join_and_leave_are_scored_as_a_fresh_forward_scores_them
     sampler, jobs = LocalSampler(), []
     for number, tokens in enumerate([2 * PAGE, 3 * PAGE + 5, PAGE // 2]):
         prompts = [prompt_of(rng, length) for length in (5 + number, PAGE, 2 * PAGE + 3)]
-        params = SamplingParams(max_tokens=tokens, seed=number, n=APART_ROWS // 2, ignore_eos=True)
+        params = SamplingParams(max_tokens=tokens, seed=number, n=8, ignore_eos=True)
         jobs.append((prompts, sampler.begin(policy, prompts, params)))
         for _ in range(5):
             sampler.step()
@@ -303,34 +303,6 @@ def test_pages_that_follow_one_another_are_not_copied(lists: list[tuple[int, ...
         expected = flat.view(2, 6, PAGE, 3)[:, each.table].flatten(2, 3).transpose(0, 1)
         assert torch.equal(taken, expected) and taken.stride()[2:] == expected.stride()[2:]
         assert (taken.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()) == (each.first is not None)
-
-
-def test_own_pages_of_rows_that_grow_together_are_not_copied() -> None:
-    rows = np.arange(APART_ROWS)
-    table = np.stack([3 + rows, 3 + APART_ROWS + rows], axis=1)
-    parts = OwnLists(fills=False, whole=False).lists(table, np.full(APART_ROWS, PAGE + 2))
-    assert [lists.classes[0].first for lists in parts] == [3 + APART_ROWS, 3]
-    assert all(lists.order is None for lists in parts)
-
-
-def test_few_pages_between_those_of_the_rows_are_read_and_many_are_not() -> None:
-    count = 2 * APART_ROWS
-    for step, copied in ((1, False), (2, True)):
-        rows = np.arange(count)
-        pages = 1 + step * rows[::-1]
-        table = np.stack([pages, pages.max() + 1 + rows], axis=1)
-        ends, full = OwnLists(fills=False, whole=False).lists(
-            table, np.where(rows == 7, 3, PAGE + 1)
-        )  # row 7 has no full page
-        assert (full.classes[0].first is None) == copied
-        for lists, column in ((full, table[:, 0]), (ends, np.where(rows == 7, table[:, 0], table[:, 1]))):
-            (of_class,) = lists.classes
-            order = rows if lists.order is None else lists.order.numpy()
-            for row in rows:
-                if lists is full and row == 7:
-                    assert order[row] == len(of_class.table)
-                else:
-                    assert of_class.rows[order[row], 0] == row and of_class.table[order[row], 0] == column[row]
 
 
 def test_a_whole_distribution_is_inverted_exactly() -> None:

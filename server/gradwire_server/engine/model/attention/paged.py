@@ -4,12 +4,9 @@ Legend: ``T`` tokens that the store has room for, ``R`` rows (samples), ``H`` he
 ``D`` head size. A class of page lists has ``G`` lists of ``N`` pages, each list with the queries of ``C`` rows.
 
 A token attends to the pages that its row shares with others, where the queries of all those rows are one matrix
-product (Juravsky et al. 2024, arXiv:2402.05099), and to its row's own pages, all at once or a page of every row at a
-time. The results combine by their log-sum-exps. Lists of similar size form a class, which is one call, so the number of
-calls does not grow with the rows.
-
-A head's tokens follow one another in memory, so that batched products read a page as one block: on a CPU they attend to
-a page of each row in a third to nine tenths of the flash kernel's time.
+product (Juravsky et al. 2024, arXiv:2402.05099), and to its row's own pages. The results combine by their log-sum-exps.
+Lists of similar size form a class, which is one call, so the number of calls does not grow with the rows. On a CPU a
+kernel (:mod:`..layers.cpu_kernels`) attends to all rows' own pages where they are.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -195,8 +191,7 @@ class RowLists:
     Attributes:
         classes: The classes.
         order: ``[R]`` each row's place among the ``G * C`` of all classes; the place after the last for a row in none.
-            None for one class that holds the rows in their order. A row that is in several lists has as many places,
-            ``[P * R]``, one part after the other.
+            None for one class that holds the rows in their order.
     """
 
     classes: Sequence[PageLists]
@@ -224,19 +219,18 @@ class PagedDecode:
         store: The store.
         places: ``[R]`` place of each row's token.
         shared: Pages that rows share.
-        own: Pages of each row alone, in parts; the first part has some of every row's.
+        own: Pages of each row alone, some of every row's.
     """
 
     store: PageStore
     places: Tensor
     shared: RowLists
-    own: Sequence[RowLists]
+    own: RowLists
     _sent: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> PagedDecode:
         """The same with what a function makes of each tensor."""
-        own = [each.mapped(function) for each in self.own]
-        return PagedDecode(self.store, function(self.places), self.shared.mapped(function), own)
+        return PagedDecode(self.store, function(self.places), self.shared.mapped(function), self.own.mapped(function))
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """``[R, H, D], [R, K, D], [R, K, D] -> [R, H, D]``; writes the keys and values."""
@@ -244,24 +238,16 @@ class PagedDecode:
         if device not in self._sent:
             self._sent[device] = sent(self.places, device)
         keys, values = self.store.write(layer, self._sent[device], key, value)
-        lists = [*self.own, self.shared] if self.shared.classes else self.own
-        outputs, sums = zip(*[_over(each, query, keys, values, scale) for each in lists], strict=True)
-        if len(outputs) == 1 and len(outputs[0]) == len(query):
-            return cast(Tensor, outputs[0])
-        if len(outputs) == 2 and len(outputs[0]) == len(outputs[1]):
-            weight = torch.sigmoid(sums[1] - sums[0])[..., None]
-            return torch.lerp(outputs[0], outputs[1], weight.to(outputs[0].dtype))
-        weights = torch.cat(sums).view(-1, *sums[0].shape[1:])
-        together = torch.cat(outputs).view(-1, *query.shape)
-        weights = weights.view(len(together), *query.shape[:2]).softmax(dim=0)[..., None]
-        return together.mul_(weights.to(together.dtype)).sum(dim=0)
+        out, lse = _over(self.own, query, keys, values, scale)
+        if not self.shared.classes:
+            return out
+        of_shared, lse_of_shared = _over(self.shared, query, keys, values, scale)
+        weight = torch.sigmoid(lse_of_shared - lse)[..., None]
+        return torch.lerp(out, of_shared, weight.to(out.dtype))
 
 
 def _over(lists: RowLists, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """``[R, H, D]`` attention of each row over its list, and ``[R, H]`` its log-sum-exp; -inf for a row in none.
-
-    Lists in several parts give as many results for each row, one part after the other.
-    """
+    """``[R, H, D]`` attention of each row over its list, and ``[R, H]`` its log-sum-exp; -inf for a row in none."""
     heads, shared_by = query.shape[1], query.shape[1] // len(keys)
     on_device, masks = lists.on(query.device, query.dtype)
     order = on_device.order

@@ -16,11 +16,6 @@ from gradwire_server.engine.model.attention.paged import PAGE, PageLists, RowLis
 from gradwire_server.engine.sampling.pages.key_values import IntArray
 from gradwire_server.engine.sampling.pages.page_table import SCRATCH
 
-APART_ROWS = 16
-"""Fewest rows whose own pages are computed one page of each at a time; for fewer, more calls cost more than copies."""
-MOST_READ = 1.5
-"""Pages that may be read for each one that is needed, before the needed ones are copied."""
-
 
 def shared_lists(shared: Sequence[tuple[int, ...]], fills: bool) -> RowLists:
     """The lists of shared pages, each with its rows, in classes of similar numbers of rows and pages.
@@ -60,81 +55,13 @@ def shared_lists(shared: Sequence[tuple[int, ...]], fills: bool) -> RowLists:
     return RowLists(made, None if in_order and not fills else torch.from_numpy(order))
 
 
-class OwnLists:
-    """The lists of the rows' own pages, in the parts of :class:`.attention_paged.PagedDecode`.
-
-    On a CPU, several rows are computed a page of each at a time. Rows that began together have taken their pages
-    together, so the pages of all such parts follow one another in the store, are not copied, and are one call; and what
-    is copied of others is still in a cache when it is read. Full pages' parts stay as they are until one more is full.
+def own_lists(table: IntArray, lengths: IntArray, fills: bool, one_class: bool) -> RowLists:
+    """The lists of the rows' own pages ``[R, N]`` with ``[R]`` tokens, in classes of similar numbers of pages.
 
     Args:
         fills: Whether to fill up to powers of two.
-        whole: Whether all pages of a row are one list, and all lists one class.
+        one_class: Whether all lists are one class, as long as the longest.
     """
-
-    def __init__(self, fills: bool, whole: bool) -> None:
-        self._fills, self._whole = fills, whole
-        self._full: list[RowLists] = []
-        self._full_pages: tuple[tuple[int, ...], bytes] = (), b""
-
-    def lists(self, table: IntArray, lengths: IntArray) -> list[RowLists]:
-        """The lists of pages ``[R, N]`` with ``[R]`` tokens."""
-        if self._whole or len(table) < APART_ROWS:
-            return [_whole_lists(table, lengths, self._fills, self._whole)]
-        rows, last = np.arange(len(table)), (lengths - 1) // PAGE
-        ends = _a_page_each(table[rows, last], rows, len(rows), lengths - last * PAGE)
-        pages = np.where(np.arange(table.shape[1]) < last[:, None], table, SCRATCH)
-        if (key := (pages.shape, pages.tobytes())) != self._full_pages:
-            self._full, self._full_pages = [], key
-            columns, having = np.nonzero(pages.T[: last.max()] != SCRATCH)
-            full = pages[having, columns]
-            if len(full) and _are_near(full):
-                self._full = [_a_page_each(full, having, len(rows), part=columns)]
-            else:
-                for column in range(last.max()):
-                    of_column = columns == column
-                    self._full.append(_a_page_each(full[of_column], having[of_column], len(rows)))
-        return [ends, *self._full]
-
-
-def _are_near(pages: IntArray) -> bool:
-    """Whether pages are so near each other that those between them are read, too."""
-    return int(np.ptp(pages)) + 1 <= MOST_READ * len(pages)
-
-
-def _a_page_each(
-    pages: IntArray, rows: IntArray, count: int, lengths: IntArray | None = None, part: IntArray | None = None
-) -> RowLists:
-    """Lists of one page each, given the page of some of ``count`` rows.
-
-    Args:
-        lengths: Tokens in each page; None if all are full.
-        part: Part that each list belongs to, where a row has several.
-    """
-    first, span = int(pages.min()), int(np.ptp(pages)) + 1
-    places, parts = np.arange(len(pages)), 1
-    numbers = rows
-    if part is not None:
-        numbers, parts = part * count + rows, int(part.max()) + 1
-    if _are_near(pages):
-        # Pages between them are computed for nothing, by the query of row 0.
-        places = pages - first
-        pages, of_pages = np.arange(first, first + span), np.zeros(span, np.int64)
-        of_pages[places] = rows
-        rows = of_pages
-        if lengths is not None:
-            of_lists = np.ones(span, np.int64)
-            of_lists[places] = lengths
-            lengths = of_lists
-    order = np.full(parts * count, len(pages), np.int64)
-    order[numbers] = places
-    lists = _lists(rows[:, None], pages[:, None], lengths, False)
-    in_order = len(pages) == len(order) and np.array_equal(order, np.arange(len(order)))
-    return RowLists([lists], None if in_order else torch.from_numpy(order))
-
-
-def _whole_lists(table: IntArray, lengths: IntArray, fills: bool, one_class: bool) -> RowLists:
-    """The lists of all own pages of each row, in classes of similar numbers of pages."""
     counts = -(-lengths // PAGE)
     if fills:
         width = filled_up(table.shape[1])

@@ -33,7 +33,7 @@ from gradwire_server.engine.model.packing import Packing, lay_out
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.sampling.image_prompt import ImagePrompt, images_key, images_of_pieces
 from gradwire_server.engine.sampling.pages.key_values import IntArray, Prompt, Room
-from gradwire_server.engine.sampling.pages.page_lists import OwnLists, power_of_two, shared_lists
+from gradwire_server.engine.sampling.pages.page_lists import own_lists, power_of_two, shared_lists
 from gradwire_server.engine.sampling.pages.page_table import SCRATCH, PageTable, page_digests
 from gradwire_server.engine.sampling.pages.replay import Replays
 from gradwire_server.engine.sampling.several_policies import activate_each
@@ -122,7 +122,6 @@ class Pages:
         self._warmed: list[int] = []
         self._shared: RowLists | None = None
         self._apart: list[tuple[int, ...]] = []
-        self._own: OwnLists | None = None
         self._replays = Replays()
         self._shifts = False
         self.computed_tokens = 0
@@ -232,9 +231,7 @@ class Pages:
         lengths[: len(rows)], ids[: len(rows)], at[: len(rows)] = inside, tokens, positions
         if self._shifts:
             at[: len(rows)] += np.array([row.shift for row in rows])
-        if self._own is None:
-            self._own = OwnLists(fills, whole)
-        lists = self._own.lists(table, lengths + 1)
+        lists = own_lists(table, lengths + 1, fills, whole)
         plan = PagedDecode(self._store, torch.from_numpy(place), self._shared, lists)
         activate_each(policies, [1] * (len(rows) - 1) + [1 + count - len(rows)])
         states = self._replays.states(policies, torch.from_numpy(ids), torch.from_numpy(at), plan)

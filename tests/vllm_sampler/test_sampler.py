@@ -35,6 +35,8 @@ async def serving(model: Path) -> AsyncIterator[gradwire.ServiceClient]:
             environment.setenv(name, value)
         async with gradwire.connect(models=[f"tiny={model}"], server_args=args) as service:
             yield service
+            begun = children()
+        assert not pushed(begun - children())
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -55,9 +57,12 @@ async def greedy(run: gradwire.TrainingClient, n: int = 1, **options: Any) -> li
     return [sample.token_ids.tolist() for of_prompt in found.samples for sample in of_prompt]
 
 
-def pushed() -> int:
-    """The number of adapters that engines of this process hold in vLLM."""
-    pids = [child.pid for child in psutil.Process().children(recursive=True)]
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def pushed(pids: set[int]) -> int:
+    """The number of adapters that engines with these process ids hold in vLLM."""
     return sum(len(list(Path("/dev/shm").glob(f"gradwire-adapters-*-{pid}-*/*"))) for pid in pids)
 
 
@@ -69,10 +74,10 @@ async def own(run: gradwire.TrainingClient, n: int = 1) -> list[list[int]]:
 @pytest.mark.parametrize("lora", [{"rank": 32}, None], ids=["adapter", "all weights"])
 async def test_samples_follow_the_weights(service: gradwire.ServiceClient, lora: Any) -> None:
     run = await service.create_run("tiny", lora=lora, seed=3)
-    said, adapters = [], pushed()
+    said, adapters = [], pushed(children())
     for _ in range(3):
         said.append(await greedy(run, n=2))
-        assert pushed() == adapters + (lora is not None)
+        assert pushed(children()) == adapters + (lora is not None)
         assert said[-1] == await own(run, n=2)
         drawn = await run.sample(PROMPTS, n=2, max_tokens=12, seed=1, ignore_eos=True)
         rows = [[*prompt, *sample.token_ids] for prompt, of in zip(PROMPTS, drawn.samples) for sample in of]

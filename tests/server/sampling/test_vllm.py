@@ -308,7 +308,10 @@ def test_an_adapter_is_pushed_when_its_weights_have_changed(stage: Stage) -> Non
     assert set(engine.loras) == {pushed.lora_int_id, same.lora_int_id}  # type: ignore[union-attr]
     for name, weight in policy.state_tensors().items():
         assert torch.equal(engine.loras[pushed.lora_int_id][f"base_model.model.{name}"], weight)
-    assert pushed.lora_path.startswith("/dev/shm")
+    folder = Path(pushed.lora_path)
+    assert folder.is_relative_to("/dev/shm") and folder.is_dir()
+    stage.sampler.close()
+    assert not folder.parent.exists()
 
 
 def test_all_weights_are_replaced_between_requests(stage: Stage) -> None:

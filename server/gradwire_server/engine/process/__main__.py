@@ -95,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ).run()
     except LinkClosed:
         logger.info("the front is gone")
+    context.sampler.close()
     residency.close()
     tracing.close()
     return 0

@@ -176,6 +176,9 @@ class LocalSampler:
         else:
             self._end(key, batch)
 
+    def close(self) -> None:
+        """See :class:`.sampler.Sampler`: nothing, as all of it is this process's own."""
+
     def _join_compiled(self) -> None:
         while (job := self._grammars.take()) is not None:
             key = self._to_join.pop(job, None)

@@ -293,3 +293,6 @@ class Sampler(Protocol[J]):
         Raises:
             torch.AcceleratorError: The device is lost.
         """
+
+    def close(self) -> None:
+        """Remove what would outlive the process."""

@@ -127,6 +127,11 @@ class VllmSampler:
         engine.step()
         self._engines[engine.key] = self._engines.pop(engine.key)  # to the end of the order
 
+    def close(self) -> None:
+        for engine in self._engines.values():
+            if isinstance(engine, AdapterEngine):
+                engine.close()
+
     def _next(self) -> VllmEngine | None:
         """The vLLM engine that steps next; None for the local sampler."""
         if self._locals_turn and self._local.turn():

@@ -149,7 +149,7 @@ class AdapterEngine(VllmEngine):
     def __init__(self, key: tuple[str, bool], engine: Any, lora: Any, sampling: Any) -> None:
         super().__init__(key, engine, lora, sampling)
         self._folder = _folder_in_memory()
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self.close = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._pushed: dict[str, tuple[tuple[object, ...], Any]] = {}
 
     def begin(self, job: LocalJob, policy: Policy) -> None:

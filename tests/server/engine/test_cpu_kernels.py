@@ -19,10 +19,12 @@ from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.packing import Packing, arrange
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
+from gradwire_server.engine.sizing.meta_pool import MetaPool
 from support.sampling import samples_of
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, OlmoConfig, Qwen3Config
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 FAMILIES: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config, "gemma": GemmaConfig, "olmo": OlmoConfig}
@@ -187,6 +189,16 @@ def test_models_have_the_gradients_of_those_without(kernels: CpuKernels, family:
         found.append([states, *torch.autograd.grad((states * random(*states.shape)).sum(), weights)])
     for plain, by_kernels in zip(*found, strict=True):
         torch.testing.assert_close(by_kernels, plain, atol=1e-5 * float(1 + plain.detach().abs().max()), rtol=1e-5)
+
+
+def test_a_rotation_has_one_kernel_of_each_device(kernels: CpuKernels, tmp_path: Path) -> None:
+    models = {"m": built(tmp_path)}
+    for _ in range(3):
+        ModelPool(models).load("m")
+        MetaPool(models, torch.float32).load("m")
+    rotation: Any = modeling_llama.apply_rotary_pos_emb
+    assert rotation.devices == {"cpu", "meta"}
+    assert not hasattr(rotation.plain.plain, "plain")
 
 
 def test_modules_of_one_class_may_differ(kernels: CpuKernels, tmp_path: Path) -> None:

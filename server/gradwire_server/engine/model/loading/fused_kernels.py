@@ -225,10 +225,11 @@ def _subclass(plain: Any, kernels: Kernels, compute: Compute) -> type[nn.Module]
 
 
 class _Rotation:
-    """Rotates by a kernel what it can, and as ``plain`` what else there is."""
+    """Rotates by a kernel what it can, and as ``plain`` what else there is: maybe by the kernel of another device."""
 
     def __init__(self, plain: Callable[..., Any], kernels: Kernels) -> None:
         self.plain, self.kernels = plain, kernels
+        self.devices: set[str] = {kernels.device} | (plain.devices if isinstance(plain, _Rotation) else set())
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         fits = (
@@ -247,8 +248,8 @@ def _rotate_by(kernels: Kernels, model: PreTrainedModel) -> bool:
     replaced = False
     for file in {sys.modules[type(module).__module__] for module in model.modules()}:
         plain = vars(file).get(ROTATE)
-        replaces = not isinstance(plain, _Rotation) or plain.kernels.device != kernels.device
-        if plain is None or model.device.type != kernels.device or not replaces:
+        known = isinstance(plain, _Rotation) and kernels.device in plain.devices
+        if plain is None or model.device.type != kernels.device or known:
             continue
         q, k = (torch.randn(1, heads, 6, 64).to(model.device, model.dtype) for heads in (4, 2))
         angles = torch.rand(1, 6, 32).repeat(1, 1, 2)

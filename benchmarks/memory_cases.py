@@ -64,7 +64,8 @@ class Case:
 
 
 CASES = (
-    Case("full", SMALL | {"hidden_size": 768}, (), rows=8, tokens=256, lora=0),
+    # Two micro-batches: the gradients of the first are there beside all activations of the second.
+    Case("full", SMALL | {"hidden_size": 768}, (), rows=16, tokens=256, lora=0),
     Case("LoRA", BASE, (), rows=8, tokens=256),
     Case("QLoRA", BASE, ("--quantize", "nf4"), rows=8, tokens=256, server_args=("--quantize", "nf4")),
     Case("long rows", SMALL, (), rows=2, tokens=6144),

@@ -16,10 +16,10 @@ from gradwire_server.engine.model.layers import cpu_kernels
 from gradwire_server.engine.model.layers.cpu_kernels import CpuKernels
 from gradwire_server.engine.model.loading.fused_kernels import kernels_for, use_fused_kernels
 from gradwire_server.engine.model.loading.pool import ModelPool
-from gradwire_server.engine.model.packing import Packing, arrange
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from gradwire_server.engine.sizing.meta_pool import MetaPool
+from support.normed import normed_model, states_and_gradients
 from support.sampling import samples_of
 from torch import Tensor
 from torch.nn import functional as F
@@ -126,23 +126,7 @@ def test_norms_gates_and_rotations(kernels: CpuKernels, threads: int, monkeypatc
 
 
 def built(folder: Path, family: str = "llama") -> str:
-    config = FAMILIES[family](
-        vocab_size=64,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    for name, weight in model.named_parameters():
-        if "norm" in name:  # as after a training: zeros or ones would hide which of both a norm adds
-            torch.nn.init.uniform_(weight, 0.2, 0.8)
-    model.save_pretrained(folder / family)
-    return str(folder / family)
+    return normed_model(FAMILIES[family], folder / family)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -176,17 +160,11 @@ def test_models_sample_with_them_as_without(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_have_the_gradients_of_those_without(kernels: CpuKernels, family: str, tmp_path: Path) -> None:
     models, found = {"m": built(tmp_path, family)}, []
-    lengths = torch.tensor([40, 33, 64])
-    ids = torch.randint(64, (int(lengths.sum()),), generator=torch.Generator().manual_seed(1))
     for fused in (False, True):
-        split_model = ModelPool(models, fused=fused).load("m")
-        states = split_model.states(arrange(Packing.PACKED, ids, lengths, torch.ones(3, dtype=torch.long)))
-        weights = [weight for name, weight in split_model.model.named_parameters() if "layers.0." in name]
-        nodes = {type(node).__name__ for node in graph(states)}
-        assert (
-            "_GatedBackward" in nodes
-        ) == fused  # rotations are the process's own: plain ones may be of a test before
-        found.append([states, *torch.autograd.grad((states * random(*states.shape)).sum(), weights)])
+        states, gradients = states_and_gradients(ModelPool(models, fused=fused).load("m"))
+        # Rotations are the process's own: plain ones may be of a test before.
+        assert ("_GatedBackward" in {type(node).__name__ for node in graph(states)}) == fused
+        found.append([states, *gradients])
     for plain, by_kernels in zip(*found, strict=True):
         torch.testing.assert_close(by_kernels, plain, atol=1e-5 * float(1 + plain.detach().abs().max()), rtol=1e-5)
 

@@ -157,7 +157,7 @@ SEAM = {
     "full_tensor": {"model/placement.py"},
     "to_local": {"model/placement.py"},
     "DTensor": {"model/placement.py"},
-    # Kernels of a CPU take whole models alone; copies of weights ask whether a weight has changed.
+    # Kernels of a CPU read tensors that are whole within a forward; copies of weights ask whether one has changed.
     "data_ptr": {"model/layers/cpu_kernels.py", "model/layers/packed_linear.py", "model/placement.py"},
     "save_file": {"model/layers/head_files.py", "state/checkpoints.py", "state/exports.py", "state/shared_weights.py"},
     # The adapter's settings ask for its name, quantization and the search for read weights leave it out; an export

@@ -83,9 +83,9 @@ def kernels_to_attend(*tensors: Tensor) -> CpuKernels | None:
     return cpu_kernels() if _attend.get() and takes(*tensors) else None
 
 
-def takes(*tensors: Tensor) -> bool:
-    """Whether kernels know these: float32 on a CPU."""
-    return all(each.device.type == "cpu" and each.dtype == torch.float32 and each.stride(-1) == 1 for each in tensors)
+def takes(*tensors: Tensor, device: str = "cpu") -> bool:
+    """Whether kernels know these: float32, on such a device."""
+    return all(each.device.type == device and each.dtype == torch.float32 and each.stride(-1) == 1 for each in tensors)
 
 
 class CpuKernels:

@@ -115,8 +115,7 @@ class _OnMeta(_OnCpu):
         super().__init__(cpu_kernels.CpuKernels(None))
 
     def take(self, *tensors: Tensor) -> bool:
-        known = all(each.dtype == torch.float32 and each.stride(-1) == 1 for each in tensors)
-        return known and all(each.is_meta and computes_as_cpu(each.device) for each in tensors)
+        return cpu_kernels.takes(*tensors, device="meta") and computes_as_cpu(tensors[0].device)
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:

@@ -22,8 +22,16 @@ SMALL_SAMPLING = 5e8
 """Tokens, ``READ_TOKENS`` included, times parameters of a sampler's forward at which two threads become as fast as one.
 Measured with a token of each of 32 samples: 3 M parameters took 14.4 ms on one thread and 14.0 ms on two, 17 M took
 38.0 and 36.3 ms; one sample with 17 M took 11.9 and 13.2 ms, with 61 M 28.6 and 29.4 ms."""
+SMALL_PRODUCTS = 1.5e8
+"""The same where more than one thread computes only products. With 4.4 M parameters a token of each of 16 samples took
+18.4 ms on one thread and 17.4 ms on two, of 32 samples 19.0 and 16.9, of 64 samples 29.7 and 25.0 ms."""
 READ_TOKENS = 16
 """Tokens whose products take as long as reading the weights once, which a token alone waits for."""
+FUNCTIONS = (
+    "acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2",
+    "sin", "sinh", "sqrt", "tan", "tanh",
+)  # fmt: skip
+"""What torch computes by MKL's functions of a vector."""
 
 
 def suited_threads(device: torch.device, tokens: int, num_parameters: int) -> AbstractContextManager[None]:
@@ -31,9 +39,12 @@ def suited_threads(device: torch.device, tokens: int, num_parameters: int) -> Ab
     return _threads(device, small=tokens * num_parameters < SMALL)
 
 
-def sampling_threads(device: torch.device, tokens: int, num_parameters: int) -> AbstractContextManager[None]:
-    """The same for a sampler's forward."""
-    return _threads(device, small=(READ_TOKENS + tokens) * num_parameters < SMALL_SAMPLING)
+def sampling_threads(
+    device: torch.device, tokens: int, num_parameters: int, *, products_only: bool
+) -> AbstractContextManager[None]:
+    """The same for a sampler's forward, of which more than one thread may compute only products."""
+    least = SMALL_PRODUCTS if products_only else SMALL_SAMPLING
+    return _threads(device, small=(READ_TOKENS + tokens) * num_parameters < least)
 
 
 @contextmanager
@@ -49,3 +60,16 @@ def one_thread() -> Iterator[None]:
 
 def _threads(device: torch.device, *, small: bool) -> AbstractContextManager[None]:
     return one_thread() if device.type == "cpu" and small else nullcontext()
+
+
+def choose_functions() -> None:
+    """Let MKL choose its functions for this processor, by calling each with one number.
+
+    It chooses at a function's first call. While several threads make that one, a thread may compute its part by a
+    function of few digits: 1 of 24 processes began with a sine or cosine that was wrong by 1.5e-4 in its second half
+    (pytorch/pytorch#188792).
+    """
+    for dtype in (torch.float32, torch.float64):
+        number = torch.full((1,), 0.5, dtype=dtype)
+        for name in FUNCTIONS:
+            getattr(torch, name)(number)

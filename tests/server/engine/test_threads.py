@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,18 @@ from support.engine import LocalEngine, token_rows
 SMALL, LARGE = [[1, 20, 30, 40]], [[1, *range(5, 55)]] * 4
 CAUSAL = pb.LossCall(loss_fn="causal_lm", outputs=["logprobs"])
 STEP = pb.OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8)
+FIRST_CALLS = """
+import torch
+from gradwire_server.engine.model.loading.pool import ModelPool
+from gradwire_server.engine.threads import FUNCTIONS
+
+ModelPool({})
+numbers = torch.rand(5000) * 0.9 + 0.05
+for name in FUNCTIONS:
+    found, exact = (getattr(torch, name)(each) for each in (numbers, numbers.double()))
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6, msg=name)
+print(torch.get_num_threads())
+"""
 
 
 @pytest.fixture
@@ -101,3 +116,19 @@ def test_a_sampler_wakes_no_thread_for_few_tokens(
     call = pb.SampleCall(prompts=["hello " * 10], max_tokens=2, ignore_eos=True)
     engine.do("run-a", sample=call)
     assert seen == [2, 1] and torch.get_num_threads() == 2
+
+
+def test_products_alone_wake_threads_for_fewer_tokens(two_threads: None) -> None:
+    tokens, parameters = 32, int(threads.SMALL_PRODUCTS / (threads.READ_TOKENS + 32)) + 1
+    for products_only, expected in ((False, 1), (True, 2)):
+        with threads.sampling_threads(torch.device("cpu"), tokens, parameters, products_only=products_only):
+            assert torch.get_num_threads() == expected
+
+
+def test_the_first_call_of_a_function_by_two_threads_is_exact() -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_CALLS], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -129,13 +129,11 @@ class Batch:
         self._joining = self._admit()
         tokens = len(self._rows) + sum(len(self._prompt(each)) for each in self._joining)
         model = self._split_model
-        threads = sampling_threads(model.device, tokens, model.facts.num_parameters)
-        with threads, attention_by_kernels(model.samples_by_kernels):
-            if self._packed is not None and self._pays_packing():
-                with self._packed.in_use():
-                    self._extend()
-            else:
-                self._extend()
+        packed = self._packed if self._packed is not None and self._pays_packing() else None
+        apart = packed is not None and len(self._rows) >= ONE_THREAD_ROWS
+        threads = sampling_threads(model.device, tokens, model.facts.num_parameters, products_only=apart)
+        with threads, attention_by_kernels(model.samples_by_kernels), packed.in_use() if packed else nullcontext():
+            self._extend(products_apart() if apart else nullcontext())
 
     def _pays_packing(self) -> bool:
         """Whether copies of the weights are worth making, by the requests alone, so that a replay repeats it."""
@@ -146,11 +144,11 @@ class Batch:
             self._packs = tokens >= PACKING_TOKENS or steps >= PACKING_STEPS
         return self._packs
 
-    def _extend(self) -> None:
-        """Compute the joining rows' prompts and the next token of every row."""
+    def _extend(self, decoding: AbstractContextManager[None]) -> None:
+        """Compute the joining rows' prompts and, within a context, the next token of every row."""
         states = []
         if len(self._rows):
-            with products_apart() if self._packs and len(self._rows) >= ONE_THREAD_ROWS else nullcontext():
+            with decoding:
                 states.append(self.values.decode(_policies(self._rows), self._rows.last, self._rows.length))
             self._rows.length += 1
         if self._joining:

@@ -40,8 +40,10 @@ void write_tokens(const float *token, number of_token, number of_head, const num
 // (arXiv:1805.02867).
 void attend(const float *q, number of_row, number of_head, const float *k, const float *v, const number *table,
             const number *lengths, float scale, float *out, float *lse, number R, number H, number K, number T,
-            number N, number D, number V, number threads) {
-  number shared_by = H / K;
+            number N, number D, number V, number threads, number fewest) {
+  number shared_by = H / K, numbers = 0;
+  for (number row = 0; row < R; row++) numbers += lengths[row] * K * D;
+  if (numbers < fewest) threads = 1;
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (number item = 0; item < R * K; item++) {
     number row = item / K, head = item % K;

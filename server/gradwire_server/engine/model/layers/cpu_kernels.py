@@ -57,7 +57,7 @@ FEWEST_NUMBERS = 1 << 17
 
 _SIGNATURES = {
     "write_tokens": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, *[c_int64] * 4),
-    "attend": (c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_float, c_void_p, c_void_p, *[c_int64] * 8),
+    "attend": (c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_float, c_void_p, c_void_p, *[c_int64] * 9),
     "norm": (c_void_p, c_void_p, c_float, c_float, c_void_p, c_void_p, *[c_int64] * 3),
     "norm_gradients": (*[c_void_p] * 4, c_float, c_void_p, c_void_p, *[c_int64] * 3),
     "gated": (c_void_p, c_void_p, c_void_p, *[c_int64] * 3),
@@ -128,10 +128,9 @@ class CpuKernels:
         kv_heads, room, value_size = values.shape
         out, lse = query.new_empty(rows, heads, value_size), query.new_empty(rows, heads)
         table, lengths = table.contiguous(), lengths.contiguous()
-        threads = _threads(int(table.numel()) * kv_heads * size)
         self._library.attend(
             _at(query), *query.stride()[:2], _at(keys), _at(values), _at(table), _at(lengths), scale, _at(out),
-            _at(lse), rows, heads, kv_heads, room, table.shape[1], size, value_size, threads,
+            _at(lse), rows, heads, kv_heads, room, table.shape[1], size, value_size, product_threads(), FEWEST_NUMBERS,
         )  # fmt: skip
         return out, lse
 

@@ -32,6 +32,7 @@ from gradwire_server.engine.model.placement import Placement, layers_of
 from gradwire_server.engine.model.split_check import check_split, explained_failures
 from gradwire_server.engine.model.split_model import ModelFacts, SplitModel
 from gradwire_server.engine.model.vision.image_tokens import Vision, auto_class, image_token_of, takes_images
+from gradwire_server.engine.threads import choose_functions
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class ModelPool:
         quantize: Quantization | None = None,
         fused: bool = True,
     ) -> None:
+        choose_functions()
         self.quantize = quantize
         self.placement = placement if isinstance(placement, Placement) else Placement(placement)
         self._mixed, self._compiled = dtype == "mixed", compiled

@@ -231,7 +231,7 @@ def test_top_p_draws_what_a_full_sort_draws(top_p: float) -> None:
     assert differ.sum() <= 1  # where rounding decides
 
 
-def test_a_store_doubles_once_its_blocks_are_mapped_and_stays_if_most_is_kept() -> None:
+def test_a_store_doubles_once_its_blocks_are_mapped_and_stays_if_most_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     store, layer = PageStore(), torch.nn.Identity()
     pages = MAPPED // (4 * PAGE * 2 * 64) // 2
     store.reserve(pages)
@@ -240,6 +240,8 @@ def test_a_store_doubles_once_its_blocks_are_mapped_and_stays_if_most_is_kept() 
     store.write(layer, places, *written)
     store.reserve(pages + 1)
     assert store.pages == 2 * pages
+    assert not store.shrinks(0)  # as little stays
+    monkeypatch.setattr(paged, "KEPT", 0)
     assert not store.shrinks(pages // 2 + 2) and store.shrinks(pages // 2)
     for whole, part in zip(store.write(layer, places[:0], *written[:, :0]), written, strict=True):
         assert whole.data_ptr() % ALIGNMENT == 0

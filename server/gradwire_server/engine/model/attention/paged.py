@@ -36,6 +36,9 @@ PAGE = 16
 """Tokens of a page."""
 MAPPED = 4 << 20
 """Bytes of a block that a CPU's allocator maps (``ENVIRONMENT`` in :mod:`gradwire_server.engine_client.launcher`)."""
+KEPT = 64 << 20
+"""Bytes that a CPU keeps for pages to come, as much as its allocator keeps. 64 samples of 64 tokens of a model with
+4.4 M parameters took 0.98 s in memory that was kept and 1.19 s in new memory, by turns on a virtual machine."""
 ALIGNMENT = 64
 """Bytes that a CPU tensor's memory begins at a multiple of."""
 
@@ -104,9 +107,10 @@ class PageStore:
                 pages.index_copy_(1, sent(to, whole.device), pages.index_select(1, sent(come_from, whole.device)))
 
     def shrinks(self, pages: int) -> bool:
-        """Whether it is worth keeping only so many pages: on a CPU, where all of them move, if most are not needed."""
+        """Whether it is worth keeping only so many pages: on a CPU, where all of them move and memory is written anew,
+        if most are not needed and take more than ``KEPT``."""
         on_cpu = all(keys.device.type == "cpu" for keys, _ in self._layers.values())
-        return not on_cpu or 2 * pages <= self.used
+        return not on_cpu or (2 * pages <= self.used and (self.used - pages) * self.page_bytes > KEPT)
 
     def select(self, pages: Tensor) -> None:
         """Keep only these pages, in this order."""

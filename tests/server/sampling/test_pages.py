@@ -119,7 +119,32 @@ def test_the_next_turn_of_a_conversation_computes_only_what_is_new(
     assert pages._store.moves == moves  # as most of its pages are kept
 
 
-def test_what_is_kept_is_bounded_and_nothing_is_kept_alone(policy: Policy, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_numbers_that_are_not_finite_stay_in_no_page(
+    policy: Policy, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, by_kernels: bool
+) -> None:
+    """A mask multiplies what it leaves out by zero: a run that diverged would spoil the samples of others."""
+    monkeypatch.setattr(policy.split_model, "samples_by_kernels", by_kernels)
+    sampler, prompt = LocalSampler(kept_bytes=1 << 14), prompt_of(rng, PAGE + 4)
+    expected = sampled(sampler, policy, [prompt], max_tokens=4, n=3)
+    norm = next(weight for name, weight in policy.split_model.model.named_parameters() if "layernorm" in name)
+    before = norm.detach().clone()
+    norm.data.fill_(torch.nan)
+    job = sampler.begin(policy, [prompt_of(rng, 2 * PAGE - 1)] * 4, SamplingParams(seed=0, max_tokens=4))
+    while not job.done and job.error is None:
+        sampler.step()
+    assert job.error is not None and "not finite" in str(job.error)
+    norm.data.copy_(before)
+    pages = kept_pages(sampler, policy)
+    assert all(each.isfinite().all() for pair in pages._store._layers.values() for each in pair)
+    found = sampled(sampler, policy, [prompt], max_tokens=4, n=3)
+    assert [each.token_ids for each in found.by_prompt()[0]] == [each.token_ids for each in expected.by_prompt()[0]]
+
+
+def test_what_is_kept_is_bounded_and_nothing_is_kept_alone(
+    policy: Policy, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged, "KEPT", 0)
     sampler = LocalSampler(kept_bytes=1 << 14)
     for _ in range(4):
         sampled(sampler, policy, [prompt_of(rng, 100)], max_tokens=20, n=3)

@@ -323,8 +323,11 @@ class Batch:
         drawn = self._kinds.draw(states, rows, self._next_uniform())
         everyone = np.arange(len(rows))
         rows.tokens[everyone, count], rows.logprobs[everyone, count] = drawn.tokens, drawn.logprobs
-        for row in np.flatnonzero(np.isnan(drawn.logprobs)).tolist():
+        spoilt = np.flatnonzero(np.isnan(drawn.logprobs))
+        for row in spoilt.tolist():
             rows.job[row].fail_non_finite(int(rows.row[row]))
+        if len(spoilt):
+            self.values.spoilt(spoilt)
         rows.last[:] = drawn.tokens
         count += 1
         self._end(drawn.ends, count >= rows.limit, drawn.tops)

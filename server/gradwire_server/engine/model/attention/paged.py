@@ -106,6 +106,12 @@ class PageStore:
                 pages = _pages(whole)
                 pages.index_copy_(1, sent(to, whole.device), pages.index_select(1, sent(come_from, whole.device)))
 
+    def clear(self, pages: Tensor) -> None:
+        """Write zeros into pages ``[P]`` of every layer."""
+        for pair in self._layers.values():
+            for whole in pair:
+                _pages(whole).index_fill_(1, sent(pages, whole.device), 0.0)
+
     def shrinks(self, pages: int) -> bool:
         """Whether it is worth keeping only so many pages: on a CPU, where all of them move and memory is written anew,
         if most are not needed and take more than ``KEPT``."""

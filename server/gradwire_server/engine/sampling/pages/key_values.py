@@ -74,6 +74,9 @@ class KeyValues(Protocol):
     def decode(self, policies: Sequence[Policy], tokens: IntArray, positions: IntArray) -> Tensor:
         """Add a token to every row, given ``[R]`` policies, tokens and positions; returns their states, ``[R, H]``."""
 
+    def spoilt(self, rows: IntArray) -> None:
+        """Remove what these rows have, as it is not finite: what a mask leaves out of others' attention must be."""
+
     def keep(self, rows: IntArray) -> None:
         """Keep only these rows, in this order."""
 
@@ -204,6 +207,9 @@ class Together:
         self._field = field
         state: Tensor = output.last_hidden_state[:, -1]
         return state, output[field]
+
+    def spoilt(self, rows: IntArray) -> None:
+        """All rows are of one policy, whose cache ends with them."""
 
     def keep(self, rows: IntArray) -> None:
         kept = torch.from_numpy(rows)  # on the CPU, because the cache may be spread over devices

@@ -97,6 +97,13 @@ class PageTable:
             if digest not in self._page_of and page not in self._digest_of:
                 self._page_of[digest], self._digest_of[page] = page, digest
 
+    def forget(self, pages: Iterable[int]) -> None:
+        """Make pages in use findable no longer."""
+        for page in pages:
+            digest = self._digest_of.pop(page, None)
+            if digest is not None:
+                del self._page_of[digest]
+
     def compact(self) -> list[int]:
         """Renumber so that only the pages in use or known remain; returns the old number of each."""
         old = [SCRATCH, *sorted({*self._uses, *self._unused})]

@@ -2,9 +2,9 @@
 
 Legend: ``R`` rows, ``P`` prompts, ``M`` tokens of a forward, ``N`` pages of a row, ``H`` hidden size. A row's sequence
 lies in pages of ``PAGE`` tokens. The full pages of its prompt are shared with all rows of that prompt; behind them each
-row has pages of its own, which begin with a copy of the prompt's last tokens if these do not fill a page. Full pages
-are known by their tokens: a later prompt that begins alike, such as the next turn of a conversation, uses them, and a
-long prompt is computed in parts that find each other in the same way.
+row has pages of its own, which begin with the prompt's last tokens if these do not fill a page. Full pages are known by
+their tokens: a later prompt that begins alike, such as the next turn of a conversation, uses them, and a long prompt is
+computed in parts that find each other in the same way.
 
 Forwards take rows packed on one axis, without padding. On a CPU, attention has the sizes that the rows need; elsewhere
 rows and lists of pages are filled up to powers of two, so that few shapes occur and a graph of kernels can be replayed.
@@ -179,13 +179,18 @@ class Pages:
         copies: list[tuple[int, int]] = []
         for prompt in added:
             self._table.know(prompt.full, prompt.digests)
+        begun: set[int] = set()
         for number in spread.tolist():
             prompt = added[number]
             self._table.use(prompt.full)
             own: list[int] = []
-            if prompt.rest is not None:
+            if prompt.rest is not None and number in begun:
                 own = [self._table.new()]
                 copies.append((prompt.rest, own[0]))
+            elif prompt.rest is not None:  # the first row goes on in the prompt's page
+                self._table.use([prompt.rest])
+                own = [prompt.rest]
+            begun.add(number)
             kept = list(prompt.tokens) if self._kept else []
             row = _Row(prompt.weights, tuple(prompt.full), own, kept)
             if isinstance(prompt.tokens, ImagePrompt):
@@ -240,6 +245,15 @@ class Pages:
         activate_each(policies, [1] * (len(rows) - 1) + [1 + count - len(rows)])
         states = self._replays.states(policies, torch.from_numpy(ids), torch.from_numpy(at), plan)
         return states[: len(rows)]
+
+    def spoilt(self, rows: IntArray) -> None:
+        found = [self._rows[row] for row in rows.tolist()]
+        pages = sorted({page for row in found for page in (*row.shared, *row.own)})
+        self._table.forget(pages)
+        for row in found:
+            row.tokens = []
+        # Rows that fill up to few shapes are computed as the last one, and write into the scratch page.
+        self._store.clear(torch.tensor([SCRATCH, *pages]))
 
     def keep(self, rows: IntArray) -> None:
         kept = [self._rows[row] for row in rows.tolist()]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.model.attention import paged
-from gradwire_server.engine.model.attention.paged import ALIGNMENT, MAPPED, PAGE, PageLists, PageStore
+from gradwire_server.engine.model.attention.paged import MAPPED, PAGE, PageLists, PageStore
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import LoraPolicy, Policy
 from gradwire_server.engine.model.split_model import OutputHead
@@ -269,7 +269,7 @@ def test_a_store_doubles_once_its_blocks_are_mapped_and_stays_if_most_is_kept(mo
     monkeypatch.setattr(paged, "KEPT", 0)
     assert not store.shrinks(pages // 2 + 2) and store.shrinks(pages // 2)
     for whole, part in zip(store.write(layer, places[:0], *written[:, :0]), written, strict=True):
-        assert whole.data_ptr() % ALIGNMENT == 0
+        assert whole.data_ptr() % 64 == 0  # as torch's own tensors begin
         of_tokens = whole.transpose(0, 1)
         assert torch.equal(of_tokens[: len(part)], part) and not of_tokens[len(part) :].any()
     store.select(torch.tensor([0, 3]))

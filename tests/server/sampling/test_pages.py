@@ -165,9 +165,11 @@ def test_changed_weights_find_nothing(tiny_model_path: Path, rng: np.random.Gene
         for master in policy.masters().values():
             master.add_(0.5 * torch.randn(master.shape, generator=torch.Generator().manual_seed(1)))
     policy.sync()
-    old = kept_pages(sampler, policy)
+    pages = kept_pages(sampler, policy)
+    before = pages.computed_tokens
     again = sampled(sampler, policy, [prompt], max_tokens=10)
-    assert kept_pages(sampler, policy) is not old
+    assert kept_pages(sampler, policy) is pages  # in its memory
+    assert pages.computed_tokens == before + len(prompt)
     fresh = samples_of(policy, [prompt], SamplingParams(max_tokens=10, seed=0, ignore_eos=True))
     assert again.token_ids.tolist() == fresh.token_ids.tolist()
     policy.close()

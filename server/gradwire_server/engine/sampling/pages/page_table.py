@@ -29,9 +29,10 @@ class PageTable:
 
     def __init__(self) -> None:
         self.kept = 0
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget all pages."""
         self.pages = SCRATCH + 1
         self._free: list[int] = []
         self._uses: dict[int, int] = {}
@@ -109,7 +110,7 @@ class PageTable:
         old = [SCRATCH, *sorted({*self._uses, *self._unused})]
         new = {page: number for number, page in enumerate(old)}
         uses, digests, unused = self._uses, self._digest_of, list(self._unused)
-        self._clear()
+        self.clear()
         self.pages = len(old)
         self._uses = {new[page]: count for page, count in uses.items()}
         self._unused = OrderedDict.fromkeys(new[page] for page in unused)

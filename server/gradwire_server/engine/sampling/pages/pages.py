@@ -263,6 +263,10 @@ class Pages:
                 self._leave(row)
         self._rows, self._shared = kept, None
 
+    def forget(self) -> None:
+        """Forget all known pages, as the weights have changed; nothing is in progress."""
+        self._table.clear()
+
     def end(self) -> None:
         self.keep(np.zeros(0, np.int64))
         self._table.release(self._warmed)

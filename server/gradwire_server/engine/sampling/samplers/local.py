@@ -214,14 +214,16 @@ class LocalSampler:
         return self._keeps[policy.split_model]
 
     def _values(self, policy: Policy, key: _Key, most: int) -> Callable[[], KeyValues]:
-        """What makes the keys and values of a batch, of so many tokens: at first those kept of the same weights."""
+        """What makes the keys and values of a batch, of so many tokens: at first those that were kept."""
         if not self._fits_pages(policy):
             return Together if self._keeps_cache(policy) else Recomputed
         if key.alone is not None:
             return partial(Pages, most=most)
         owner = self._owners[key]
         version, kept = self._kept.pop(owner, (None, None))
-        found = [kept] if kept is not None and version == _version(owner) else []
+        if kept is not None and version != _version(owner):
+            kept.forget()
+        found = [] if kept is None else [kept]
         weights = self._weights if isinstance(owner, SplitModel) else _only_weights
         return lambda: found.pop() if found else Pages(self._kept_bytes, weights, most)
 

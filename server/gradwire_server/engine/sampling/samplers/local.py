@@ -62,7 +62,7 @@ class LocalSampler:
         logits_elements: Maximum entries of ``[R, V]`` at a time.
         kept_bytes: Maximum bytes of keys and values to keep of a batch whose requests are done, for prompts that begin
             like theirs: the next turns of conversations. They are not used any more when the weights change. A request
-            that is computed alone neither keeps nor finds any. On a CPU, free room between them may take as much again.
+            that is computed alone neither keeps nor finds any. On a CPU, free room may take as much again, or 64 MiB.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ class PageTable:
                 heapq.heappush(self._free, page)
         while len(self._unused) > self.kept:
             page, _ = self._unused.popitem(last=False)
-            del self._page_of[self._digest_of.pop(page)]
+            self.forget([page])
             heapq.heappush(self._free, page)
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
@@ -99,7 +99,7 @@ class PageTable:
                 self._page_of[digest], self._digest_of[page] = page, digest
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Make pages in use findable no longer."""
+        """Make pages findable no longer; they are in use, or about to be free."""
         for page in pages:
             digest = self._digest_of.pop(page, None)
             if digest is not None:

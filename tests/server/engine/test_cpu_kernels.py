@@ -125,6 +125,24 @@ def test_norms_gates_and_rotations(kernels: CpuKernels, threads: int, monkeypatc
     check(lambda states: kernels.rotate(states, cosines, sines), rotated, states)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_products(kernels: CpuKernels, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernels, "product_threads", lambda: threads)
+    for outputs in (1, 31, 32, 96, 100):
+        weight, bias = random(outputs, 70), random(outputs, seed=1)
+        panels = kernels.packed(weight)
+        rows = random(32, 70, seed=2)
+        whole = kernels.product(rows[None], panels, bias, outputs)
+        torch.testing.assert_close(
+            whole[0].double(), rows.double() @ weight.double().T + bias.double(), atol=1e-4, rtol=1e-5
+        )
+        torch.testing.assert_close(kernels.product(rows, panels, None, outputs), rows @ weight.T, atol=1e-4, rtol=1e-5)
+        for count in range(1, 32):  # a row is the same whatever is beside it
+            assert torch.equal(kernels.product(rows[:count], panels, bias, outputs), whole[0, :count])
+        strided = rows.T.contiguous().T
+        assert torch.equal(kernels.product(strided, panels, bias, outputs), whole[0])
+
+
 def built(folder: Path, family: str = "llama") -> str:
     return normed_model(FAMILIES[family], folder / family)
 

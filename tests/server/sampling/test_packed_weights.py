@@ -1,4 +1,4 @@
-"""Sampling with copies of the weights in oneDNN's order."""
+"""Sampling with copies of the weights in the order of a CPU's kernel."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from _support.small_model import small_model
 from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.model.layers import packed_linear
+from gradwire_server.engine.model.layers.cpu_kernels import CpuKernels
 from gradwire_server.engine.model.layers.packed_linear import PackedWeights
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import FullPolicy, LoraPolicy, Policy
@@ -100,18 +101,31 @@ def test_few_tokens_are_computed_without_a_copy(pool: ModelPool, copies: list[Pa
     assert not copies
 
 
-def test_two_rows_have_a_copy_and_a_row_alone_has_none(pool: ModelPool, copies: list[PackedWeights]) -> None:
-    for rows, made in ((1, 0), (2, 1)):
-        sampled(policy_of(pool, "base"), MANY, rows=rows)
-        assert len(copies) == made
+def test_a_row_alone_has_a_copy(pool: ModelPool, copies: list[PackedWeights]) -> None:
+    sampled(policy_of(pool, "base"), MANY, rows=1)
+    assert len(copies) == 1
 
 
-def test_a_torch_without_such_products_computes_as_before(
-    pool: ModelPool, copies: list[PackedWeights], monkeypatch: pytest.MonkeyPatch
+def test_rows_have_the_same_bits_whatever_is_beside_them(pool: ModelPool) -> None:
+    policy = policy_of(pool, "base")
+    together, first = sampled(policy, MANY), sampled(policy, MANY, rows=1)
+    assert together.token_ids[:MANY].tolist() == first.token_ids.tolist()
+    assert together.logprobs[:MANY].tolist() == first.logprobs.tolist()
+
+
+@pytest.mark.parametrize("found", [None, "wrong"])
+def test_without_right_products_torch_computes(
+    pool: ModelPool, found: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_linear, "_is_right", lambda: False)
-    sampled(policy_of(pool, "base"), MANY)
-    assert not copies
+    """Without a compiler, or where the compiled products are not torch's."""
+    expected = sampled(policy_of(pool, "base"), MANY)
+    wrong = CpuKernels.product
+    if found is None:
+        monkeypatch.setattr(packed_linear, "cpu_kernels", lambda: None)
+    packed_linear._is_right.cache_clear()
+    monkeypatch.setattr(CpuKernels, "product", lambda *given: wrong(*given) + 1e-3)
+    check_same(sampled(policy_of(pool, "base"), MANY), expected)
+    packed_linear._is_right.cache_clear()
 
 
 def test_only_plain_layers_have_copies() -> None:

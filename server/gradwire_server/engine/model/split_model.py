@@ -149,7 +149,7 @@ class SplitModel:
         packing: Form in which the model takes ragged sequences; padded until
             :func:`.packing_check.choose_packing` finds a better one.
         replays: Whether a forward of one token of every row may be replayed as a graph of kernels.
-        packs: Whether a sampler may copy its weights into oneDNN's order.
+        packs: Whether a sampler may copy its weights into a kernel's order (:mod:`.layers.packed_linear`).
         samples_by_kernels: Whether a sampler may attend by a CPU's kernels (:mod:`.layers.cpu_kernels`).
     """
 

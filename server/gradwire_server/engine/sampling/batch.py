@@ -20,7 +20,7 @@ from torch import Tensor
 from gradwire_server.engine.agreement import Failure
 from gradwire_server.engine.model.attention.paged import PAGE
 from gradwire_server.engine.model.layers.cpu_kernels import attention_by_kernels
-from gradwire_server.engine.model.layers.packed_linear import FEWEST_ROWS, PackedWeights, products_apart
+from gradwire_server.engine.model.layers.packed_linear import PackedWeights
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.split_model import SplitModel
 from gradwire_server.engine.sampling.admission import QUANTUM, Held, Waiting, WaitingRows
@@ -34,7 +34,7 @@ from gradwire_server.engine.sampling.pages.key_values import IntArray, KeyValues
 from gradwire_server.engine.sampling.rows import DRAWS, BoolArray, Left, Rows, begun, widened
 from gradwire_server.engine.sampling.samplers.sampler import TopTokens
 from gradwire_server.engine.sampling.several_policies import neighbours
-from gradwire_server.engine.threads import sampling_threads
+from gradwire_server.engine.threads import products_apart, sampling_threads
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ PREFILL_TOKENS = 1 << 14
 """Maximum prompt tokens in one forward, padding included; a longer prompt goes alone."""
 
 PACKING_TOKENS, PACKING_STEPS = 4096, 32
-"""Tokens to compute, or steps of several rows, from which on a copy of the weights saves more time than it takes."""
+"""Tokens to compute, or steps, from which on a copy of the weights saves more time than it takes."""
 
 ONE_THREAD_ROWS = 16
 """Rows from which on a token's small operations are large enough to be divided among threads, at a loss."""
@@ -140,8 +140,7 @@ class Batch:
         if not self._packs and self._joining:  # what is left of the others only becomes less
             rests = [*self._rests().tolist(), *map(self._rest, self._joining)]
             tokens = sum(rests) + sum(len(self._prompt(each)) for each in self._joining)
-            steps = max(rests) if len(rests) >= FEWEST_ROWS else 0
-            self._packs = tokens >= PACKING_TOKENS or steps >= PACKING_STEPS
+            self._packs = tokens >= PACKING_TOKENS or max(rests) >= PACKING_STEPS
         return self._packs
 
     def _extend(self, decoding: AbstractContextManager[None]) -> None:

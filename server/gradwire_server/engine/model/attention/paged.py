@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from gradwire_server.engine.model.attention.masked import MaskedSegments
 from gradwire_server.engine.model.comparison import largest_difference
 from gradwire_server.engine.model.layers.cpu_kernels import kernels_to_attend
-from gradwire_server.engine.model.layers.packed_linear import products
 from gradwire_server.engine.model.packing import Layout
+from gradwire_server.engine.threads import products
 
 logger = logging.getLogger(__name__)
 

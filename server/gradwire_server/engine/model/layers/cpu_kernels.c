@@ -1,4 +1,4 @@
-// What is computed between products, in float32 on a CPU: see cpu_kernels.py.
+// What a sampler computes between products, and products of some rows, in float32 on a CPU: see cpu_kernels.py.
 
 #include <math.h>
 #include <stdint.h>
@@ -7,6 +7,25 @@
 typedef int64_t number;
 
 enum { PAGE = 16 };  // tokens of a page, as in attention/paged.py
+
+// Numbers in a register, and rows of a tile: two registers for each row, and three more.
+#if defined(__AVX512F__)
+#define LANES 16
+#define ROWS 14
+#elif defined(__AVX__)
+#define LANES 8
+#define ROWS 6
+#elif defined(__aarch64__)
+#define LANES 4
+#define ROWS 14
+#else
+#define LANES 4
+#define ROWS 6
+#endif
+enum { COLUMNS = 2 * LANES, LINE = 16, AHEAD = 64 * LINE };  // numbers of a panel's row, of a cache line, to ask for early
+typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
+
+const number panel_columns = COLUMNS;
 
 // exp(x) to a unit in the last place or two, in operations that a compiler turns into vectors; exp(-87) of less.
 static inline float exponential(float x) {
@@ -166,6 +185,62 @@ void rotate(const float *x, number of_token, number of_head, const float *cosine
         into[d] = from[d] * c[d] - sign * from[half + d] * of_low[d];
         into[half + d] = from[half + d] * c[half + d] + sign * from[d] * of_high[d];
       }
+    }
+  }
+}
+
+// A tile of a product: rows of x [rows, I] with a panel [I, COLUMNS] -> the first columns of out [rows, O], in registers.
+static inline __attribute__((always_inline)) void tile(int rows, const float *x, const float *panel, float *out,
+                                                       number I, number O, number columns) {
+  lanes sums[ROWS][2] = {0};
+  for (number i = 0; i < I; i++, panel += COLUMNS) {
+    lanes low = *(const lanes *)panel, high = *(const lanes *)(panel + LANES);
+#pragma GCC unroll 2
+    for (int c = 0; c < COLUMNS; c += LINE) __builtin_prefetch(panel + AHEAD + c);
+#pragma GCC unroll 14
+    for (int r = 0; r < rows; r++) {
+      sums[r][0] += x[r * I + i] * low;
+      sums[r][1] += x[r * I + i] * high;
+    }
+  }
+#pragma GCC unroll 14
+  for (int r = 0; r < rows; r++) {
+    if (columns == COLUMNS)
+      memcpy(out + r * O, sums[r], sizeof sums[r]);
+    else
+      memcpy(out + r * O, sums[r], sizeof(float) * columns);
+  }
+}
+
+#define TILE(rows) \
+  case rows: \
+    tile(rows, x, panel, out, I, O, columns); \
+    break;
+
+static void tile_of(int rows, const float *x, const float *panel, float *out, number I, number O, number columns) {
+  switch (rows) {
+    TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+#if ROWS > 6
+    TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12) TILE(13) TILE(14)
+#endif
+  }
+}
+
+// x [M, I] with a weight [O, I] in panels [O / COLUMNS, I, COLUMNS], of which the last is filled up, and bias [O] or NULL
+// -> out [M, O]; a number is the same whatever the other rows and the threads are. Each panel is read once for all tiles
+// (Goto and van de Geijn 2008, https://doi.org/10.1145/1356052.1356053).
+void product(const float *x, const float *panels, const float *bias, float *out, number M, number I, number O,
+             number threads) {
+  number tiles = (M + ROWS - 1) / ROWS;
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (number at = 0; at < O; at += COLUMNS) {
+    number columns = O - at < COLUMNS ? O - at : COLUMNS;
+    for (number t = 0; t < tiles; t++) {
+      number row = M * t / tiles, end = M * (t + 1) / tiles;
+      tile_of(end - row, x + row * I, panels + at * I, out + row * O + at, I, O, columns);
+      if (bias != NULL)
+        for (; row < end; row++)
+          for (number c = 0; c < columns; c++) out[row * O + at + c] += bias[at + c];
     }
   }
 }

@@ -1,13 +1,14 @@
-"""Kernels of our own for what is computed between products, in float32 on a CPU.
+"""Kernels of our own for what is computed between products, and for products of some rows, in float32 on a CPU.
 
 torch computes a norm, a rotation or the attention of one token as 6 to 30 operations, each with a call from Python and
-a pass over the numbers. ``cpu_kernels.c`` has a function for each. It is compiled for this processor in half a second
-by the machine's C compiler (``CC``, else ``cc``) when the engine starts, and kept in the user's cache folder. Without a
-compiler torch computes as ever; so it does with ``--kernels plain``.
+a pass over the numbers, and its products are made for many rows. ``cpu_kernels.c`` has a function for each. It is
+compiled for this processor in half a second by the machine's C compiler (``CC``, else ``cc``) when the engine starts,
+and kept in the user's cache folder. Without a compiler torch computes as ever; so it does with ``--kernels plain``.
 
 Each is compared with what it stands for when a model is loaded
 (:mod:`gradwire_server.engine.model.loading.fused_kernels`, and
-:func:`gradwire_server.engine.sampling.pages.pages.paged_token_bytes` for attention).
+:func:`gradwire_server.engine.sampling.pages.pages.paged_token_bytes` for attention), and products when weights are put
+in their order for the first time (:mod:`gradwire_server.engine.model.layers.packed_linear`).
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-from gradwire_server.engine.model.layers.packed_linear import product_threads
+from gradwire_server.engine.threads import product_threads
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ _SIGNATURES = {
     "gated": (c_void_p, c_void_p, c_void_p, *[c_int64] * 3),
     "gated_gradients": (*[c_void_p] * 5, *[c_int64] * 3),
     "rotate": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 4),
+    "product": (*[c_void_p] * 4, *[c_int64] * 4),
 }
 
 _attend: ContextVar[bool] = ContextVar("attend", default=False)
@@ -110,6 +113,7 @@ class CpuKernels:
             for name, signature in _SIGNATURES.items():
                 function = getattr(self._library, name)
                 function.argtypes, function.restype = signature, None
+            self._columns = c_int64.in_dll(self._library, "panel_columns").value
 
     def write(self, tokens: Tensor, places: Tensor, whole: Tensor) -> None:
         """Write ``[M, K, D]`` at the places ``[M]`` of ``[K, T, D]``."""
@@ -203,6 +207,22 @@ class CpuKernels:
             size, _threads(states.numel()),
         )  # fmt: skip
         return out.transpose(1, 2)
+
+    def packed(self, weight: Tensor) -> Tensor:
+        """A copy of a weight ``[O, I]`` for :meth:`product`: panels of some outputs each, the last filled up."""
+        outputs, inputs = weight.shape
+        filled = F.pad(weight, (0, 0, 0, -outputs % self._columns))
+        return filled.view(-1, self._columns, inputs).mT.contiguous()
+
+    def product(self, x: Tensor, panels: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+        """``[.., I]`` by :meth:`packed` ``[O, I]``, and a bias ``[O]`` -> ``[.., O]``."""
+        x, inputs = x.contiguous(), panels.shape[1]
+        out = x.new_empty(*x.shape[:-1], outputs)
+        self._library.product(
+            _at(x), _at(panels), None if bias is None else _at(bias), _at(out), x.numel() // inputs, inputs, outputs,
+            product_threads(),
+        )  # fmt: skip
+        return out
 
 
 def _nothing(*given: float) -> None:

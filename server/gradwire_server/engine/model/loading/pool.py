@@ -84,7 +84,7 @@ class ModelPool:
         fits = fused and (self.device.type == "cuda" or not self._mixed)
         self.kernels = kernels_for(self.device, self.dtype) if fits else None
         self._replays = whole and self.device.type == "cuda"
-        self._packs = whole and self.device.type == "cpu"
+        self._packs = whole and self.device.type == "cpu" and self.kernels is not None
         self._paths = dict(models)
         transformers_logging.disable_progress_bar()
         self._loaded: dict[str, SplitModel] = {}

@@ -76,16 +76,30 @@ void attend(const float *q, number of_row, number of_head, const float *k, const
       number tokens = lengths[row] - start < PAGE ? lengths[row] - start : PAGE;
       number place = table[row * N + start / PAGE] * PAGE;
       const float *page_keys = keys + place * D, *page_values = values + place * V;
+      if (start + PAGE < lengths[row]) {
+        number next = table[row * N + start / PAGE + 1] * PAGE;
+        for (number d = 0; d < PAGE * D; d += LINE) __builtin_prefetch(keys + next * D + d);
+        for (number d = 0; d < PAGE * V; d += LINE) __builtin_prefetch(values + next * V + d);
+      }
       for (number s = 0; s < shared_by; s++) {
         const float *query = own + s * of_head;
         float *into = result + s * V, before = most[s];
-        for (number t = 0; t < PAGE; t++) weight[t] = -INFINITY;
+        for (number t = 0; t < PAGE; t += 4) {
+          const float *four = page_keys + t * D;
+          float first = 0, second = 0, third = 0, fourth = 0;
+          for (number d = 0; d < D; d++) {
+            first += query[d] * four[d];
+            second += query[d] * four[D + d];
+            third += query[d] * four[2 * D + d];
+            fourth += query[d] * four[3 * D + d];
+          }
+          weight[t] = first, weight[t + 1] = second, weight[t + 2] = third, weight[t + 3] = fourth;
+        }
         for (number t = 0; t < tokens; t++) {
-          float product = 0;
-          for (number d = 0; d < D; d++) product += query[d] * page_keys[t * D + d];
-          weight[t] = product * scale;
+          weight[t] *= scale;
           most[s] = weight[t] > most[s] || isnan(weight[t]) ? weight[t] : most[s];
         }
+        for (number t = tokens; t < PAGE; t++) weight[t] = -INFINITY;
         if (most[s] > before && start) {
           float less = exponential(before - most[s]);
           total[s] *= less;

@@ -143,6 +143,34 @@ def test_products(kernels: CpuKernels, threads: int, monkeypatch: pytest.MonkeyP
         assert torch.equal(kernels.product(strided, panels, bias, outputs), whole[0])
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_drawn_tokens(kernels: CpuKernels, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernels, "product_threads", lambda: threads)
+    for vocabulary in (1, 5, 128, 129, 4000):
+        logits = 3 * random(200, 2 * vocabulary)[:, :vocabulary]
+        logits[random(200, vocabulary, seed=1) > 1] = -torch.inf
+        logits[:, vocabulary // 2] = 0.0
+        uniform = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        uniform[:2] = torch.tensor([0.0, 1 - 1e-16])
+        tokens, logprobs = kernels.draw(logits, uniform)
+        exact = logits.double().log_softmax(-1)
+        torch.testing.assert_close(logprobs.double(), exact.gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-5)
+        assert logprobs.isfinite().all()
+        ends = exact.exp().cumsum(-1)
+        upper = ends.gather(1, tokens[:, None])[:, 0]
+        lower = upper - logprobs.double().exp()
+        assert (lower - 1e-5 <= uniform).all()
+        assert (uniform <= upper + 1e-5).all()
+
+
+def test_a_draw_from_logits_that_are_no_numbers(kernels: CpuKernels) -> None:
+    logits = random(4, 300)
+    logits[0, 200], logits[1], logits[2, 0] = torch.nan, -torch.inf, torch.inf
+    tokens, logprobs = kernels.draw(logits, torch.full((4,), 0.5, dtype=torch.float64))
+    assert logprobs.isnan().tolist() == [True, True, True, False]
+    assert ((tokens >= 0) & (tokens < 300)).all()
+
+
 def built(folder: Path, family: str = "llama") -> str:
     return normed_model(FAMILIES[family], folder / family)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradwire_server.engine.agreement import Failure
 from gradwire_server.engine.model.attention.paged import PAGE
-from gradwire_server.engine.model.layers.cpu_kernels import attention_by_kernels
+from gradwire_server.engine.model.layers.cpu_kernels import sampling_by_kernels
 from gradwire_server.engine.model.layers.packed_linear import PackedWeights
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.split_model import SplitModel
@@ -132,7 +132,7 @@ class Batch:
         packed = self._packed if self._packed is not None and self._pays_packing() else None
         apart = packed is not None and len(self._rows) >= ONE_THREAD_ROWS
         threads = sampling_threads(model.device, tokens, model.facts.num_parameters, products_only=apart)
-        with threads, attention_by_kernels(model.samples_by_kernels), packed.in_use() if packed else nullcontext():
+        with threads, sampling_by_kernels(model.samples_by_kernels), packed.in_use() if packed else nullcontext():
             self._extend(products_apart() if apart else nullcontext())
 
     def _pays_packing(self) -> bool:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from gradwire_server.engine.model.attention.masked import MaskedSegments
 from gradwire_server.engine.model.comparison import largest_difference
-from gradwire_server.engine.model.layers.cpu_kernels import kernels_to_attend
+from gradwire_server.engine.model.layers.cpu_kernels import sampling_kernels
 from gradwire_server.engine.model.packing import Layout
 from gradwire_server.engine.threads import products
 
@@ -90,7 +90,7 @@ class PageStore:
             self.moves += 1
             self._layers[layer] = _room(keys, self.pages), _room(values, self.pages)
         own = self._layers[layer]
-        kernels = kernels_to_attend(keys, values)
+        kernels = sampling_kernels(keys, values)
         for whole, part in zip(own, (keys, values), strict=True):
             if kernels is not None:
                 kernels.write(part, places, whole)
@@ -261,7 +261,7 @@ def _over(lists: RowLists, query: Tensor, keys: Tensor, values: Tensor, scale: f
     on_device, masks = lists.on(query.device, query.dtype)
     order = on_device.order
     outputs, sums = [], []
-    kernels = kernels_to_attend(query)
+    kernels = sampling_kernels(query)
     for of_class, mask in zip(on_device.classes, masks, strict=True):
         groups, count = of_class.rows.shape
         in_order = order is None and groups * count == len(query)

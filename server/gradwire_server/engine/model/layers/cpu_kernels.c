@@ -1,4 +1,4 @@
-// What a sampler computes between products, and products of some rows, in float32 on a CPU: see cpu_kernels.py.
+// What is computed between products, products of some rows, and draws, in float32 on a CPU: see cpu_kernels.py.
 
 #include <math.h>
 #include <stdint.h>
@@ -256,5 +256,52 @@ void product(const float *x, const float *panels, const float *bias, float *out,
         for (; row < end; row++)
           for (number c = 0; c < columns; c++) out[row * O + at + c] += bias[at + c];
     }
+  }
+}
+
+static inline float weight_of(float logit, float most) {
+  float less = logit - most;
+  return less < -87.0f ? 0.0f : exponential(less);
+}
+
+// A token of each row of logits [R, V] with a stride, drawn by inverting its cumulative distribution at uniform [R], and
+// its log-probability [R]: as drawing/draw.py does, the block first, whose sums are in double. A weight of zero is never
+// drawn; where a logit is not a number, nor is the log-probability.
+void draw(const float *logits, number of_row, const double *uniform, number *tokens, float *logprobs, number R, number V,
+          number threads) {
+  enum { BLOCK = 128 };
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (number row = 0; row < R; row++) {
+    const float *own = logits + row * of_row;
+    float best[BLOCK], most = -INFINITY;
+    for (number c = 0; c < BLOCK; c++) best[c] = -INFINITY;
+    for (number start = 0; start < V; start += BLOCK)
+      for (number c = 0, count = V - start < BLOCK ? V - start : BLOCK; c < count; c++)
+        best[c] = own[start + c] > best[c] ? own[start + c] : best[c];
+    for (number c = 0; c < BLOCK; c++) most = best[c] > most ? best[c] : most;
+    number blocks = (V + BLOCK - 1) / BLOCK;
+    double sums[blocks], total = 0;
+    for (number b = 0; b < blocks; b++) {
+      const float *block = own + b * BLOCK;
+      number count = V - b * BLOCK < BLOCK ? V - b * BLOCK : BLOCK;
+      float sum = 0;
+      for (number c = 0; c < count; c++) sum += weight_of(block[c], most);
+      total += sums[b] = sum;
+    }
+    double before = 0, passed = 0, target = uniform[row] * total;
+    number chosen = 0, token = 0;
+    for (number b = 0; b < blocks; b++) {  // the first that ends after the target, or the last that has a weight
+      if (!(sums[b] > 0)) continue;
+      chosen = b, before = passed, passed += sums[b];
+      if (passed > target) break;
+    }
+    for (number t = chosen * BLOCK; t < V && t < (chosen + 1) * BLOCK; t++) {
+      float weight = weight_of(own[t], most);
+      if (!(weight > 0)) continue;
+      token = t;
+      if ((before += weight) > target) break;
+    }
+    tokens[row] = token;
+    logprobs[row] = own[token] - most - log(total);
   }
 }

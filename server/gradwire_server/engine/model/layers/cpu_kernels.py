@@ -66,24 +66,25 @@ _SIGNATURES = {
     "gated_gradients": (*[c_void_p] * 5, *[c_int64] * 3),
     "rotate": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 4),
     "product": (*[c_void_p] * 4, *[c_int64] * 4),
+    "draw": (c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3),
 }
 
-_attend: ContextVar[bool] = ContextVar("attend", default=False)
+_sampling: ContextVar[bool] = ContextVar("sampling", default=False)
 
 
 @contextmanager
-def attention_by_kernels(used: bool) -> Iterator[None]:
-    """Attend to pages by kernels within the body, if ``used``."""
-    before = _attend.set(used)
+def sampling_by_kernels(used: bool) -> Iterator[None]:
+    """Attend to pages and draw tokens by kernels within the body, if ``used``."""
+    before = _sampling.set(used)
     try:
         yield
     finally:
-        _attend.reset(before)
+        _sampling.reset(before)
 
 
-def kernels_to_attend(*tensors: Tensor) -> CpuKernels | None:
-    """The kernels, within :func:`attention_by_kernels`, if they know these tensors."""
-    return cpu_kernels() if _attend.get() and takes(*tensors) else None
+def sampling_kernels(*tensors: Tensor) -> CpuKernels | None:
+    """The kernels, within :func:`sampling_by_kernels`, if they know these tensors."""
+    return cpu_kernels() if _sampling.get() and takes(*tensors) else None
 
 
 def takes(*tensors: Tensor, device: str = "cpu") -> bool:
@@ -223,6 +224,16 @@ class CpuKernels:
             product_threads(),
         )  # fmt: skip
         return out
+
+    def draw(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw from ``[R, V]`` logits by ``[R]`` uniform numbers in float64 -> ``[R]`` tokens and log-probabilities."""
+        rows, vocabulary = logits.shape
+        tokens, logprobs = uniform.new_empty(rows, dtype=torch.long), logits.new_empty(rows)
+        uniform = uniform.contiguous()
+        self._library.draw(
+            _at(logits), logits.stride(0), _at(uniform), _at(tokens), _at(logprobs), rows, vocabulary, product_threads()
+        )
+        return tokens, logprobs
 
 
 def _nothing(*given: float) -> None:

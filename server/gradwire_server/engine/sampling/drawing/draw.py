@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from gradwire_server.engine.model.layers.cpu_kernels import sampling_kernels
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 
 BLOCK = 128
@@ -31,13 +32,15 @@ def draw(
     Returns:
         ``[R]`` tokens, and ``[R]`` their log-probabilities in the whole distribution of ``logits``.
     """
+    whole = params.temperature > 0 and not params.top_k and params.top_p >= 1 and params.min_p <= 0
+    if chosen_by is None and whole and (kernels := sampling_kernels(logits)) is not None:
+        return kernels.draw(logits, uniform)
     rows = max(1, CHUNK_ELEMENTS // logits.shape[1])
     if logits.device.type == "cpu" and len(logits) > rows:
         choosing = [None] * -(-len(logits) // rows) if chosen_by is None else chosen_by.split(rows)
         chunks = zip(logits.split(rows), uniform.split(rows), choosing, strict=True)
         drawn, scores = zip(*[draw(own, numbers, params, by) for own, numbers, by in chunks], strict=True)
         return torch.cat(drawn), torch.cat(scores)
-    whole = params.temperature > 0 and not params.top_k and params.top_p >= 1 and params.min_p <= 0
     if chosen_by is None and whole:
         largest = logits.amax(dim=-1, keepdim=True)
         tokens, total = _inverted((logits - largest).exp_(), uniform)

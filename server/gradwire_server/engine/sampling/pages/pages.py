@@ -28,7 +28,7 @@ from gradwire_server.engine.agreement import Agreement, Failure
 from gradwire_server.engine.model.attention.masked import MaskedSegments, QuerySegment
 from gradwire_server.engine.model.attention.paged import PAGE, PagedDecode, PagedPrefill, PageStore, RowLists
 from gradwire_server.engine.model.comparison import largest_difference, relative_tolerance
-from gradwire_server.engine.model.layers.cpu_kernels import attention_by_kernels
+from gradwire_server.engine.model.layers.cpu_kernels import sampling_by_kernels
 from gradwire_server.engine.model.packing import Packing, lay_out
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.sampling.image_prompt import ImagePrompt, images_key, images_of_pieces
@@ -376,7 +376,7 @@ def paged_token_bytes(policy: Policy, agreement: Agreement) -> int:
         decoded = pages.decode([policy] * 2, tokens[[-1, 1]], np.array([count - 1, 1]))
         return decoded.float(), expected.last_hidden_state[0, [count - 1, 1]].float(), pages.token_bytes
 
-    with attention_by_kernels(policy.split_model.samples_by_kernels):
+    with sampling_by_kernels(policy.split_model.samples_by_kernels):
         compared = agreement.attempt(states)
     if isinstance(compared, Failure):  # an architecture may do anything with keywords that it does not know
         if compared.out_of_memory:

@@ -96,6 +96,17 @@ def test_weights_that_change_are_copied_again(pool: ModelPool, copies: list[Pack
     check_same(found, expected)
 
 
+@pytest.mark.parametrize(("kind", "made"), [("base", 1), ("adapter", 1), ("full", 2)])
+def test_copies_of_frozen_weights_last(pool: ModelPool, kind: str, made: int, copies: list[PackedWeights]) -> None:
+    policy, sampler = policy_of(pool, kind), LocalSampler()
+    for _ in range(2):
+        sampler.begin(policy, [[4, 5]], SamplingParams(max_tokens=MANY, seed=1, ignore_eos=True))
+        while sampler.turn():
+            sampler.step()
+    policy.close()
+    assert len(copies) == made
+
+
 def test_few_tokens_are_computed_without_a_copy(pool: ModelPool, copies: list[PackedWeights]) -> None:
     sampled(policy_of(pool, "base"), FEW)
     assert not copies

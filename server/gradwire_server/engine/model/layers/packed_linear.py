@@ -36,20 +36,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if packed is None or x.numel() > MOST_ROWS * x.shape[-1]:
         with products():
             return F.linear(x, weight, bias)
-    return packed.kernels.product(x, packed.panels, bias, len(weight))
+    return packed.kernels.product(x, packed.panels, bias, packed.outputs)
 
 
 class Packed(NamedTuple):
     """A copy of a weight, and what computes with it."""
 
     panels: Tensor
+    outputs: int
     kernels: CpuKernels
 
 
 class _Copy(NamedTuple):
-    """A layer, its weight when it was copied, and what computes it."""
+    """A layer, its parameters, its weight when it was copied, and what computes it."""
 
     layer: nn.Linear
+    parameters: Mapping[str, Tensor | None]
     weight: Tensor
     version: tuple[int, int]
     forward: Callable[[Tensor], Tensor]
@@ -67,12 +69,17 @@ class PackedWeights:
         self._copies: list[_Copy] | None = None
         self._packed: dict[int, Packed] = {}
 
+    @property
+    def frozen(self) -> bool:
+        """Whether no weight is trained that has a copy."""
+        return not any(copy.weight.requires_grad for copy in self._copies or ())
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Compute with the copies within the body, without gradients; copies of changed weights are made anew."""
         copies = self._copies
         if copies is None or any(
-            copy.layer.weight is not copy.weight or _version(copy.weight) != copy.version for copy in copies
+            copy.parameters["weight"] is not copy.weight or _version(copy.weight) != copy.version for copy in copies
         ):
             copies = self._copies = self._copy()
         before = _packed.set(self._packed)
@@ -97,9 +104,9 @@ class PackedWeights:
                 continue
             weight = layer.weight
             if id(weight) not in self._packed:
-                self._packed[id(weight)] = Packed(kernels.packed(weight.detach()), kernels)
+                self._packed[id(weight)] = Packed(kernels.packed(weight.detach()), len(weight), kernels)
             forward = partial(linear, weight=weight, bias=layer.bias)
-            copies.append(_Copy(layer, weight, _version(weight), forward))
+            copies.append(_Copy(layer, layer._parameters, weight, _version(weight), forward))
         return copies
 
 

@@ -88,7 +88,7 @@ class LocalSampler:
         self._keeps: WeakKeyDictionary[SplitModel, bool] = WeakKeyDictionary()
         self._grammars: Grammars[LocalJob] = Grammars(waits=self._agreement.ranks > 1)
         self._to_join: dict[LocalJob, _Key] = {}
-        self._packed: dict[SplitModel, PackedWeights] = {}
+        self._packed: WeakKeyDictionary[SplitModel, PackedWeights] = WeakKeyDictionary()
 
     def begin(
         self,
@@ -228,7 +228,8 @@ class LocalSampler:
         return lambda: found.pop() if found else Pages(self._kept_bytes, weights, most)
 
     def _packed_weights(self, split_model: SplitModel) -> PackedWeights | None:
-        """The copies of a model's weights that its batches share, for as long as there are any."""
+        """The copies of a model's weights that its batches share: those of a frozen model for as long as it is there,
+        others for as long as there are batches."""
         if not split_model.packs:
             return None
         return self._packed.setdefault(split_model, PackedWeights(split_model.model))
@@ -236,8 +237,10 @@ class LocalSampler:
     def _end(self, key: _Key, batch: Batch) -> None:
         """Keep the known pages of a batch whose requests are done."""
         owner = self._owners.pop(key)
-        if not any(other.split_model is key.split_model for other in self._batches):
-            self._packed.pop(key.split_model, None)
+        packed = self._packed.get(key.split_model)
+        shared = any(other.split_model is key.split_model for other in self._batches)
+        if packed is not None and not packed.frozen and not shared:
+            del self._packed[key.split_model]
         if key.alone is None and isinstance(batch.values, Pages):
             batch.values.end()
             while len(self._kept) >= KEPT_POLICIES:

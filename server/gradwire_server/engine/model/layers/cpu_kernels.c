@@ -49,9 +49,12 @@ static inline float exponential(float x) {
 // Keys or values of new tokens: token [M, K, D] with strides -> whole [K, T, D] at places [M].
 void write_tokens(const float *token, number of_token, number of_head, const number *places, float *whole, number M,
                   number K, number T, number D) {
-  for (number m = 0; m < M; m++)
+  for (number m = 0; m < M; m++) {
+    for (number head = 0; m + 2 < M && head < K; head++)
+      for (number d = 0; d < D; d += LINE) __builtin_prefetch(whole + (head * T + places[m + 2]) * D + d, 1);
     for (number head = 0; head < K; head++)
       memcpy(whole + (head * T + places[m]) * D, token + m * of_token + head * of_head, sizeof(float) * D);
+  }
 }
 
 // Attention of each row to its pages: q [R, H, D] with strides, k [K, T, D], v [K, T, V], table [R, N], lengths [R] >= 1

@@ -193,7 +193,8 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _eps(norm: nn.Module) -> Any:
-    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    own = vars(norm)
+    return own.get("variance_epsilon", own.get("eps"))
 
 
 def _normed(kernels: Kernels, offset: float, norm: Any, hidden: Tensor) -> Tensor:

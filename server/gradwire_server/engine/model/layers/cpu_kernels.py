@@ -235,7 +235,7 @@ class CpuKernels:
         """Draw from ``[R, V]`` logits by ``[R]`` uniform numbers in float64 -> ``[R]`` tokens and log-probabilities."""
         rows, vocabulary = logits.shape
         tokens, logprobs = uniform.new_empty(rows, dtype=torch.long), logits.new_empty(rows)
-        uniform = _whole(uniform)
+        uniform = _whole(uniform.double())
         self._library.draw(
             _at(logits), logits.stride(0), _at(uniform), _at(tokens), _at(logprobs), rows, vocabulary, product_threads()
         )

@@ -216,9 +216,9 @@ class CpuKernels:
 
     def packed(self, weight: Tensor) -> Tensor:
         """A copy of a weight ``[O, I]`` for :meth:`product`: panels of some outputs each, the last filled up."""
-        outputs, inputs = weight.shape
-        filled = F.pad(weight, (0, 0, 0, -outputs % self._columns))
-        return filled.view(-1, self._columns, inputs).mT.contiguous()
+        missing = -len(weight) % self._columns
+        filled = F.pad(weight, (0, 0, 0, missing)) if missing else weight
+        return filled.reshape(-1, self._columns, weight.shape[1]).mT.contiguous()
 
     def product(self, x: Tensor, panels: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         """``[.., I]`` by :meth:`packed` ``[O, I]``, and a bias ``[O]`` -> ``[.., O]``."""

@@ -36,10 +36,10 @@ processors, the engine lets them sleep at once (:mod:`gradwire_server.engine.pro
 
 Blocks of 4 MiB or more are mapped and go back at once when they are freed: glibc before 2.38 hardly reuses an aligned
 block within its heap. A new mapping costs the kernel its pages: a training step on 5 M weights took 1.35 times the
-processor time of glibc's own choice with blocks of a MiB mapped, and takes 1.11 times now. With blocks of 8 to 16 MiB in
-the heap, LoRA on experts took 1.75 times the memory that is estimated. Smaller blocks stay,
-up to 64 MiB: with glibc's 128 KiB, an engine that only samples got its pages from the kernel for each token anew, and
-drawing one for 128 rows of a vocabulary of 4,096 took 2 to 4 times the processor time.
+processor time of glibc's own choice with blocks of a MiB mapped, and takes 1.11 times now. With blocks of up to 16 MiB
+in the heap, LoRA on experts took 1.75 times the memory that is estimated. Smaller blocks stay, up to 64 MiB: with
+glibc's 128 KiB, an engine that only samples got its pages from the kernel for each token anew, and drawing one for 128
+rows of a vocabulary of 4,096 took 2 to 4 times the processor time.
 """
 
 

@@ -150,7 +150,7 @@ class SplitModel:
             :func:`.packing_check.choose_packing` finds a better one.
         replays: Whether a forward of one token of every row may be replayed as a graph of kernels.
         packs: Whether a sampler may copy its weights into a kernel's order (:mod:`.layers.packed_linear`).
-        samples_by_kernels: Whether a sampler may attend by a CPU's kernels (:mod:`.layers.cpu_kernels`).
+        samples_by_kernels: Whether a sampler may attend and draw by a CPU's kernels (:mod:`.layers.cpu_kernels`).
     """
 
     replays = packs = samples_by_kernels = False

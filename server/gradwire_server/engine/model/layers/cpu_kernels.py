@@ -289,7 +289,7 @@ class _Rotated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor | None, ...]:
         if of_out.stride(-1) != 1:
-            of_out = _whole(of_out)
+            of_out = of_out.contiguous()
         return ctx.kernels.turn(of_out, *ctx.saved_tensors, back=True), None, None, None
 
 

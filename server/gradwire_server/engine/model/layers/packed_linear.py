@@ -48,10 +48,9 @@ class Packed(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """A layer, its parameters, its weight when it was copied, and what computes it."""
+    """A layer, its weight when it was copied, and what computes it."""
 
     layer: nn.Linear
-    parameters: Mapping[str, Tensor | None]
     weight: Tensor
     version: tuple[int, int]
     forward: Callable[[Tensor], Tensor]
@@ -79,7 +78,8 @@ class PackedWeights:
         """Compute with the copies within the body, without gradients; copies of changed weights are made anew."""
         copies = self._copies
         if copies is None or any(
-            copy.parameters["weight"] is not copy.weight or _version(copy.weight) != copy.version for copy in copies
+            copy.layer._parameters["weight"] is not copy.weight or _version(copy.weight) != copy.version
+            for copy in copies
         ):
             copies = self._copies = self._copy()
         before = _packed.set(self._packed)
@@ -106,7 +106,7 @@ class PackedWeights:
             if id(weight) not in self._packed:
                 self._packed[id(weight)] = Packed(kernels.packed(weight.detach()), len(weight), kernels)
             forward = partial(linear, weight=weight, bias=layer.bias)
-            copies.append(_Copy(layer, layer._parameters, weight, _version(weight), forward))
+            copies.append(_Copy(layer, weight, _version(weight), forward))
         return copies
 
 

@@ -183,7 +183,7 @@ def test_a_captured_token_uses_nothing_of_the_host(
         return again
 
     monkeypatch.setattr(replay, "captured", capture)
-    monkeypatch.setattr(replay, "new_pool", object)
+    monkeypatch.setattr(replay, "new_pool", lambda device: object())
     monkeypatch.setattr(policy.split_model, "replays", True)
     monkeypatch.setitem(replay._right, policy.split_model, True)  # the comparison with the forward needs numbers
     for number in range(3):  # of different lengths, with pages that they share and pages of their own

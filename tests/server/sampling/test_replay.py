@@ -1,4 +1,5 @@
-"""Tokens replayed as graphs of kernels; here a "graph" computes the captured forward again, on the captured tensors."""
+"""Tokens replayed as graphs of kernels: a CPU's recordings, and what stands for a GPU's graphs, which computes the
+captured forward again, on the captured tensors."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from gradwire_server.engine.model.attention.paged import PAGE
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import LoraPolicy, Policy
 from gradwire_server.engine.sampling.pages import pages, replay
+from gradwire_server.engine.sampling.pages.recording import Memory, recorded
 from gradwire_server.engine.sampling.samplers.local import LocalSampler
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from torch import Tensor
@@ -66,12 +68,27 @@ class Graphs:
         return again
 
 
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
-    made = Graphs()
-    monkeypatch.setattr(pages, "fills_up", lambda device: True)
+class Recordings(Graphs):
+    """The same of recordings."""
+
+    def capture(self, compute: Compute, pool: Any) -> Compute:
+        again = recorded(compute, pool)
+        self.captured += 1
+
+        def counted() -> Tensor:
+            self.replayed += 1
+            return again() + self.error
+
+        return counted
+
+
+@pytest.fixture(params=["recordings", "graphs"])
+def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    made = Recordings() if request.param == "recordings" else Graphs()
     monkeypatch.setattr(replay, "captured", made.capture)
-    monkeypatch.setattr(replay, "new_pool", object)
+    if request.param == "graphs":
+        monkeypatch.setattr(pages, "fills_up", lambda device: True)
+        monkeypatch.setattr(replay, "new_pool", lambda device: object())
     return made
 
 
@@ -152,3 +169,63 @@ def test_a_forward_that_cannot_be_captured_is_computed(
         sampler.step()
     assert len(job.samples().by_prompt()[0][0].token_ids) == 12
     assert len(tried) == 1
+
+
+def test_pages_that_rows_share_are_read_where_they_are(
+    policy: Policy,
+    graphs: Graphs,
+    full_logprobs: FullLogprobs,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pages, "FEW", 0)
+    for number in range(2):  # the second prompt's pages begin elsewhere
+        sampler, prompt = LocalSampler(), rng.integers(4, 60, 3 * PAGE + 2).tolist()
+        other = sampler.begin(policy, [prompt[:5]], SamplingParams(max_tokens=3 + 9 * number, seed=0, n=2))
+        params = SamplingParams(max_tokens=9, seed=number, n=4 + 6 * number, ignore_eos=True)
+        job = sampler.begin(policy, [prompt], params)
+        while not (job.done and other.done):
+            sampler.step()
+        for sample in job.samples().by_prompt()[0]:
+            expected = full_logprobs(policy, prompt, sample.token_ids)
+            torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-5, rtol=0)
+        replayed, graphs.replayed = graphs.replayed, 0
+        assert replayed
+
+
+def test_a_recording_computes_other_numbers() -> None:
+    numbers, weight = torch.arange(6.0), torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+    def compute() -> Tensor:
+        wide = (numbers.view(2, 3) @ weight[:3]).relu()
+        low, high = wide.split(2, dim=1)
+        low = low.clone().mul_(numbers[0] + 2)
+        total = torch.cat([low, high], dim=1).sort(dim=1).values
+        return total + torch.zeros(4).index_add_(0, torch.tensor([1, 1, 3]), numbers[:3])
+
+    again = recorded(compute, Memory())
+    for _ in range(3):
+        numbers += 1.5
+        assert torch.equal(again(), compute())
+
+
+def test_a_computation_that_reads_numbers_is_not_recorded() -> None:
+    numbers = torch.ones(3)
+    for read in (lambda: numbers * float(numbers.sum()), numbers.nonzero, lambda: numbers + torch.rand(3)):
+        with pytest.raises(RuntimeError, match="depends on the numbers in a tensor"):
+            recorded(read, Memory())
+
+
+def test_memory_is_taken_again_once_nobody_holds_it() -> None:
+    memory = Memory()
+    first = memory.like(torch.empty(100, 7))
+    address, part = first.data_ptr(), first[50:]
+    again = memory.kept(part)
+    assert again.data_ptr() == part.data_ptr() and again.shape == part.shape
+    del first
+    beside = memory.like(torch.empty(100, 7))
+    assert beside.data_ptr() != address, "a part of it is held"
+    del part
+    assert memory.like(torch.empty(2, 10)).data_ptr() != address, "it is far too large"
+    assert memory.like(torch.empty(50, 8, dtype=torch.int64)).data_ptr() != address, "it is too small"
+    assert memory.like(torch.empty(7, 90).T).data_ptr() == address

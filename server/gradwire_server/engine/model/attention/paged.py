@@ -177,6 +177,13 @@ class PageLists:
     table: Tensor
     lengths: Tensor | None = None
     first: int | None = None
+    _masks: dict[torch.dtype, Tensor | None] = field(default_factory=dict)
+
+    def mask(self, dtype: torch.dtype) -> Tensor | None:
+        """The additive mask ``[G, 1, 1, N * PAGE]``, made once; None if all pages are full."""
+        if dtype not in self._masks:
+            self._masks[dtype] = _mask(self, dtype)
+        return self._masks[dtype]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> PageLists:
         """The same with what a function makes of each tensor."""
@@ -205,14 +212,13 @@ class RowLists:
 
     classes: Sequence[PageLists]
     order: Tensor | None
-    _sent: dict[tuple[torch.device, torch.dtype], tuple[RowLists, list[Tensor | None]]] = field(default_factory=dict)
+    _sent: dict[torch.device, RowLists] = field(default_factory=dict)
 
-    def on(self, device: torch.device, dtype: torch.dtype) -> tuple[RowLists, list[Tensor | None]]:
-        """The same on a device, copied once, and the additive masks of the classes, ``[G, 1, 1, N * PAGE]``."""
-        if (device, dtype) not in self._sent:
-            on_device = self.mapped(lambda numbers: sent(numbers, device))
-            self._sent[device, dtype] = on_device, [_mask(each, dtype) for each in on_device.classes]
-        return self._sent[device, dtype]
+    def on(self, device: torch.device) -> RowLists:
+        """The same on a device, copied once."""
+        if device not in self._sent:
+            self._sent[device] = self.mapped(lambda numbers: sent(numbers, device))
+        return self._sent[device]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> RowLists:
         """The same with what a function makes of each tensor."""
@@ -237,6 +243,11 @@ class PagedDecode:
     own: RowLists
     _sent: dict[torch.device, Tensor] = field(default_factory=dict)
 
+    @property
+    def firsts(self) -> tuple[int | None, ...]:
+        """First pages of lists that are read where they are, which are no tensors."""
+        return tuple(each.first for each in (*self.shared.classes, *self.own.classes))
+
     def mapped(self, function: Callable[[Tensor], Tensor]) -> PagedDecode:
         """The same with what a function makes of each tensor."""
         return PagedDecode(self.store, function(self.places), self.shared.mapped(function), self.own.mapped(function))
@@ -258,11 +269,11 @@ class PagedDecode:
 def _over(lists: RowLists, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """``[R, H, D]`` attention of each row over its list, and ``[R, H]`` its log-sum-exp; -inf for a row in none."""
     heads, shared_by = query.shape[1], query.shape[1] // len(keys)
-    on_device, masks = lists.on(query.device, query.dtype)
+    on_device = lists.on(query.device)
     order = on_device.order
     outputs, sums = [], []
     kernels = sampling_kernels(query)
-    for of_class, mask in zip(on_device.classes, masks, strict=True):
+    for of_class in on_device.classes:
         groups, count = of_class.rows.shape
         in_order = order is None and groups * count == len(query)
         q = query if in_order else query.index_select(0, of_class.rows.flatten())
@@ -274,7 +285,7 @@ def _over(lists: RowLists, query: Tensor, keys: Tensor, values: Tensor, scale: f
         q = q.view(groups, count, -1, shared_by, query.shape[2])
         q = q.transpose(1, 2).flatten(2, 3)  # [G, K, C * H / K, D]
         k, v = of_class.taken(keys), of_class.taken(values)
-        out, lse = _attention(q, k, v, mask, scale)
+        out, lse = _attention(q, k, v, of_class.mask(q.dtype), scale)
         outputs.append(out.unflatten(2, (count, shared_by)).transpose(1, 2).reshape(groups * count, heads, -1))
         sums.append(lse.unflatten(2, (count, shared_by)).transpose(1, 2).reshape(groups * count, heads))
     if order is None:

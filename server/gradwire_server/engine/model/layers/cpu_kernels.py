@@ -21,11 +21,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from ctypes import c_float, c_int64, c_void_p
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +57,7 @@ SHOWN = 500
 FEWEST_NUMBERS = 1 << 17
 """Numbers from which on more than one thread computes: waking another takes as long as some ten thousand."""
 
+
 _SIGNATURES = {
     "write_tokens": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, *[c_int64] * 4),
     "attend": (c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_float, c_void_p, c_void_p, *[c_int64] * 9),
@@ -69,9 +70,11 @@ _SIGNATURES = {
     "draw": (c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3),
 }
 
-_at = Tensor.data_ptr
+Note = Callable[[Callable[[], object], Sequence[object]], None]
+"""Takes what calls a function again, and what it was given."""
 
 _sampling: ContextVar[bool] = ContextVar("sampling", default=False)
+_noted: ContextVar[Note | None] = ContextVar("noted", default=None)
 
 
 @contextmanager
@@ -82,6 +85,16 @@ def sampling_by_kernels(used: bool) -> Iterator[None]:
         yield
     finally:
         _sampling.reset(before)
+
+
+@contextmanager
+def noting_calls(note: Note) -> Iterator[None]:
+    """Tell ``note`` of each call of a function within the body."""
+    before = _noted.set(note)
+    try:
+        yield
+    finally:
+        _noted.reset(before)
 
 
 def sampling_kernels(*tensors: Tensor) -> CpuKernels | None:
@@ -126,9 +139,7 @@ class CpuKernels:
         """Write ``[M, K, D]`` at the places ``[M]`` of ``[K, T, D]``."""
         count, heads, size = tokens.shape
         places = _whole(places)
-        self._library.write_tokens(
-            _at(tokens), *tokens.stride()[:2], _at(places), _at(whole), count, heads, whole.shape[1], size
-        )
+        self._call("write_tokens", tokens, *tokens.stride()[:2], places, whole, count, heads, whole.shape[1], size)
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float
@@ -139,9 +150,9 @@ class CpuKernels:
         kv_heads, room, value_size = values.shape
         out, lse = query.new_empty(rows, heads, value_size), query.new_empty(rows, heads)
         table, lengths = _whole(table), _whole(lengths)
-        self._library.attend(
-            _at(query), *query.stride()[:2], _at(keys), _at(values), _at(table), _at(lengths), scale, _at(out),
-            _at(lse), rows, heads, kv_heads, room, table.shape[1], size, value_size, product_threads(), FEWEST_NUMBERS,
+        self._call(
+            "attend", query, *query.stride()[:2], keys, values, table, lengths, scale, out,
+            lse, rows, heads, kv_heads, room, table.shape[1], size, value_size, product_threads(), FEWEST_NUMBERS,
         )  # fmt: skip
         return out, lse
 
@@ -157,7 +168,7 @@ class CpuKernels:
         size, count = weight.numel(), hidden.numel()
         rows = count // size
         out, factors = torch.empty_like(hidden), hidden.new_empty(rows)
-        self._library.norm(_at(hidden), _at(weight), eps, offset, _at(out), _at(factors), rows, size, _threads(count))
+        self._call("norm", hidden, weight, eps, offset, out, factors, rows, size, _threads(count))
         return out, factors
 
     def norm_gradients(
@@ -167,8 +178,8 @@ class CpuKernels:
         of_out = _whole(of_out)
         threads = _threads(hidden.numel())
         of_hidden, parts = torch.empty_like(hidden), hidden.new_empty(threads, len(weight))
-        self._library.norm_gradients(
-            _at(of_out), _at(hidden), _at(weight), _at(factors), offset, _at(of_hidden), _at(parts), len(factors),
+        self._call(
+            "norm_gradients", of_out, hidden, weight, factors, offset, of_hidden, parts, len(factors),
             len(weight), threads,
         )  # fmt: skip
         return of_hidden, parts.sum(0)
@@ -185,15 +196,13 @@ class CpuKernels:
 
     def gate(self, gate: Tensor, up: Tensor, out: Tensor, *, gelu: bool) -> None:
         """:meth:`gated` into ``out``; no tensor has gaps."""
-        self._library.gated(_at(gate), _at(up), _at(out), gelu, gate.numel(), _threads(gate.numel()))
+        self._call("gated", gate, up, out, gelu, gate.numel(), _threads(gate.numel()))
 
     def gated_gradients(self, of_out: Tensor, gate: Tensor, up: Tensor, *, gelu: bool) -> tuple[Tensor, Tensor]:
         """Gradients of ``gate`` and ``up``."""
         of_out = _whole(of_out)
         of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
-        self._library.gated_gradients(
-            _at(of_out), _at(gate), _at(up), _at(of_gate), _at(of_up), gelu, gate.numel(), _threads(gate.numel())
-        )
+        self._call("gated_gradients", of_out, gate, up, of_gate, of_up, gelu, gate.numel(), _threads(gate.numel()))
         return of_gate, of_up
 
     def rotate(self, states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -208,8 +217,8 @@ class CpuKernels:
         _, heads, count, size = states.shape
         cosines, sines = _whole(cosines), _whole(sines)
         out = states.new_empty(1, count, heads, size)
-        self._library.rotate(
-            _at(states), states.stride(2), states.stride(1), _at(cosines), _at(sines), back, _at(out), count, heads,
+        self._call(
+            "rotate", states, states.stride(2), states.stride(1), cosines, sines, back, out, count, heads,
             size, _threads(states.numel()),
         )  # fmt: skip
         return out.transpose(1, 2)
@@ -225,8 +234,8 @@ class CpuKernels:
         x, shape = _whole(x), x.shape
         inputs = shape[-1]
         out = x.new_empty((*shape[:-1], outputs))
-        self._library.product(
-            _at(x), _at(panels), None if bias is None else _at(bias), _at(out), x.numel() // inputs, inputs, outputs,
+        self._call(
+            "product", x, panels, bias, out, x.numel() // inputs, inputs, outputs,
             product_threads(),
         )  # fmt: skip
         return out
@@ -236,13 +245,19 @@ class CpuKernels:
         rows, vocabulary = logits.shape
         tokens, logprobs = uniform.new_empty(rows, dtype=torch.long), logits.new_empty(rows)
         uniform = _whole(uniform.double())
-        self._library.draw(
-            _at(logits), logits.stride(0), _at(uniform), _at(tokens), _at(logprobs), rows, vocabulary, product_threads()
-        )
+        self._call("draw", logits, logits.stride(0), uniform, tokens, logprobs, rows, vocabulary, product_threads())
         return tokens, logprobs
 
+    def _call(self, name: str, *given: Tensor | float | None) -> None:
+        function = getattr(self._library, name)
+        values = [each.data_ptr() if isinstance(each, Tensor) else each for each in given]
+        function(*values)
+        note = _noted.get()
+        if note is not None:
+            note(partial(function, *values), given)
 
-def _nothing(*given: float) -> None:
+
+def _nothing(*given: object) -> None:
     """Stands for a function on meta tensors."""
 
 

@@ -39,6 +39,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return packed.kernels.product(x, packed.panels, bias, packed.outputs)
 
 
+def copies_in_use() -> Mapping[int, Packed]:
+    """The copies of weights that :func:`linear` computes with now; others once they are made anew."""
+    return _packed.get()
+
+
 class Packed(NamedTuple):
     """A copy of a weight, and what computes with it."""
 

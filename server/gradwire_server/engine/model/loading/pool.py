@@ -83,8 +83,8 @@ class ModelPool:
         whole = fused and type(self.placement) is Placement and not self._mixed
         fits = fused and (self.device.type == "cuda" or not self._mixed)
         self.kernels = kernels_for(self.device, self.dtype) if fits else None
-        self._replays = whole and self.device.type == "cuda"
         self._packs = whole and self.device.type == "cpu" and self.kernels is not None
+        self._replays = self._packs or (whole and self.device.type == "cuda")
         self._paths = dict(models)
         transformers_logging.disable_progress_bar()
         self._loaded: dict[str, SplitModel] = {}

@@ -63,7 +63,7 @@ def own_lists(table: IntArray, lengths: IntArray, fills: bool, one_class: bool) 
         one_class: Whether all lists are one class, as long as the longest.
     """
     counts = -(-lengths // PAGE)
-    if fills:
+    if fills or one_class:
         width = filled_up(table.shape[1])
         table = np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=SCRATCH)
     if one_class:
@@ -75,7 +75,7 @@ def own_lists(table: IntArray, lengths: IntArray, fills: bool, one_class: bool) 
         (rows,) = np.nonzero(sizes == size)
         parts.append(rows)
         own = np.ascontiguousarray(table[rows, : counts[rows].max()])
-        made.append(_lists(rows[:, None], own, lengths[rows], fills))
+        made.append(_lists(rows[:, None], own, lengths[rows], fills or one_class))
     if one_class:
         return RowLists(made, None)
     order = np.empty(len(table), np.int64)

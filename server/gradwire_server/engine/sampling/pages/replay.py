@@ -1,9 +1,10 @@
-"""Forwards of one token of every row, replayed as graphs of kernels on a GPU.
+"""Forwards of one token of every row, replayed as graphs of kernels.
 
-A token is some dozens of small kernels a layer, and starting one from Python takes longer than running it. Rows and
-lists of pages are filled up to few shapes, and each shape is captured as a graph: from then on the host writes the
-forward's numbers into the graph's buffer, by one copy, and starts all kernels at once. The first forward of a model is
-computed without a graph, so that its kernels are there.
+A token is some dozens of small kernels a layer, and starting one from Python takes longer than running it. Rows (on a
+GPU) and lists of pages are filled up to few shapes, and each shape is captured as a graph: from then on the host writes
+the forward's numbers into the graph's buffer, by one copy, and starts all kernels at once. The first forward of a model
+is computed without a graph, so that its kernels are there; on a CPU the first of each shape, as the number of rows may
+be another one for the next token, and capturing computes twice as long (:mod:`.recording`).
 
 A graph reads the weights and pages at the addresses that they had, and is dropped when one of them has moved. The first
 graph of a model is compared with the forward that it stands for.
@@ -25,9 +26,12 @@ from torch import Tensor
 
 from gradwire_server.engine.model.attention.paged import PagedDecode
 from gradwire_server.engine.model.comparison import largest_difference, relative_tolerance
+from gradwire_server.engine.model.layers.packed_linear import copies_in_use
 from gradwire_server.engine.model.placement import storage_address
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.split_model import SplitModel
+from gradwire_server.engine.sampling.pages.recording import Memory, recorded
+from gradwire_server.engine.threads import product_threads
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +40,10 @@ MOST_GRAPHS = 32
 
 _right: WeakKeyDictionary[SplitModel, bool] = WeakKeyDictionary()
 """Whether the first graph of a model was right."""
+
+
+_Key = tuple[object, ...]
+"""What is fixed in a graph: shapes of its inputs, and threads."""
 
 
 class _Graph(NamedTuple):
@@ -54,9 +62,10 @@ class Replays:
     """The graphs of the forwards over one store of pages."""
 
     def __init__(self) -> None:
-        self._graphs: dict[tuple[torch.Size, ...], _Graph] = {}
-        self._seen: set[tuple[torch.Size, ...]] = set()
+        self._graphs: dict[_Key, _Graph] = {}
+        self._seen: set[_Key] = set()
         self._read_from: object = None
+        self._copies: object = None
         self._pool: Any = None
 
     def states(self, policies: Sequence[Policy], ids: Tensor, positions: Tensor, plan: PagedDecode) -> Tensor:
@@ -72,17 +81,17 @@ class Replays:
             return numbers
 
         plan.mapped(noted)
-        shapes = tuple(each.shape for each in inputs)
-        read_from = _read_from(policies[0], plan)
-        if read_from != self._read_from or len(self._graphs) == MOST_GRAPHS:
+        key = product_threads(), plan.firsts, *(each.shape for each in inputs)
+        read_from, copies = _read_from(policies[0], plan), copies_in_use()
+        if read_from != self._read_from or copies is not self._copies or len(self._graphs) == MOST_GRAPHS:
             self.clear()
-            self._read_from = read_from
+            self._read_from, self._copies = read_from, copies
         numbers = sent(torch.cat([each.flatten() for each in inputs]), split_model.device)
-        if shapes in self._graphs:
-            self._graphs[shapes].numbers.copy_(numbers)
-        elif not self._capture(split_model, inputs, numbers, plan):
+        if key in self._graphs:
+            self._graphs[key].numbers.copy_(numbers)
+        elif not self._capture(key, split_model, inputs, numbers, plan):
             return split_model.packed_states(ids, positions, plan)
-        states = self._graphs[shapes].replay()
+        states = self._graphs[key].replay()
         if split_model not in _right:
             expected = split_model.packed_states(ids, positions, plan)
             error, size = largest_difference(states, expected)
@@ -99,12 +108,14 @@ class Replays:
         self._seen.clear()
         self._pool = None
 
-    def _capture(self, split_model: SplitModel, inputs: Sequence[Tensor], numbers: Tensor, plan: PagedDecode) -> bool:
+    def _capture(
+        self, key: _Key, split_model: SplitModel, inputs: Sequence[Tensor], numbers: Tensor, plan: PagedDecode
+    ) -> bool:
         """Capture a forward; returns whether it was. One that could not be is tried again once it was computed."""
-        shapes = tuple(each.shape for each in inputs)
-        computed = shapes in self._seen
-        self._seen.add(shapes)
-        if not computed and split_model not in _right:
+        computed = key in self._seen
+        self._seen.add(key)
+        self._pool = self._pool or new_pool(split_model.device)
+        if not computed and (split_model not in _right or isinstance(self._pool, Memory)):
             return False
 
         def compute() -> Tensor:
@@ -112,7 +123,6 @@ class Replays:
             views = (part.view(each.shape) for part, each in zip(parts, inputs, strict=True))
             return split_model.packed_states(next(views), next(views), plan.mapped(lambda _: next(views)))
 
-        self._pool = self._pool or new_pool()
         try:
             replay = captured(compute, self._pool)
         except torch.OutOfMemoryError:
@@ -124,7 +134,7 @@ class Replays:
                 logger.info("no graphs for %s: %s", split_model.facts.name, error)
                 _right[split_model] = False
             return False
-        self._graphs[shapes] = _Graph(numbers, replay)
+        self._graphs[key] = _Graph(numbers, replay)
         return True
 
 
@@ -133,13 +143,19 @@ def _read_from(policy: Policy, plan: PagedDecode) -> object:
     return plan.store.moves, [storage_address(weight) for weight in policy.trainable_parameters().values()]
 
 
-def new_pool() -> Any:
+def new_pool(device: torch.device) -> Any:
     """A pool of memory that graphs share, as none is replayed before the states of another one were used."""
-    return torch.cuda.graph_pool_handle()
+    return Memory() if device.type == "cpu" else torch.cuda.graph_pool_handle()
 
 
 def captured(compute: Callable[[], Tensor], pool: Any) -> Callable[[], Tensor]:
-    """Capture the kernels of a computation, without computing it; returns what computes it."""
+    """Capture the kernels of a computation; returns what computes it.
+
+    Raises:
+        RuntimeError: It cannot be captured.
+    """
+    if isinstance(pool, Memory):
+        return recorded(compute, pool)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -16,6 +16,9 @@ from gradwire_server.engine.model.attention.paged import PAGE, PageLists, RowLis
 from gradwire_server.engine.sampling.pages.key_values import IntArray
 from gradwire_server.engine.sampling.pages.page_table import SCRATCH
 
+FEWEST_PAGES = 16
+"""Pages that there is room for in a list of those of which a kernel reads only what a row has."""
+
 
 def shared_lists(shared: Sequence[tuple[int, ...]], fills: bool) -> RowLists:
     """The lists of shared pages, each with its rows, in classes of similar numbers of rows and pages.
@@ -50,6 +53,8 @@ def shared_lists(shared: Sequence[tuple[int, ...]], fills: bool) -> RowLists:
         total += of_rows.size
         full = not fills and bool((lengths == most[1] * PAGE).all())
         made.append(_lists(of_rows, table, None if full else lengths, fills))
+    if not made:
+        return RowLists(made, None)
     order[order < 0] = total
     in_order = len(made) == 1 and np.array_equal(made[0].rows.numpy().ravel(), np.arange(len(shared)))
     return RowLists(made, None if in_order and not fills else torch.from_numpy(order))
@@ -64,7 +69,7 @@ def own_lists(table: IntArray, lengths: IntArray, fills: bool, one_class: bool) 
     """
     counts = -(-lengths // PAGE)
     if fills or one_class:
-        width = filled_up(table.shape[1])
+        width = filled_up(table.shape[1]) if fills else max(FEWEST_PAGES, power_of_two(table.shape[1]))
         table = np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=SCRATCH)
     if one_class:
         counts, sizes = np.full(len(table), table.shape[1]), np.zeros(len(table), np.int64)

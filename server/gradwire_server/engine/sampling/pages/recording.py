@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,6 @@ from gradwire_server.engine.threads import products
 
 ALIGNMENT = 64
 """Bytes, as of torch's own tensors."""
-LARGEST = 2
-"""Size of the place that a tensor may take, over its own."""
 
 _aten = torch.ops.aten
 _ALLOCATIONS = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
@@ -41,25 +39,25 @@ class Memory:
     def __init__(self) -> None:
         self._places: dict[int, Any] = {}
         self._lent: dict[int, weakref.ref[Any]] = {}
-        self._unused: list[int] = []
+        self._unused: dict[int, list[int]] = {}
 
     def like(self, tensor: Tensor) -> Tensor:
         """An uninitialised tensor of this one's shape and strides."""
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         nbytes = tensor.itemsize * (1 + sum((count - 1) * step for count, step in steps)) if tensor.numel() else 0
-        fitting = [each for each in self._unused if nbytes <= self._places[each].nbytes <= LARGEST * nbytes]
-        if fitting:
-            address = min(fitting, key=lambda each: self._places[each].nbytes)
-            self._unused.remove(address)
+        step = max(ALIGNMENT, 1 << (nbytes.bit_length() - 3 if nbytes > 8 else 0))  # so that sizes are few
+        size = (nbytes // step + 1) * step
+        unused = self._unused.setdefault(size, [])
+        if unused:
+            address = unused.pop()
         else:
-            size = (nbytes // ALIGNMENT + 1) * ALIGNMENT
             whole = np.empty(size + ALIGNMENT, np.uint8)
             place = whole[-whole.ctypes.data % ALIGNMENT :][:size]
             address = place.ctypes.data
             self._places[address] = place
         lent = self._places[address][:]
-        self._lent[address] = weakref.ref(lent, lambda _: self._unused.append(address))
-        return torch.from_numpy(lent).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        self._lent[address] = weakref.ref(lent, lambda _: unused.append(address))
+        return torch.frombuffer(lent, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor is in this memory."""
@@ -70,7 +68,7 @@ class Memory:
         place = self._places.get(tensor.untyped_storage().data_ptr())
         if place is None:
             return tensor
-        own = torch.from_numpy(place).view(tensor.dtype)
+        own = torch.frombuffer(place, dtype=tensor.dtype)
         return own.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
@@ -89,15 +87,17 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not _ATTENTION and _REFUSED.intersection(func.tags):
+        if _is_refused(func):
             raise RuntimeError(f"{func} depends on the numbers in a tensor")
         result = func(*args, **kwargs)
+        if func.is_view:
+            return result
         if func.overloadpacket in _ALLOCATIONS:
             return self._memory.like(result)
         changes = func._schema.is_mutable
         given = {each.untyped_storage().data_ptr() for each in _tensors((args, kwargs))}
         if not changes and all(each.untyped_storage().data_ptr() in given for each in _tensors(result)):
-            return result  # views
+            return result
         args, kwargs = _each(self._memory.kept, args), _each(self._memory.kept, kwargs)
         if changes:
             self._note(partial(func, *args, **kwargs))
@@ -119,6 +119,11 @@ class _Recorder(TorchDispatchMode):
 
     def _note(self, call: Callable[[], object]) -> None:
         self.calls.append(call if torch.get_num_threads() == self._threads else partial(_by_all, call))
+
+
+@cache
+def _is_refused(func: Any) -> bool:
+    return func is not _ATTENTION and bool(_REFUSED.intersection(func.tags))
 
 
 def recorded(compute: Callable[[], Tensor], memory: Memory) -> Callable[[], Tensor]:
@@ -166,6 +171,7 @@ def _by_all(call: Callable[[], object]) -> None:
         call()
 
 
+@cache
 def _filling(func: Any) -> Any:
     """The operation that writes what ``func`` gives into ``out``, if there is one with its arguments."""
     filling = getattr(func.overloadpacket, "out", None)

@@ -115,7 +115,7 @@ class Replays:
         computed = key in self._seen
         self._seen.add(key)
         self._pool = self._pool or new_pool(split_model.device)
-        if not computed and (split_model not in _right or isinstance(self._pool, Memory)):
+        if not computed and split_model not in _right:
             return False
 
         def compute() -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 import gradwire
 from gradwire.jobs import FILE_SETTINGS
+from gradwire_http.child_processes import start_process
 
 from gradwire_console.workspace import Server
 
@@ -38,7 +39,7 @@ async def dry_run(server: Server, service: gradwire.ServiceClient, recipe: str, 
                 settings[key] = str(await service.files.download(file.file_id, path))
         config = folder / "settings.yaml"  # JSON is YAML
         config.write_text(json.dumps(settings | {"address": server.url, "folder": str(folder / "out")}))
-        process = await asyncio.create_subprocess_exec(
+        process = await start_process(
             sys.executable, "-m", "gradwire.cli", "train", recipe, str(config), "--dry-run",
             env=os.environ | {"GRADWIRE_API_KEY": service.api_key} | server.trusted,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,

@@ -17,6 +17,7 @@ from typing import Any
 
 import gradwire
 import pytest
+from gradwire_http.child_processes import start_process
 from support.scripted import until
 from support.server import Server, free_port
 
@@ -104,7 +105,7 @@ async def test_a_start_without_the_model_and_with_smaller_limits_destroys_nothin
                 await run.forward_backward(BATCH, "causal_lm")
             assert (await run.info()).accepted_seq == 12
             words = (sys.executable, "-m", "gradwire.cli", "status", "--address", address[1])
-            status = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
+            status = await start_process(*words, stdout=asyncio.subprocess.PIPE)
             shown = (await status.communicate())[0].decode()
             assert f"run {run_id} is parked" in shown and "1 parked" in shown
         assert f"run {run_id} is parked (operations waiting: 6)" in capfd.readouterr().err

@@ -21,6 +21,7 @@ from gradwire_server.access.key_file import KeyFile
 from support import flood, small_calls
 from support.access import rpcs
 from support.chats import chat_model
+from support.child import children
 from support.scripted import until
 from support.server import Server
 
@@ -104,10 +105,8 @@ class Flooded:
 
     def tokenizing(self) -> list[int]:
         """Processes of the front that tokenize."""
-        pid = self.server.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         found = []
-        for child in map(int, children):
+        for child in children(self.server.process.pid):
             try:
                 words = Path(f"/proc/{child}/cmdline").read_bytes()
             except OSError:  # it has ended
@@ -119,7 +118,7 @@ class Flooded:
     def _busy(self) -> int:
         """Clock ticks that the server's processes have computed."""
         pid, ticks = self.server.process.pid, 0
-        for each in (pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())):
+        for each in (pid, *children(pid)):
             with contextlib.suppress(OSError):  # it has ended
                 ticks += sum(map(int, Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()[11:13]))
         return ticks

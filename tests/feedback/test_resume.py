@@ -15,6 +15,7 @@ from gradwire.rlhf import TrainingResult
 from gradwire_feedback.settings import Settings
 from gradwire_feedback.training.preferences import PreferenceResult
 from gradwire_feedback.training.server import TrainingServer
+from support.child import children
 from support.feedback import QUICK, FeedbackService, scores
 from support.server import Server, free_port
 
@@ -88,7 +89,7 @@ def test_a_training_on_preferences_ends_the_same_after_kills(tiny_model_path: Pa
             job = str(begun.json()["id"])
         assert 3 <= wait_for_step(service, job, 3) < DPO_STEPS
         server = training_server_of(service.process.pid)
-        os.kill(int(Path(f"/proc/{server}/task/{server}/children").read_text().split()[0]), signal.SIGKILL)
+        os.kill(children(server)[0], signal.SIGKILL)
         assert wait_for_step(service, job, step_of(service, job) + 3) < DPO_STEPS
         assert training_server_of(service.process.pid) == server, "only its engine died"
         service.end(signal.SIGKILL)
@@ -201,13 +202,12 @@ def training_server_of(pid: int) -> int:
     """The embedded server that this service has now."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        for child in Path(f"/proc/{pid}/task").glob("*/children"):
-            for number in child.read_text().split():
-                try:
-                    command = Path(f"/proc/{number}/cmdline").read_text()
-                except OSError:
-                    continue  # it ended meanwhile
-                if "gradwire_server.cli\0serve" in command:
-                    return int(number)
+        for child in children(pid):
+            try:
+                command = Path(f"/proc/{child}/cmdline").read_text()
+            except OSError:
+                continue  # it ended meanwhile
+            if "gradwire_server.cli\0serve" in command:
+                return child
         time.sleep(0.1)
     raise AssertionError("the service has no training server")

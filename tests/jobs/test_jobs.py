@@ -14,6 +14,7 @@ from typing import Any
 import gradwire
 import pytest
 from gradwire.cli.app import app
+from gradwire_http.child_processes import start_process
 from support.chats import chat_model
 from support.jobs import SETTINGS, STEPS, finished, kill, reached, workers, write_data
 from support.server import Server, free_port
@@ -106,7 +107,7 @@ async def test_a_stopped_server_goes_on_with_its_jobs(
         job = await service.jobs.submit("sft", SETTINGS | {"data": str(data["talks"])})
         await reached(service, job.job_id, 2)
         command = [sys.executable, "-c", "from gradwire.cli.app import app; app()", "jobs", "logs", "--follow"]
-        following = await asyncio.create_subprocess_exec(
+        following = await start_process(
             *command, job.job_id, "--address", server.address, stdout=asyncio.subprocess.PIPE
         )
         assert following.stdout is not None and b"Created" in await following.stdout.readline()

@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 from support.blocking import DETECTOR
+from support.child import children
 
 
 class Agent:
@@ -39,12 +39,7 @@ class Agent:
     @property
     def engine_pid(self) -> int | None:
         """The process of the present engine; None while there is none."""
-        pid = self.process.pid
-        try:
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        except OSError:
-            return None
-        return int(children[0]) if children else None
+        return next(iter(children(self.process.pid)), None)
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
         if self.process.poll() is None:

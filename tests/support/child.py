@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,6 +11,15 @@ from pathlib import Path
 
 from support import forks
 from support.blocking import DETECTOR
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process started, in any of its threads; sorted."""
+    found: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended
+            found += map(int, thread.read_text().split())
+    return sorted(found)
 
 
 class Child:

@@ -87,15 +87,16 @@ def _started() -> Stem:
 
 
 class ForkedProcess(subprocess.Popen[str]):
-    """A process that the stem forks for this one. Of Popen's arguments it heeds ``env`` and those of pipes."""
+    """A process that the stem forks for this one. It heeds Popen's ``env``, descriptors and session."""
 
     def _execute_child(
-        self, args: list[str], executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any,
+        self, args: list[str], executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Sequence[int], cwd: Any,
         env: Mapping[str, str], *more: Any,
     ) -> None:  # fmt: skip
         pipes = more[3:9]  # the child's end and ours for stdin, ours and the child's for stdout and for stderr; or -1
         fds = {fd: fd if end == -1 else end for fd, end in enumerate((pipes[0], pipes[3], pipes[5]))}
-        self.pid = stem().fork(args[2:], env, fds)
+        fds |= {fd: fd for fd in pass_fds}
+        self.pid = stem().fork(args[2:], env, fds, session=more[14])
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import gradwire
 
+from support.child import children
+
 STEPS = 60
 """As many as take a few seconds: a worker tells its steps twice a second."""
 SETTINGS: dict[str, Any] = {
@@ -41,13 +43,13 @@ def write_data(folder: Path) -> dict[str, Path]:
 def workers(pid: int) -> list[int]:
     """Ids of the worker processes of a server."""
     found = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+    for child in children(pid):
         try:
             command = Path(f"/proc/{child}/cmdline").read_bytes()
         except OSError:
             continue
         if b"gradwire_jobs" in command and b"gradwire_jobs.check" not in command:
-            found.append(int(child))
+            found.append(child)
     return found
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Self
 
-from support.child import Child
+from support.child import Child, children
 
 FLAGS = os.environ.get("GRADWIRE_TEST_FLAGS", "").split()
 """Further flags of servers whose test says nothing of engines or ranks: ``--engines 2``."""
@@ -53,7 +53,6 @@ class Server(Child):
     @property
     def engine_pids(self) -> dict[int, int]:
         """Number of an engine -> its process's id."""
-        pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        words = {int(child): Path(f"/proc/{child}/cmdline").read_text().split("\0") for child in children}
+        pids = children(self.process.pid)
+        words = {child: Path(f"/proc/{child}/cmdline").read_text().split("\0") for child in pids}
         return {int(line[line.index("--number") + 1]): child for child, line in words.items() if "--number" in line}

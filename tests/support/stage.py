@@ -20,6 +20,7 @@ from gradwire_server.journal.commit_log import bring_up_to_date
 from gradwire_server.journal.segments import Segments
 
 from support import program
+from support.child import children
 from support.server import Server, free_port
 
 PATIENCE_S = 300.0
@@ -92,12 +93,7 @@ class Stage:
 
     @property
     def engine_pid(self) -> int | None:
-        pid = self.server.process.pid
-        try:
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        except OSError:
-            return None
-        return int(children[0]) if children else None
+        return next(iter(children(self.server.process.pid)), None)
 
     @property
     def server_died(self) -> bool:

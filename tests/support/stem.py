@@ -5,7 +5,6 @@ It has one thread and has computed nothing, so that a fork of it differs from a 
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import fcntl
 import gc
@@ -17,12 +16,13 @@ import platform
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from support.forks import Stem
+from support import forks
 
 FRONT, ENGINE = "gradwire_server.cli", "gradwire_server.engine.process"
 IMPORTED = [f"{FRONT}.app", "gradwire_server.server", f"{ENGINE}.__main__"]
@@ -101,7 +101,7 @@ def _run(told: Mapping[str, Any], fds: Sequence[int]) -> None:
             ours.close()
             return _be_the_fronts(theirs)
         theirs.close()
-        _fork_engines(Stem(ours))
+        _fork_engines(forks.Stem(ours))
     runpy._run_module_as_main(module)  # type: ignore[attr-defined]
 
 
@@ -123,36 +123,14 @@ def _be_the_fronts(link: socket.socket) -> None:
     _serve(link)
 
 
-def _fork_engines(stem: Stem) -> None:
+def _fork_engines(stem: forks.Stem) -> None:
     """Have this process's engines forked, where it would start a process that has all of this one's GPUs."""
+    from gradwire_http import child_processes
     from gradwire_server.engine_client.launcher import environment
 
-    start, nothing = asyncio.create_subprocess_exec, os.open(os.devnull, os.O_RDONLY)
+    def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        forked = command[1:3] == ("-m", ENGINE) and options["env"] == environment()
+        return (forks.ForkedProcess if forked else subprocess.Popen)(command, **options)
 
-    async def create(program: str, *words: str, **options: Any) -> Any:
-        if words[:2] != ("-m", ENGINE) or options["env"] != environment():
-            return await start(program, *words, **options)
-        fds = {0: nothing, 1: 2, 2: 2} | {fd: fd for fd in options["pass_fds"]}
-        return _Engine(stem.fork(words[1:], options["env"], fds, session=True))
-
-    asyncio.create_subprocess_exec = create  # type: ignore[assignment]
-
-
-class _Engine:
-    """What a front asks of an :class:`asyncio.subprocess.Process`."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid, self.returncode, self._ended = pid, None, asyncio.Event()
-        loop, fd = asyncio.get_running_loop(), os.pidfd_open(pid)
-
-        def reap() -> None:
-            loop.remove_reader(fd)
-            os.close(fd)
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            self._ended.set()
-
-        loop.add_reader(fd, reap)
-
-    async def wait(self) -> int | None:
-        await self._ended.wait()
-        return self.returncode
+    forks._stem = stem
+    child_processes.Popen = start  # type: ignore[assignment,misc]

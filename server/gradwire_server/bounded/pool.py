@@ -9,13 +9,12 @@ other key in its lane.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from gradwire_http.child_processes import start_process
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.turns import Turns
@@ -57,7 +56,7 @@ class _Process:
     async def start(cls, module: str, settings: ProcessSettings) -> _Process:
         threads = str(min(THREADS, os.cpu_count() or 1))
         env = {"RAYON_NUM_THREADS": threads, "MALLOC_ARENA_MAX": "2", "TOKENIZERS_PARALLELISM": "true"} | os.environ
-        process = await asyncio.create_subprocess_exec(
+        process = await start_process(
             sys.executable, "-m", module, settings.model_dump_json(),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=env, start_new_session=True,
             limit=1 << 20,
@@ -93,8 +92,7 @@ class _Process:
     async def end(self) -> None:
         """End the process at once."""
         if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)
+            self._process.kill()
         await self._process.wait()
         self._requests.close()
 

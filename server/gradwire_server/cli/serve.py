@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from gradwire_http.child_processes import start_process
 from gradwire_proto.v1 import training_pb2 as pb
 from rich.table import Table
 from typer.core import TyperCommand
@@ -213,7 +214,7 @@ async def _start_console(address: str, feedback: str) -> asyncio.subprocess.Proc
     """Start the console in a process of its own, which ends with this one."""
     command = [sys.executable, "-m", "gradwire_console.cli", address, "--parent-pid", str(os.getpid())]
     command += ["--feedback", feedback] if feedback else []
-    return await asyncio.create_subprocess_exec(*command)
+    return await start_process(*command)
 
 
 def _be_told(stop: asyncio.Event, grace_s: float) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from gradwire_http.child_processes import start_process
 from gradwire_proto.v1 import engine_pb2
 
 from gradwire_server.config import EngineSettings
@@ -124,10 +123,8 @@ class LocalLife:
         return engine_pb2.EnginePulse.FromString(message) if message else None
 
     def kill(self) -> None:
-        """Not `process.kill`, which polls the child first and so takes its exit code away from asyncio."""
         if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, signal.SIGKILL)
+            self.process.kill()
 
     async def exited(self) -> None:
         await self.process.wait()
@@ -171,7 +168,7 @@ async def launch(
     words = [] if staging is None else ["--staging", str(staging)]
     try:
         with theirs, pulses:
-            process = await asyncio.create_subprocess_exec(
+            process = await start_process(
                 *command(settings, number, engines, theirs.fileno(), marks.fd, pulses.fileno()),
                 *words,
                 pass_fds=[theirs.fileno(), marks.fd, pulses.fileno()],

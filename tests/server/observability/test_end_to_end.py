@@ -29,6 +29,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 from prometheus_client.parser import text_string_to_metric_families
+from support.child import children
 from support.collector import Collector
 from support.server import free_port
 
@@ -52,8 +53,8 @@ class Running:
     process: subprocess.Popen[str] = field(repr=False)
 
     def engine_pid(self) -> int:
-        pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return next(int(pid) for pid in pids if b"gradwire_server.engine" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        pids = children(self.process.pid)
+        return next(pid for pid in pids if b"gradwire_server.engine" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 def gradwire_command(*words: str) -> list[str]:

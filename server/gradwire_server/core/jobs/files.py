@@ -21,6 +21,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator
 from pathlib import Path
 from typing import IO, TypeVar
 
+from gradwire_http.child_processes import start_process
 from gradwire_proto.v1 import jobs_pb2 as jobs
 from gradwire_proto.v1 import training_pb2 as pb
 
@@ -328,7 +329,7 @@ def page_of(items: list[T], ids: list[str], limit: int, after: str, field: str) 
 
 async def _check_lines(path: Path, file: jobs.File) -> None:
     """Fill in what a process of bounded memory says of a file's lines."""
-    process = await asyncio.create_subprocess_exec(
+    process = await start_process(
         sys.executable, "-m", "gradwire_jobs.check", str(path), file.filename,
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
         start_new_session=True,
@@ -346,8 +347,7 @@ async def _check_lines(path: Path, file: jobs.File) -> None:
         file.problems.add(line=0, reason="the file could not be read within the server's limits of time and memory")
     finally:
         if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            process.kill()
             await process.wait()
 
 

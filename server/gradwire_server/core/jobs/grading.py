@@ -12,6 +12,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from gradwire_http.child_processes import start_process
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.turns import Turns
@@ -56,7 +57,7 @@ async def run(owner: str, grader: Any, sample: str, item: dict[str, Any], field:
 
 async def _answer(owner: str, asked: dict[str, Any], field: str, ask: Ask | None) -> dict[str, Any]:
     async with _turns.turn(owner):
-        process = await asyncio.create_subprocess_exec(
+        process = await start_process(
             sys.executable, "-m", "gradwire_jobs.grade", limit=MAX_LINE,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
             start_new_session=True, env={k: v for k, v in os.environ.items() if not k.startswith("GRADWIRE_")},

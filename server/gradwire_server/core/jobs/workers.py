@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import IO
 
+from gradwire_http.child_processes import start_process
 from gradwire_proto.v1 import jobs_pb2 as jobs
 
 from gradwire_server.access.keys import Keys
@@ -111,7 +112,7 @@ class JobWorkers:
         """Run a worker until it ends or is told to; return its exit code."""
         stream = await asyncio.to_thread(_open_log, self._jobs, job.job_id)
         with self._keys.lent(job.owner) as key, stream:
-            process = await asyncio.create_subprocess_exec(
+            process = await start_process(
                 sys.executable, "-m", MODULE,
                 stdin=asyncio.subprocess.PIPE, stdout=stream, stderr=stream, start_new_session=True,
                 env={name: value for name, value in os.environ.items() if not name.startswith("GRADWIRE_")},

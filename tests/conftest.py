@@ -92,9 +92,16 @@ def responsive_loop(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def kept_log_levels() -> Iterator[None]:
-    """Fails a test that leaves our loggers less talkative than before, which later tests would not see through."""
-    before = _log_levels()
+    """Fails a test that leaves our loggers less talkative than before, which later tests would not see through.
+
+    Likewise one that leaves a handler of :mod:`gradwire_server.observability.logs`: its stream may be the test's own.
+    """
+    before, handlers = _log_levels(), logging.root.handlers[:]
     yield
+    ours = [each for each in logging.root.handlers if type(each.formatter).__module__.startswith("gradwire")]
+    if left := [each for each in ours if each not in handlers]:
+        logging.root.handlers[:] = handlers
+        pytest.fail(f"the test left handlers of the root logger: {left}")
     after = _log_levels()
     if after != before:
         logging.disable(logging.NOTSET)

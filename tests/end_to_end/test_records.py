@@ -172,10 +172,11 @@ def test_what_was_tampered_with_is_not_executed(
 
 def said_of(file: Path, *flags: str) -> str:
     """What the command says of a record that it refuses; here, as a process each would take minutes."""
-    log = logging.getLogger("gradwire_server")
-    level = log.level
+    log, root = logging.getLogger("gradwire_server"), logging.root
+    level, handlers = log.level, root.handlers[:]
     done = CliRunner().invoke(app, [str(file), "--model", "none", *flags])
     log.setLevel(level)
+    root.handlers[:] = handlers
     assert done.exit_code == 2 and isinstance(done.exception, SystemExit), done
     return done.stderr
 

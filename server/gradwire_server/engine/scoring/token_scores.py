@@ -154,6 +154,7 @@ class _ScoreTokens(torch.autograd.Function):
                     collision[part] = torch.linalg.vecdot(p, p).log()
         ctx.save_for_backward(ids, entropy, kept, bias, *operands)
         ctx.request = request
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             correct, collision, *([] if request.entropy else [entropy]), *([] if request.mean else [mean])
         )
@@ -162,17 +163,19 @@ class _ScoreTokens(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_mean: Tensor, *_: Tensor
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_mean: Tensor | None, *_: Tensor
     ) -> tuple[Tensor | None, ...]:
         ids, entropy, kept, bias, *operands = ctx.saved_tensors
         request: ScoreRequest = ctx.request
+        if grad_logprobs is None:
+            grad_logprobs = entropy.new_zeros(ids.shape)
         keeps = len(kept) > 0
         product, weight = HeadProduct(operands[1::2]), operands[1]
         # Not the saved tensor, because saved-tensor hooks would return something other than the parameter.
         holder = request.head.weight if request.head.adds_in_place else None
         gradients = HeadGradients(product, operands, bias, ctx.needs_input_grad[2:], holder)
         of_p = grad_logprobs.sum(dim=1)
-        if request.mean:
+        if grad_mean is not None:
             of_p = of_p + grad_mean
         for start in range(0, len(ids), request.places):
             part = slice(start, start + request.places)
@@ -181,13 +184,13 @@ class _ScoreTokens(torch.autograd.Function):
                 p = log_p.exp()
             else:
                 log_p, capped = _log_probabilities(product, parts(operands[::2], part), bias, request)
-                p = log_p.exp() if request.entropy else log_p.exp_()
-            if request.entropy:
+                p = log_p.exp_() if grad_entropy is None else log_p.exp()
+            if grad_entropy is not None:
                 grad = (log_p + entropy[part, None]) if keeps else log_p.add_(entropy[part, None])
                 grad = grad.mul_(grad_entropy[part, None]).add_(of_p[part, None]).mul_(p).neg_()
             else:
                 grad = p.mul_(-of_p[part, None])
-            if request.mean:
+            if grad_mean is not None:
                 grad += grad_mean[part, None] / len(weight)
             grad.scatter_add_(1, ids[part], grad_logprobs[part])
             gradients.add(part, grad, capped, request.head, request.temperature)

@@ -47,6 +47,8 @@ CPU_TOKENS = 512
 0.75 of the processor time on SmolLM2-135M."""
 ROWS = 8
 """Rows that a CPU fills up to a multiple of, where a forward is replayed; fewer to a power of two."""
+SMALL = 5e8
+"""Parameters up to which that takes less time than calling the model from Python: some 7 more rows' products."""
 FEW = 32
 """Shared pages that a kernel reads for each row. A token of 64 rows of SmolLM2-135M took 0.93 of the time so, eight or
 sixteen of them with one prompt of 64 to 512 tokens, but 1.06 with one of 2,000."""
@@ -232,8 +234,8 @@ class Pages:
         apart = self._apart
         inside = positions - PAGE * np.array([len(row.shared) - len(own) for row, own in zip(rows, apart, strict=True)])
         pages = inside // PAGE
-        count = len(rows)
-        if fills or (split_model.replays and not self._shared.classes):
+        count, small = len(rows), split_model.facts.num_parameters < SMALL
+        if fills or (small and not self._shared.classes and self._replays.may(policies)):
             count = power_of_two(count) if fills or count < ROWS else -(-count // ROWS) * ROWS
         table = np.full((count, int(pages.max()) + 1), SCRATCH, np.int64)
         for number, (row, own) in enumerate(zip(rows, apart, strict=True)):

@@ -68,11 +68,17 @@ class Replays:
         self._copies: object = None
         self._pool: Any = None
 
+    @staticmethod
+    def may(policies: Sequence[Policy]) -> bool:
+        """Whether forwards of rows of these policies are replayed."""
+        split_model = policies[0].split_model
+        right = split_model.replays and _right.get(split_model, True)
+        return right and all(each is policies[0] for each in policies)
+
     def states(self, policies: Sequence[Policy], ids: Tensor, positions: Tensor, plan: PagedDecode) -> Tensor:
         """States of the rows' tokens, ``[R, H]``; the policies are active, and the rest is on the host."""
         split_model = policies[0].split_model
-        may = split_model.replays and _right.get(split_model, True)
-        if not may or any(each is not policies[0] for each in policies):
+        if not self.may(policies):
             return split_model.packed_states(ids, positions, plan)
         inputs = [ids, positions]
 

@@ -6,9 +6,9 @@ compiled for this processor in half a second by the machine's C compiler (``CC``
 and kept in the user's cache folder. Without a compiler torch computes as ever; so it does with ``--kernels plain``.
 
 Each is compared with what it stands for when a model is loaded
-(:mod:`gradwire_server.engine.model.loading.fused_kernels`, and
-:func:`gradwire_server.engine.sampling.pages.pages.paged_token_bytes` for attention), and products when weights are put
-in their order for the first time (:mod:`gradwire_server.engine.model.layers.packed_linear`).
+(:mod:`gradwire_server.engine.model.loading.fused_kernels`,
+:func:`gradwire_server.engine.sampling.pages.pages.paged_token_bytes` for attention, and
+:func:`gradwire_server.engine.model.layers.packed_linear.has_right_products`).
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class PackedWeights:
     def _copy(self) -> list[_Copy]:
         copies, self._packed = list[_Copy](), {}
         kernels = cpu_kernels()
-        if kernels is None or not _is_right(kernels):
+        if kernels is None:
             return copies
         for layer in self._model.modules():
             # Another forward, such as that of accelerate's hooks, is an attribute of the layer.
@@ -121,8 +121,11 @@ def _version(weight: Tensor) -> tuple[int, int]:
 
 @cache
 @torch.no_grad()
-def _is_right(kernels: CpuKernels) -> bool:
-    """Whether the products are right here."""
+def has_right_products() -> bool:
+    """Whether there are kernels here whose products are right."""
+    kernels = cpu_kernels()
+    if kernels is None:
+        return False
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(size, generator=generator) for size in ((2, 7, 96), (80, 96), (80,)))
     apart, size = largest_difference(

@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.machine import machine_memory
+from gradwire_server.engine.model.layers.packed_linear import has_right_products
 from gradwire_server.engine.model.loading import quantization
 from gradwire_server.engine.model.loading.compilation import compile_layers
 from gradwire_server.engine.model.loading.configuration import ConfigurationError, read_configuration, without_weights
@@ -83,8 +84,9 @@ class ModelPool:
         whole = fused and type(self.placement) is Placement and not self._mixed
         fits = fused and (self.device.type == "cuda" or not self._mixed)
         self.kernels = kernels_for(self.device, self.dtype) if fits else None
-        self._packs = whole and self.device.type == "cpu" and self.kernels is not None
-        self._replays = self._packs or (whole and self.device.type == "cuda")
+        on_cpu = self.device.type == "cpu" and self.kernels is not None
+        self._packs = whole and on_cpu and has_right_products()
+        self._replays = whole and (on_cpu or self.device.type == "cuda")
         self._paths = dict(models)
         transformers_logging.disable_progress_bar()
         self._loaded: dict[str, SplitModel] = {}

@@ -158,7 +158,12 @@ SEAM = {
     "to_local": {"model/placement.py"},
     "DTensor": {"model/placement.py"},
     # Kernels of a CPU read tensors that are whole within a forward; copies of weights ask whether one has changed.
-    "data_ptr": {"model/layers/cpu_kernels.py", "model/layers/packed_linear.py", "model/placement.py"},
+    "data_ptr": {
+        "model/layers/cpu_kernels.py",
+        "model/layers/packed_linear.py",
+        "model/placement.py",
+        "sampling/pages/recording.py",
+    },
     "save_file": {"model/layers/head_files.py", "state/checkpoints.py", "state/exports.py", "state/shared_weights.py"},
     # The adapter's settings ask for its name, quantization and the search for read weights leave it out; an export
     # unties the heads of a copy.

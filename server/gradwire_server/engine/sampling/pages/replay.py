@@ -1,10 +1,9 @@
 """Forwards of one token of every row, replayed as graphs of kernels.
 
-A token is some dozens of small kernels a layer, and starting one from Python takes longer than running it. Rows (on a
-GPU) and lists of pages are filled up to few shapes, and each shape is captured as a graph: from then on the host writes
-the forward's numbers into the graph's buffer, by one copy, and starts all kernels at once. The first forward of a model
-is computed without a graph, so that its kernels are there; on a CPU the first of each shape, as the number of rows may
-be another one for the next token, and capturing computes twice as long (:mod:`.recording`).
+A token is some dozens of small kernels a layer, and starting one from Python takes longer than running it. Rows and
+lists of pages are filled up to few shapes, and each shape is captured as a graph: from then on the host writes the
+forward's numbers into the graph's buffer, by one copy, and starts all kernels at once. The first forward of a model is
+computed without a graph, so that its kernels are there. A CPU's graph is a recording (:mod:`.recording`).
 
 A graph reads the weights and pages at the addresses that they had, and is dropped when one of them has moved. The first
 graph of a model is compared with the forward that it stands for.
@@ -43,7 +42,7 @@ _right: WeakKeyDictionary[SplitModel, bool] = WeakKeyDictionary()
 
 
 _Key = tuple[object, ...]
-"""What is fixed in a graph: shapes of its inputs, and threads."""
+"""What is fixed in a graph: threads, first pages, and shapes of its inputs."""
 
 
 class _Graph(NamedTuple):

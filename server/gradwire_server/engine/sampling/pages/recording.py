@@ -95,8 +95,7 @@ class _Recorder(TorchDispatchMode):
         if func.overloadpacket in _ALLOCATIONS:
             return self._memory.like(result)
         changes = func._schema.is_mutable
-        given = {each.untyped_storage().data_ptr() for each in _tensors((args, kwargs))}
-        if not changes and all(each.untyped_storage().data_ptr() in given for each in _tensors(result)):
+        if not changes and _storages(result) <= _storages((args, kwargs)):
             return result
         args, kwargs = _each(self._memory.kept, args), _each(self._memory.kept, kwargs)
         if changes:
@@ -159,6 +158,10 @@ def _tensors(nested: Any) -> list[Tensor]:
     found: list[Tensor] = []
     _each(found.append, nested)
     return found
+
+
+def _storages(nested: Any) -> set[int]:
+    return {each.untyped_storage().data_ptr() for each in _tensors(nested)}
 
 
 def _copy(result: Any, into: Any) -> None:

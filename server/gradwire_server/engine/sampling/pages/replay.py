@@ -64,7 +64,7 @@ class Replays:
         self._graphs: dict[_Key, _Graph] = {}
         self._seen: set[_Key] = set()
         self._read_from: object = None
-        self._copies: object = None
+        self._copies: object = None  # of weights; known by identity, as tensors are not equal or unequal as a whole
         self._pool: Any = None
 
     @staticmethod

@@ -6,16 +6,19 @@ import logging
 import subprocess
 from collections.abc import Iterator
 from functools import partial, partialmethod
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gradwire_server.engine.model.attention.blocks import in_blocks
 from gradwire_server.engine.model.attention.paged import PAGE
 from gradwire_server.engine.model.layers import cpu_kernels
 from gradwire_server.engine.model.layers.cpu_kernels import CpuKernels
 from gradwire_server.engine.model.loading.fused_kernels import kernels_for, use_fused_kernels
 from gradwire_server.engine.model.loading.pool import ModelPool
+from gradwire_server.engine.model.packing import Layout, lay_out
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from gradwire_server.engine.sizing.meta_pool import MetaPool
@@ -101,6 +104,81 @@ def check(compute: Any, exact: Any, *inputs: Tensor) -> None:
     torch.testing.assert_close(
         compute(*(each.clone() for each in inputs)).double(), results[1][0], atol=1e-5, rtol=1e-5
     )
+
+
+LAYOUTS = {
+    "one": ([150], [1]),
+    "short": ([5, 1, 64, 3, 70, 20, 200, 1], [1] * 8),
+    "shared": ([100, 90, 61, 230, 60, 60, 75], [4, 1, 2]),  # of a group, the first 60 tokens
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (6, 2, 32), (3, 1, 96)])
+def test_attention_in_blocks(
+    kernels: CpuKernels,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    name: str,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu_kernels, "product_threads", lambda: threads)
+    lengths, groups = (torch.tensor(each) for each in LAYOUTS[name])
+    layout = laid_out(lengths, groups)
+    assert bool(layout.prefix_blocks) == (name == "shared")
+    blocks, parts, families = layout.query_blocks
+    for first, last in pairwise(families.tolist()):  # one thread adds up what keys get from their own family
+        own = parts[blocks[first, 2] : blocks[last - 1, 3]]
+        assert blocks[first, 0] <= own.min()
+        assert own.max() == blocks[last - 1, 1]
+
+    def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = torch.zeros_like(query[0].transpose(0, 1))
+        for places in layout.places.split(lengths.tolist()):
+            q, *others = (each[0, :, places] for each in (query, key, value))
+            k, v = (each.repeat_interleave(heads // kv_heads, 0) for each in others)
+            mask = torch.ones(len(places), len(places), dtype=torch.bool).tril()
+            scores = (0.1 * q @ k.mT).masked_fill(~mask, -torch.inf)
+            out[places] = (scores.softmax(-1) @ v).transpose(0, 1)
+        return out[None]
+
+    count = len(layout.input_ids)
+    taken = [random(1, count, each, size, seed=each).transpose(1, 2) for each in (heads, kv_heads, kv_heads)]
+    check(lambda *given: in_blocks(*given, layout, 0.1, by_kernel=True), exact, *taken)
+    leaves = [each.requires_grad_() for each in taken]
+    by_kernel = {each.name() for each in graph(in_blocks(*leaves, layout, 0.1, by_kernel=True))}
+    assert ("_ByKernelBackward" in by_kernel) == (name != "one" or kv_heads >= threads)
+
+
+def test_what_is_no_number_stays_in_its_own_sequence(kernels: CpuKernels) -> None:
+    lengths, groups = torch.tensor([100, 70, 80, 10, 12, 90]), torch.tensor([3, 1, 1, 1])
+    layout = laid_out(lengths, groups)
+    shape = (len(layout.input_ids), 2, 32)
+    query, key, value = (random(*shape, seed=seed) for seed in range(3))
+    for each in (query, key, value):
+        each[105] = torch.nan  # in the first branch
+    results = kernels.attend_in_blocks(query, key, value, layout.query_blocks, 0.3)
+    grads = kernels.attend_in_blocks_gradients(random(*shape), query, key, value, *results, layout.query_blocks, 0.3)
+    family, branch = torch.arange(shape[0]) < 130, torch.zeros(shape[0], dtype=torch.bool)
+    branch[100:110] = True
+    for each in results:
+        assert each[~branch].isfinite().all()
+        assert each[105].isnan().all()
+    assert grads[0][~branch].isfinite().all()
+    for each in grads[1:]:
+        assert each[~family].isfinite().all()
+        assert each[:60].isnan().all()
+
+
+def laid_out(lengths: Tensor, groups: Tensor) -> Layout:
+    """Sequences that have the first 60 tokens in common within a group, and no others."""
+    ids = torch.cat(
+        [torch.cat([torch.arange(60), 60 + 9 * row + torch.arange(200)])[:count] for row, count in enumerate(lengths)]
+    )
+    return lay_out(ids, lengths, groups)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -209,7 +287,7 @@ def test_models_have_the_gradients_of_those_without(kernels: CpuKernels, family:
     for fused in (False, True):
         states, gradients = states_and_gradients(ModelPool(models, fused=fused).load("m"))
         # Rotations are the process's own: plain ones may be of a test before.
-        assert ("_GatedBackward" in {type(node).__name__ for node in graph(states)}) == fused
+        assert ({"_GatedBackward", "_ByKernelBackward"} <= {type(node).__name__ for node in graph(states)}) == fused
         found.append([states, *gradients])
     for plain, by_kernels in zip(*found, strict=True):
         torch.testing.assert_close(by_kernels, plain, atol=1e-5 * float(1 + plain.detach().abs().max()), rtol=1e-5)
@@ -274,6 +352,6 @@ def test_without_a_compiler_that_is_said_once_and_torch_computes(
         pools = [ModelPool(models) for _ in range(2)]
     assert sum("torch computes alone" in each.message for each in caplog.records) == 1
     policy = Policy(pools[0].get("m"))
-    assert not policy.split_model.samples_by_kernels
+    assert not policy.split_model.by_kernels
     samples = samples_of(policy, [[5, 6]], SamplingParams(max_tokens=3, seed=0, ignore_eos=True))
     assert len(samples.by_prompt()[0][0].token_ids) == 3

@@ -109,7 +109,7 @@ def test_attention_with_masks_is_the_blocks(load: Load, monkeypatch: pytest.Monk
     inputs = ragged(torch.Generator().manual_seed(0), LENGTHS, GROUPS, common=30)
     blocks = states_and_gradients(split_model, Packing.SHARED, *inputs)
 
-    def masked(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+    def masked(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, **_: bool) -> Tensor:
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
         return packed.masked_attention(q, k, v, layout.masked, scale)[None]
 
@@ -118,10 +118,11 @@ def test_attention_with_masks_is_the_blocks(load: Load, monkeypatch: pytest.Monk
         torch.testing.assert_close(values, blocks[key], atol=1e-5 * values.abs().max().item(), rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("packing", [Packing.PACKED, Packing.SHARED])
 @torch.no_grad()
-def test_a_sequence_sees_nothing_of_the_others(load: Load, packing: Packing) -> None:
-    split_model = load()
+def test_a_sequence_sees_nothing_of_the_others(load: Load, packing: Packing, dtype: torch.dtype) -> None:
+    split_model = load(dtype=dtype, head_dim=32)
     input_ids, lengths, group_sizes = ragged(torch.Generator().manual_seed(0), LENGTHS, GROUPS, common=30)
     assert split_model.packing is Packing.SHARED
 

@@ -124,7 +124,7 @@ def test_numbers_that_are_not_finite_stay_in_no_page(
     policy: Policy, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, by_kernels: bool
 ) -> None:
     """A mask multiplies what it leaves out by zero: a run that diverged would spoil the samples of others."""
-    monkeypatch.setattr(policy.split_model, "samples_by_kernels", by_kernels)
+    monkeypatch.setattr(policy.split_model, "by_kernels", by_kernels)
     sampler, prompt = LocalSampler(kept_bytes=1 << 14), prompt_of(rng, PAGE + 4)
     expected = sampled(sampler, policy, [prompt], max_tokens=4, n=3)
     norm = next(weight for name, weight in policy.split_model.model.named_parameters() if "layernorm" in name)

@@ -24,6 +24,9 @@ from gradwire_server.engine.model.attention.masked import MaskedSegments, QueryS
 MIN_SAVED = 16
 """Minimum number of tokens that sharing must save in an example; below it the extra attention calls cost more."""
 
+BLOCK = 64
+"""Queries of a block, as in ``layers/cpu_kernels.c``."""
+
 BUCKET_WASTE = 64 * 64
 """Token pairs that padding a sequence to another's length may waste: about the cost of a separate call."""
 
@@ -57,6 +60,22 @@ class PrefixBlock(NamedTuple):
     stop: int
     prefix_start: int
     prefix_stop: int
+
+
+class QueryBlocks(NamedTuple):
+    """What a CPU's kernel of attention computes at a time.
+
+    Attributes:
+        blocks: ``[B, 4]`` first and last place of up to :data:`BLOCK` queries, and first and last of their parts.
+        parts: ``[P, 4]`` first and last place of queries, and of the keys to which they attend, each up to its own.
+        families: ``[F + 1]`` first blocks of segments whose keys are those of no other family; the number of blocks.
+
+    A last place is the one after.
+    """
+
+    blocks: Tensor
+    parts: Tensor
+    families: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +154,34 @@ class Layout:
         """The bucket of a layout that is one: sequences of one length without prefixes; None for any other."""
         one = len(self.buckets) == 1 and self.buckets[0].start == 0 and not self.prefix_blocks
         return self.buckets[0] if one else None
+
+    @cached_property
+    def query_blocks(self) -> QueryBlocks:
+        blocks, parts, families = list[list[int]](), list[tuple[int, ...]](), dict[int, int]()
+        family = self.segments[0].start
+
+        def of_one(segment: Segment) -> tuple[int, int, int]:
+            nonlocal family
+            if not segment.prefix_length and segment.start - family >= BLOCK:
+                family = segment.start
+            return family, segment.prefix_start, segment.prefix_length
+
+        for (family_start, prefix_start, prefix_length), together in groupby(self.segments, key=of_one):
+            members = list(together)
+            first, stop = members[0].start, members[-1].start + members[-1].length
+            families.setdefault(family_start, len(blocks))
+            for start, length, *_ in members:
+                place = start
+                while place < start + length:
+                    into = (place - first) % BLOCK
+                    if into == 0:
+                        blocks.append([place, min(place + BLOCK, stop), len(parts), 0])
+                        if prefix_length:
+                            parts.append((*blocks[-1][:2], prefix_start, prefix_start + prefix_length))
+                    end = min(place + BLOCK - into, start + length)
+                    parts.append((place, end, start, end))
+                    place, blocks[-1][3] = end, len(parts)
+        return QueryBlocks(*(torch.tensor(each) for each in (blocks, parts, [*families.values(), len(blocks)])))
 
     @cached_property
     def masked(self) -> MaskedSegments:

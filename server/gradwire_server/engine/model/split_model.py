@@ -19,7 +19,7 @@ from gradwire_losses.batch import sent
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gradwire_server.engine.model.attention.packed import LAYOUT
+from gradwire_server.engine.model.attention.packed import BY_KERNEL, LAYOUT
 from gradwire_server.engine.model.attention.paged import PagedDecode, PagedPrefill
 from gradwire_server.engine.model.layers.dropout import DropoutPlaces, EmbeddingNoise, jittered
 from gradwire_server.engine.model.layers.embedding import add_rows_in_place
@@ -150,10 +150,10 @@ class SplitModel:
             :func:`.packing_check.choose_packing` finds a better one.
         replays: Whether a forward of one token of every row may be replayed as a graph of kernels.
         packs: Whether a sampler may copy its weights into a kernel's order (:mod:`.layers.packed_linear`).
-        samples_by_kernels: Whether a sampler may attend and draw by a CPU's kernels (:mod:`.layers.cpu_kernels`).
+        by_kernels: Whether a CPU's kernels (:mod:`.layers.cpu_kernels`) may attend, and draw for a sampler.
     """
 
-    replays = packs = samples_by_kernels = False
+    replays = packs = by_kernels = False
 
     def __init__(self, facts: ModelFacts, model: PreTrainedModel, placement: Placement, *, mixed: bool = False) -> None:
         self.facts = facts
@@ -281,7 +281,7 @@ class SplitModel:
             # transformers passes a four-dimensional mask on unchanged; with a layout, attention ignores it.
             attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.bool, device=self.device),
             use_cache=False,
-            **{LAYOUT: layout},
+            **{LAYOUT: layout, BY_KERNEL: self.by_kernels},
         ).last_hidden_state
         return packed[0]
 

@@ -132,7 +132,7 @@ class Batch:
         packed = self._packed if self._packed is not None and self._pays_packing() else None
         apart = packed is not None and len(self._rows) >= ONE_THREAD_ROWS
         threads = sampling_threads(model.device, tokens, model.facts.num_parameters, products_only=apart)
-        with threads, sampling_by_kernels(model.samples_by_kernels), packed.in_use() if packed else nullcontext():
+        with threads, sampling_by_kernels(model.by_kernels), packed.in_use() if packed else nullcontext():
             self._extend(products_apart() if apart else nullcontext())
 
     def _pays_packing(self) -> bool:

@@ -64,6 +64,7 @@ class MetaPool(ModelPool):
             for layer in quantized_layers(model):
                 layer.__class__ = _MetaQuantizedLinear
         split_model = SplitModel(facts, model, placement or self.placement)
+        split_model.by_kernels = self.kernels is not None
         if model.config._attn_implementation == "sdpa":
             model.config._attn_implementation = packed.NAME
             split_model.packing = Packing.SHARED

@@ -1,6 +1,7 @@
-"""Attention over a layout of sequences on the CPU, combined from calls of PyTorch's flash kernel on blocks.
+"""Attention over a layout of sequences on the CPU: a kernel of ours, or calls of PyTorch's flash kernel on blocks.
 
-A block is a bucket of segments attending to themselves, or all branches of a prefix attending to that prefix. A token's
+Ours (:meth:`.cpu_kernels.CpuKernels.attend_in_blocks`) takes float32 and most head sizes. A block of the other is a
+bucket of segments attending to themselves, or all branches of a prefix attending to that prefix. A token's
 partial results combine by their log-sum-exps. The kernel's backward, given the combined output and log-sum-exp, yields
 each block's exact share of the gradient, so no key is copied and no mask is built. Legend: ``M`` tokens, ``H`` heads,
 ``K`` heads of keys and values, ``D`` head size.
@@ -8,18 +9,80 @@ each block's exact share of the gradient, so no key is copied and no mask is bui
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradwire_server.engine.model.packing import Bucket, Layout
+from gradwire_server.engine.model.comparison import largest_difference
+from gradwire_server.engine.model.layers.cpu_kernels import CpuKernels, cpu_kernels, takes
+from gradwire_server.engine.model.meta_device import computes_as_cpu
+from gradwire_server.engine.model.packing import Bucket, Layout, lay_out
 
 
-def in_blocks(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-    """Differentiable attention in blocks: ``[1, H, M, D], [1, K, M, D], [1, K, M, D] -> [1, M, H, D]``."""
-    attended: Tensor = _Blocks.apply(query, key, value, layout, scale)  # type: ignore[no-untyped-call]
+def in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, *, by_kernel: bool = False
+) -> Tensor:
+    """Differentiable attention in blocks: ``[1, H, M, D], [1, K, M, D], [1, K, M, D] -> [1, M, H, D]``.
+
+    Args:
+        by_kernel: Whether our kernel may compute it: it is right here (:func:`has_right_kernel`).
+    """
+    kernels = _kernels_for(query, key, value, layout) if by_kernel else None
+    attended: Tensor
+    if kernels is None:
+        attended = _Blocks.apply(query, key, value, layout, scale)  # type: ignore[no-untyped-call]
+    else:
+        attended = _ByKernel.apply(query, key, value, layout, scale, kernels)  # type: ignore[no-untyped-call]
     return attended
+
+
+def _kernels_for(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> CpuKernels | None:
+    """The kernels, if they take such tensors of such a layout."""
+    kernels = cpu_kernels()
+    if kernels is None or not kernels.fit(key[0].transpose(0, 1), layout.query_blocks):
+        return None
+    if query.is_meta:
+        taken = computes_as_cpu(query.device) and takes(query, key, value, device="meta")
+        return CpuKernels(None) if taken else None
+    return kernels if takes(query, key, value) else None
+
+
+@cache
+@torch.enable_grad()
+def has_right_kernel() -> bool:
+    """Whether there is a kernel of ours here that gives what PyTorch's gives, with the same gradients."""
+    kernels = cpu_kernels()
+    if kernels is None:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    lengths, groups = torch.tensor([90, 100, 70, 5]), torch.tensor([3, 1])
+    layout = lay_out(torch.arange(int(lengths.sum())) % 30, lengths, groups)
+    shapes = [(1, heads, len(layout.input_ids), 64) for heads in (4, 2, 2)]
+    taken = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    mine = _ByKernel.apply(*taken, layout, 0.125, kernels)  # type: ignore[no-untyped-call]
+    theirs = _Blocks.apply(*taken, layout, 0.125)  # type: ignore[no-untyped-call]
+    mine, theirs = ([out, *torch.autograd.grad(out.sin().sum(), taken)] for out in (mine, theirs))
+    return all(apart <= 1e-5 * size for apart, size in map(largest_difference, mine, theirs))
+
+
+class _ByKernel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, kernels: CpuKernels
+    ) -> Tensor:
+        query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+        out, lse = kernels.attend_in_blocks(query, key, value, layout.query_blocks, scale)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.plan, ctx.scale, ctx.kernels = layout.query_blocks, scale, kernels
+        return out[None]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        grads = ctx.kernels.attend_in_blocks_gradients(grad_out[0], *ctx.saved_tensors, ctx.plan, ctx.scale)
+        return *(_heads(each) for each in grads), None, None, None
 
 
 class _Blocks(torch.autograd.Function):

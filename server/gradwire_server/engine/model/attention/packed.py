@@ -32,6 +32,8 @@ NAME = "gradwire"
 """Name of the attention implementation."""
 LAYOUT = "token_layout"
 """Keyword that carries a :class:`.packing.Layout`, or a plan of :mod:`.attention_paged`, through a model."""
+BY_KERNEL = "attends_by_kernel"
+"""Keyword that carries whether a kernel of ours may attend on a CPU (:mod:`.attention_blocks`)."""
 
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "is_causal"}
 
@@ -58,6 +60,7 @@ def packed_attention(
         NotImplementedError: The model asks for something other than attention within a window.
     """
     layout: Layout | PagedPrefill | PagedDecode | None = kwargs.pop(LAYOUT, None)
+    by_kernel: bool = kwargs.pop(BY_KERNEL, False)
     if layout is None:
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, sliding_window=sliding_window, **kwargs
@@ -91,7 +94,7 @@ def packed_attention(
         return varlen(query[0], key[0], value[0], layout, scale, window)[None], None
     on_blocks = computes_as_cpu(query.device) or is_estimate(query.device)  # they save what the varlen kernel saves
     if on_blocks and one_size and not dropout and window is None:
-        return in_blocks(query, key, value, layout, scale), None
+        return in_blocks(query, key, value, layout, scale, by_kernel=by_kernel), None
     return masked_attention(q, k, v, layout.masked, scale, window, dropout)[None], None
 
 

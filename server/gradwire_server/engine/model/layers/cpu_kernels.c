@@ -23,7 +23,7 @@ enum { PAGE = 16 };  // tokens of a page, as in attention/paged.py
 #define ROWS 6
 #endif
 enum { COLUMNS = 2 * LANES, LINE = 16, AHEAD = 64 * LINE };  // numbers of a panel's row, of a cache line, to ask for early
-typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 const number panel_columns = COLUMNS;
 
@@ -44,6 +44,11 @@ static inline float exponential(float x) {
   sum = fmaf(sum, rest, 1.0f);
   union { int32_t bits; float value; } power = {((int32_t)whole + 127) << 23};
   return sum * power.value;
+}
+
+static inline float weight_of(float logit, float most) {
+  float less = logit - most;
+  return less < -87.0f ? 0.0f : exponential(less);
 }
 
 // Keys or values of new tokens: token [M, K, D] with strides -> whole [K, T, D] at places [M].
@@ -206,24 +211,33 @@ void rotate(const float *x, number of_token, number of_head, const float *cosine
   }
 }
 
-// A tile of a product: rows of x [rows, I] with a panel [I, COLUMNS] -> the first columns of out [rows, O], in registers.
-static inline __attribute__((always_inline)) void tile(int rows, const float *x, const float *panel, float *out,
-                                                       number I, number O, number columns) {
+// A tile of a product: out [rows, COLUMNS] of x [rows, I] and a panel [I, COLUMNS], all with strides, in registers; or
+// what out held and that; or, of a product that goes through a whole weight, the first columns of it.
+enum tile_kind { STREAMED, WRITTEN, ADDED };
+
+static inline __attribute__((always_inline)) void tile(int rows, enum tile_kind kind, const float *x, number of_row,
+                                                       number of_step, const float *panel, number of_line, float *out,
+                                                       number O, number I, number columns) {
   lanes sums[ROWS][2] = {0};
-  for (number i = 0; i < I; i++, panel += COLUMNS) {
+  if (kind == ADDED)
+#pragma GCC unroll 14
+    for (int r = 0; r < rows; r++)
+      sums[r][0] = *(const lanes *)(out + r * O), sums[r][1] = *(const lanes *)(out + r * O + LANES);
+  for (number i = 0; i < I; i++, panel += of_line, x += of_step) {
     lanes low = *(const lanes *)panel, high = *(const lanes *)(panel + LANES);
+    if (kind == STREAMED)
 #pragma GCC unroll 2
-    for (int c = 0; c < COLUMNS; c += LINE) __builtin_prefetch(panel + AHEAD + c);
+      for (int c = 0; c < COLUMNS; c += LINE) __builtin_prefetch(panel + AHEAD + c);
 #pragma GCC unroll 14
     for (int r = 0; r < rows; r++) {
-      sums[r][0] += x[r * I + i] * low;
-      sums[r][1] += x[r * I + i] * high;
+      sums[r][0] += x[r * of_row] * low;
+      sums[r][1] += x[r * of_row] * high;
     }
   }
 #pragma GCC unroll 14
   for (int r = 0; r < rows; r++) {
-    if (columns == COLUMNS)
-      memcpy(out + r * O, sums[r], sizeof sums[r]);
+    if (kind != STREAMED || columns == COLUMNS)
+      *(lanes *)(out + r * O) = sums[r][0], *(lanes *)(out + r * O + LANES) = sums[r][1];
     else
       memcpy(out + r * O, sums[r], sizeof(float) * columns);
   }
@@ -231,10 +245,13 @@ static inline __attribute__((always_inline)) void tile(int rows, const float *x,
 
 #define TILE(rows) \
   case rows: \
-    tile(rows, x, panel, out, I, O, columns); \
+    tile(rows, kind, x, of_row, of_step, panel, of_line, out, O, I, columns); \
     break;
 
-static void tile_of(int rows, const float *x, const float *panel, float *out, number I, number O, number columns) {
+static inline __attribute__((always_inline)) void tile_of(number rows, enum tile_kind kind, const float *x,
+                                                          number of_row, number of_step, const float *panel,
+                                                          number of_line, float *out, number O, number I,
+                                                          number columns) {
   switch (rows) {
     TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
 #if ROWS > 6
@@ -254,17 +271,12 @@ void product(const float *x, const float *panels, const float *bias, float *out,
     number columns = O - at < COLUMNS ? O - at : COLUMNS;
     for (number t = 0; t < tiles; t++) {
       number row = M * t / tiles, end = M * (t + 1) / tiles;
-      tile_of(end - row, x + row * I, panels + at * I, out + row * O + at, I, O, columns);
+      tile_of(end - row, STREAMED, x + row * I, I, 1, panels + at * I, COLUMNS, out + row * O + at, O, I, columns);
       if (bias != NULL)
         for (; row < end; row++)
           for (number c = 0; c < columns; c++) out[row * O + at + c] += bias[at + c];
     }
   }
-}
-
-static inline float weight_of(float logit, float most) {
-  float less = logit - most;
-  return less < -87.0f ? 0.0f : exponential(less);
 }
 
 // A token of each row of logits [R, V] with a stride, drawn by inverting its cumulative distribution at uniform [R], and
@@ -306,5 +318,178 @@ void draw(const float *logits, number of_row, const double *uniform, number *tok
     }
     tokens[row] = token;
     logprobs[row] = own[token] - most - log(total);
+  }
+}
+
+enum { BLOCK = 64 };  // queries, and keys, at a time
+
+// The numbers of a product that a mask leaves: all, of a row those up to its diagonal, or from it on.
+enum part { ALL, UP_TO, FROM };
+
+// out [M, N] of, or and, x [M, I] by lines [I, N], all with strides, N in whole panels. Row m has its diagonal at m + edge,
+// or, of those from it on, at m - edge.
+static inline __attribute__((always_inline)) void multiply(enum tile_kind kind, enum part part, number edge,
+                                                           const float *x, number of_row, number of_step,
+                                                           const float *lines, number of_line, number of_panel,
+                                                           float *out, number O, number M, number I, number N) {
+  number tiles = (M + ROWS - 1) / ROWS;
+  for (number t = 0; t < tiles; t++) {
+    number row = M * t / tiles, end = M * (t + 1) / tiles, first = 0, steps = I;
+    if (part == UP_TO && end + edge < steps) steps = end + edge;
+    if (part == FROM && row - edge > 0) first = row - edge;
+    if (first >= steps) continue;
+    for (number n = 0; n < N; n += COLUMNS)
+      tile_of(end - row, kind, x + row * of_row + first * of_step, of_row, of_step,
+              lines + first * of_line + n / COLUMNS * of_panel, of_line, out + row * O + n, O, steps - first, COLUMNS);
+  }
+}
+
+static void added(enum part part, number edge, const float *x, number of_row, number of_step, const float *lines,
+                  float *out, number O, number M, number I, number N) {
+  if (part == UP_TO)
+    multiply(ADDED, UP_TO, edge, x, of_row, of_step, lines, N, COLUMNS, out, O, M, I, N);
+  else
+    multiply(ADDED, FROM, edge, x, of_row, of_step, lines, N, COLUMNS, out, O, M, I, N);
+}
+
+// x [tokens, D] with a stride -> rows without gaps: those with them may share few sets of a cache.
+static void gather(const float *x, number of_token, float *rows, number tokens, number D) {
+  for (number t = 0; t < tokens; t++) memcpy(rows + t * D, x + t * of_token, sizeof(float) * D);
+}
+
+// x [tokens, D] times a number -> panels [BLOCK / COLUMNS, D, COLUMNS] of its transpose.
+static void turn(const float *x, float by, float *panels, number tokens, number D) {
+  for (number at = 0; at < tokens; at += COLUMNS) {
+    float *panel = panels + at * D;
+    number count = tokens - at < COLUMNS ? tokens - at : COLUMNS;
+    if (count < COLUMNS) memset(panel, 0, sizeof(float) * COLUMNS * D);
+    for (number d = 0; d < D; d += 8)
+      for (number t = 0; t < count; t++)
+        for (number e = d; e < d + 8; e++) panel[e * COLUMNS + t] = x[(at + t) * D + e] * by;
+  }
+}
+
+// The first of the queries from..to that have a key.
+static inline number start_of(number key, number from, number to, number edge) {
+  number first = key - edge > from ? key - edge : from;
+  return first < to ? first : to;
+}
+
+// Products [tokens, BLOCK] of keys [tokens, D] and the queries from..to of turned ones. A query has those up
+// to its own place and edge; others are not written.
+static void products(const float *keys, const float *turned, float *out, number tokens, number from, number to,
+                     number edge, number D) {
+  for (number n = from / COLUMNS * COLUMNS; n < to; n += COLUMNS) {
+    number needed = n + COLUMNS + edge < tokens ? n + COLUMNS + edge : tokens;
+    multiply(WRITTEN, ALL, 0, keys, D, 1, turned + n * D, COLUMNS, 0, out + n, BLOCK, needed, D, COLUMNS);
+  }
+}
+
+// Causal attention of segments to themselves and to prefixes: q [M, H, D], k and v [M, K, D], with strides -> out [M, H, D]
+// and lse [M, H]. A block has queries start..stop, and parts first..last: queries start..stop that attend to the keys
+// from..to, each up to its own place. Running maxima as in attend.
+void attend_in_blocks(const float *q, number q_token, number q_head, const float *k, number k_token, number k_head,
+                      const float *v, number v_token, number v_head, const number *blocks, const number *parts,
+                      float scale, float *out, float *lse, number B, number H, number K, number D, number threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  for (number item = 0; item < B * H; item++) {
+    const number *block = blocks + item / H * 4;
+    number head = item % H, kv = head / (H / K), start = block[0], rows = block[1] - start;
+    float result[BLOCK * D], turned[BLOCK * D], keys[BLOCK * D], scores[BLOCK * BLOCK];
+    float most[BLOCK], total[BLOCK], less[BLOCK];
+    gather(q + start * q_token + head * q_head, q_token, result, rows, D);
+    turn(result, scale, turned, rows, D);
+    memset(result, 0, sizeof(float) * rows * D);
+    for (number r = 0; r < rows; r++) most[r] = -1e30f, total[r] = 0;
+    for (const number *part = parts + block[2] * 4; part < parts + block[3] * 4; part += 4) {
+      number from = part[0] - start, to = part[1] - start;
+      for (number key = part[2]; key < part[3]; key += BLOCK) {
+        number tokens = part[3] - key < BLOCK ? part[3] - key : BLOCK, edge = start - key;
+        gather(k + key * k_token + kv * k_head, k_token, keys, tokens, D);
+        products(keys, turned, scores, tokens, from, to, edge, D);
+        memcpy(less, most, sizeof less);
+        for (number c = 0; c < tokens; c++) {
+          const float *own = scores + c * BLOCK;
+          for (number r = start_of(c, from, to, edge); r < to; r++) most[r] = own[r] > most[r] ? own[r] : most[r];
+        }
+        for (number r = from; r < to; r++) total[r] *= less[r] = weight_of(less[r], most[r]);
+        for (number c = 0; c < tokens; c++) {
+          float *own = scores + c * BLOCK;
+          number r = start_of(c, from, to, edge);
+          memset(own + from, 0, sizeof(float) * (r - from));
+          for (; r < to; r++) total[r] += own[r] = weight_of(own[r], most[r]);
+        }
+        for (number r = from; r < to; r++)
+          for (number d = 0; d < D; d++) result[r * D + d] *= less[r];
+        gather(v + key * v_token + kv * v_head, v_token, keys, tokens, D);
+        added(UP_TO, from + edge, scores + from, 1, BLOCK, keys, result + from * D, D, to - from, tokens, D);
+      }
+    }
+    for (number r = 0; r < rows; r++) {
+      for (number d = 0; d < D; d++) out[((start + r) * H + head) * D + d] = result[r * D + d] / total[r];
+      lse[(start + r) * H + head] = most[r] + logf(total[r]);
+    }
+  }
+}
+
+// The gradients of attend_in_blocks, given that of out, all [M, H, D] or [M, K, D] without gaps (Dao 2023,
+// arXiv:2307.08691). The blocks of a family, families[f]..families[f + 1], have keys of their own tokens only.
+void attend_in_blocks_gradients(const float *of_out, const float *q, number q_token, number q_head, const float *k,
+                                number k_token, number k_head, const float *v, number v_token, number v_head,
+                                const float *out, const float *lse, const number *blocks, const number *parts,
+                                const number *families, float scale, float *of_q, float *of_k, float *of_v, number F,
+                                number H, number K, number D, number threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  for (number item = 0; item < F * K; item++) {
+    number kv = item % K, shared_by = H / K;
+    const number *first = blocks + families[item / K] * 4, *last = blocks + families[item / K + 1] * 4;
+    float queries[BLOCK * D], grad[BLOCK * D], keys[BLOCK * D], values[BLOCK * D], of_queries[BLOCK * D];
+    float turned[BLOCK * D], of_turned[BLOCK * D], scores[BLOCK * BLOCK], of_scores[BLOCK * BLOCK];
+    float along[BLOCK], sums[BLOCK];
+    for (number m = first[0]; m < last[-3]; m++) {
+      memset(of_k + (m * K + kv) * D, 0, sizeof(float) * D);
+      memset(of_v + (m * K + kv) * D, 0, sizeof(float) * D);
+    }
+    for (number pair = 0; pair < (last - first) / 4 * shared_by; pair++) {
+      const number *block = first + pair / shared_by * 4;
+      number head = kv * shared_by + pair % shared_by, start = block[0], rows = block[1] - start;
+      gather(q + start * q_token + head * q_head, q_token, queries, rows, D);
+      gather(of_out + (start * H + head) * D, H * D, grad, rows, D);
+      turn(queries, scale, turned, rows, D);
+      turn(grad, 1.0f, of_turned, rows, D);
+      memset(of_queries, 0, sizeof(float) * rows * D);
+      for (number r = 0; r < rows; r++) {
+        const float *result = out + ((start + r) * H + head) * D;
+        along[r] = 0, sums[r] = lse[(start + r) * H + head];
+        for (number d = 0; d < D; d++) along[r] += grad[r * D + d] * result[d];
+      }
+      for (const number *part = parts + block[2] * 4; part < parts + block[3] * 4; part += 4) {
+        number from = part[0] - start, to = part[1] - start;
+        for (number key = part[2]; key < part[3]; key += BLOCK) {
+          number tokens = part[3] - key < BLOCK ? part[3] - key : BLOCK, edge = start - key;
+          gather(k + key * k_token + kv * k_head, k_token, keys, tokens, D);
+          gather(v + key * v_token + kv * v_head, v_token, values, tokens, D);
+          products(keys, turned, scores, tokens, from, to, edge, D);
+          products(values, of_turned, of_scores, tokens, from, to, edge, D);
+          for (number c = 0; c < tokens; c++) {
+            float *own = scores + c * BLOCK, *of_own = of_scores + c * BLOCK;
+            number first = start_of(c, from, to, edge);
+            memset(own + from, 0, sizeof(float) * (first - from));
+            memset(of_own + from, 0, sizeof(float) * (first - from));
+            for (number r = first; r < to; r++) {
+              own[r] = weight_of(own[r], sums[r]);
+              of_own[r] = own[r] * (of_own[r] - along[r]) * scale;
+            }
+          }
+          added(FROM, from + edge, scores + from, BLOCK, 1, grad + from * D, of_v + (key * K + kv) * D, K * D, tokens,
+                to - from, D);
+          added(FROM, from + edge, of_scores + from, BLOCK, 1, queries + from * D, of_k + (key * K + kv) * D, K * D,
+                tokens, to - from, D);
+          added(UP_TO, from + edge, of_scores + from, 1, BLOCK, keys, of_queries + from * D, D, to - from, tokens, D);
+        }
+      }
+      for (number r = 0; r < rows; r++)
+        memcpy(of_q + ((start + r) * H + head) * D, of_queries + r * D, sizeof(float) * D);
+    }
   }
 }

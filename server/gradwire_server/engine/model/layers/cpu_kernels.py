@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from gradwire_server.engine.model.packing import QueryBlocks
 from gradwire_server.engine.threads import product_threads
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ FLAGS = (
     "-fno-trapping-math",
     "-fno-signed-zeros",
     "-fassociative-math",  # sums as vectors; not -ffast-math, which changes how all of the process computes
+    # Vectors as long as there are: 1.2 times as fast.
+    *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
 )
 SECONDS = 60.0
 """Time for the compiler."""
@@ -58,6 +61,7 @@ FEWEST_NUMBERS = 1 << 17
 """Numbers from which on more than one thread computes: waking another takes as long as some ten thousand."""
 
 
+_STRIDED = (c_void_p, c_int64, c_int64)
 _SIGNATURES = {
     "write_tokens": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, *[c_int64] * 4),
     "attend": (c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_float, c_void_p, c_void_p, *[c_int64] * 9),
@@ -67,6 +71,10 @@ _SIGNATURES = {
     "gated_gradients": (*[c_void_p] * 5, *[c_int64] * 3),
     "rotate": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 4),
     "product": (*[c_void_p] * 4, *[c_int64] * 4),
+    "attend_in_blocks": (*_STRIDED * 3, *[c_void_p] * 2, c_float, *[c_void_p] * 2, *[c_int64] * 5),
+    "attend_in_blocks_gradients": (
+        (c_void_p, *_STRIDED * 3, *[c_void_p] * 5, c_float, *[c_void_p] * 3) + (c_int64,) * 5
+    ),
     "draw": (c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3),
 }
 
@@ -155,6 +163,44 @@ class CpuKernels:
             lse, rows, heads, kv_heads, room, table.shape[1], size, value_size, product_threads(), FEWEST_NUMBERS,
         )  # fmt: skip
         return out, lse
+
+    def attend_in_blocks(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: QueryBlocks, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """``[M, H, D]``, twice ``[M, K, D]`` -> ``[M, H, D]`` and log-sum-exps ``[M, H]``, if :meth:`fit`."""
+        count, heads, size = query.shape
+        out, lse = query.new_empty(count, heads, size), query.new_empty(count, heads)
+        self._call(
+            "attend_in_blocks", *_strided(query, key, value), plan.blocks, plan.parts, scale, out, lse,
+            len(plan.blocks), heads, key.shape[1], size, product_threads(),
+        )  # fmt: skip
+        return out, lse
+
+    def attend_in_blocks_gradients(
+        self,
+        of_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        plan: QueryBlocks,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the query, the key and the value of :meth:`attend_in_blocks`, given what it returned."""
+        count, heads, size = query.shape
+        kv_heads = key.shape[1]
+        of_query = query.new_empty(count, heads, size)
+        of_key, of_value = (key.new_empty(count, kv_heads, size) for _ in range(2))
+        self._call(
+            "attend_in_blocks_gradients", _whole(of_out), *_strided(query, key, value), out, lse, *plan, scale,
+            of_query, of_key, of_value, len(plan.families) - 1, heads, kv_heads, size, product_threads(),
+        )  # fmt: skip
+        return of_query, of_key, of_value
+
+    def fit(self, key: Tensor, plan: QueryBlocks) -> bool:
+        """Whether keys ``[M, K, D]`` have heads of whole panels, and all threads work in a backward pass."""
+        return key.shape[2] % self._columns == 0 and key.shape[1] * (len(plan.families) - 1) >= product_threads()
 
     def norm(self, hidden: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         """``hidden [.., D] / sqrt(mean(hidden^2) + eps) * (offset + weight [D])``."""
@@ -356,6 +402,11 @@ def _processor() -> str:
 def _whole(tensor: Tensor) -> Tensor:
     """A tensor without gaps; asking first takes a tenth of the time."""
     return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _strided(*by_token: Tensor) -> list[Tensor | int]:
+    """Each tensor and the strides of its tokens and heads."""
+    return [given for each in by_token for given in (each, each.stride(0), each.stride(1))]
 
 
 def _threads(numbers: int) -> int:

@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.machine import machine_memory
+from gradwire_server.engine.model.attention.blocks import has_right_kernel
 from gradwire_server.engine.model.layers.packed_linear import has_right_products
 from gradwire_server.engine.model.loading import quantization
 from gradwire_server.engine.model.loading.compilation import compile_layers
@@ -215,6 +216,7 @@ class ModelPool:
         if offload:
             offload_layers(model, self.device)
         split_model = SplitModel(facts, model, placement, mixed=self._mixed and dtype is None)
+        split_model.by_kernels = fused and on_cpu and has_right_kernel()
         if on_cpu or quantize is not None or split_model.routers is not None:
             quantization.release_file(model)  # transformers joins the weights of experts
         if facts.takes_images and quantize is None:
@@ -223,7 +225,6 @@ class ModelPool:
             check_split(split_model)
             split_model.packing = choose_packing(split_model)
             check_rows(split_model)
-        split_model.samples_by_kernels = fused and on_cpu
         split_model.replays = self._replays and not offload and quantize is None
         small = split_model.weight_bytes <= machine_memory() // PACKED_SHARE
         whole = self._packs and not offload and quantize is None

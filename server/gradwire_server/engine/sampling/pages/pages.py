@@ -214,7 +214,7 @@ class Pages:
     def decode(self, policies: Sequence[Policy], tokens: IntArray, positions: IntArray) -> Tensor:
         split_model = policies[0].split_model
         rows, fills = self._rows, fills_up(split_model.device)
-        whole = fills or split_model.samples_by_kernels
+        whole = fills or split_model.by_kernels
         for row, page in zip(rows, (positions // PAGE).tolist(), strict=True):
             if page == len(row.shared) + len(row.own):
                 row.own.append(self._table.new())
@@ -226,7 +226,7 @@ class Pages:
             # Pages that a row has for itself are read with its own, by one call, where lists are whole, and of a row
             # alone; several would be copied for it. A kernel reads few pages once more for each row in less time.
             shared_by, joined = Counter(row.shared for row in rows), whole or len(rows) == 1
-            few = FEW if split_model.samples_by_kernels else 0
+            few = FEW if split_model.by_kernels else 0
             alone = [joined and (shared_by[row.shared] == 1 or len(row.shared) <= few) for row in rows]
             self._apart = [row.shared if of_one else () for row, of_one in zip(rows, alone, strict=True)]
             shared = [() if of_one else row.shared for row, of_one in zip(rows, alone, strict=True)]
@@ -382,7 +382,7 @@ def paged_token_bytes(policy: Policy, agreement: Agreement) -> int:
         decoded = pages.decode([policy] * 2, tokens[[-1, 1]], np.array([count - 1, 1]))
         return decoded.float(), expected.last_hidden_state[0, [count - 1, 1]].float(), pages.token_bytes
 
-    with sampling_by_kernels(policy.split_model.samples_by_kernels):
+    with sampling_by_kernels(policy.split_model.by_kernels):
         compared = agreement.attempt(states)
     if isinstance(compared, Failure):  # an architecture may do anything with keywords that it does not know
         if compared.out_of_memory:

@@ -129,8 +129,8 @@ class EngineSettings(BaseModel):
     kernels: Literal["auto", "plain"] = setting(
         "auto",
         "auto: norms, gated activations and rotary embeddings by kernels that agree with transformers (liger-kernel's "
-        "on a GPU with gradwire[kernels], our own on a CPU with a C compiler), sampled tokens on a GPU by graphs of "
-        "kernels; plain: as transformers does.",
+        "on a GPU with gradwire[kernels], our own on a CPU with a C compiler, there attention and a sampler's products "
+        "too), sampled tokens by graphs of kernels, or on a CPU recorded forwards; plain: as transformers does.",
         subject=COMPUTE,
     )
     sampler: Literal["local", "vllm"] = setting(

@@ -25,7 +25,7 @@ MIN_SAVED = 16
 """Minimum number of tokens that sharing must save in an example; below it the extra attention calls cost more."""
 
 BLOCK = 64
-"""Queries of a block, as in ``layers/cpu_kernels.c``."""
+"""Queries of a block, as in ``layers/cpu/blocks.c``."""
 
 BUCKET_WASTE = 64 * 64
 """Token pairs that padding a sequence to another's length may waste: about the cost of a separate call."""

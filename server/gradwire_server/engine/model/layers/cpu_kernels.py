@@ -1,13 +1,15 @@
-"""Kernels of our own for what is computed between products, and for products of some rows, in float32 on a CPU.
+"""Kernels of our own for attention, what is computed between products, and products of some rows: float32 on a CPU.
 
 torch computes a norm, a rotation or the attention of one token as 6 to 30 operations, each with a call from Python and
-a pass over the numbers, and its products are made for many rows. ``cpu_kernels.c`` has a function for each. It is
-compiled for this processor in half a second by the machine's C compiler (``CC``, else ``cc``) when the engine starts,
-and kept in the user's cache folder. Without a compiler torch computes as ever; so it does with ``--kernels plain``.
+a pass over the numbers, and its products are made for many rows. ``cpu/`` has a function for each in C. They are
+compiled for this processor in some seconds by the machine's C compiler (``CC``, else ``cc``) when an engine first
+starts, and kept in the user's cache folder. Without a compiler torch computes as ever; so it does with
+``--kernels plain``.
 
 Each is compared with what it stands for when a model is loaded
 (:mod:`gradwire_server.engine.model.loading.fused_kernels`,
-:func:`gradwire_server.engine.sampling.pages.pages.paged_token_bytes` for attention, and
+:func:`gradwire_server.engine.sampling.pages.pages.paged_token_bytes` for attention to pages,
+:func:`gradwire_server.engine.model.attention.blocks.has_right_kernel` for that of packed sequences, and
 :func:`gradwire_server.engine.model.layers.packed_linear.has_right_products`).
 """
 
@@ -40,7 +42,7 @@ from gradwire_server.engine.threads import product_threads
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_suffix(".c")
+SOURCES = sorted((Path(__file__).parent / "cpu").iterdir())
 FLAGS = (
     "-O3",
     "-march=native",
@@ -374,7 +376,7 @@ def _compiled() -> Path:
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
         raise FileNotFoundError("there is no C compiler (install gcc or clang, or name one by CC)")
-    state = hashlib.blake2b(SOURCE.read_bytes(), digest_size=8)
+    state = hashlib.blake2b(b"".join(each.read_bytes() for each in SOURCES), digest_size=8)
     state.update(repr((FLAGS, os.path.realpath(compiler), platform.machine(), _processor())).encode())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradwire" / "kernels"
     library = folder / f"{state.hexdigest()}.so"
@@ -382,10 +384,11 @@ def _compiled() -> Path:
         return library
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as own:
-        made, linked = Path(own) / "kernels.o", Path(own) / "kernels.so"
-        compiling = [compiler, *FLAGS, "-c", str(SOURCE), "-o", str(made)]
-        for command in (compiling, [compiler, "-shared", str(made), "-lm", "-o", str(linked)]):
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
+        sources = [each for each in SOURCES if each.suffix == ".c"]
+        made, linked = [f"{each.stem}.o" for each in sources], Path(own) / "kernels.so"
+        compiling = [compiler, *FLAGS, "-c", *map(str, sources)]
+        for command in (compiling, [compiler, "-shared", *made, "-lm", "-o", str(linked)]):
+            subprocess.run(command, cwd=own, check=True, capture_output=True, text=True, timeout=SECONDS)
         linked.replace(library)
     return library
 

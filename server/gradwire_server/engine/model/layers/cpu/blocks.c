@@ -1,0 +1,176 @@
+// Attention of packed sequences to themselves and to prefixes, with its gradients.
+
+#include "numbers.h"
+
+enum { BLOCK = 64 };  // queries, as in model/packing.py, and keys at a time
+
+// The numbers of a product that a mask leaves: all, of a row those up to its diagonal, or from it on.
+enum part { ALL, UP_TO, FROM };
+
+// out [M, N] of, or and, x [M, I] by lines [I, N], all with strides, N in whole panels. Row m has its diagonal at m + edge,
+// or, of those from it on, at m - edge.
+static inline __attribute__((always_inline)) void multiply(enum tile_kind kind, enum part part, number edge,
+                                                           const float *x, number of_row, number of_step,
+                                                           const float *lines, number of_line, number of_panel,
+                                                           float *out, number O, number M, number I, number N) {
+  number tiles = (M + ROWS - 1) / ROWS;
+  for (number t = 0; t < tiles; t++) {
+    number row = M * t / tiles, end = M * (t + 1) / tiles, first = 0, steps = I;
+    if (part == UP_TO && end + edge < steps) steps = end + edge;
+    if (part == FROM && row - edge > 0) first = row - edge;
+    if (first >= steps) continue;
+    for (number n = 0; n < N; n += COLUMNS)
+      tile_of(end - row, kind, x + row * of_row + first * of_step, of_row, of_step,
+              lines + first * of_line + n / COLUMNS * of_panel, of_line, out + row * O + n, O, steps - first, COLUMNS);
+  }
+}
+
+static void added(enum part part, number edge, const float *x, number of_row, number of_step, const float *lines,
+                  float *out, number O, number M, number I, number N) {
+  if (part == UP_TO)
+    multiply(ADDED, UP_TO, edge, x, of_row, of_step, lines, N, COLUMNS, out, O, M, I, N);
+  else
+    multiply(ADDED, FROM, edge, x, of_row, of_step, lines, N, COLUMNS, out, O, M, I, N);
+}
+
+// x [tokens, D] with a stride -> rows without gaps: those with them may share few sets of a cache.
+static void gather(const float *x, number of_token, float *rows, number tokens, number D) {
+  for (number t = 0; t < tokens; t++) memcpy(rows + t * D, x + t * of_token, sizeof(float) * D);
+}
+
+// x [tokens, D] times a number -> panels [BLOCK / COLUMNS, D, COLUMNS] of its transpose.
+static void turn(const float *x, float by, float *panels, number tokens, number D) {
+  for (number at = 0; at < tokens; at += COLUMNS) {
+    float *panel = panels + at * D;
+    number count = tokens - at < COLUMNS ? tokens - at : COLUMNS;
+    if (count < COLUMNS) memset(panel, 0, sizeof(float) * COLUMNS * D);
+    for (number d = 0; d < D; d += 8)
+      for (number t = 0; t < count; t++)
+        for (number e = d; e < d + 8; e++) panel[e * COLUMNS + t] = x[(at + t) * D + e] * by;
+  }
+}
+
+// The first of the queries from..to that have a key.
+static inline number start_of(number key, number from, number to, number edge) {
+  number first = key - edge > from ? key - edge : from;
+  return first < to ? first : to;
+}
+
+// Products [tokens, BLOCK] of keys [tokens, D] and the queries from..to of turned ones. A query has those up
+// to its own place and edge; others are not written.
+static void products(const float *keys, const float *turned, float *out, number tokens, number from, number to,
+                     number edge, number D) {
+  for (number n = from / COLUMNS * COLUMNS; n < to; n += COLUMNS) {
+    number needed = n + COLUMNS + edge < tokens ? n + COLUMNS + edge : tokens;
+    multiply(WRITTEN, ALL, 0, keys, D, 1, turned + n * D, COLUMNS, 0, out + n, BLOCK, needed, D, COLUMNS);
+  }
+}
+
+// Causal attention of segments to themselves and to prefixes: q [M, H, D], k and v [M, K, D], with strides -> out [M, H, D]
+// and lse [M, H]. A block has queries start..stop, and parts first..last: queries start..stop that attend to the keys
+// from..to, each up to its own place. Running maxima as in attend.
+void attend_in_blocks(const float *q, number q_token, number q_head, const float *k, number k_token, number k_head,
+                      const float *v, number v_token, number v_head, const number *blocks, const number *parts,
+                      float scale, float *out, float *lse, number B, number H, number K, number D, number threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  for (number item = 0; item < B * H; item++) {
+    const number *block = blocks + item / H * 4;
+    number head = item % H, kv = head / (H / K), start = block[0], rows = block[1] - start;
+    float result[BLOCK * D], turned[BLOCK * D], keys[BLOCK * D], scores[BLOCK * BLOCK];
+    float most[BLOCK], total[BLOCK], less[BLOCK];
+    gather(q + start * q_token + head * q_head, q_token, result, rows, D);
+    turn(result, scale, turned, rows, D);
+    memset(result, 0, sizeof(float) * rows * D);
+    for (number r = 0; r < rows; r++) most[r] = -1e30f, total[r] = 0;
+    for (const number *part = parts + block[2] * 4; part < parts + block[3] * 4; part += 4) {
+      number from = part[0] - start, to = part[1] - start;
+      for (number key = part[2]; key < part[3]; key += BLOCK) {
+        number tokens = part[3] - key < BLOCK ? part[3] - key : BLOCK, edge = start - key;
+        gather(k + key * k_token + kv * k_head, k_token, keys, tokens, D);
+        products(keys, turned, scores, tokens, from, to, edge, D);
+        memcpy(less, most, sizeof less);
+        for (number c = 0; c < tokens; c++) {
+          const float *own = scores + c * BLOCK;
+          for (number r = start_of(c, from, to, edge); r < to; r++) most[r] = own[r] > most[r] ? own[r] : most[r];
+        }
+        for (number r = from; r < to; r++) total[r] *= less[r] = weight_of(less[r], most[r]);
+        for (number c = 0; c < tokens; c++) {
+          float *own = scores + c * BLOCK;
+          number r = start_of(c, from, to, edge);
+          memset(own + from, 0, sizeof(float) * (r - from));
+          for (; r < to; r++) total[r] += own[r] = weight_of(own[r], most[r]);
+        }
+        for (number r = from; r < to; r++)
+          for (number d = 0; d < D; d++) result[r * D + d] *= less[r];
+        gather(v + key * v_token + kv * v_head, v_token, keys, tokens, D);
+        added(UP_TO, from + edge, scores + from, 1, BLOCK, keys, result + from * D, D, to - from, tokens, D);
+      }
+    }
+    for (number r = 0; r < rows; r++) {
+      for (number d = 0; d < D; d++) out[((start + r) * H + head) * D + d] = result[r * D + d] / total[r];
+      lse[(start + r) * H + head] = most[r] + logf(total[r]);
+    }
+  }
+}
+
+// The gradients of attend_in_blocks, given that of out, all [M, H, D] or [M, K, D] without gaps (Dao 2023,
+// arXiv:2307.08691). The blocks of a family, families[f]..families[f + 1], have keys of their own tokens only.
+void attend_in_blocks_gradients(const float *of_out, const float *q, number q_token, number q_head, const float *k,
+                                number k_token, number k_head, const float *v, number v_token, number v_head,
+                                const float *out, const float *lse, const number *blocks, const number *parts,
+                                const number *families, float scale, float *of_q, float *of_k, float *of_v, number F,
+                                number H, number K, number D, number threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  for (number item = 0; item < F * K; item++) {
+    number kv = item % K, shared_by = H / K;
+    const number *first = blocks + families[item / K] * 4, *last = blocks + families[item / K + 1] * 4;
+    float queries[BLOCK * D], grad[BLOCK * D], keys[BLOCK * D], values[BLOCK * D], of_queries[BLOCK * D];
+    float turned[BLOCK * D], of_turned[BLOCK * D], scores[BLOCK * BLOCK], of_scores[BLOCK * BLOCK];
+    float along[BLOCK], sums[BLOCK];
+    for (number m = first[0]; m < last[-3]; m++) {
+      memset(of_k + (m * K + kv) * D, 0, sizeof(float) * D);
+      memset(of_v + (m * K + kv) * D, 0, sizeof(float) * D);
+    }
+    for (number pair = 0; pair < (last - first) / 4 * shared_by; pair++) {
+      const number *block = first + pair / shared_by * 4;
+      number head = kv * shared_by + pair % shared_by, start = block[0], rows = block[1] - start;
+      gather(q + start * q_token + head * q_head, q_token, queries, rows, D);
+      gather(of_out + (start * H + head) * D, H * D, grad, rows, D);
+      turn(queries, scale, turned, rows, D);
+      turn(grad, 1.0f, of_turned, rows, D);
+      memset(of_queries, 0, sizeof(float) * rows * D);
+      for (number r = 0; r < rows; r++) {
+        const float *result = out + ((start + r) * H + head) * D;
+        along[r] = 0, sums[r] = lse[(start + r) * H + head];
+        for (number d = 0; d < D; d++) along[r] += grad[r * D + d] * result[d];
+      }
+      for (const number *part = parts + block[2] * 4; part < parts + block[3] * 4; part += 4) {
+        number from = part[0] - start, to = part[1] - start;
+        for (number key = part[2]; key < part[3]; key += BLOCK) {
+          number tokens = part[3] - key < BLOCK ? part[3] - key : BLOCK, edge = start - key;
+          gather(k + key * k_token + kv * k_head, k_token, keys, tokens, D);
+          gather(v + key * v_token + kv * v_head, v_token, values, tokens, D);
+          products(keys, turned, scores, tokens, from, to, edge, D);
+          products(values, of_turned, of_scores, tokens, from, to, edge, D);
+          for (number c = 0; c < tokens; c++) {
+            float *own = scores + c * BLOCK, *of_own = of_scores + c * BLOCK;
+            number first = start_of(c, from, to, edge);
+            memset(own + from, 0, sizeof(float) * (first - from));
+            memset(of_own + from, 0, sizeof(float) * (first - from));
+            for (number r = first; r < to; r++) {
+              own[r] = weight_of(own[r], sums[r]);
+              of_own[r] = own[r] * (of_own[r] - along[r]) * scale;
+            }
+          }
+          added(FROM, from + edge, scores + from, BLOCK, 1, grad + from * D, of_v + (key * K + kv) * D, K * D, tokens,
+                to - from, D);
+          added(FROM, from + edge, of_scores + from, BLOCK, 1, queries + from * D, of_k + (key * K + kv) * D, K * D,
+                tokens, to - from, D);
+          added(UP_TO, from + edge, of_scores + from, 1, BLOCK, keys, of_queries + from * D, D, to - from, tokens, D);
+        }
+      }
+      for (number r = 0; r < rows; r++)
+        memcpy(of_q + ((start + r) * H + head) * D, of_queries + r * D, sizeof(float) * D);
+    }
+  }
+}

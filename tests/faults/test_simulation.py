@@ -240,6 +240,7 @@ DEFECTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 LATE = (
+    "an agent's withdrawal is not awaited",
     "two writers get one epoch",
     "an agent's engine that is given up still writes",
     "a server leaves the agents' engines of the one before it",

@@ -193,7 +193,7 @@ def _served(faults: Faults) -> Iterator[int]:
 @contextmanager
 def s3_server() -> Iterator[Objects]:
     """Start moto's S3 server with an empty bucket; skips the test where moto or obstore is not installed."""
-    with _moto(lambda app: app) as (faults, endpoint):
+    with _moto(_as_s3) as (faults, endpoint):
         yield _emptied(
             Objects(
                 f"s3://{BUCKET}", CREDENTIALS | {"AWS_ENDPOINT_URL": endpoint}, faults,
@@ -234,6 +234,19 @@ def _emptied(bucket: Objects) -> Objects:
     for key in bucket.objects():  # moto keeps them for the whole process
         bucket.remove(key)
     return bucket
+
+
+def _as_s3(moto: Application) -> Application:
+    """A write is compared with what is there and done in one, which moto's are not."""
+    lock = threading.Lock()
+
+    def app(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] not in ("PUT", "POST"):
+            return moto(environ, start)
+        with lock:
+            return list(moto(environ, start))
+
+    return app
 
 
 def _as_google(s3: Application) -> Application:

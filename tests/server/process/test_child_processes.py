@@ -20,13 +20,13 @@ from gradwire_http.child_processes import start_process
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop])
 def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
-    """A loop of either kind; no descriptors are left behind."""
+    """A loop of either kind; no descriptors are left behind, though those of tests before may go meanwhile."""
     with asyncio.Runner(loop_factory=request.param) as first:
         first.run(asyncio.sleep(0))  # opens what stays open
     before = len(os.listdir("/proc/self/fd"))
     with asyncio.Runner(loop_factory=request.param) as runner:
         yield runner
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 class SlowStarts:

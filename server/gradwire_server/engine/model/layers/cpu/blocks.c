@@ -81,7 +81,7 @@ void attend_in_blocks(const float *q, number q_token, number q_head, const float
     gather(q + start * q_token + head * q_head, q_token, result, rows, D);
     turn(result, scale, turned, rows, D);
     memset(result, 0, sizeof(float) * rows * D);
-    for (number r = 0; r < rows; r++) most[r] = -1e30f, total[r] = 0;
+    for (number r = 0; r < rows; r++) most[r] = -FLT_MAX, total[r] = 0;
     for (const number *part = parts + block[2] * 4; part < parts + block[3] * 4; part += 4) {
       number from = part[0] - start, to = part[1] - start;
       for (number key = part[2]; key < part[3]; key += BLOCK) {

@@ -1,5 +1,6 @@
 // What the kernels for a CPU are made of (see ../cpu_kernels.py): vectors, exponentials, and tiles of products.
 
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>

@@ -4,9 +4,9 @@ Without a layout it is transformers' own SDPA, so a model can keep this implemen
 (keyword :data:`LAYOUT`, which the layers pass on, also when gradient checkpointing recomputes them), each segment of
 the token axis attends causally to itself and fully to its prefix. Legend: ``M`` tokens, ``H`` heads, ``D`` head size.
 
-CUDA uses one varlen kernel (:mod:`.attention_varlen`), the CPU a kernel over blocks of segments
-(:mod:`.attention_blocks`). Other devices, and windows and dropout where those do not support them, use masks
-(:mod:`.attention_masked`).
+CUDA uses one varlen kernel (:mod:`.varlen`), the CPU a kernel over blocks of segments
+(:mod:`.blocks`). Other devices, and windows and dropout where those do not support them, use masks
+(:mod:`.masked`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from gradwire_server.engine.model.packing import Layout
 NAME = "gradwire"
 """Name of the attention implementation."""
 LAYOUT = "token_layout"
-"""Keyword that carries a :class:`.packing.Layout`, or a plan of :mod:`.attention_paged`, through a model."""
+"""Keyword that carries a :class:`.packing.Layout`, or a plan of :mod:`.paged`, through a model."""
 BY_KERNEL = "attends_by_kernel"
-"""Keyword that carries whether a kernel of ours may attend on a CPU (:mod:`.attention_blocks`)."""
+"""Keyword that carries whether a kernel of ours may attend on a CPU (:mod:`.blocks`)."""
 
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "is_causal"}
 

@@ -330,10 +330,12 @@ def graph(tensor: Tensor) -> set[Any]:
     return found
 
 
+@pytest.mark.parametrize("relative", [False, True])
 def test_they_are_compiled_once(
-    kernels: CpuKernels, forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kernels: CpuKernels, forgotten: None, relative: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "." if relative else str(tmp_path))
     assert cpu_kernels.cpu_kernels() is not None
     cpu_kernels.cpu_kernels.cache_clear()
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("compiled again"))

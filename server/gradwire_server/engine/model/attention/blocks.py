@@ -41,12 +41,10 @@ def in_blocks(
 def _kernels_for(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> CpuKernels | None:
     """The kernels, if they take such tensors of such a layout."""
     kernels = cpu_kernels()
-    if kernels is None or not kernels.fit(key[0].transpose(0, 1), layout.query_blocks):
+    taken = computes_as_cpu(query.device) and takes(query, key, value, device=query.device.type)
+    if kernels is None or not taken or not kernels.fit(key.shape[1], key.shape[3], layout.query_blocks):
         return None
-    if query.is_meta:
-        taken = computes_as_cpu(query.device) and takes(query, key, value, device="meta")
-        return CpuKernels(None) if taken else None
-    return kernels if takes(query, key, value) else None
+    return CpuKernels(None) if query.is_meta else kernels
 
 
 @cache

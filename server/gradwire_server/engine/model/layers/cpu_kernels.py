@@ -200,9 +200,9 @@ class CpuKernels:
         )  # fmt: skip
         return of_query, of_key, of_value
 
-    def fit(self, key: Tensor, plan: QueryBlocks) -> bool:
-        """Whether keys ``[M, K, D]`` have heads of whole panels, and all threads work in a backward pass."""
-        return key.shape[2] % self._columns == 0 and key.shape[1] * (len(plan.families) - 1) >= product_threads()
+    def fit(self, kv_heads: int, size: int, plan: QueryBlocks) -> bool:
+        """Whether heads of this size are whole panels, and there is work for all threads in a backward pass."""
+        return size % self._columns == 0 and kv_heads * (len(plan.families) - 1) >= product_threads()
 
     def norm(self, hidden: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         """``hidden [.., D] / sqrt(mean(hidden^2) + eps) * (offset + weight [D])``."""
@@ -373,9 +373,10 @@ def cpu_kernels() -> CpuKernels | None:
 
 def _compiled() -> Path:
     """The library, compiled unless it was before, from this source for this processor."""
-    compiler = shutil.which(os.environ.get("CC") or "cc")
-    if compiler is None:
+    found = shutil.which(os.environ.get("CC") or "cc")
+    if found is None:
         raise FileNotFoundError("there is no C compiler (install gcc or clang, or name one by CC)")
+    compiler = os.path.abspath(found)  # it runs in another folder
     state = hashlib.blake2b(b"".join(each.read_bytes() for each in SOURCES), digest_size=8)
     state.update(repr((FLAGS, os.path.realpath(compiler), platform.machine(), _processor())).encode())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradwire" / "kernels"
@@ -385,11 +386,11 @@ def _compiled() -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as own:
         sources = [each for each in SOURCES if each.suffix == ".c"]
-        made, linked = [f"{each.stem}.o" for each in sources], Path(own) / "kernels.so"
+        made, linked = [f"{each.stem}.o" for each in sources], "kernels.so"
         compiling = [compiler, *FLAGS, "-c", *map(str, sources)]
-        for command in (compiling, [compiler, "-shared", *made, "-lm", "-o", str(linked)]):
+        for command in (compiling, [compiler, "-shared", *made, "-lm", "-o", linked]):
             subprocess.run(command, cwd=own, check=True, capture_output=True, text=True, timeout=SECONDS)
-        linked.replace(library)
+        (Path(own) / linked).replace(library)
     return library
 
 

@@ -99,8 +99,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pool(model_path: Path) -> ModelPool:
+    """Loads the frozen model once for the tests of a file."""
     return ModelPool({"tiny": str(model_path)})
 
 

@@ -30,6 +30,12 @@ MIXED: list[dict[str, Any]] = [
 """The last three are on the layers of earlier ones."""
 
 
+@pytest.fixture
+def pool(model_path: Path) -> ModelPool:
+    """One without adapters of earlier tests."""
+    return ModelPool({"tiny": str(model_path)})
+
+
 @contextmanager
 def visits() -> Iterator[list[str]]:
     """Names of the modules that walks over trees of modules visit in the body."""

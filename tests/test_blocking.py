@@ -39,6 +39,20 @@ async def test_what_holds_the_loop_is_caught_and_named(
     assert "coro=<hold()" in report and f"in {what.__name__}\n" in report and __file__ in report
 
 
+async def test_what_the_test_itself_does_is_let_pass(
+    blocking_detector: BlockingDetector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (0.5, 0.5, 0.5))
+    with blocking_detector.reports() as reports:
+        await asyncio.sleep(0)
+        compute()
+        await asyncio.sleep(0)
+        assert reports == []
+        await hold(compute)
+        await asyncio.sleep(0)
+    assert len(reports) == 1
+
+
 async def test_threads_and_waiting_are_let_pass(blocking_detector: BlockingDetector) -> None:
     with blocking_detector.reports() as reports:
         await asyncio.gather(asyncio.to_thread(sleep_at_once), asyncio.sleep(0.5))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import operator
 from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 from gradwire.rl.rewards.graders.grader import Grader, GraderError, Sample, template_of, text_of
 
 NEEDS = "pip install 'gradwire[graders]'"
 MAX_CHARS = 100_000
+MODULES = {"fuzzy_match": "rapidfuzz", "bleu": "sacrebleu", "gleu": "nltk", "meteor": "nltk"}
 
 
 class StringCheck(Grader):
@@ -55,18 +58,19 @@ class TextSimilarity(Grader):
             raise GraderError(f"{where}evaluation_metric cosine is for evaluations; take fuzzy_match or a rouge")
         if metric not in self.METRICS:
             raise GraderError(f"{where}evaluation_metric must be one of {', '.join(self.METRICS)}, not {metric[:50]!r}")
-        try:
-            self._similarity = _similarity(metric)
-        except ModuleNotFoundError as error:
-            raise GraderError(f"{where}evaluation_metric {metric} needs {error.name}: {NEEDS}") from None
+        needed = MODULES.get(metric, "rouge_score")
+        if find_spec(needed) is None:
+            raise GraderError(f"{where}evaluation_metric {metric} needs {needed}: {NEEDS}")
+        self._metric = metric
 
     async def grade(self, sample: Sample) -> float:
         text, reference = sample.filled(self._input)[:MAX_CHARS], sample.filled(self._reference)[:MAX_CHARS]
-        return await asyncio.to_thread(self._similarity, text, reference)
+        return await asyncio.to_thread(lambda: _similarity(self._metric)(text, reference))
 
 
+@cache
 def _similarity(metric: str) -> Callable[[str, str], float]:
-    """The function of a text and its reference."""
+    """The function of a text and its reference. It takes half a second to import some of their modules."""
     if metric == "fuzzy_match":
         from rapidfuzz import fuzz
 

@@ -31,6 +31,13 @@ def preserved_rng() -> Iterator[None]:
         restore(before)
 
 
+def seed_generators(seed: int) -> None:
+    """Seed torch's global generators as ``torch.manual_seed`` does, which formats the stack for each kind of device."""
+    torch.default_generator.manual_seed(seed)
+    for index in _gpus:
+        torch.cuda.default_generators[index].manual_seed(seed)
+
+
 def generator_states() -> dict[str, Tensor]:
     """States of torch's global generators: "cpu", and "cuda:N" for each GPU in use; uint8."""
     return {"cpu": torch.get_rng_state()} | {

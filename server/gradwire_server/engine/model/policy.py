@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 from transformers import PreTrainedModel
 
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.generators import preserved_rng, seed_generators
 from gradwire_server.engine.model.adapters.lora_settings import lora_config, only_the_head_of_tied
 from gradwire_server.engine.model.layers.activations import Activations
 from gradwire_server.engine.model.layers.heads import Head
@@ -365,7 +365,7 @@ class LoraPolicy(Policy):
         adapters = self.split_model.adapters or AdapterSet(self.split_model.model)
         try:
             with preserved_rng(), only_the_head_of_tied():
-                torch.manual_seed(seed)
+                seed_generators(seed)
                 parameters = adapters.add(self._adapter, config)
         except ValueError as error:
             raise OperationError(

@@ -12,7 +12,13 @@ from gradwire_losses.monitoring import Advisor
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
-from gradwire_server.engine.generators import generator_states, preserved_rng, restore, set_generator_states
+from gradwire_server.engine.generators import (
+    generator_states,
+    preserved_rng,
+    restore,
+    seed_generators,
+    set_generator_states,
+)
 from gradwire_server.engine.model.layers.heads import Head
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.placement import is_sharded
@@ -65,7 +71,7 @@ class EngineRun:
         self._pool = pool
         self._nbytes: dict[tuple[object, ...], int] = {}
         with preserved_rng():
-            torch.manual_seed(config.seed)
+            seed_generators(config.seed)
             self._rng = generator_states()
 
     @contextmanager

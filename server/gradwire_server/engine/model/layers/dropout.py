@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.generators import preserved_rng, seed_generators
 
 _Place = tuple[dict[str, Any], str, Any]
 
@@ -92,5 +92,5 @@ def seeded(seed: str, row: int) -> Iterator[None]:
     """
     digest = hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=7).digest()
     with preserved_rng():
-        torch.manual_seed(int.from_bytes(digest, "little"))
+        seed_generators(int.from_bytes(digest, "little"))
         yield

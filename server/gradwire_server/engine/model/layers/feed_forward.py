@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.generators import preserved_rng, seed_generators
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ def _computes_tokens_alone(module: nn.Module) -> bool:
         return True
     width = next(_features(each)[0] for each in module.children() if isinstance(each, nn.Linear | Conv1D))
     with preserved_rng():
-        torch.manual_seed(0)
+        seed_generators(0)
         states = torch.randn(1, 4, width).to(weight.device, weight.dtype if weight.is_floating_point() else None)
     try:
         whole, half = module(states), module(states[:, 2:])

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.generators import preserved_rng, seed_generators
 from gradwire_server.engine.model.comparison import largest_difference
 from gradwire_server.engine.model.layers import cpu_kernels
 from gradwire_server.engine.model.layers.feed_forward import feed_forward_layers, takes_one_argument
@@ -132,7 +132,7 @@ def use_fused_kernels(model: PreTrainedModel, kernels: Kernels) -> None:
     gates: list[Compute] = [partial(_gated, gate) for gate in kernels.gates]
     replacing = _Replacing(kernels)
     with preserved_rng():
-        torch.manual_seed(0)
+        seed_generators(0)
         gated = {id(layer) for layer in feed_forward_layers(model) if _is_gated(layer)}
         for module in model.modules():
             if _is_norm(module):

@@ -142,7 +142,9 @@ class LocalJob:
         )
 
     def fail_non_finite(self, row: int) -> None:
-        """End the job because the model gives no distribution to draw a row's next token from."""
+        """End the job because the model gives no distribution to draw a row's next token from; the first row is named."""
+        if self.error is not None:
+            return
         number = self._prompt_number(row)
         self.error = OperationError(
             training_pb2.ERROR_CODE_NON_FINITE,

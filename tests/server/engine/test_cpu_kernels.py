@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial, partialmethod
 from itertools import pairwise
 from pathlib import Path
@@ -303,11 +303,19 @@ def test_a_rotation_has_one_kernel_of_each_device(kernels: CpuKernels, tmp_path:
     assert not hasattr(rotation.plain.plain, "plain")
 
 
-def test_modules_of_one_class_may_differ(kernels: CpuKernels, tmp_path: Path) -> None:
+class Bounded(torch.nn.SiLU):
+    def forward(self, gates: torch.Tensor) -> torch.Tensor:
+        return super().forward(gates.clamp(max=10.0))
+
+
+@pytest.mark.parametrize("activation", [torch.nn.ReLU, Bounded])
+def test_modules_of_one_class_may_differ(
+    kernels: CpuKernels, activation: Callable[[], torch.nn.Module], tmp_path: Path
+) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(built(tmp_path))
     first, second = model.model.layers
     second.input_layernorm.variance_epsilon = 3.0
-    second.mlp.act_fn = torch.nn.ReLU()
+    second.mlp.act_fn = activation()
     kinds = [type(first.mlp), type(first.input_layernorm)]
     ids = torch.arange(20)[None]
     expected = model(ids).logits

@@ -142,7 +142,7 @@ class LocalJob:
         )
 
     def fail_non_finite(self, row: int) -> None:
-        """End the job because the model gives no distribution to draw a row's next token from; the first row is named."""
+        """End the job because the model gives no distribution to draw a row's next token from; names the first row."""
         if self.error is not None:
             return
         number = self._prompt_number(row)

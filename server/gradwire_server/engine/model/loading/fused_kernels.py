@@ -34,6 +34,9 @@ PACKAGE = "liger_kernel"
 ROTATE = "apply_rotary_pos_emb"
 """What transformers' files call the function ``(q [B, H, M, D], k [B, K, M, D], cos [B, M, D], sin) -> (q, k)``."""
 
+BEYOND_LIMITS = 100.0
+"""Gates reach this in a trial: some models bound them, by 7 or 10."""
+
 Gate = Callable[[Tensor, Tensor], Tensor]
 Compute = Callable[[Any, Tensor], Tensor]
 """What stands for a module's forward: of the module and the hidden states."""
@@ -137,13 +140,18 @@ def use_fused_kernels(model: PreTrainedModel, kernels: Kernels) -> None:
         for module in model.modules():
             if _is_norm(module):
                 weight = module.get_parameter("weight")
-                # A weight as it may be after training tells the weight from one plus the weight.
-                inputs = [torch.randn(1, 6, len(weight)).to(weight), torch.empty_like(weight).uniform_(0.5, 1.5)]
-                replacing.replace(module, norms, partial(_called, module), inputs)
+                # A weight as it may be after training tells the weight from one plus the weight, and states of the size
+                # of its root what is added to the mean.
+                states, trained = torch.randn(1, 6, len(weight)).to(weight), torch.empty_like(weight).uniform_(0.5, 1.5)
+                sizes = 1.0, cast(float, _eps(module)) ** 0.5 or 1.0
+                trials = [[states * size, trained] for size in sizes]
+                replacing.replace(module, norms, partial(_called, module), trials)
             elif id(module) in gated:
-                weight = module.get_parameter("gate_proj.weight")
-                states = torch.randn(1, 6, cast(int, module.get_submodule("gate_proj").in_features))
-                replacing.replace(module, gates, module, [states.to(weight.device, model.dtype)])
+                gate = module.get_submodule("gate_proj")
+                states = torch.randn(1, 6, cast(int, gate.in_features))
+                states = states.to(module.get_parameter("gate_proj.weight").device, model.dtype)
+                large = states * (BEYOND_LIMITS / gate(states).abs().amax())
+                replacing.replace(module, gates, module, [[states], [large]])
         rotated = _rotate_by(kernels, model)
     logger.info("fused kernels for %s", ", ".join([*replacing.names, *[ROTATE] * rotated]) or "nothing")
 
@@ -165,11 +173,15 @@ class _Replacing:
         return [kind.__name__ for kind, own in self._classes.items() if own]
 
     def replace(
-        self, module: nn.Module, computes: Sequence[Compute], call: Callable[..., Tensor], inputs: Sequence[Tensor]
+        self,
+        module: nn.Module,
+        computes: Sequence[Compute],
+        call: Callable[..., Tensor],
+        trials: Sequence[list[Tensor]],
     ) -> None:
-        """Replace a module's class by the first that gives the same for ``call(*inputs)``, if one does."""
+        """Replace a module's class by the first that gives the same for each trial's ``call(*inputs)``, if one does."""
         plain = type(module)
-        if inputs[0].device.type != self._kernels.device:
+        if trials[0][0].device.type != self._kernels.device:
             return
         known = self._classes.get(plain)
         candidates = [_subclass(plain, self._kernels, each) for each in computes] if known is None else known
@@ -180,7 +192,8 @@ class _Replacing:
             return call(*given)
 
         for own in candidates:
-            if _alike(partial(by, own), partial(by, plain), inputs, self._kernels, plain.__name__):
+            compared = partial(_alike, partial(by, own), partial(by, plain), kernels=self._kernels, name=plain.__name__)
+            if all(compared(inputs) for inputs in trials):
                 module.__class__, self._classes[plain] = own, [own]
                 return
         module.__class__ = plain

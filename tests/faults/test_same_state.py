@@ -13,6 +13,7 @@ from pathlib import Path
 import gradwire
 import pytest
 from gradwire.cli.app import app
+from gradwire_server.journal.same_state import differences
 from support.server import Server, free_port
 from support.stage import wait_for
 from support.tiny import tiny_model
@@ -30,6 +31,14 @@ from gradwire_losses.registry import register_loss
 def mine(batch, scores, config):
     return LossOutput({"mine": Term(-FACTOR * scores.logprobs.sum(), batch.num_scored, "tokens")})
 """
+
+
+def test_what_is_new_or_gone_is_a_difference_but_for_losses() -> None:
+    before = {"dtype": "float32", "kernels": "ab", "loss mine": "12", "loss theirs": "34"}
+    now = {"dtype": "float32", "quantize": "nf4", "loss mine": "13", "loss new": "56"}
+    found = ["kernels was ab, is none", "loss mine was 12, is 13", "quantize was none, is nf4"]
+    assert differences(before, now) == found
+    assert differences({}, now) == []
 
 
 class Restarted:
@@ -167,8 +176,15 @@ def test_the_owner_lets_a_run_go_on_with_what_changed_and_others_stay_parked(res
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("flags", "named"), [(("--dtype", "float64"), "dtype was float32"),
-                                              (("--threads", "2"), "threads was 1, is 2")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--dtype", "float64"), "dtype was float32"),
+        (("--threads", "2"), "threads was 1, is 2"),
+        (("--quantize", "int8"), "quantize was none, is int8"),
+        (("--kernels", "plain", "--compile"), "compile was none, is on"),
+    ],
+)
 def test_other_arithmetic_parks_the_run(restarted: Restarted, flags: tuple[str, ...], named: str) -> None:
     restarted.start()
     run_id = restarted.train()

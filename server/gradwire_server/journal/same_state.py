@@ -32,11 +32,12 @@ class RunChanged(Exception):
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What differs, in words. A loss that is not there any more is told to whoever uses it, a new fact to nobody."""
+    """What differs, in words; nothing where nothing is known. A loss that is not there any more is told to whoever uses
+    it, a new one to nobody."""
     return [
-        f"{name} was {value}, is {now.get(name, 'unknown')}"
-        for name, value in sorted(before.items())
-        if value != now.get(name) and not (name.startswith("loss ") and name not in now)
+        f"{name} was {before.get(name, 'none')}, is {now.get(name, 'none')}"
+        for name in sorted({*before, *now} if before else ())
+        if before.get(name) != now.get(name) and not (name.startswith("loss ") and not (name in before and name in now))
     ]
 
 

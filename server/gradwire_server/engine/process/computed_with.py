@@ -47,12 +47,14 @@ class ComputedWith:
         self._code: dict[str, str] = {}
 
     def facts(self, base_model: str) -> dict[str, str]:
-        """Name -> value of everything that a run on a model depends on."""
+        """Name -> value of everything that a run on a model depends on; what is off has no fact."""
         if not self._code:
             self._code = versions() | {"code": _digest_of_code()}
             for loss in all_losses():
                 self._code[f"loss {loss.name}"] = _digest(inspect.getsourcefile(loss.function))
         further: dict[str, str] = {"quantize": self._pool.quantize} if self._pool.quantize else {}
+        if self._pool.compiled:
+            further["compile"] = "on"
         if self._pool.kernels is not None:
             further |= self._pool.kernels.version
         if self._pool.facts(base_model).takes_images:

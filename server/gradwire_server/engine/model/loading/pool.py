@@ -60,7 +60,7 @@ class ModelPool:
     Attributes:
         placement: Where models live.
         dtype: Dtype of the weights.
-        quantize: As given.
+        quantize, compiled: As given.
         kernels: The fused kernels that are used; None for none.
     """
 
@@ -75,9 +75,9 @@ class ModelPool:
         fused: bool = True,
     ) -> None:
         choose_functions()
-        self.quantize = quantize
+        self.quantize, self.compiled = quantize, compiled
         self.placement = placement if isinstance(placement, Placement) else Placement(placement)
-        self._mixed, self._compiled = dtype == "mixed", compiled
+        self._mixed = dtype == "mixed"
         on_device = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.dtype = torch.float32 if dtype == "mixed" else dtype or on_device
         torch.backends.cuda.enable_cudnn_sdp(fused)
@@ -229,7 +229,7 @@ class ModelPool:
         small = split_model.weight_bytes <= machine_memory() // PACKED_SHARE
         whole = self._packs and not offload and quantize is None
         split_model.packs = whole and small and split_model.weight_dtype == torch.float32
-        if self._compiled and not offload:
+        if self.compiled and not offload:
             compile_layers(split_model.trunk)
         placement.place(split_model.root, layers_of(split_model.trunk))
         split_model.weight_bytes //= placement.parts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -69,8 +70,8 @@ async def train_rows(
             own = await sampled(training, tokens, batch, step) if sampled is not None else None
             return await given(batch) if own is None else own
 
-        def loss(rows: list[Any]) -> Any:
-            return training.run.forward_backward(rows, loss_fn, kwargs)
+        def loss(rows: list[Any], *, more: bool = False) -> Any:
+            return training.run.forward_backward(rows, loss_fn, kwargs, accumulate=more)
 
         async def evaluate() -> Metrics:
             evaluated[:] = evaluated or await given(list(held_out))
@@ -115,7 +116,7 @@ class _Steps(Generic[T]):
 
     Args:
         encode: Rows of a batch and the step -> rows for the server; none if all of them were skipped.
-        loss: Submits the ``forward_backward`` of such rows.
+        loss: Submits the ``forward_backward`` of such rows; ``more`` rows of the step may follow.
     """
 
     def __init__(
@@ -124,12 +125,13 @@ class _Steps(Generic[T]):
         settings: RowSettings,
         batches: Batches[T],
         encode: Callable[[list[T], int], Awaitable[list[Any]]],
-        loss: Callable[[list[Any]], Any],
+        loss: Callable[..., Any],
         head: Any,
     ) -> None:
         self._training, self._settings, self._batches = training, settings, batches
         self._encode, self._loss, self._head = encode, loss, head
         self._total = total_steps(settings, batches)
+        self._count = None if settings.max_steps else batches.count(settings.epochs)
         self._peak = learning_rate(settings, training.model.num_parameters)
         self._warn_once = WarnOnce("gradwire.recipes")
 
@@ -157,18 +159,20 @@ class _Steps(Generic[T]):
             loop.close()
 
     async def _step(self, step: int) -> Metrics:
-        results = [self._loss(await self._next(step)) for _ in range(self._settings.accumulation)]
+        before = step * self._settings.accumulation
+        end = min(before + self._settings.accumulation, self._count or sys.maxsize)  # the last step may have fewer
+        results = [self._loss(await self._next(step), more=number + 1 < end) for number in range(before, end)]
         stepped = self._optim_step(scheduled(self._settings, step, peak=self._peak, total=self._total))
         *losses, taken = await asyncio.gather(*results, stepped)
         for warning in [each for loss in losses for each in loss.warnings]:
             kind = re.sub(r"\d+", "", warning)  # those that differ in their numbers are one kind
             self._warn_once(kind, "step %d: %s", step + 1, warning)
-        tokens = [float(loss.num_tokens) for loss in losses]
+        whole = losses[-1]
         return {
-            **{f"train/{name}": _mean([loss.metrics[name] for loss in losses], tokens) for name in losses[0].metrics},
+            **{f"train/{name}": value for name, value in whole.metrics.items()},
             "train/grad_norm": taken.grad_norm,
             "train/learning_rate": taken.learning_rate,
-            "train/tokens": sum(tokens),
+            "train/tokens": whole.num_tokens,
             "time/engine_s": sum(loss.timings.engine_s for loss in losses),
         }
 
@@ -230,9 +234,3 @@ async def estimate(
 def total_steps(settings: RowSettings, batches: Batches[Any]) -> int:
     """Number of steps of the whole training."""
     return settings.max_steps or -(-batches.count(settings.epochs) // settings.accumulation)
-
-
-def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    if len(values) == 1:
-        return values[0]
-    return sum(value * weight for value, weight in zip(values, weights)) / (sum(weights) or 1.0)

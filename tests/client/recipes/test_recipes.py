@@ -98,6 +98,28 @@ async def test_what_a_row_says_of_its_weight_is_trained_on(server: Server, name:
     assert mixed == pytest.approx(np.average(losses, weights=counts), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("train", "settings", "data"), [(sft.train, sft.SFT, "talks"), (dpo.train, dpo.DPO, "pairs")], ids=["sft", "dpo"]
+)
+async def test_batches_of_a_step_are_reported_as_one(
+    train: Any, settings: Any, data: str, server: Server, sums: dict[str, str], tmp_path: Path
+) -> None:
+    """Whatever they are cut into, down to the last step, which has what is left of the epoch."""
+    shared = {**COMMON, "address": server.address, "data": sums[data], "held_out": 0.0, "limit": 13, "epochs": 1}
+    for name, sizes in {"one": {"batch_size": 8}, "several": {"batch_size": 2, "accumulation": 4}}.items():
+        await train(settings(**{**shared, **sizes}, folder=str(tmp_path / name)))
+    one, several = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "several")
+    )
+    assert len(one) == len(several) == 2
+    for mine, theirs in zip(several, one, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in mine:
+            if name.startswith("train/"):
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+
+
 async def test_a_pairs_margin_is_trained_on_or_refused(server: Server, tmp_path: Path) -> None:
     pairs = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no", "margin": 3 * (n % 2)} for n in range(8)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))

@@ -308,14 +308,26 @@ class Bounded(torch.nn.SiLU):
         return super().forward(gates.clamp(max=10.0))
 
 
-@pytest.mark.parametrize("activation", [torch.nn.ReLU, Bounded])
+class Dropping(torch.nn.SiLU):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = 0.0
+
+    def forward(self, gates: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(super().forward(gates), self.dropout, self.training)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0], ids=["weights", "no weights"])
+@pytest.mark.parametrize("activation", [torch.nn.ReLU, torch.nn.GELU, Bounded, Dropping])
 def test_modules_of_one_class_may_differ(
-    kernels: CpuKernels, activation: Callable[[], torch.nn.Module], tmp_path: Path
+    kernels: CpuKernels, activation: Callable[[], torch.nn.Module], scale: float, tmp_path: Path
 ) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(built(tmp_path))
     first, second = model.model.layers
     second.input_layernorm.variance_epsilon = 3.0
     second.mlp.act_fn = activation()
+    for layer in (first, second):
+        layer.mlp.down_proj.weight.data *= scale
     kinds = [type(first.mlp), type(first.input_layernorm)]
     ids = torch.arange(20)[None]
     expected = model(ids).logits

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
 
 def largest_difference(mine: Tensor, theirs: Tensor) -> tuple[float, float]:
     """The largest difference of two tensors, NaN if one has a NaN, and the size by which a tolerance of it is
-    multiplied: one more than the largest of ``theirs``."""
+    multiplied: the largest number of ``theirs``, or next to nothing where all are zero."""
     mine, theirs = mine.detach().double(), theirs.detach().double()
-    return (mine - theirs).abs().max().item(), 1.0 + theirs.abs().max().item()
+    return (mine - theirs).abs().max().item(), max(theirs.abs().max().item(), sys.float_info.min)
 
 
 def relative_tolerance(dtype: torch.dtype) -> float:

@@ -13,7 +13,8 @@ import importlib.metadata
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Protocol, cast
 
@@ -25,6 +26,7 @@ from transformers import PreTrainedModel
 from gradwire_server.engine.generators import preserved_rng, seed_generators
 from gradwire_server.engine.model.comparison import largest_difference
 from gradwire_server.engine.model.layers import cpu_kernels
+from gradwire_server.engine.model.layers.dropout import DropoutPlaces
 from gradwire_server.engine.model.layers.feed_forward import feed_forward_layers, takes_one_argument
 from gradwire_server.engine.model.meta_device import computes_as_cpu
 
@@ -34,8 +36,9 @@ PACKAGE = "liger_kernel"
 ROTATE = "apply_rotary_pos_emb"
 """What transformers' files call the function ``(q [B, H, M, D], k [B, K, M, D], cos [B, M, D], sin) -> (q, k)``."""
 
-BEYOND_LIMITS = 100.0
-"""Gates reach this in a trial: some models bound them, by 7 or 10."""
+BEYOND_LIMITS = 30.0
+"""Gates have this size in a trial: some models bound them, by 7 or 10."""
+PROJECTIONS = "gate_proj", "up_proj", "down_proj"
 
 Gate = Callable[[Tensor, Tensor], Tensor]
 Compute = Callable[[Any, Tensor], Tensor]
@@ -134,7 +137,7 @@ def use_fused_kernels(model: PreTrainedModel, kernels: Kernels) -> None:
     norms: list[Compute] = [partial(_normed, kernels, offset) for offset in (0.0, 1.0)]
     gates: list[Compute] = [partial(_gated, gate) for gate in kernels.gates]
     replacing = _Replacing(kernels)
-    with preserved_rng():
+    with preserved_rng(), _dropping(model):
         seed_generators(0)
         gated = {id(layer) for layer in feed_forward_layers(model) if _is_gated(layer)}
         for module in model.modules():
@@ -147,11 +150,10 @@ def use_fused_kernels(model: PreTrainedModel, kernels: Kernels) -> None:
                 trials = [[states * size, trained] for size in sizes]
                 replacing.replace(module, norms, partial(_called, module), trials)
             elif id(module) in gated:
-                gate = module.get_submodule("gate_proj")
-                states = torch.randn(1, 6, cast(int, gate.in_features))
+                states = torch.randn(1, 6, cast(int, module.get_submodule("gate_proj").in_features))
                 states = states.to(module.get_parameter("gate_proj.weight").device, model.dtype)
-                large = states * (BEYOND_LIMITS / gate(states).abs().amax())
-                replacing.replace(module, gates, module, [[states], [large]])
+                with _projected(module, states):
+                    replacing.replace(module, gates, module, [[states], [states * BEYOND_LIMITS]])
         rotated = _rotate_by(kernels, model)
     logger.info("fused kernels for %s", ", ".join([*replacing.names, *[ROTATE] * rotated]) or "nothing")
 
@@ -220,7 +222,42 @@ def _called(norm: nn.Module, hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _is_gated(module: nn.Module) -> bool:
-    return {name for name, _ in module.named_children()} >= {"gate_proj", "up_proj", "down_proj"}
+    return {name for name, _ in module.named_children()} >= set(PROJECTIONS)
+
+
+@contextmanager
+def _projected(layer: nn.Module, like: Tensor) -> Iterator[None]:
+    """Put products of few random factors for a layer's own: what they give is as large as what they are given, while
+    those of weights that are small or zero would hide what is done with them."""
+    own = {name: vars(layer.get_submodule(name)) for name in PROJECTIONS}
+    kept = {name: each["forward"] for name, each in own.items() if "forward" in each}
+    for each in own.values():
+        wide, narrow = cast(int, each["in_features"]), 8
+        into, out = torch.randn(wide, narrow) / wide**0.5, torch.randn(narrow, cast(int, each["out_features"]))
+        each["forward"] = partial(_through, into.to(like), out.to(like) / narrow**0.5)
+    try:
+        yield
+    finally:
+        for name, each in own.items():
+            del each["forward"]
+            each.update({"forward": kept[name]} if name in kept else {})
+
+
+def _through(into: Tensor, out: Tensor, states: Tensor) -> Tensor:
+    return states @ into @ out
+
+
+@contextmanager
+def _dropping(model: nn.Module) -> Iterator[None]:
+    """Let a model drop activations, as a run may ask for: no kernel does."""
+    places, training = DropoutPlaces(model), model.training
+    places.set(0.5)
+    model.train()
+    try:
+        yield
+    finally:
+        model.train(training)
+        places.restore()
 
 
 def _gated(gate: Gate, layer: Any, hidden: Tensor) -> Tensor:

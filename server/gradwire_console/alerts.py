@@ -14,7 +14,7 @@ import numpy as np
 from gradwire import History
 
 from gradwire_console.advice import SPAN, Advice, advise
-from gradwire_console.series import Numbers, values_of
+from gradwire_console.series import Numbers, has_loss, values_of
 from gradwire_console.workspace import Workspace
 
 log = logging.getLogger(__name__)
@@ -45,9 +45,9 @@ class Recent:
         self._values: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=SPAN))
 
     def append(self, history: History) -> None:
-        for name, values in values_of(history):
-            self._values[name].extend(values[np.isfinite(values)].tolist())
-        trained = (history.loss_fn != "") & (history.operation != "forward")
+        for name, values, measured in values_of(history):
+            self._values[name].extend(values[measured & np.isfinite(values)].tolist())
+        trained = has_loss(history) & (history.operation != "forward")
         self.non_finite += int((trained & ~np.isfinite(history.loss)).sum())
 
     def newest(self, metric: str, count: int) -> Numbers:

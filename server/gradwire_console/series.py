@@ -44,16 +44,26 @@ def smoothed(y: Numbers, window: int) -> Numbers:
     return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
 
 
-def values_of(history: History) -> list[tuple[str, Numbers]]:
-    """Each metric with its value of every operation, NaN where it has none."""
-    training = history.operation != "forward"
-    own = [
-        ("loss", np.where(training, history.loss, np.nan)),
-        ("grad_norm", history.grad_norm),
-        ("learning_rate", history.learning_rate),
-        ("loss (forward only)", np.where(training, np.nan, history.loss)),
+def has_loss(history: History) -> NDArray[np.bool_]:
+    """Whether each operation computed a loss, be it NaN; a part of a batch (``accumulate=True``) has none yet."""
+    whole = ((history.loss_fn != "") | (history.operation == "backward")) & (history.tokens > 0)
+    return np.asarray(~np.isnan(history.loss) | whole)
+
+
+def values_of(history: History) -> list[tuple[str, Numbers, NDArray[np.bool_]]]:
+    """Each metric with its value of every operation, and whether the operation measured it.
+
+    A loss and a gradient norm may be measured and NaN; of other metrics a NaN is taken for none.
+    """
+    computed, forward = has_loss(history), history.operation == "forward"
+    stepped = (history.operation == "optim_step") | (history.operation == "train_step")
+    measured = [
+        ("loss", history.loss, computed & ~forward),
+        ("grad_norm", history.grad_norm, stepped),
+        ("learning_rate", history.learning_rate, ~np.isnan(history.learning_rate)),
+        ("loss (forward only)", history.loss, computed & forward),
     ]
-    return own + list(history.metrics.items())
+    return measured + [(name, values, ~np.isnan(values)) for name, values in history.metrics.items()]
 
 
 @dataclass
@@ -64,7 +74,7 @@ class _Metric:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation that succeeded; its ``loss`` is None if it has none."""
+    """An operation that succeeded; its ``loss`` is None if it has none, and may be NaN."""
 
     run_id: str
     seq: int
@@ -79,6 +89,13 @@ class Operation:
 
 def _extend(column: array[Any], values: NDArray[Any]) -> None:
     column.frombytes(values.astype(column.typecode).tobytes())
+
+
+def _finite(metric: _Metric) -> tuple[NDArray[np.int64], Numbers]:
+    """The positions and the values of a metric's finite values."""
+    values = np.array(metric.values)
+    finite = np.isfinite(values)
+    return np.array(metric.at, np.int64)[finite], values[finite]
 
 
 class Record:
@@ -107,7 +124,8 @@ class Record:
         fresh = np.flatnonzero(new)
         if not len(fresh):
             return
-        trained = new & (history.loss_fn != "") & (history.operation != "forward")
+        computed = has_loss(history)
+        trained = new & computed & (history.operation != "forward")
         self.non_finite += int((trained & ~np.isfinite(history.loss)).sum())
         begin, tokens = len(self._axes["step"]), self._axes["tokens"][-1] if self._axes["tokens"] else 0.0
         _extend(self._axes["step"], history.step[fresh])
@@ -122,18 +140,18 @@ class Record:
                     operation=history.operation[n],
                     loss_fn=history.loss_fn[n],
                     step=int(history.step[n]),
-                    loss=loss if np.isfinite(loss) else None,
+                    loss=loss if computed[n] else None,
                     tokens=int(history.tokens[n]),
                     seconds=float(history.seconds[n]),
                     time=float(history.time[n]),
                 )
             )
-        for name, values in values_of(history):
-            finite = np.flatnonzero(np.isfinite(values[fresh]))
-            if len(finite):
+        for name, values, measured in values_of(history):
+            there = np.flatnonzero(measured[fresh])
+            if len(there):
                 metric = self._metrics.setdefault(name, _Metric())
-                _extend(metric.at, begin + finite)
-                _extend(metric.values, values[fresh][finite])
+                _extend(metric.at, begin + there)
+                _extend(metric.values, values[fresh][there])
 
     def __len__(self) -> int:
         return len(self._axes["step"])
@@ -149,9 +167,9 @@ class Record:
         return {name: metric.values[-1] for name, metric in self._metrics.items()}
 
     def newest(self, metric: str, count: int) -> Numbers:
-        """The newest values of a metric, oldest first; empty if the run has no such metric."""
+        """The newest finite values of a metric, oldest first; empty if the run has no such metric."""
         found = self._metrics.get(metric)
-        return np.array(found.values[-count:]) if found is not None else np.zeros(0)
+        return _finite(found)[1][-count:] if found is not None else np.zeros(0)
 
     def at_step(self, metric: str, step: int) -> float | None:
         """The last value of a metric up to a step; None if there is none."""
@@ -169,7 +187,7 @@ class Record:
     def curve(
         self, metric: str, axis: str = "step", window: int = 1, within: tuple[float, float] | None = None
     ) -> list[list[float]]:
-        """A metric over an axis, reduced by :func:`min_max`, as pairs; empty if the run has no such metric.
+        """The finite values of a metric over an axis, reduced by :func:`min_max`, as pairs; empty if there are none.
 
         Args:
             axis: One of ``AXES``.
@@ -179,8 +197,8 @@ class Record:
         metric_series = self._metrics.get(metric)
         if metric_series is None:
             return []
-        x = np.array(self._axes[axis])[np.array(metric_series.at, np.int64)]
-        y = smoothed(np.array(metric_series.values), window)
+        at, y = _finite(metric_series)
+        x, y = np.array(self._axes[axis])[at], smoothed(y, window)
         if within is not None:
             inside = (x >= within[0]) & (x <= within[1])
             x, y = x[inside], y[inside]

@@ -12,14 +12,55 @@ from gradwire_console.series import CURVE_POINTS, Record, Records, min_max, smoo
 def history(count: int, start: int = 0, run_id: str = "run") -> History:
     n = np.arange(start, start + count)
     kind = np.where(n % 2, "optim_step", "forward_backward").astype(object)
-    nan = np.full(count, np.nan)
     return History(
         step=(n + 1) // 2, operation=kind, loss=np.where(n % 2, np.nan, 1.0 / (n + 1)),
         metrics={"accuracy": np.where(n % 2, np.nan, n / 10)}, learning_rate=np.where(n % 2, 0.1, np.nan),
-        grad_norm=nan,
-        tokens=np.where(n % 2, 0, 7), seconds=np.ones(count), loss_fn=kind, time=n.astype(float),
+        grad_norm=np.where(n % 2, 1.0, np.nan),
+        tokens=np.where(n % 2, 0, 7), seconds=np.ones(count), time=n.astype(float),
+        loss_fn=np.where(n % 2, "", "causal_lm").astype(object),
         run_id=np.array([run_id] * count, object), seq=n + 1,
     )  # fmt: skip
+
+
+def of(*operations: tuple[str, int, float], run_id: str = "run", first: int = 1) -> History:
+    """Operations, each with its step and its loss; NaN for a loss that is not finite, None for none."""
+    kinds, steps, losses = zip(*operations, strict=True)
+    kind, count = np.array(kinds, object), len(kinds)
+    computes = np.isin(kinds, ["forward", "forward_backward", "train_step"])
+    steps_taken = np.isin(kinds, ["optim_step", "train_step"])
+    return History(
+        step=np.array(steps), operation=kind, loss=np.where(computes, losses, np.nan), metrics={},
+        learning_rate=np.where(steps_taken, 0.1, np.nan), grad_norm=np.where(steps_taken, 1.0, np.nan),
+        tokens=np.where(computes, 7, 0), seconds=np.ones(count), time=np.arange(count) + float(first),
+        loss_fn=np.where(computes, "causal_lm", "").astype(object),
+        run_id=np.array([run_id] * count, object), seq=np.arange(count) + first,
+    )  # fmt: skip
+
+
+NAN = np.nan
+LOOP = [
+    each
+    for step in range(4)
+    for each in (("forward_backward", step, 4.0 - step), ("optim_step", step + 1, NAN), ("save", step + 1, NAN))
+]
+
+
+def test_a_loss_that_is_not_finite_is_shown_as_such() -> None:
+    broken = [each for step in range(4, 7) for each in (("forward_backward", step, NAN), ("optim_step", step + 1, NAN))]
+    record = Record(of(*LOOP, *broken))
+    assert np.isnan(record.last["loss"]) and record.last["grad_norm"] == 1.0
+    assert record.curve("loss") == [[0.0, 4.0], [1.0, 3.0], [2.0, 2.0], [3.0, 1.0]]
+    assert record.newest("loss", 2).tolist() == [2.0, 1.0] and record.non_finite == 3
+    assert [each.loss is None for each in record.operations][-3:] == [True, False, True]
+    never = Record(of(("forward_backward", 0, NAN)))
+    assert np.isnan(never.last["loss"]) and never.curve("loss") == []
+
+
+def test_a_part_of_a_batch_has_no_loss_yet() -> None:
+    part = of(("forward_backward", 0, NAN), ("forward_backward", 0, 4.0))
+    part.tokens[0] = 0
+    record = Record(part)
+    assert record.non_finite == 0 and record.last["loss"] == 4.0 and record.operations[0].loss is None
 
 
 def test_no_peak_is_lost_and_what_is_short_stays() -> None:
@@ -47,7 +88,7 @@ def test_a_record_grows_without_repeating_what_it_has() -> None:
     record = Record(history(10))
     record.append(history(6, start=6))
     whole = Record(history(12))
-    assert len(record) == 12 and record.metrics == whole.metrics == ["loss", "learning_rate", "accuracy"]
+    assert len(record) == 12 and record.metrics == whole.metrics == ["loss", "grad_norm", "learning_rate", "accuracy"]
     for axis in ("step", "tokens", "time"):
         assert record.curve("accuracy", axis) == whole.curve("accuracy", axis)
     assert record.curve("loss", "tokens")[1] == [14.0, 1 / 3]
@@ -65,9 +106,13 @@ def test_records_stay_within_their_bytes() -> None:
 
 
 def test_alerts_judge_by_the_values_that_a_record_ends_with() -> None:
-    recent, record = Recent(), Record(history(480))
+    whole = history(480)
+    whole.loss[::4] = np.nan
+    recent, record = Recent(), Record(whole)
     for start in range(0, 480, 60):
-        recent.append(history(60, start))
-    assert recent.non_finite == record.non_finite == 240
+        part = history(60, start)
+        part.loss[::4] = np.nan
+        recent.append(part)
+    assert recent.non_finite == record.non_finite == 120
     for metric in ("loss", "accuracy", "learning_rate", "none"):
         np.testing.assert_array_equal(recent.newest(metric, 100), record.newest(metric, 100))

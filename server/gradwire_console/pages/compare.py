@@ -85,19 +85,20 @@ async def _show(workspace: Workspace, run_ids: list[str]) -> None:
                 error(str(failure))
             return
         curves.show(records)
-        figures.show({label: record.last for label, record in records.items()}, _figures)
+        lasts = {label: record.last for label, record in records.items()}
+        texts = {label: {name: f"{each:.5g}" for name, each in last.items()} for label, last in lasts.items()}
+        figures.show(texts, _figures)
 
     await refresh()
     on_change(workspace, refresh)
 
 
-def _figures(records: dict[str, dict[str, float]]) -> None:
+def _figures(records: dict[str, dict[str, str]]) -> None:
     names = list(dict.fromkeys(name for record in records.values() for name in record))
     columns = [Column("metric", "Metric"), *(Column(f"r{n}", label, num=True) for n, label in enumerate(records))]
     rows: list[dict[str, Any]] = []
     for name in names:
-        lasts = [record.get(name) for record in records.values()]
-        values = {f"r{n}": "" if last is None else f"{last:.5g}" for n, last in enumerate(lasts)}
+        values = {f"r{n}": record.get(name, "") for n, record in enumerate(records.values())}
         rows.append({"key": name, "metric": name} | values)
     Table(columns, rows, label="Last figures", none="Nothing measured yet.")
 

@@ -36,7 +36,8 @@ def page(
         f'<span class="key" style="background:{COLOURS[n % len(COLOURS)]}"></span>{_text(label)}'
         for n, label in enumerate(labels)
     )
-    figures = [(name, [_number(record.last.get(name)) for record in records.values()]) for name in names]
+    lasts = [record.last for record in records.values()]
+    figures = [(name, [last[name].text(5) if name in last else "" for last in lasts]) for name in names]
     own = [
         ("run", [info.run_id for info in infos]),
         ("base model", [info.base_model for info in infos]),
@@ -57,10 +58,6 @@ def page(
 
 def _text(value: object) -> str:
     return html.escape(str(value))
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.5g}"
 
 
 def _table(labels: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:

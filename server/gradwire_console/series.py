@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from gradwire import History
+from gradwire import Checkpoint, History
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
@@ -17,6 +18,8 @@ CURVE_POINTS = 600
 """A plot is 400 to 750 pixels wide, so two points fall on two pixels or less; more only take a browser's time."""
 CACHE_BYTES = 128 << 20
 NEWEST = 100
+STEP_BITS = 40
+"""Low bits of a number of weights that hold the step; the others count the stretches between loads."""
 
 
 def min_max(x: Numbers, y: Numbers, most: int = CURVE_POINTS) -> tuple[Numbers, Numbers]:
@@ -73,6 +76,24 @@ class _Metric:
 
 
 @dataclass(frozen=True)
+class Figure:
+    """A value that was measured.
+
+    Attributes:
+        step: Optimizer steps of the weights that it was measured with.
+        earlier: Whether it is shown for later weights than these.
+    """
+
+    value: float
+    step: int
+    earlier: bool
+
+    def text(self, digits: int) -> str:
+        """The value, with its step if that is not what it is shown for."""
+        return f"{self.value:.{digits}g}" + (f" at step {self.step:,}" if self.earlier else "")
+
+
+@dataclass(frozen=True)
 class Operation:
     """An operation that succeeded; its ``loss`` is None if it has none, and may be NaN."""
 
@@ -107,6 +128,9 @@ class Record:
 
     def __init__(self, history: History) -> None:
         self._axes = {name: array("d") for name in AXES}
+        self._weights = array("Q")  # what each operation computed with: the stretch between loads, and the step
+        self._seqs = array("Q")
+        self._begins: dict[str, int] = {}  # run -> position of its first operation
         self._metrics: dict[str, _Metric] = {}
         self.operations: deque[Operation] = deque(maxlen=NEWEST)
         self.non_finite = 0  # trained batches whose loss was not finite
@@ -127,6 +151,7 @@ class Record:
         computed = has_loss(history)
         trained = new & computed & (history.operation != "forward")
         self.non_finite += int((trained & ~np.isfinite(history.loss)).sum())
+        self._number_weights(history, fresh)
         begin, tokens = len(self._axes["step"]), self._axes["tokens"][-1] if self._axes["tokens"] else 0.0
         _extend(self._axes["step"], history.step[fresh])
         _extend(self._axes["time"], history.time[fresh])
@@ -153,6 +178,22 @@ class Record:
                 _extend(metric.at, begin + there)
                 _extend(metric.values, values[fresh][there])
 
+    def _number_weights(self, history: History, fresh: NDArray[np.int64]) -> None:
+        """Number the weights of operations: within a stretch by step; a load or a step back begins a stretch.
+
+        ``step`` counts an operation's own step, but the loss of a ``train_step`` is that of the weights before it.
+        """
+        step, operation, begin = history.step[fresh], history.operation[fresh], len(self)
+        before = int(self._axes["step"][-1]) if begin else 0
+        new = (operation == "load_checkpoint") | (np.diff(step, prepend=before) < 0)
+        stretch = (self._weights[-1] >> STEP_BITS if begin else 0) + np.cumsum(new)
+        own = (operation == "train_step") & np.isfinite(history.grad_norm[fresh])  # else it was skipped
+        _extend(self._weights, (stretch << STEP_BITS) + step - own)
+        _extend(self._seqs, history.seq[fresh])
+        run_ids = history.run_id[fresh]
+        for run_id in dict.fromkeys(run_ids.tolist()):
+            self._begins.setdefault(run_id, begin + int(np.argmax(run_ids == run_id)))
+
     def __len__(self) -> int:
         return len(self._axes["step"])
 
@@ -162,27 +203,40 @@ class Record:
         return list(self._metrics)
 
     @property
-    def last(self) -> dict[str, float]:
-        """The newest value of each metric."""
-        return {name: metric.values[-1] for name, metric in self._metrics.items()}
+    def last(self) -> dict[str, Figure]:
+        """The newest value of each metric; it is earlier if its weights are those before the newest loss."""
+        loss = self._metrics.get("loss")
+        newest = self._weights[loss.at[-1]] if loss is not None else 0
+        return {name: self._figure(metric, -1, newest) for name, metric in self._metrics.items()}
 
     def newest(self, metric: str, count: int) -> Numbers:
         """The newest finite values of a metric, oldest first; empty if the run has no such metric."""
         found = self._metrics.get(metric)
         return _finite(found)[1][-count:] if found is not None else np.zeros(0)
 
-    def at_step(self, metric: str, step: int) -> float | None:
-        """The last value of a metric up to a step; None if there is none."""
-        metric_series = self._metrics.get(metric)
-        if metric_series is None:
+    def at_checkpoint(self, metric: str, checkpoint: Checkpoint) -> Figure | None:
+        """The last value of a metric with a checkpoint's weights, else with earlier ones that led to them."""
+        found = self._metrics.get(metric)
+        if found is None:
             return None
-        steps = np.array(self._axes["step"])[np.array(metric_series.at, np.int64)]
-        before = np.flatnonzero(steps <= step)
-        return float(metric_series.values[before[-1]]) if len(before) else None
+        begin = self._begins.get(checkpoint.path.partition("/")[0], len(self))
+        position = bisect_right(self._seqs, checkpoint.seq, begin) - 1  # of the last operation that it contains
+        if position >= 0 and checkpoint.step < self._axes["step"][position]:
+            return None  # a fork counts anew, and its first operation is yet to come
+        stretch = (self._weights[position] >> STEP_BITS) if position >= 0 else 0
+        weights = (stretch << STEP_BITS) + checkpoint.step
+        index = bisect_right(found.at, weights, key=self._weights.__getitem__) - 1
+        if index < 0 or self._weights[found.at[index]] >> STEP_BITS != stretch:
+            return None
+        return self._figure(found, index, weights)
+
+    def _figure(self, metric: _Metric, index: int, shown_for: int) -> Figure:
+        weights = self._weights[metric.at[index]]
+        return Figure(metric.values[index], weights & ((1 << STEP_BITS) - 1), weights < shown_for)
 
     @property
     def num_bytes(self) -> int:
-        return 24 * len(self) + sum(12 * len(each.at) for each in self._metrics.values())
+        return 40 * len(self) + sum(12 * len(each.at) for each in self._metrics.values())
 
     def curve(
         self, metric: str, axis: str = "step", window: int = 1, within: tuple[float, float] | None = None

@@ -154,6 +154,34 @@ def test_actions_show_their_line_and_are_carried_out(console: Console, service: 
     assert forked not in {each.run_id for each in service.list_runs()}
 
 
+def test_a_checkpoint_shows_what_its_weights_measured(
+    console: Console, service: sync.ServiceClient, page: Page
+) -> None:
+    run = service.create_run("tiny", lora={"rank": 2}, name="measured")
+    held_out = run.forward(ROWS, "causal_lm").result(60).loss
+    train(run, 1)
+    run.save_checkpoint("first").result(60)
+    loss = run.forward_backward(ROWS, "causal_lm").result(60).loss
+    run.optim_step(learning_rate=1e30).result(60)
+    for _ in range(2):
+        run.forward_backward(ROWS, "causal_lm", on_nonfinite="skip").result(60)
+        run.optim_step(on_nonfinite="skip").result(60)
+    run.save_checkpoint("broken").result(60)
+    page.goto(f"{console.url}/run/{run.run_id}/checkpoints")
+    rows = page.get_by_role("region", name="Checkpoints").locator("tbody tr")
+    expect(rows.nth(0).locator("td").nth(3)).to_have_text("nan at step 3")
+    expect(rows.nth(1).locator("td").nth(3)).to_have_text(f"{loss:.4g}")
+    for each in (0, 1):
+        expect(rows.nth(each).locator("td").nth(4)).to_have_text(f"{held_out:.4g} at step 0")
+    run.forward(ROWS, "causal_lm").result(60)
+    expect(rows.nth(0).locator("td").nth(4)).to_have_text("nan")
+    page.goto(f"{console.url}/run/{run.run_id}")
+    expect(page.get_by_text("loss nan at step 3, loss (forward only) nan")).to_be_visible()
+    page.goto(f"{console.url}/compare?runs={run.run_id}")
+    figures = page.get_by_role("region", name="Last figures").locator("tbody tr")
+    expect(figures.filter(has_text=re.compile("^ *loss")).first).to_contain_text("nan")
+
+
 def test_strings_of_runs_and_models_are_texts(console: Console, service: sync.ServiceClient, page: Page) -> None:
     runs = [service.create_run("tiny", lora={"rank": 2}, name=each, tags={each: each}) for each in PAYLOADS]
     train(runs[0], 1)

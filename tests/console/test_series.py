@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gradwire import History
+from gradwire import Checkpoint, History
 from gradwire_console.alerts import Recent
 from gradwire_console.series import CURVE_POINTS, Record, Records, min_max, smoothed
 
@@ -37,6 +37,10 @@ def of(*operations: tuple[str, int, float], run_id: str = "run", first: int = 1)
     )  # fmt: skip
 
 
+def checkpoint(step: int, seq: int, run_id: str = "run") -> Checkpoint:
+    return Checkpoint(f"{run_id}/c", "c", step, seq, 0, 0.0)
+
+
 NAN = np.nan
 LOOP = [
     each
@@ -45,22 +49,74 @@ LOOP = [
 ]
 
 
+def test_a_checkpoint_has_what_was_measured_with_its_weights() -> None:
+    record = Record(of(("forward", 0, 4.64), *LOOP))
+    losses = [record.at_checkpoint("loss", checkpoint(step, 1 + 3 * step)) for step in (1, 2, 3, 4)]
+    assert [each and each.text(4) for each in losses] == ["3", "2", "1", "1 at step 3"]
+    held_out = [record.at_checkpoint("loss (forward only)", checkpoint(step, 1 + 3 * step)) for step in (1, 4)]
+    assert [each and each.text(4) for each in held_out] == ["4.64 at step 0"] * 2
+    record.append(of(("forward", 4, 3.5), first=14))
+    now = record.at_checkpoint("loss (forward only)", checkpoint(4, 13))
+    assert now is not None and now.text(4) == "3.5"
+    assert record.at_checkpoint("reward_mean", checkpoint(4, 13)) is None
+
+
+def test_a_train_step_measures_the_weights_before_it() -> None:
+    record = Record(of(("train_step", 1, 4.0), ("train_step", 2, 3.0), ("save", 2, NAN), ("train_step", 3, 2.0)))
+    found = [record.at_checkpoint("loss", checkpoint(step, seq)) for step, seq in ((0, 0), (1, 1), (2, 3), (3, 4))]
+    assert [each and each.text(4) for each in found] == ["4", "3", "2", "2 at step 2"]
+    skipped = of(("train_step", 3, NAN), first=5)
+    skipped.grad_norm[:] = NAN
+    record.append(skipped)
+    newest = record.at_checkpoint("loss", checkpoint(3, 5))
+    assert newest is not None and newest.text(4) == "nan"
+
+
+def test_weights_of_one_step_are_not_those_after_a_load() -> None:
+    loaded = [("load_checkpoint", 1, NAN), ("optim_step", 2, NAN), ("save", 2, NAN)]
+    record = Record(of(*LOOP, *loaded))
+    assert record.at_checkpoint("loss", checkpoint(2, 15)) is None
+    record.append(of(("forward_backward", 2, 9.0), first=16))
+    for step, seq, text in ((2, 15, "9"), (2, 6, "2"), (3, 9, "1")):
+        found = record.at_checkpoint("loss", checkpoint(step, seq))
+        assert found is not None and found.text(4) == text
+
+
+@pytest.mark.parametrize(("restarts", "text"), [(False, "3"), (True, None)])
+def test_a_forks_checkpoint_has_what_its_source_measured(restarts: bool, text: str | None) -> None:
+    record = Record(of(*LOOP[:4]))  # up to a checkpoint at step 1, and a batch
+    own = checkpoint(0 if restarts else 1, 1, "fork")
+    found = record.at_checkpoint("loss", own)
+    assert (found and found.text(4)) == text
+    record.append(of(("save", own.step, NAN), ("forward_backward", own.step, 5.0), run_id="fork"))
+    found = record.at_checkpoint("loss", own)
+    assert found is not None and found.text(4) == "5"
+
+
 def test_a_loss_that_is_not_finite_is_shown_as_such() -> None:
     broken = [each for step in range(4, 7) for each in (("forward_backward", step, NAN), ("optim_step", step + 1, NAN))]
     record = Record(of(*LOOP, *broken))
-    assert np.isnan(record.last["loss"]) and record.last["grad_norm"] == 1.0
+    assert record.last["loss"].text(5) == "nan" and record.last["grad_norm"].text(5) == "1"
+    found = record.at_checkpoint("loss", checkpoint(7, 18))
+    assert found is not None and found.text(4) == "nan at step 6"
     assert record.curve("loss") == [[0.0, 4.0], [1.0, 3.0], [2.0, 2.0], [3.0, 1.0]]
     assert record.newest("loss", 2).tolist() == [2.0, 1.0] and record.non_finite == 3
     assert [each.loss is None for each in record.operations][-3:] == [True, False, True]
     never = Record(of(("forward_backward", 0, NAN)))
-    assert np.isnan(never.last["loss"]) and never.curve("loss") == []
+    assert never.last["loss"].text(5) == "nan" and never.curve("loss") == []
+
+
+def test_a_last_figure_from_before_the_newest_loss_has_its_step() -> None:
+    record = Record(of(("forward", 0, 4.64), *LOOP))
+    assert record.last["loss (forward only)"].text(5) == "4.64 at step 0"
+    assert record.last["loss"].text(5) == "1" and record.last["learning_rate"].text(5) == "0.1"
 
 
 def test_a_part_of_a_batch_has_no_loss_yet() -> None:
     part = of(("forward_backward", 0, NAN), ("forward_backward", 0, 4.0))
     part.tokens[0] = 0
     record = Record(part)
-    assert record.non_finite == 0 and record.last["loss"] == 4.0 and record.operations[0].loss is None
+    assert record.non_finite == 0 and record.last["loss"].text(5) == "4" and record.operations[0].loss is None
 
 
 def test_no_peak_is_lost_and_what_is_short_stays() -> None:

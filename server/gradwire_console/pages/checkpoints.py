@@ -24,12 +24,12 @@ MEASURED = {
     "reward_mean": "Reward",
     "preference_accuracy": "Accuracy",
 }
-"""Metrics that are shown beside a checkpoint: the last value with its weights, or before them."""
+"""Metrics that are shown beside a checkpoint."""
 COLUMNS = (
     Column("name", "Checkpoint", "Opens it in the playground", link=True),
     Column("step", "Step", "Optimizer steps before it", num=True),
     *(
-        Column(name, label, f"The last {name} with its weights, or before", num=True, sparse=True)
+        Column(name, label, f'The {name} with its weights; "at step": with earlier ones', num=True, sparse=True)
         for name, label in MEASURED.items()
     ),
     Column("rated", "Rated", "What people said of its answers: mean score, comparisons won", sparse=True),
@@ -50,10 +50,10 @@ def register(workspaces: Workspaces) -> None:
         )
 
 
-def measured(record: Record, step: int) -> dict[str, str]:
-    """What was measured last with the weights of a step, or before, by metric."""
-    values = {name: record.at_step(name, step) for name in MEASURED}
-    return {name: f"{value:.4g}" for name, value in values.items() if value is not None}
+def measured(record: Record, checkpoint: gradwire.Checkpoint) -> dict[str, str]:
+    """What was measured last with the weights of a checkpoint, or with earlier ones and their step, by metric."""
+    figures = {name: record.at_checkpoint(name, checkpoint) for name in MEASURED}
+    return {name: figure.text(4) for name, figure in figures.items() if figure is not None}
 
 
 class _Checkpoints:
@@ -188,5 +188,5 @@ def _row(each: gradwire.Checkpoint, record: Record, forks: list[str], rated: lis
         "note": each.note,
         "forks": ", ".join(forks),
         "rated": "; ".join(rated),
-        **measured(record, each.step),
+        **measured(record, each),
     }

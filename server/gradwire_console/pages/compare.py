@@ -86,7 +86,7 @@ async def _show(workspace: Workspace, run_ids: list[str]) -> None:
             return
         curves.show(records)
         lasts = {label: record.last for label, record in records.items()}
-        texts = {label: {name: f"{each:.5g}" for name, each in last.items()} for label, last in lasts.items()}
+        texts = {label: {name: each.text(5) for name, each in last.items()} for label, last in lasts.items()}
         figures.show(texts, _figures)
 
     await refresh()

@@ -84,7 +84,7 @@ class Curves:
         def show(name: str) -> None:
             plot.show(self._of(name), time=self._axis == "time")
             last = [record.last[name] for record in self._records.values() if name in record.last]
-            value.text = f"{last[0]:.5g}" if len(last) == 1 else ""  # type: ignore[attr-defined]
+            value.text = last[0].text(5) if len(last) == 1 else ""  # type: ignore[attr-defined]
 
         return show
 

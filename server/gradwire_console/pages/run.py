@@ -142,9 +142,8 @@ class _Run:
                         plain(each.remedy)
 
     def _show_checkpoints(self, checkpoints: list[gradwire.Checkpoint], record: Record) -> None:
-        if checkpoints is not self._checkpoints:
-            self._checkpoints = checkpoints
-            self._measured = {each.path: measured(record, each.step) for each in checkpoints[-NEWEST:]}
+        self._checkpoints = checkpoints
+        self._measured = {each.path: measured(record, each) for each in checkpoints[-NEWEST:]}  # anew: some come later
         self._none_saved.set_visibility(not checkpoints)
         self._all_saves.text = f"All {len(checkpoints)}"
         self._all_saves.set_visibility(len(checkpoints) > NEWEST)

@@ -125,7 +125,7 @@ class UnknownJobError(NotFoundError):
 
 
 class UnknownFileError(NotFoundError):
-    """No file has this id."""
+    """No file has this id, or no recording this number."""
 
 
 class AlreadyExistsError(InvalidRequestError):

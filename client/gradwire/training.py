@@ -86,7 +86,7 @@ class TrainingClient(Operations):
             number: Number of its operation, as :meth:`list_recordings` has it.
 
         Raises:
-            InvalidArgumentError: It was not recorded, or newer recordings took its room.
+            UnknownFileError: It was not recorded, or newer recordings took its room.
         """
         return RecordedBatch.from_wire(*await self._transport.recording(self.run_id, "batch", number))
 
@@ -94,7 +94,7 @@ class TrainingClient(Operations):
         """Fetch the rollouts that were recorded of an iteration, as :meth:`record_rollouts` was given them.
 
         Raises:
-            InvalidArgumentError: There are none.
+            UnknownFileError: There are none.
         """
         _, content = await self._transport.recording(self.run_id, "rollouts", iteration)
         found: list[dict[str, Any]] = json.loads(content)

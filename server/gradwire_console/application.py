@@ -6,10 +6,10 @@ import dataclasses
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import gradwire
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException, Path, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 from gradwire_http.browsers import BrowserGuard
 from gradwire_shell.frame import add_pages
@@ -38,6 +38,16 @@ from gradwire_console.pages import (
 from gradwire_console.pages.common import SECTIONS
 from gradwire_console.series import AXES
 from gradwire_console.workspace import Workspace, Workspaces
+
+Number = Annotated[int, Path(ge=0, lt=2**64)]  # what the wire can hold
+STATUS = (
+    (gradwire.NotFoundError, 404),
+    (gradwire.LimitExceededError, 429),
+    (gradwire.InvalidRequestError, 400),
+    (gradwire.UnauthenticatedError, 401),
+    (gradwire.PermissionDeniedError, 403),
+)
+"""HTTP status of an error by its first kind here; others are the server's, 503."""
 
 
 class Guarded:
@@ -112,7 +122,7 @@ def _add_json(app: FastAPI, workspaces: Workspaces) -> None:
 
     @app.exception_handler(gradwire.GradwireError)
     async def failed(_request: Request, error: gradwire.GradwireError) -> JSONResponse:
-        status = 404 if isinstance(error, gradwire.NotFoundError) else 503
+        status = next((status for kind, status in STATUS if isinstance(error, kind)), 503)
         return JSONResponse({"detail": str(error)}, status)
 
     @app.get("/api/runs")
@@ -145,7 +155,7 @@ def _add_json(app: FastAPI, workspaces: Workspaces) -> None:
         return [dataclasses.asdict(each) for each in await workspace.client(run_id).list_recordings()]
 
     @app.get("/api/runs/{run_id}/rollouts/{iteration}")
-    async def recorded_rollouts(request: Request, run_id: str, iteration: int) -> list[dict[str, Any]]:
+    async def recorded_rollouts(request: Request, run_id: str, iteration: Number) -> list[dict[str, Any]]:
         return await (await workspace_of(request)).client(run_id).recorded_rollouts(iteration)
 
     @app.get("/api/queues")

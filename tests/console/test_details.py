@@ -72,6 +72,13 @@ def test_a_group_of_answers_is_shown_with_its_rewards(shown: tuple[Console, sync
     expect(page.get_by_text("this group gives no gradient")).to_be_visible()
     expect(page.locator(".gw-main img")).to_have_count(0)
     assert page.request.get(f"{console.url}/api/runs/{run.run_id}/rollouts/4").json()[3]["reward"] == 0.5
+    for path, status in (
+        (f"{run.run_id}/rollouts/5", 404),
+        (f"{run.run_id}/rollouts/-1", 422),
+        ("none/rollouts/4", 404),
+    ):
+        answer = page.request.get(f"{console.url}/api/runs/{path}")
+        assert answer.status == status and answer.json()["detail"]
 
 
 def test_the_journal_the_timeline_and_the_server_are_shown(

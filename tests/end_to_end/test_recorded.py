@@ -95,7 +95,7 @@ def test_a_recorded_group_has_its_rewards_and_both_log_probabilities(service: sy
     batch = run.recorded_batch(2)
     assert [each.advantages[1:].tolist() for each in batch.sequences] == [[1.0] * 3, [-0.5] * 2]
     assert result["advantage_mean"] == pytest.approx((3 * 1.0 - 2 * 0.5) / 5)
-    with pytest.raises(gradwire.InvalidArgumentError, match="no recording batch 7"):
+    with pytest.raises(gradwire.NotFoundError, match="no recording batch 7"):
         run.recorded_batch(7)
     with pytest.raises(gradwire.InvalidArgumentError, match="a share from 0 to 1"):
         service.create_run("tiny", lora={"rank": 2}, record_batches=1.5)

@@ -44,7 +44,7 @@ class Observed:
         """A recording and its content.
 
         Raises:
-            ServiceError: UNKNOWN_RUN; INVALID_ARGUMENT if it is not there.
+            ServiceError: UNKNOWN_RUN; UNKNOWN_FILE if it is not there.
         """
         self._records.get(request.run_id, caller)
         return await asyncio.to_thread(self._files.read, request.run_id, request.kind, request.number)

@@ -83,7 +83,7 @@ class RecordedFiles:
         """A recording and its content.
 
         Raises:
-            ServiceError: INVALID_ARGUMENT if there is no such recording.
+            ServiceError: UNKNOWN_FILE if there is no such recording.
         """
         file = self._root / run_id / f"{kind}-{number:020d}"
         read = self._open(file, content=True) if kind in KINDS else None
@@ -91,7 +91,7 @@ class RecordedFiles:
             message = (
                 f"there is no recording {kind[:50]} {number} of {run_id}: it was not made, or a newer took its room"
             )
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="number")
+            raise ServiceError(pb.ERROR_CODE_UNKNOWN_FILE, message, field="number")
         return read
 
     @staticmethod

@@ -2,6 +2,13 @@
 import { echarts } from "nicegui-echart";
 export { echarts };
 
+// A tick of an axis: with an exponent where it is long, and without the digits that rounding left.
+export const amount = (value) => {
+  const size = Math.abs(value);
+  if (size === 0 || (size >= 1e-4 && size < 1e9)) return echarts.format.addCommas(value);
+  return Number(value.toPrecision(6)).toExponential();
+};
+
 export const chart = {
   template: `<div role="img" :aria-label="title"></div>`,
   props: { title: String },

@@ -1,6 +1,6 @@
 // Curves in the theme's colours: drag selects a range, a double click shows all again.
 import { toRaw } from "vue";
-import { chart } from "chart";
+import { amount, chart } from "chart";
 
 export default {
   mixins: [chart],
@@ -22,9 +22,10 @@ export default {
       return {
         grid: { left: 8, right: 14, top: 14, bottom: 8, containLabel: true },
         xAxis: { type: this.time ? "time" : "value", min: "dataMin", max: "dataMax", splitLine: { show: false }, ...axis,
-                 axisLabel: { ...axis.axisLabel, alignMaxLabel: "right" } }, // or its end is cut off
+                 axisLabel: { ...axis.axisLabel, alignMaxLabel: "right", // or its end is cut off
+                              formatter: this.time ? null : amount } },
         yAxis: { type: "value", scale: true, splitLine: { lineStyle: { color: token("--line"), width: 0.5 } }, ...axis,
-                 axisLine: { show: false } },
+                 axisLabel: { ...axis.axisLabel, formatter: amount }, axisLine: { show: false } },
         tooltip: { trigger: "axis",
                    valueFormatter: (value) => (value === undefined ? "" : Number(value).toPrecision(5)) },
         series: toRaw(this.series).map((each) => ({ // raw: what is reactive is read ten times as slowly

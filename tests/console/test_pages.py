@@ -24,6 +24,11 @@ UPGRADE = {
     "sec-websocket-key": "MDEyMzQ1Njc4OWFiY2RlZg==",
 }  # fmt: skip
 AXE = Path(__file__).parents[2] / "node_modules/axe-core/axe.min.js"
+TICKS = """async (plot, name) => {
+  const { echarts } = await import("nicegui-echart");
+  const axis = echarts.getInstanceByDom(plot).getModel().getComponent(name).axis;
+  return axis.getViewLabels().map((each) => each.formattedLabel);
+}"""
 PAYLOADS = (
     "<img src=x onerror=alert(1)>",
     "<script>alert(2)</script>",
@@ -87,6 +92,27 @@ def test_a_plot_is_zoomed_by_dragging(console: Console, service: sync.ServiceCli
         expect(whole).to_be_hidden()
         train(run, 1)
         expect(operations).to_have_count(10 + 2 * turn)
+
+
+@pytest.mark.parametrize(("last", "tick"), [(1e30, "1e+30"), (9e-7, "6e-7")])
+def test_ticks_of_huge_and_tiny_values_are_short(
+    console: Console, service: sync.ServiceClient, page: Page, last: float, tick: str
+) -> None:
+    run = service.create_run("tiny", lora={"rank": 2})
+    for learning_rate in (1e-7, last):
+        train(run, 1, learning_rate)
+    page.goto(f"{console.url}/run/{run.run_id}")
+    plot = page.get_by_role("img", name="learning_rate", exact=True)
+    expect(plot.locator("canvas")).to_be_attached()
+    ticks = plot.evaluate(TICKS, "yAxis")
+    assert tick in ticks and max(map(len, ticks)) <= len("1.2e+30"), ticks
+    assert plot.evaluate(TICKS, "xAxis")[-1] == "2"
+    page.get_by_label("Axis").click()
+    page.get_by_role("option", name="Time").click()
+    page.wait_for_function(
+        f"async (plot) => !(await ({TICKS})(plot, 'xAxis')).includes('2')", arg=plot.element_handle()
+    )
+    assert all("e+" not in each for each in plot.evaluate(TICKS, "xAxis"))
 
 
 def test_mistyped_addresses_are_answered_by_a_page(console: Console, service: sync.ServiceClient, page: Page) -> None:

@@ -79,6 +79,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("tuning")
     (folder / "state").mkdir()
     made = {name: KeyFile(folder / "state").create(name) for name in ("anna", "bert")}
+    made["vera"] = KeyFile(folder / "state").create("vera", role="viewer")
     made["dora"] = KeyFile(folder / "state").create("dora", quota=Quota(file_bytes=QUOTA))
     return {"folder": str(folder), **made}
 
@@ -352,6 +353,15 @@ def test_the_end_is_told_until_it_is_taken(
     assert Receiver.news[0][0]["webhook-id"] == Receiver.news[1][0]["webhook-id"]  # the refused one came again
     with pytest.raises(openai.InvalidWebhookSignatureError):
         client.webhooks.unwrap(body.replace("succeeded", "failed"), headers, secret=secret)
+
+
+@pytest.mark.parametrize("name", ["anna", "vera"])
+def test_no_model_is_listed_twice(
+    server: HttpServer, keys: dict[str, str], supervised: FineTuningJob, name: str
+) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=keys[name], max_retries=0, timeout=120) as client:
+        found = [model.id for model in client.models.list()]
+    assert str(supervised.fine_tuned_model) in found and len(set(found)) == len(found)
 
 
 def test_what_a_job_made_is_shared_and_trained_further(

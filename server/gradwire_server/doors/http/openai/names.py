@@ -64,19 +64,25 @@ def described(name: str, created: float = 0, owner: str = "gradwire") -> dict[st
 
 async def listed(core: Core, caller: Caller) -> list[dict[str, Any]]:
     """The base models, loaded or allowed; then what the caller's fine-tuning jobs made; then its runs, each with its
-    newest checkpoint."""
-    models = [described(name) for name in core.config.all_models]
+    newest checkpoint. No name is listed twice."""
+    models = {name: described(name) for name in core.config.all_models}
+
+    def add(name: str, created: float, owner: str) -> None:
+        models.setdefault(name, described(name, created, owner))
+
     for job in tuned_jobs(core, caller):
-        models += [described(name, checkpoint.created_at, job.owner) for name, checkpoint in models_of(job)]
+        for name, checkpoint in models_of(job):
+            add(name, checkpoint.created_at, job.owner)
     token = ""
     while True:
         runs, token = await core.runs.page(caller, 0, token)
         for run in runs:
-            shared = core.jobs.of_run(run.run_id) if run.owner != caller.name and caller.role != "admin" else None
+            shared = core.jobs.of_run(run.run_id) if run.owner != caller.name and not caller.sees_all else None
             if shared is not None and shared.spec.note:
-                models += [described(name, each.created_at, shared.owner) for name, each in models_of(shared)]
-            models.append(described(run.run_id, run.created_at, run.owner))
+                for name, checkpoint in models_of(shared):
+                    add(name, checkpoint.created_at, shared.owner)
+            add(run.run_id, run.created_at, run.owner)
             if run.latest_checkpoint:
-                models.append(described(run.latest_checkpoint, run.created_at, run.owner))
+                add(run.latest_checkpoint, run.created_at, run.owner)
         if not token:
-            return models
+            return list(models.values())

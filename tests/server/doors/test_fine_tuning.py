@@ -595,6 +595,17 @@ MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
         "method.dpo.hyperparameters.beta",
         "is 3",
     ),
+    ({"method": {"type": "supervised", "dpo": {"hyperparameters": {"n_epochs": 1}}}}, 400, "method.dpo", "supervised"),
+    ({"method": {"type": "dpo", "supervised": {}}}, 400, "method.supervised", "takes no settings of supervised"),
+    (
+        {
+            "method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 1}}},
+            "hyperparameters": {"n_epochs": 2},
+        },
+        400,
+        "hyperparameters",
+        "are in method.supervised as well",
+    ),
     ({"integrations": [{"type": "wandb"}]}, 400, "integrations", "Field required"),
     ({"integrations": [{"type": "neptune"}]}, 400, "integrations", "'wandb'"),
     ({"n_epochs": 3}, 400, "n_epochs", "is not a parameter that this server knows"),

@@ -113,9 +113,15 @@ async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -
         ServiceError: The request is invalid.
     """
     method = asked.method.type if asked.method is not None else "supervised"
+    for other in RECIPES:
+        if other != method and getattr(asked.method, other, None) is not None:
+            raise invalid(f"the method is {method}, which takes no settings of {other}", f"method.{other}")
     settings = asked.method.settings() if asked.method is not None else None
     hyperparameters, param = asked.hyperparameters, "hyperparameters"
     if settings is not None and settings.hyperparameters is not None:
+        if hyperparameters:
+            message = f"hyperparameters are in method.{method} as well, and those count: leave these out"
+            raise invalid(message, "hyperparameters")
         hyperparameters, param = settings.hyperparameters, f"method.{method}.hyperparameters"
     grader = settings.grader if settings is not None else None
     if method != "reinforcement" and grader is not None:

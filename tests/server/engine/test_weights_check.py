@@ -34,7 +34,7 @@ def without_a_tensor(file: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "reason"), [
-    (missing, "no file named model.safetensors"),
+    (missing, "no file named model.safetensors found in its folder$"),
     (cut, "a file of its weights is cut short or damaged"),
     (other_shape, rf"do not fit its config.json: {TENSOR} has the shape \[3, 3\], not \[32, 32\]"),
     (without_a_tensor, f"lack weights that its config.json asks for: {TENSOR}"),
@@ -51,3 +51,13 @@ def test_a_start_says_what_is_wrong_with_a_models_weights(
     later = LocalEngine({"tiny": tiny_model_path}, tmp_path / "later", allow_models={"broken": str(folder)})
     assert later.engine.hello()
     assert "with safetensors weights: " in later.create("run-a", base_model="broken").error.message
+
+
+def test_a_folder_named_as_part_of_a_file_is_named_once(
+    tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny_model_path, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OperationError, match=r"no file named model.safetensors found in its folder$"):
+        LocalEngine({"broken": Path("model")}, tmp_path / "state").engine.hello()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -82,6 +83,11 @@ def without_weights(config: PreTrainedConfig, dtype: torch.dtype | None = None) 
     return model
 
 
+def without_path(sentence: str, path: str, name: str = "its folder") -> str:
+    """Put a name in place of a model's path, which may also be part of a file's name, as in ``model.safetensors``."""
+    return re.sub(rf"(?<![\w./-])(directory )?{re.escape(path)}(?!\.?[\w-])", name, sentence)
+
+
 def _given(path: str) -> object:
     try:
         return PreTrainedConfig.get_config_dict(path)[0]
@@ -131,7 +137,7 @@ def _explained(what: str, path: str = "") -> Iterator[None]:
         cause = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
         sentence = str(cause).partition("\n")[0].strip()
         if path:  # callers name the model as its users know it
-            sentence = sentence.replace(f"{path}/config.json", "it").replace(path, "it")
+            sentence = without_path(sentence.replace(f"{path}/config.json", path), path, "it")
         if not isinstance(error, (ValueError, StrictDataclassError)):  # those are sentences, others may be a word
             sentence = f"{type(error).__name__}: {sentence}"
         raise ConfigurationError(f"{what}: {sentence}") from error

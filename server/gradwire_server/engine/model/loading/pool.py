@@ -24,7 +24,12 @@ from gradwire_server.engine.model.attention.blocks import has_right_kernel
 from gradwire_server.engine.model.layers.packed_linear import has_right_products
 from gradwire_server.engine.model.loading import quantization
 from gradwire_server.engine.model.loading.compilation import compile_layers
-from gradwire_server.engine.model.loading.configuration import ConfigurationError, read_configuration, without_weights
+from gradwire_server.engine.model.loading.configuration import (
+    ConfigurationError,
+    read_configuration,
+    without_path,
+    without_weights,
+)
 from gradwire_server.engine.model.loading.fused_kernels import kernels_for, use_fused_kernels
 from gradwire_server.engine.model.loading.offload import offload_layers
 from gradwire_server.engine.model.loading.packing_check import check_rows, choose_packing
@@ -300,7 +305,7 @@ def _explained(name: str, path: str) -> Iterator[None]:
         ) from error
     except (OSError, ValueError, SafetensorError) as error:
         logger.error("model %r at %s could not be loaded: %s", name, path, error)
-        reason = str(error).partition("\n")[0].replace(path, "its folder")
+        reason = without_path(str(error).partition("\n")[0], path)
         raise OperationError(
             training_pb2.ERROR_CODE_UNSUPPORTED,
             f"model {name!r} cannot be loaded as a causal LM of transformers with safetensors weights: {reason}",

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from gradwire_server.engine.generators import preserved_rng
-from gradwire_server.engine.model.loading.configuration import read_configuration
+from gradwire_server.engine.model.loading.configuration import read_configuration, without_path
 from gradwire_server.engine.model.vision.image_tokens import auto_class, takes_images
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def check_weights(path: str) -> None:
     except SafetensorError as error:
         raise WeightsError(f"a file of its weights is cut short or damaged ({error})") from error
     except OSError as error:
-        reason = str(error).partition("\n")[0].replace(path, "its folder")
+        reason = without_path(str(error).partition("\n")[0], path)
         raise WeightsError(reason.removeprefix("Error ").rstrip(".")) from error
     except Exception as error:  # whatever transformers cannot do without weights; loading them will tell
         logger.warning("the weights of %s are not checked before they are loaded: %s", path, error)

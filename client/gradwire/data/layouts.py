@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gradwire.data.rows import Conversation, Message, Preference, Prompt, Rating, Steps, Unfit
+from gradwire.data.rows import Conversation, Message, Preference, Prompt, Rating, Steps, Unfit, is_learned
 from gradwire.data.sources import Row
 
 Mapped = Mapping[str, str | Callable[[Row], Any]]
@@ -46,7 +46,7 @@ def conversation(row: Row, mapping: Mapped) -> Conversation:
 
     Raises:
         Unfit: The row is none of these, or has what is not learned here: a column of images, or a completion that it
-            calls bad.
+            calls bad; or none of its messages is learned.
     """
     _check_used(row)
     if str(row.get("label")).lower() == "false":
@@ -75,6 +75,7 @@ def conversation(row: Row, mapping: Mapped) -> Conversation:
         messages = [*_asked(row, mapping, prompt), *_turn(answer, "assistant", "completion")]
     if not any(message["role"] == "assistant" for message in messages):
         raise Unfit("there is no message of the assistant to learn from")
+    _check_learned(messages)
     tools = _pick(row, mapping, "tools", ("tools",)) or ()
     weight = _weight(row, mapping)
     return Conversation(tuple(messages), tuple(_parsed(tools)), _variables(row), weight, images=tuple(images))
@@ -168,12 +169,14 @@ def prompt(row: Row, mapping: Mapped) -> Prompt:
     """Read a prompt, and its answer if there is one.
 
     Raises:
-        Unfit: The row has no prompt.
+        Unfit: The row has no prompt, or ends with an answer and is a conversation of which nothing is learned.
     """
     written = _pick(row, mapping, "prompt", (*PROMPTS, *CONVERSATIONS))
     if written is None:
         raise _missing(row, "prompt", "prompt")
     messages = _asked(row, mapping, written)
+    if messages and messages[-1]["role"] == "assistant":
+        _check_learned(messages)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
@@ -193,6 +196,16 @@ def _check_used(row: Row, *unused: str) -> None:
         if row.get(name) not in UNSAID:
             more = "more than text, in " if name in UNREAD else ""
             raise Unfit(f"there is {more}{name}, which would be left out here; drop the column, or the row")
+
+
+def _check_learned(messages: Sequence[Message]) -> None:
+    """Check that the assistant's messages are not all left out of what is learned.
+
+    Raises:
+        Unfit: They are.
+    """
+    if not any(map(is_learned, messages)):
+        raise Unfit("no message of the assistant is learned: each has the weight 0; leave the row out")
 
 
 def _variables(row: Row) -> Mapping[str, Any]:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from gradwire.data import Batches, DataError, Dataset
 from gradwire.loop.loggers import JsonlLogger
 from gradwire.loop.training_loop import Metrics, Plan, TrainingLoop
@@ -111,6 +113,13 @@ def _tokens(row: Mapping[str, Any]) -> int:
     return sum(len(value) for name, value in row.items() if name.endswith("input_ids"))
 
 
+def _has_learned_token(row: Mapping[str, Any]) -> bool:
+    """Whether the loss counts any token of an encoded row; one without masks is scored as a whole."""
+    masks = [row[name] for name in ("loss_mask", "chosen_loss_mask", "rejected_loss_mask") if name in row]
+    masks += [np.asarray(row["token_labels"]) >= 0] if "token_labels" in row else []
+    return (not masks or any(map(np.any, masks))) and bool(np.any(row.get("weights", 1)))
+
+
 class _Steps(Generic[T]):
     """The optimizer steps of a training on rows.
 
@@ -177,12 +186,16 @@ class _Steps(Generic[T]):
         }
 
     async def _next(self, step: int) -> list[Any]:
-        """Encode the next batch of which any row is left."""
+        """Encode the next batch of which any row is left and any token is learned."""
+        reason = "no row could be used: all were skipped"
         for _ in range(self._batches.per_epoch):
             batch = await asyncio.to_thread(next, self._batches)  # it may read a file
-            if rows := await self._encode(batch, step):
+            rows = await self._encode(batch, step)
+            if any(map(_has_learned_token, rows)):
                 return rows
-        raise DataError(str(self._settings.data), "no row could be used: all were skipped")
+            if rows:
+                reason = "nothing of it is trained on: masks, weights of 0 or max_tokens leave no token of any row"
+        raise DataError(str(self._settings.data), reason)
 
     def _optim_step(self, rate: float) -> Any:
         settings = self._settings

@@ -64,7 +64,8 @@ def test_a_conversation_keeps_what_templates_read() -> None:
     ids=str,
 )  # fmt: skip
 def test_what_a_message_says_of_being_learned_is_kept(said: dict[str, Any], learned: int | None) -> None:
-    (found,) = conversations([{"messages": [USER, FOUR | said], "weight": "0.25", "chat_template_kwargs": '{"a": 1}'}])
+    messages = [USER, FOUR | said, USER, FOUR]
+    (found,) = conversations([{"messages": messages, "weight": "0.25", "chat_template_kwargs": '{"a": 1}'}])
     assert found.messages[1] == FOUR | ({} if learned is None else {"weight": learned})
     assert found.weight == 0.25 and found.template_kwargs == {"a": 1}
 
@@ -155,6 +156,10 @@ MISTAKES: list[tuple[Any, Any, str]] = [
         {"messages": [USER, FOUR | {"weight": 0.5}]},
         "message 1 of messages has the weight 0.5; it is 0 .not learned. or 1",
     ),
+    (conversations, {"messages": [USER, FOUR | {"weight": 0}]}, "no message of the assistant is learned: each has the"),
+    (conversations, {"messages": [USER, FOUR | {"train": False}]}, "no message of the assistant is learned"),
+    (conversations, {"prompt": [USER], "completion": [FOUR | {"weight": 0}]}, "no message of the assistant is learned"),
+    (prompts, {"messages": [USER, FOUR | {"weight": 0}]}, "no message of the assistant is learned"),
     (conversations, {"messages": TALK, "weight": "much"}, "weight is a number from 0 on; this is 'much'"),
     (conversations, {"messages": TALK, "images": ["a.png"]}, "there is more than text, in images"),
     (conversations, {"prompt": "a", "completion": "b", "label": False}, "label is false: the completion is a bad one"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -109,6 +110,37 @@ def test_all_unfit_rows_are_listed_before_the_training(server: Server, talks: st
     shown = runner.invoke(app, ["data", "show", str(file), *more]).output
     assert "9 conversations, 2 unfit rows" in shown and "trained on" in shown and "#####" in shown, shown
     assert runner.invoke(app, ["data", "check", talks]).exit_code == 0
+
+
+UNLEARNED = [
+    ([{"weight": 0}] * 12, {}, "line 1: no message of the assistant is learned: each has the weight 0"),
+    ([{}] * 12, {"max_tokens": 4}, "nothing of it is trained on: masks, weights of 0 or max_tokens leave no token"),
+    ([{"row": 0}] * 12, {}, "nothing of it is trained on"),
+]
+
+
+@pytest.mark.parametrize(("said", "more", "sentence"), UNLEARNED, ids=lambda value: str(value)[:30])
+async def test_data_of_which_nothing_is_trained_on_is_refused(
+    server: Server, tmp_path: Path, said: list[dict[str, Any]], more: dict[str, Any], sentence: str
+) -> None:
+    user = {"role": "user", "content": "two and two?"}
+    rows = [
+        {"messages": [user, {"role": "assistant", "content": "4"} | each], "weight": each.get("row", 1)}
+        for each in said
+    ]
+    data = written(tmp_path / "talks.jsonl", rows)
+    with pytest.raises(DataError, match=sentence):
+        await sft.train(sft.SFT(**COMMON, **more, address=server.address, data=data, folder=str(tmp_path / "run")))
+    assert "metrics.jsonl" not in [name for _, _, names in os.walk(tmp_path) for name in names]
+
+
+def test_rows_of_which_nothing_is_learned_are_counted_as_unfit(tmp_path: Path) -> None:
+    from gradwire.cli.app import app
+
+    user = {"role": "user", "content": "2 and 2?"}
+    rows = [{"messages": [user, {"role": "assistant", "content": "4", "weight": 0}]}] * 12
+    done = CliRunner().invoke(app, ["data", "check", written(tmp_path / "talks.jsonl", rows)])
+    assert done.exit_code == 1 and "12 rows, 12 of them unfit" in done.output, done.output
 
 
 async def test_the_best_checkpoint_is_kept_and_the_training_ends_early(

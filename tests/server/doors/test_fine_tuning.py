@@ -564,6 +564,11 @@ def test_files(client: openai.OpenAI, other: openai.OpenAI) -> None:
             talks(12) + b'\n{"messages": 1}',
             "1 of 13 rows cannot be used: line 13: messages is 1; it must be a text or a list",
         ),
+        (
+            talks(12).replace(b'"assistant"', b'"assistant", "weight": 0'),
+            "12 of 12 rows cannot be used: line 1: no message of the assistant is learned",
+        ),
+        (talks(12).replace(b'"messages"', b'"weight": 0, "messages"'), "nothing of it is trained on"),
         (pairs(), "line 1: no column is recognised as completion"),
     ],
 )

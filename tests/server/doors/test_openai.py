@@ -19,11 +19,12 @@ import openai
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Caller
-from gradwire_server.doors.http.openai.answers import bytes_of_piece, streamed
+from gradwire_server.doors.http.openai.answers import TextOffsets, Tokens, TokenTexts, bytes_of_piece, streamed
 from gradwire_server.doors.http.openai.events import _line
 from gradwire_server.doors.http.openai.tools import certain_content, forced_schema, read_answer
 from gradwire_server.errors import ServiceError, parked_error
 from support.tinker import HttpServer
+from tokenizers import Tokenizer, decoders, models
 
 ADD: dict[str, Any] = {
     "type": "function",
@@ -151,6 +152,66 @@ def test_token_ids_are_returned_to_who_trains_on_them(client: openai.OpenAI) -> 
 def test_bytes_are_those_of_the_vocabulary() -> None:
     assert bytes_of_piece("<0xE2>") == [0xE2] and bytes_of_piece("Ã©Ġa") == list("é a".encode())
     assert bytes_of_piece("Ã") == [0xC3] and bytes_of_piece("▁日") is None and bytes_of_piece("") is None
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_offsets_point_into_the_text(client: openai.OpenAI, keeps: bool) -> None:
+    """Of special tokens in the middle, which the text leaves out unless asked, and of parts of characters."""
+    asked: dict[str, Any] = {
+        "model": "tiny", "prompt": "<s>ab€ é<s>c", "max_tokens": 100, "logprobs": 0, "temperature": 1.5, "seed": 3,
+        "n": 4, "logit_bias": {"1": 6, "2": -100}, "extra_body": {"skip_special_tokens": not keeps},
+    }  # fmt: skip
+    whole = client.completions.create(**asked, echo=True)
+    unechoed = client.completions.create(**asked)
+    parts: dict[int, list[int]] = defaultdict(list)
+    for part in client.completions.create(**asked, stream=True):
+        for choice in part.choices:
+            parts[choice.index] += choice.logprobs.text_offset  # type: ignore[union-attr, operator]
+    for choice, other in zip(whole.choices, unechoed.choices, strict=True):
+        assert choice.logprobs is not None and other.logprobs is not None
+        tokens, offsets = choice.logprobs.tokens or [], choice.logprobs.text_offset or []
+        answer = len(tokens) - len(other.logprobs.tokens or [])
+        assert "<s>" in tokens[1:answer] and "<s>" in tokens[answer:] and "\ufffd" in tokens[answer:]
+        ends = [*offsets[1:], len(choice.text)]
+        for place, (token, offset, end) in enumerate(zip(tokens, offsets, ends, strict=True)):
+            if token in ("<s>", "<pad>", "<unk>") and not (keeps and place >= answer):
+                assert offset == end or "\ufffd" in tokens[place - 1]  # an unfinished character before it
+            elif "\ufffd" not in token:
+                assert choice.text[offset:].startswith(token)
+        assert offsets == sorted(offsets) and offsets[-1] <= len(choice.text)
+        assert choice.text.index("€") == 2 and offsets.count(2) == 3
+        before = len(choice.text) - len(other.text)
+        assert other.logprobs.text_offset == parts[other.index] == [offset - before for offset in offsets[answer:]]
+
+
+def test_offsets_end_with_a_text_that_a_stop_string_cuts(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "the cat", "max_tokens": 30, "logprobs": 0, "seed": 4}
+    text = client.completions.create(**asked).choices[0].text
+    cut = client.completions.create(**asked, stop=text[5:8]).choices[0]
+    assert cut.text == text[:5] and cut.logprobs is not None
+    assert max(cut.logprobs.text_offset or []) <= len(cut.text)
+
+
+async def test_offsets_count_spaces_that_only_the_first_token_of_a_text_loses() -> None:
+    vocabulary = {text: token for token, text in enumerate(("<unk>", "▁the", "▁cat", "s", "<0xC3>", "<0xA9>", "▁"))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+
+    async def decode(caller: Caller, model: str, rows: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
+        return tokenizer.decode_batch(rows, skip_special_tokens=skip_special_tokens)
+
+    async def pieces(caller: Caller, model: str, ids: list[int]) -> list[str]:
+        return [tokenizer.id_to_token(token) or "" for token in ids]
+
+    core: Any = SimpleNamespace(texts=SimpleNamespace(decode=decode, pieces=pieces))
+    texts, ids = TokenTexts(core, Caller(""), "m"), [1, 2, 3, 4, 5, 2]
+    text_of = await texts.read([Tokens(ids)])
+    assert tokenizer.decode(ids) == "the catsé cat"
+    assert TextOffsets(texts).add(ids) == [0, 3, 7, 8, 8, 9] and [*map(text_of, ids[1:3])] == [" cat", "s"]
+    await texts.read([Tokens([6])])
+    assert tokenizer.decode([6, 2, 3]) == " cats" and TextOffsets(texts).add([6, 2, 3]) == [0, 0, 4]
 
 
 def test_an_address_without_v1_is_explained(server: HttpServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import re
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -178,6 +179,8 @@ class TokenTexts:
     def __init__(self, core: Core, caller: Caller, model: str, *, as_ids: bool = False) -> None:
         self._core, self._caller, self._model, self._as_ids = core, caller, model, as_ids
         self._known: dict[int, str] = {}
+        self._first: dict[int, str] = {}
+        self._special: set[int] = set()
         self._bytes: dict[int, list[int] | None] = {}
 
     async def read(self, tokens: Iterable[Tokens]) -> Callable[[int], str]:
@@ -186,18 +189,37 @@ class TokenTexts:
         missing = sorted(wanted - set(self._known))
         for start in range(0, len(missing), DECODED_TOGETHER):
             ids = missing[start : start + DECODED_TOGETHER]
-            texts = await self._core.texts.decode(
-                self._caller, self._model, [[token] for token in ids], skip_special_tokens=False
-            )
+            alone = await self._decoded([[token] for token in ids])
+            twice = await self._decoded([[token, token] for token in ids])
+            shown = await self._decoded([[token] for token in ids], skip_special_tokens=True)
+            self._first |= dict(zip(ids, alone, strict=True))
+            self._special |= {token for token, text, left in zip(ids, alone, shown, strict=True) if text and not left}
+            texts = [_after_itself(text, both) for text, both in zip(alone, twice, strict=True)]
             self._known |= dict(zip(ids, texts, strict=True))
             parts = [token for token, text in zip(ids, texts, strict=True) if "\ufffd" in text]
             pieces = await self._core.texts.pieces(self._caller, self._model, parts)
             self._bytes |= {token: bytes_of_piece(piece) for token, piece in zip(parts, pieces, strict=True)}
         return "token_id:{}".format if self._as_ids else self._known.__getitem__
 
+    async def _decoded(self, rows: list[list[int]], *, skip_special_tokens: bool = False) -> list[str]:
+        return await self._core.texts.decode(self._caller, self._model, rows, skip_special_tokens=skip_special_tokens)
+
     def bytes_of(self, token: int) -> list[int] | None:
         """The bytes of a token whose text was read, also of a part of a character; None where nobody can tell."""
         return self._bytes[token] if token in self._bytes else list(self._known[token].encode())
+
+    def added_bytes(self, token: int, *, first: bool, keep_special_tokens: bool) -> bytes | None:
+        """What a token whose text was read adds to a text; None for a special token that the text leaves out.
+
+        Args:
+            first: Whether nothing is before it; some tokenizers leave out the space that a text begins with.
+        """
+        if token in self._special and not keep_special_tokens:
+            return None
+        known = self._bytes.get(token)
+        if known is None:
+            return (self._first if first else self._known)[token].encode()
+        return bytes(known)
 
     async def of_prompt(self, tokens: Tokens) -> list[dict[str, Any] | None]:
         """The log-probabilities of a prompt's tokens, as vLLM gives them.
@@ -217,6 +239,44 @@ class TokenTexts:
             place.setdefault(str(token), {"logprob": logprob, "rank": None, "decoded_token": text_of(token)})
             places.append(place)
         return places
+
+
+class TextOffsets:
+    """Where the tokens of a growing text begin in it, in characters.
+
+    All parts of a character begin where it does. A token that the text leaves out begins where the next one does.
+
+    Args:
+        texts: Has read the tokens.
+        start: Where the text begins.
+        keep_special_tokens: Whether special tokens are text.
+    """
+
+    def __init__(self, texts: TokenTexts, start: int = 0, *, keep_special_tokens: bool = False) -> None:
+        self._texts, self._end, self._keep = texts, start, keep_special_tokens
+        self._first = True
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, ids: Iterable[int]) -> list[int]:
+        """Add tokens; returns where each begins."""
+        offsets = []
+        for token in ids:
+            added = self._texts.added_bytes(token, first=self._first, keep_special_tokens=self._keep)
+            if added is None:
+                offsets.append(self._end)
+                continue
+            if added and not 0x80 <= added[0] < 0xC0:  # it begins a character, and so ends a broken one
+                self._end += len(self._decoder.decode(b"", True))
+            offsets.append(self._end)
+            self._end += len(self._decoder.decode(added))
+            self._first = False
+        return offsets
+
+
+def _after_itself(alone: str, twice: str) -> str:
+    """The text of a token behind another one, with the space that some tokenizers leave out where a text begins."""
+    behind = twice[len(alone) :] if twice.startswith(alone) and "\ufffd" not in twice else ""
+    return behind or alone
 
 
 def bytes_of_piece(piece: str) -> list[int] | None:

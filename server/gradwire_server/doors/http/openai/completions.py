@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,7 +14,15 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
-from gradwire_server.doors.http.openai.answers import FINISH_REASONS, Tokens, TokenTexts, sampled, streamed, tokens_of
+from gradwire_server.doors.http.openai.answers import (
+    FINISH_REASONS,
+    TextOffsets,
+    Tokens,
+    TokenTexts,
+    sampled,
+    streamed,
+    tokens_of,
+)
 from gradwire_server.doors.http.openai.events import event_stream
 from gradwire_server.doors.http.openai.names import find_model
 from gradwire_server.doors.http.openai.requests import CompletionRequest, check_encodable, invalid, named, unsupported
@@ -95,11 +104,17 @@ class Completion:
         echoed = await self._echoed(call)
         choices = []
         for index, (answer, tokens) in enumerate(zip(answers.rows, rows, strict=True)):
+            before = echoed[index // call.call.n]
+            text, logprobs = before + answer.text, None
+            if asked.logprobs is not None:
+                offsets = TextOffsets(self._texts).add(tokens.ids[: len(tokens.ids) - len(answer.tokens.ids)])
+                offsets += self._offsets(call, len(before)).add(answer.tokens.ids)
+                logprobs = _logprobs(tokens, text_of, offsets, len(text))
             choice = {
                 "index": index,
-                "text": echoed[index // call.call.n] + answer.text,
+                "text": text,
                 "finish_reason": answer.finish_reason,
-                "logprobs": _logprobs(tokens, text_of, 0) if asked.logprobs is not None else None,
+                "logprobs": logprobs,
             }
             if asked.prompt_logprobs is not None and answer.prompt is not None:
                 choice["prompt_logprobs"] = await self._texts.of_prompt(answer.prompt)
@@ -115,15 +130,17 @@ class Completion:
     async def events(self, call: pb.SampleRequest) -> AsyncGenerator[Mapping[str, Any]]:
         """The completion's parts."""
         asked = self._asked
-        offsets: dict[int, int] = {}
+        offsets: defaultdict[int, TextOffsets] = defaultdict(lambda: self._offsets(call))
+        lengths: Counter[int] = Counter()
         async for frame in streamed(self._core, self._caller, call, asked.model):
             deltas = [(delta, tokens_of(delta)) for delta in frame.deltas]
             text_of = await self._texts.read([tokens for _, tokens in deltas] if asked.logprobs is not None else [])
             for delta, tokens in deltas:
                 logprobs = None
                 if asked.logprobs is not None:
-                    logprobs = _logprobs(tokens, text_of, offsets.get(delta.row, 0))
-                    offsets[delta.row] = offsets.get(delta.row, 0) + sum(map(len, logprobs["tokens"]))
+                    lengths[delta.row] += sum(map(len, delta.texts))
+                    most = lengths[delta.row] if delta.stop_reason else None
+                    logprobs = _logprobs(tokens, text_of, offsets[delta.row].add(tokens.ids), most)
                 choice = {
                     "index": delta.row,
                     "text": "".join(delta.texts),
@@ -155,6 +172,10 @@ class Completion:
         rows = [part for part in prompt if isinstance(part, list)]
         return [pb.TokenIds(ids=ids) for ids in rows or [[part for part in prompt if isinstance(part, int)]]]
 
+    def _offsets(self, call: pb.SampleRequest, start: int = 0) -> TextOffsets:
+        """Those of an answer that begins at ``start``."""
+        return TextOffsets(self._texts, start, keep_special_tokens=call.call.keep_special_tokens)
+
     async def _echoed(self, call: pb.SampleRequest) -> list[str]:
         """The text of each prompt, if it is to be repeated."""
         if not self._asked.echo:
@@ -163,15 +184,18 @@ class Completion:
         return await self._core.texts.decode(self._caller, self._base, ids, skip_special_tokens=True)
 
 
-def _logprobs(tokens: Tokens, text_of: Callable[[int], str], offset: int) -> dict[str, Any]:
+def _logprobs(
+    tokens: Tokens, text_of: Callable[[int], str], offsets: Sequence[int], length: int | None
+) -> dict[str, Any]:
     """Log-probabilities in the form of completions.
 
     A place's ``top_logprobs`` have its own token too. Tokens whose texts are equal have one entry, the most probable's.
+
+    Args:
+        offsets: Where each token begins in the text.
+        length: Of the text, which a stop string may have cut; None while it grows.
     """
     texts = [text_of(token) for token in tokens.ids]
-    offsets = [offset]
-    for text in texts[:-1]:
-        offsets.append(offsets[-1] + len(text))
     tops: list[dict[str, float] | None] = []
     for text, logprob, top in zip(texts, tokens.logprobs, tokens.tops, strict=True):
         place: dict[str, float] = {}
@@ -184,5 +208,5 @@ def _logprobs(tokens: Tokens, text_of: Callable[[int], str], offset: int) -> dic
         "tokens": texts,
         "token_logprobs": tokens.logprobs,
         "top_logprobs": tops,
-        "text_offset": offsets[: len(texts)],
+        "text_offset": [offset if length is None else min(offset, length) for offset in offsets],
     }

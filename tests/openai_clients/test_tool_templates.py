@@ -69,7 +69,7 @@ def answered(folder: Path, template: str, message: dict[str, Any]) -> str:
     variables = {"tools": [TOOL], "bos_token": "<s>", "eos_token": "</s>"}
     prompt, _ = written.write("default", ASKED, variables | {"add_generation_prompt": True})
     messages = [*ASKED, {"role": "assistant", "content": "", **message}]
-    text, _ = written.write("default", messages_for_template(messages, ConversationImages(), template), variables)
+    text, _ = written.write("default", messages_for_template(messages, ConversationImages()), variables)
     same = next((at for at, (one, other) in enumerate(zip(text, prompt)) if one != other), min(len(prompt), len(text)))
     if (mark := re.search(r"<[|/\w]{0,20}$", text[:same])) is not None:
         same = mark.start()  # both went on with a mark that begins alike

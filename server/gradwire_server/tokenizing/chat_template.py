@@ -28,6 +28,9 @@ MARKS = "marks_of_generation"
 _TOOLS_IN_MESSAGE = re.compile(r"""message(\.tools\b|\[["']tools["']\])""")
 """Phi-4-mini's template reads the tools from the system message, and no calls."""
 
+_WANTS_NONE = re.compile(r"""\['content'\] is none\s*-?%\}""")
+"""DeepSeek's templates write calls where the content is none, and leave them out where it is empty."""
+
 
 class _Generation(Extension):
     """``{% generation %}`` ... ``{% endgeneration %}``: puts the marks of the present rendering around its text."""
@@ -144,11 +147,16 @@ class ChatTemplate:
         try:
             if _TOOLS_IN_MESSAGE.search(self.sources[name]):
                 messages = _with_tools(messages, variables.get("tools"))
+            if _WANTS_NONE.search(self.sources[name]):
+                messages = [{**each, "content": None} if _only_calls(each) else each for each in messages]
             aliased = [_aliased(each) for each in messages]
             values = {**self.special_tokens, **variables, MARKS: marks, "messages": aliased}
             if name not in self._compiled:
                 self._compiled[name] = self._environment.from_string(self.sources[name])
-            text = self._compiled[name].render(values)
+            try:
+                text = self._compiled[name].render(values)
+            except TypeError:  # DeepSeek's templates add the arguments of calls to texts
+                text = self._compiled[name].render({**values, "messages": [_with_texts(each) for each in aliased]})
         except JinjaError as error:
             raise TemplateError(str(error)) from error
         except RecursionError as error:
@@ -184,6 +192,25 @@ def _with_tools(messages: Sequence[Message], tools: Sequence[Any] | None) -> lis
         text = json.dumps([_function(tool) for tool in tools], ensure_ascii=False)
         with_tools[0] = {"tools": text, **with_tools[0]}
     return with_tools
+
+
+def _only_calls(message: Message) -> bool:
+    return bool(message.get("tool_calls")) and not message.get("content")
+
+
+def _with_texts(message: Message) -> Message:
+    """The message with the arguments of its calls as JSON in a text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    texts = []
+    for call in calls:
+        function = _function(call)
+        if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+            changed = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+            call = changed if function is call else {**call, "function": changed}
+        texts.append(call)
+    return {**message, "tool_calls": texts}
 
 
 def _function(entry: Any) -> Any:

@@ -69,6 +69,21 @@ def test_reasoning_is_found_under_either_name(tmp_path: Path) -> None:
         assert found.write("default", [{"role": "assistant", name: "so"}], {})[0] == "soso"
 
 
+DEEPSEEKS = """{% for message in messages %}{% if message['content'] is none %}{% for tool in message['tool_calls'] -%}
+{{ tool['function']['name'] + '\n' + tool['function']['arguments'] + ';' }}{% endfor %}{% else -%}
+{{ message['content'] + ';' }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("content", [{}, {"content": ""}, {"content": None}], ids=str)
+@pytest.mark.parametrize("arguments", [{"a": "é"}, '{"a": "é"}'], ids=str)
+def test_calls_are_written_by_a_template_that_wants_no_content_and_texts(
+    tmp_path: Path, content: dict[str, object], arguments: object
+) -> None:
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}], **content}
+    found = template(tmp_path, DEEPSEEKS)
+    assert found.write("default", [called, {"role": "assistant", "content": ""}], {})[0] == 'add\n{"a": "é"};;'
+
+
 def test_tools_are_in_the_message_where_a_template_reads_them_there(tmp_path: Path) -> None:
     turn = "{{ '<|' + message.role + '|>' + message.content }}{% if message.tools %}{{ '<|tool|>' + message['tools'] "
     found = template(

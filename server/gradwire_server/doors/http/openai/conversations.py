@@ -176,7 +176,7 @@ class Conversation:
     async def _prompt(self, template: str) -> tuple[list[int], ConversationImages]:
         """The ids of the conversation, ready for the assistant's turn, and its images."""
         asked, images = self._asked, ConversationImages()
-        messages = messages_for_template(asked.messages, images, template)
+        messages = messages_for_template(asked.messages, images)
         if images.numbers and not self._core.model_info(self.base).takes_images:
             raise unsupported(f"the messages have images, and the model {self.base} takes none", "messages")
         variables = dict(asked.chat_template_kwargs or {})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,9 +17,6 @@ from gradwire_server.doors.http.openai.call_readers import MOST_CALLS, json_or_n
 from gradwire_server.doors.http.openai.images import IMAGE_PART, ConversationImages
 from gradwire_server.doors.http.openai.requests import check_encodable, invalid, unsupported
 from gradwire_server.doors.http.openai.tool_forms import form_of
-
-_WANTS_NONE = re.compile(r"\['content'\] is none\s*-?%\}")
-_JOINS_ARGUMENTS = re.compile(r"\['arguments'\]\s*\+")
 
 
 def read_answer(
@@ -119,28 +115,16 @@ def forced_schema(tools: Sequence[Mapping[str, Any]], template: str) -> str:
     return json.dumps(whole | ({"$defs": definitions} if definitions else {}))
 
 
-def messages_for_template(
-    messages: Sequence[Mapping[str, Any]], images: ConversationImages, template: str
-) -> list[dict[str, Any]]:
+def messages_for_template(messages: Sequence[Mapping[str, Any]], images: ConversationImages) -> list[dict[str, Any]]:
     """Messages as chat templates take them: text for parts of text, objects for the arguments of calls.
 
     Args:
         images: Takes their images; where there are some, a content stays in parts.
-        template: The chat template. DeepSeek's write calls where the content is none, and not where it is empty, and
-            put arguments between other texts as they are: they must be text.
 
     Raises:
         ServiceError: INVALID_ARGUMENT; UNSUPPORTED for sound and files.
     """
-    for_template = [_message(number, message, images) for number, message in enumerate(messages)]
-    no_content, as_text = _WANTS_NONE.search(template), _JOINS_ARGUMENTS.search(template)
-    for message in for_template if no_content or as_text else ():
-        calls = message.get("tool_calls", ())
-        if calls and not message["content"] and no_content:
-            message["content"] = None
-        for call in calls if as_text else ():
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    return for_template
+    return [_message(number, message, images) for number, message in enumerate(messages)]
 
 
 def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:

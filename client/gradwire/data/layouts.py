@@ -312,10 +312,34 @@ def _messages(value: Any, field: str, images: list[bytes] | None = None) -> list
         }  # fmt: skip
         for key in UNUSED_IN_MESSAGES.keys() & rest.keys():
             raise Unfit(f"message {number} of {field} has {key}, which is not read; {UNUSED_IN_MESSAGES[key]}")
+        if calls := rest.get("tool_calls"):
+            rest["tool_calls"] = _calls(calls, f"message {number} of {field}")
         if (learned := _learned(message, known, f"message {number} of {field}")) is not None:
             rest["weight"] = int(learned)
         messages.append({"role": known, "content": content if content is not None else "", **rest})
     return messages
+
+
+def _calls(calls: Any, where: str) -> list[Any]:
+    """Calls of tools with objects as arguments, which OpenAI writes as JSON in a text; templates write them as JSON."""
+    calls = _parsed(calls)
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise Unfit(f"{where} has tool_calls that are no list, {calls!r:.60}")
+    return [_call(call, where) for call in calls]
+
+
+def _call(call: Any, where: str) -> Any:
+    holder = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(holder, Mapping) or not isinstance(arguments := holder.get("arguments"), str):
+        return call
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise Unfit(f"{where} has a tool call whose arguments are no JSON object, {arguments!r:.60}")
+    changed = {**holder, "arguments": parsed}
+    return changed if holder is call else {**call, "function": changed}
 
 
 def _joined(parts: Sequence[Any], where: str, images: list[bytes] | None) -> str | list[dict[str, str]]:

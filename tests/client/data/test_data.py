@@ -55,6 +55,23 @@ def test_a_conversation_keeps_what_templates_read() -> None:
     assert alpaca.messages[0]["content"] == "add\n\n2 2"
 
 
+def test_arguments_of_calls_in_a_text_are_read_as_objects() -> None:
+    """A template writes them as JSON: a text would be encoded twice, and learned so."""
+    called = {"name": "add", "arguments": '{"a": "é"}'}
+    calls = [{"id": "1", "type": "function", "function": called}, called, {"function": called | {"arguments": ""}}]
+    read = called | {"arguments": {"a": "é"}}
+    found = [{"id": "1", "type": "function", "function": read}, read, {"function": called | {"arguments": {}}}]
+    assert conversations([{"messages": [USER, FOUR | {"tool_calls": ""}]}])[0].messages[1]["tool_calls"] == ""
+    for given in (calls, json.dumps(calls)):
+        answer = {"role": "assistant", "tool_calls": given}
+        (talk,) = conversations([{"messages": [USER, answer]}])
+        (pair,) = preferences([{"prompt": "2+2?", "chosen": [answer], "rejected": "5"}])
+        (rated,) = ratings([{"messages": [USER, answer], "label": True}])
+        (asked,) = prompts([{"prompt": [USER, answer, USER]}])
+        for message in (talk.messages[1], pair.chosen[0], rated.completion[0], asked.prompt[1]):
+            assert message["tool_calls"] == found
+
+
 @pytest.mark.parametrize(
     ("said", "learned"),
     [
@@ -173,6 +190,15 @@ MISTAKES: list[tuple[Any, Any, str]] = [
     (conversations, {"prompt": "a", "completion": "b", "history": [["c"]]}, "history is a list of pairs"),
     (conversations, {"messages": TALK, "functions": [{"name": "f"}]}, "there is functions, which would be left out"),
     (conversations, {"messages": [USER, FOUR | {"function_call": {"name": "f"}}]}, "not read; write tool_calls"),
+    *(
+        (
+            conversations,
+            {"messages": [USER, FOUR | {"tool_calls": [{"function": {"name": "f", "arguments": text}}]}]},
+            "message 1 of messages has a tool call whose arguments are no JSON object",
+        )
+        for text in ('{"a": ', "[1]", "a", '"{}"')
+    ),
+    (conversations, {"messages": [USER, FOUR | {"tool_calls": "f"}]}, "message 1 of messages has tool_calls that are"),
     (preferences, {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, "margin is a number from 0 on"),
     (prompts, ["a"], "a row is a mapping from column to value; this is list"),
 ]

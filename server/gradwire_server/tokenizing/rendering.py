@@ -9,6 +9,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, cast
 
 from gradwire_proto import chat
@@ -141,14 +142,19 @@ class Renderer:
                     "messages", place,
                 )  # fmt: skip
             text = write(written, prompt) if trained else ""
-            if trained and self._template.marks_generation(name) and _by_role(messages) == len(marked):
-                spans = [marked[_by_role(messages[:index])] for index in trained if _is_assistant(messages[index])]
-                trained = [index for index in trained if not _is_assistant(messages[index])]
-            else:
-                spans = []
+            spans: set[chat.Span] = set()
+            if trained and self._template.marks_generation(name):
+                marks = list(marked)
+                assistants = [index for index, message in enumerate(messages) if _is_assistant(message)]
+                wanted = [index for index in trained if index in assistants]
+                trained = [index for index in trained if index not in assistants]
+                if request.train_on == pb.TRAIN_ON_ASSISTANT:
+                    spans.update(marks)
+                elif wanted:
+                    spans |= _marks_of(wanted, assistants, marks, form, written, text, prompt)
             for index in trained:
                 turn = chat.find_turn(form, written, text, index, add_generation_prompt=prompt)
-                spans.append((turn.start, turn.end))
+                spans.add((turn.start, turn.end))
             left_out = self._left_out.parts(
                 f"{name} {messages[-1]['role']} {request.template_kwargs_json}",
                 lambda changed, others: with_tools(changed, prompt, others)[0],
@@ -180,10 +186,11 @@ class Renderer:
     ) -> pb.RenderedConversation:
         ids: list[int] = []
         mask = bytearray()
-        for piece in pieces:
+        ends = [piece.start for piece in pieces[1:]] + [max((end for _, end in spans), default=0)]
+        for piece, stop in zip(pieces, ends):
             if piece.token_ids is not None:
                 ids += piece.token_ids
-                learned = any(start <= piece.start < end for start, end in spans)
+                learned = any(start < stop and piece.start < end for start, end in spans)
                 mask += bytes([learned]) * len(piece.token_ids)
                 continue
             found = self._tokenizer.encode(piece.text, add_special_tokens=False)
@@ -280,8 +287,44 @@ def _is_assistant(message: chat.Message) -> bool:
     return message.get("role") == "assistant"
 
 
-def _by_role(messages: Sequence[chat.Message]) -> int:
-    return sum(map(_is_assistant, messages))
+def _marks_of(
+    wanted: Sequence[int],
+    assistants: Sequence[int],
+    marks: Sequence[chat.Span],
+    form: chat.Chat,
+    written: Sequence[chat.Message],
+    text: str,
+    prompt: bool,
+) -> set[chat.Span]:
+    """The marks that lie in some of the assistant's messages.
+
+    The text splits before each of these messages whose earlier messages, written alone, begin it. Where it does not
+    split between a wanted message and another, the message's turn is looked for.
+
+    Args:
+        wanted: Indices of messages, in order.
+        assistants: Those of all the assistant's messages.
+    """
+
+    @cache
+    def place(at: int) -> int | None:
+        """Where one of the assistant's messages begins, or the text ends; None where it does not split there."""
+        if at in (0, len(assistants)):
+            return len(text) if at else 0
+        before = form.tried(written[: assistants[at]], False)
+        return len(before) if before is not None and text.startswith(before) else None
+
+    found: set[chat.Span] = set()
+    for index in wanted:
+        at = assistants.index(index)
+        first, start = next((each, split) for each in range(at, -1, -1) if (split := place(each)) is not None)
+        behind = range(at + 1, len(assistants) + 1)
+        last, end = next((each, split) for each in behind if (split := place(each)) is not None)
+        if not set(assistants[first:last]) <= set(wanted):
+            turn = chat.find_turn(form, written, text, index, add_generation_prompt=prompt)
+            start, end = turn.start, turn.end
+        found |= {mark for mark in marks if mark[0] < end and start < mark[1]}
+    return found
 
 
 def _json(text: str, kind: type, field: str, place: int | None = None) -> Any:

@@ -104,7 +104,14 @@ class Tokenizers:
                 field="model",
             )
         if model not in self._loaded:
-            tokenizer = Tokenizer.from_file(self._files[model])
+            try:
+                tokenizer = Tokenizer.from_file(self._files[model])
+            except Exception as error:  # the library raises no other class for a damaged file
+                raise ServiceError(
+                    pb.ERROR_CODE_UNSUPPORTED,
+                    f"the tokenizer of the model {model!r}, {self._files[model]}, cannot be read: {error}",
+                    field="model",
+                ) from error
             tokenizer.no_padding()
             tokenizer.no_truncation()
             self._loaded[model] = tokenizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,24 @@ def test_requests_outside_runs(engine: LocalEngine) -> None:
     assert engine.request(sample=asked)[0].error.code == pb.ERROR_CODE_UNKNOWN_MODEL
     reply, _ = engine.request(verify_checkpoint=engine_pb2.EngineVerifyCheckpoint(checkpoint="run-a/none"))
     assert reply.error.code == pb.ERROR_CODE_UNKNOWN_CHECKPOINT
+
+
+def test_a_damaged_tokenizer_is_named_where_it_is_needed(
+    tiny_model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = shutil.copytree(tiny_model_path, tmp_path / "damaged")
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text()[:500])
+    engine = LocalEngine({"tiny": folder}, tmp_path)
+    sentence = f"model 'tiny': the tokenizer {file} cannot be read: EOF"
+    call = pb.SampleCall(max_tokens=3, ignore_eos=True)
+    asked = pb.SampleRequest(model="tiny", call=call, prompt_ids=[pb.TokenIds(ids=[1, 9])])
+    reply, _ = engine.request(sample=asked)
+    assert reply.result.sample.num_sampled_tokens == 3 and not reply.result.sample.texts
+    assert sentence in caplog.text
+    asked.call.stop.append("a")
+    error = engine.request(sample=asked)[0].error
+    assert error.code == pb.ERROR_CODE_UNSUPPORTED and error.message.startswith(sentence)
 
 
 def test_sampled_logprobs_are_the_scored_ones_and_text_prompts_are_encoded(engine: LocalEngine) -> None:

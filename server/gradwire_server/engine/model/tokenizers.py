@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from gradwire_proto.v1 import training_pb2
 from tokenizers import Tokenizer
+
+from gradwire_server.engine.errors import OperationError
 
 
 class TextTokenizer:
@@ -17,10 +20,17 @@ class TextTokenizer:
 
     Attributes:
         tokenizer: The object of the ``tokenizers`` library.
+
+    Raises:
+        OperationError: UNSUPPORTED for a file that cannot be read.
     """
 
     def __init__(self, file: Path) -> None:
-        self.tokenizer = Tokenizer.from_file(str(file))
+        try:
+            self.tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises no other class for a damaged file
+            message = f"the tokenizer {file} cannot be read: {error}"
+            raise OperationError(training_pb2.ERROR_CODE_UNSUPPORTED, message, field="model") from error
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
 

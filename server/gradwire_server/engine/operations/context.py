@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.references import References
 from gradwire_server.engine.state.residency import Residency
 from gradwire_server.observability.tracing import Tracing
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -85,7 +88,21 @@ class EngineContext:
         """Whether operations of several runs are computed together."""
         return self.decisions.group_tokens > 0
 
-    def tokenizer(self, model: str) -> TextTokenizer | None:
-        """The tokenizer of a model; None if it has none."""
+    def tokenizer(self, model: str, *, needed: bool = True) -> TextTokenizer | None:
+        """The tokenizer of a model; None if it has none.
+
+        Args:
+            needed: Whether a tokenizer that cannot be read is an error; else it is logged, and None.
+
+        Raises:
+            OperationError: UNSUPPORTED; names model and file.
+        """
         file = self.tokenizer_files.get(model)
-        return load_tokenizer(file) if file else None
+        try:
+            return load_tokenizer(file) if file else None
+        except OperationError as error:
+            message = f"model {model!r}: {error.message}"
+            if needed:
+                raise OperationError(error.code, message, field=error.field) from error
+            logger.warning("%s; samples have no texts", message)
+            return None

@@ -152,7 +152,8 @@ def _begin(
     images: RowImages | None = None,
 ) -> Started:
     params = SamplingParams.from_call(call, seed, stream=stream, first_prompt=first_prompt)
-    tokenizer = context.tokenizer(policy.facts.name)
+    needed = bool(call.prompts or params.stop or params.forms)
+    tokenizer = context.tokenizer(policy.facts.name, needed=needed)
     if not prompts and call.prompts:
         if tokenizer is None:
             raise OperationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.exports import export_run
 from make_architectures import CONFIGURATIONS, check, save_model
+from safetensors.torch import load_file, save_file
 
 MENDED = (
     "Phi-3, LongRoPE",  # factors chosen by the longest row of a forward
@@ -63,6 +65,26 @@ def test_a_model_that_draws_in_training_mode_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(split_model, "jittered", lambda _: [])
     with pytest.raises(OperationError, match="draws random numbers in training mode also without dropout"):
         run_of("Phi-MoE", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "reason"),
+    [
+        ("model.layers.1.mlp.down_proj.weight", float("nan"), "its weights are not finite: {}$"),
+        ("model.layers.1.mlp.down_proj.weight", float("inf"), "its weights are not finite: {}$"),
+        ("model.embed_tokens.weight", float("nan"), "its weights are not finite: {}$"),
+        ("model.layers.1.mlp.down_proj.weight", 3e38, "its logits are not finite in torch.float32$"),
+    ],
+)
+def test_weights_that_are_not_finite_are_named(
+    tiny_model_path: Path, tmp_path: Path, place: str, value: float, reason: str
+) -> None:
+    folder = shutil.copytree(tiny_model_path, tmp_path / "damaged")
+    weights = load_file(folder / "model.safetensors")
+    weights[place][-1] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(OperationError, match=reason.format(place)):
+        ModelPool({"m": str(folder)}, "cpu").get("m")
 
 
 def test_checkpointing_that_transformers_has_not_is_refused(tmp_path: Path) -> None:

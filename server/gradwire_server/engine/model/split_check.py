@@ -21,13 +21,18 @@ def explained_failures(split_model: SplitModel) -> Iterator[None]:
     """Refuse a model whose own code raises whatever it may in the forwards within, with a sentence.
 
     Raises:
-        OperationError: UNSUPPORTED.
+        OperationError: UNSUPPORTED; names a weight that is not finite, whatever failed with it.
     """
     try:
         yield
-    except (OperationError, torch.OutOfMemoryError):
+    except torch.OutOfMemoryError:
         raise
     except Exception as error:
+        weights = split_model.model.named_parameters()
+        if name := next((name for name, weight in weights if not bool(weight.isfinite().all())), ""):
+            raise _unsupported(split_model.facts, f"its weights are not finite: {name}") from error
+        if isinstance(error, OperationError):
+            raise
         sentence = str(error).partition("\n")[0].strip()
         raise _unsupported(
             split_model.facts, f"its forward fails in {split_model.dtype}: {type(error).__name__}: {sentence}"
@@ -38,8 +43,8 @@ def explained_failures(split_model: SplitModel) -> Iterator[None]:
 def check_split(split_model: SplitModel) -> None:
     """Check that trunk and output head reproduce the model's logits, alone and beside a longer sequence.
 
-    Also checks that nothing is drawn in training mode without dropout, and finds the layers whose weights the model
-    reads itself.
+    Also checks that the logits are finite and that nothing is drawn in training mode without dropout, and finds the
+    layers whose weights the model reads itself.
 
     Raises:
         OperationError: UNSUPPORTED.
@@ -57,6 +62,8 @@ def check_split(split_model: SplitModel) -> None:
     tolerance = relative_tolerance(split_model.dtype)
     with observe_reads(split_model.model):
         ours = split_model.compute(split_logits)
+        if not bool(ours.isfinite().all()):
+            raise _unsupported(facts, f"its logits are not finite in {split_model.dtype}")
         _check_training_mode(split_model, ids)
     for row, width in enumerate((length, max(1, length // 2))):
         theirs = split_model.model(input_ids=ids[row : row + 1, :width], use_cache=False).logits[0].float()

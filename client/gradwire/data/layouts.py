@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gradwire.data.rows import Conversation, Message, Preference, Prompt, Rating, Steps, Unfit, is_learned
+from gradwire.data.rows import Conversation, Message, OtherKind, Preference, Prompt, Rating, Steps, Unfit, is_learned
 from gradwire.data.sources import Row
 
 Mapped = Mapping[str, str | Callable[[Row], Any]]
@@ -49,14 +49,11 @@ def conversation(row: Row, mapping: Mapped) -> Conversation:
             calls bad; or none of its messages is learned.
     """
     _check_used(row)
-    if str(row.get("label")).lower() == "false":
-        raise Unfit(
-            "label is false: the completion is a bad one, and it would be learned; leave such rows out, or train by kto"
-        )
     text = _pick(row, mapping, "text", ("text",) if not _has_messages(row, mapping) else ())
     if text is not None:
         if not isinstance(text, str) or not text.strip():
             raise Unfit(f"text is a text to learn; this is {text!r:.60}")
+        _check_good(row)
         return Conversation((), weight=_weight(row, mapping), text=text)
     written = _pick(row, mapping, "messages", CONVERSATIONS)
     images: list[bytes] = []
@@ -74,8 +71,9 @@ def conversation(row: Row, mapping: Mapped) -> Conversation:
             prompt = f"{prompt}\n\n{more}"
         messages = [*_asked(row, mapping, prompt), *_turn(answer, "assistant", "completion")]
     if not any(message["role"] == "assistant" for message in messages):
-        raise Unfit("there is no message of the assistant to learn from")
+        raise OtherKind("there is no message of the assistant to learn from")
     _check_learned(messages)
+    _check_good(row)
     tools = _pick(row, mapping, "tools", ("tools",)) or ()
     weight = _weight(row, mapping)
     return Conversation(tuple(messages), tuple(_parsed(tools)), _variables(row), weight, images=tuple(images))
@@ -135,7 +133,7 @@ def rating(row: Row, mapping: Mapped) -> Rating:
     if given is not None:
         messages = [*_system(row, mapping), *_messages(given, "messages")]
         if messages[-1]["role"] != "assistant":
-            raise Unfit("the last message is not the assistant's, which the label is about")
+            raise OtherKind("the last message is not the assistant's, which the label is about")
         return Rating(tuple(messages[:-1]), (messages[-1],), _flag(label, "label"), *more)
     asked = _pick(row, mapping, "prompt", PROMPTS)
     if asked is None or answer is None:
@@ -206,6 +204,13 @@ def _check_learned(messages: Sequence[Message]) -> None:
     """
     if not any(map(is_learned, messages)):
         raise Unfit("no message of the assistant is learned: each has the weight 0; leave the row out")
+
+
+def _check_good(row: Row) -> None:
+    if str(row.get("label")).lower() == "false":
+        raise Unfit(
+            "label is false: the completion is a bad one, and it would be learned; leave such rows out, or train by kto"
+        )
 
 
 def _variables(row: Row) -> Mapping[str, Any]:
@@ -292,16 +297,16 @@ def _messages(value: Any, field: str, images: list[bytes] | None = None) -> list
     value = [value] if isinstance(value, Mapping) else _parsed(value)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         what = "is empty" if value in ("", [], ()) else f"is {value!r:.60}"
-        raise Unfit(f"{field} {what}; it must be a text or a list of messages")
+        raise OtherKind(f"{field} {what}; it must be a text or a list of messages")
     messages: list[Message] = []
     for number, message in enumerate(value):
         if not isinstance(message, Mapping):
-            raise Unfit(f"message {number} of {field} is no mapping; it is {message!r:.60}")
+            raise OtherKind(f"message {number} of {field} is no mapping; it is {message!r:.60}")
         role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
         known = ROLES.get(str(role).lower())
         if known is None:
-            given = "no role" if role is None else f"the role {role!r}"
-            raise Unfit(f"message {number} of {field} has {given}; known are {', '.join(sorted(ROLES))}")
+            given, error = ("no role", OtherKind) if role is None else (f"the role {role!r}", Unfit)
+            raise error(f"message {number} of {field} has {given}; known are {', '.join(sorted(ROLES))}")
         if isinstance(content, Sequence) and not isinstance(content, str):
             content = _joined(content, f"message {number} of {field}", images)
         if content is None and not message.get("tool_calls"):
@@ -397,13 +402,13 @@ def _parsed(value: Any) -> Any:
     return value
 
 
-def _missing(row: Row, wanted: str, *fields: str) -> Unfit:
+def _missing(row: Row, wanted: str, *fields: str) -> OtherKind:
     usual = {"prompt": PROMPTS, "completion": ANSWERS, "messages": CONVERSATIONS}
     for each in fields:
         for name in (each, *usual.get(each, ())):
             if name in row and row[name] is None:
-                return Unfit(f"{name} is null; it holds the {each}: write it there, or leave the row out")
-    return Unfit(f"no column is recognised as {wanted}; the row has {_columns(row)}", *fields)
+                return OtherKind(f"{name} is null; it holds the {each}: write it there, or leave the row out")
+    return OtherKind(f"no column is recognised as {wanted}; the row has {_columns(row)}", *fields)
 
 
 def _columns(row: Row) -> str:

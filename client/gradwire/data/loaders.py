@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pickle
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
 from gradwire.data import layouts, sources
 from gradwire.data.dataset import Dataset
 from gradwire.data.layouts import Mapped
-from gradwire.data.rows import Conversation, Preference, Prompt, Rating, Steps, Unfit
+from gradwire.data.rows import Conversation, OtherKind, Preference, Prompt, Rating, Steps, Unfit
 from gradwire.data.sources import DataError, Row, Source, is_large, read
 from gradwire.data.stored import Copied, Joined, Lines
 
-T = TypeVar("T")
 OnError = Literal["raise", "skip"]
+TRIED = 100
+"""Rows that tell the kind of a source."""
 TOLD = 3
 """Skipped rows that the warning describes."""
 WEIGHED = 64
 """Every so-manieth row is weighed, to know when they are too many for memory."""
 logger = logging.getLogger("gradwire.data")
+
+KINDS: Mapping[str, tuple[Callable[[Row, Mapped], Any], Sequence[str]]] = {
+    "preferences": (layouts.preference, ("prompt", "chosen", "rejected", "system")),
+    "steps": (layouts.steps, ("prompt", "completions", "labels", "system")),
+    "ratings": (layouts.rating, ("prompt", "completion", "label", "messages", "system")),
+    "conversations": (layouts.conversation, ("messages", "prompt", "completion", "system", "tools", "weight", "text")),
+    "prompts": (layouts.prompt, ("prompt", "answer", "system")),
+}
+"""Kind of rows -> what reads one, and the fields that a mapping may name."""
 
 
 def conversations(
@@ -53,8 +64,7 @@ def conversations(
     Raises:
         DataError: A row does not fit; names file, line and reason.
     """
-    fields = ("messages", "prompt", "completion", "system", "tools", "weight", "text")
-    return _load(layouts.conversation, fields, source, mapping, split, limit, on_error, order_by, options)
+    return _load("conversations", source, mapping, split, limit, on_error, order_by, options)
 
 
 def preferences(
@@ -68,8 +78,7 @@ def preferences(
     **options: Any,
 ) -> Dataset[Preference]:
     """Load preference pairs; fields are ``prompt``, ``chosen``, ``rejected``, ``system``; see :func:`conversations`."""
-    fields = ("prompt", "chosen", "rejected", "system")
-    return _load(layouts.preference, fields, source, mapping, split, limit, on_error, order_by, options)
+    return _load("preferences", source, mapping, split, limit, on_error, order_by, options)
 
 
 def prompts(
@@ -83,8 +92,7 @@ def prompts(
     **options: Any,
 ) -> Dataset[Prompt]:
     """Load prompts with answers; fields are ``prompt``, ``answer`` and ``system``; see :func:`conversations`."""
-    fields = ("prompt", "answer", "system")
-    return _load(layouts.prompt, fields, source, mapping, split, limit, on_error, order_by, options)
+    return _load("prompts", source, mapping, split, limit, on_error, order_by, options)
 
 
 def ratings(
@@ -99,8 +107,7 @@ def ratings(
 ) -> Dataset[Rating]:
     """Load answers with a label; fields are ``prompt``, ``completion``, ``label``, ``messages``, ``system``; see
     :func:`conversations`."""
-    fields = ("prompt", "completion", "label", "messages", "system")
-    return _load(layouts.rating, fields, source, mapping, split, limit, on_error, order_by, options)
+    return _load("ratings", source, mapping, split, limit, on_error, order_by, options)
 
 
 def steps(
@@ -115,8 +122,7 @@ def steps(
 ) -> Dataset[Steps]:
     """Load answers in labelled steps; fields are ``prompt``, ``completions``, ``labels``, ``system``; see
     :func:`conversations`."""
-    fields = ("prompt", "completions", "labels", "system")
-    return _load(layouts.steps, fields, source, mapping, split, limit, on_error, order_by, options)
+    return _load("steps", source, mapping, split, limit, on_error, order_by, options)
 
 
 LOADERS: Mapping[str, Callable[..., Dataset[Any]]] = {
@@ -126,19 +132,34 @@ LOADERS: Mapping[str, Callable[..., Dataset[Any]]] = {
 
 
 def kind_of(source: Source, *, split: str = "train", mapping: Mapped | None = None) -> str:
-    """Return the first kind of :data:`LOADERS` that the first readable row of a source is; "conversations" if none."""
-    for kind, load in LOADERS.items():
-        try:
-            load(source, split=split, mapping=mapping, limit=1)
-        except ValueError:
-            continue
-        return kind
-    return "conversations"
+    """Return the first kind of :data:`LOADERS` that the columns of a source's first rows are; "conversations" if none.
+
+    A row that fits a kind decides; where none does, one that has a kind's columns. Any row with a question fits
+    "prompts", which is the kind of rows that have no other's columns.
+    """
+    try:
+        rows = [row for _, row in itertools.islice(read(source, split=split), TRIED) if not isinstance(row, DataError)]
+    except ValueError:
+        return "conversations"
+    kinds = [kind for kind, (_, fields) in KINDS.items() if set(mapping or ()) <= set(fields)]
+    found = {kind: [_fault(KINDS[kind][0], row, mapping or {}) for row in rows] for kind in kinds}
+    for refused in (Unfit, OtherKind):
+        for kind in kinds:
+            if kind != "prompts" and not all(isinstance(fault, refused) for fault in found[kind]):
+                return kind
+    return "prompts" if None in found.get("prompts", ()) else "conversations"
+
+
+def _fault(of: Callable[[Row, Mapped], Any], row: Row, mapping: Mapped) -> Exception | None:
+    try:
+        of(row, mapping)
+    except Unfit as unfit:
+        return unfit
+    return None
 
 
 def _load(
-    of: Callable[[Row, Mapped], T],
-    fields: Sequence[str],
+    kind: str,
     source: Source,
     mapping: Mapped | None,
     split: str,
@@ -146,20 +167,21 @@ def _load(
     on_error: OnError,
     order_by: str,
     options: Mapping[str, Any],
-) -> Dataset[T]:
+) -> Dataset[Any]:
+    of, fields = KINDS[kind]
     for name in mapping or ():
         if name not in fields:
             raise ValueError(f"mapping names the field {name!r}; the fields are {', '.join(fields)}")
     if on_error not in ("raise", "skip"):
         raise ValueError(f'on_error is "raise" or "skip"; this is {on_error!r}')
 
-    def row_of(row: Row | DataError, place: str) -> T:
+    def row_of(row: Row | DataError, place: str) -> Any:
         if isinstance(row, DataError):
             raise row
-        return replace(of(row, mapping or {}), place=place)  # type: ignore[type-var]  # rows are dataclasses
+        return replace(of(row, mapping or {}), place=place)
 
     keys = array("d")
-    rows: list[T] | Lines[T] | Copied[T] = []
+    rows: list[Any] | Lines[Any] | Copied[Any] = []
     if isinstance(source, str | Path) and is_large(Path(source)):
         rows = Lines(Path(source), row_of)
     size, in_memory = 0, isinstance(source, Sequence) and not isinstance(source, str)

@@ -138,3 +138,7 @@ class Unfit(ValueError):
     def __init__(self, reason: str, *unnamed: str) -> None:
         super().__init__(reason)
         self.unnamed = unnamed
+
+
+class OtherKind(Unfit):
+    """Error for a row without the columns of a kind, or with other things in them: not a defective row of that kind."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import zstandard
-from gradwire.data import DataError, Dataset, conversations, preferences, prompts, ratings, steps
+from gradwire.data import DataError, Dataset, conversations, kind_of, preferences, prompts, ratings, steps
 from gradwire.data.rows import Conversation, Prompt
 
 USER = {"role": "user", "content": "2+2?"}
@@ -210,6 +210,39 @@ MISTAKES: list[tuple[Any, Any, str]] = [
 def test_a_row_that_does_not_fit_is_named(load: Any, row: Any, words: str) -> None:
     with pytest.raises(DataError, match=f"row 0: .*{words}"):
         load([row])
+
+
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+ANSWERED = {"prompt": "a", "completion": "b"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        # A defect in the first row, or in all, is no other kind.
+        ("conversations", [ANSWERED | {"completion": ""}, ANSWERED]),
+        ("conversations", [ANSWERED | {"completion": ""}]),
+        ("conversations", [{"prompt": "a"}, ANSWERED]),
+        ("conversations", [ANSWERED | {"weight": "x"}]),
+        ("conversations", [{"messages": [USER, FOUR | {"weight": 2}]}]),
+        ("preferences", [PAIR | {"rejected": "b"}]),
+        ("preferences", [PAIR | {"rejected": None}, PAIR]),
+        ("ratings", [ANSWERED | {"label": "x"}, ANSWERED | {"label": 1}]),
+        ("steps", [{"prompt": "a", "completions": ["b"], "labels": [1, 0]}]),
+        ("conversations", [[], ANSWERED]),
+        ("conversations", [ANSWERED | {"label": "news"}]),
+        ("conversations", [{"hi": 1}]),
+        ("prompts", [{"prompt": "a"}]),
+        ("prompts", [{"prompt": "a", "answer": 4}]),
+        ("prompts", [{"prompt": "a", "answer": {"target": 4}}]),
+        ("prompts", [{"prompt": "a", "answer": ["4"]}]),
+        ("prompts", [{"prompt": "a", "answer": None, "label": False}]),
+        ("prompts", [{"messages": [USER], "label": 3}]),
+    ],
+    ids=str,
+)
+def test_the_columns_tell_the_kind_of_rows(kind: str, rows: list[Any]) -> None:
+    assert kind_of(rows) == kind
 
 
 def test_a_column_orders_the_rows() -> None:

@@ -363,6 +363,29 @@ def test_they_are_compiled_once(
     assert [each.suffix for each in (tmp_path / "gradwire" / "kernels").iterdir()] == [".so"]
 
 
+def test_a_part_of_a_library_is_compiled_again(
+    kernels: CpuKernels, forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "cc -g0")
+    whole = cpu_kernels._compiled()
+    content = whole.read_bytes()
+    whole.write_bytes(content[:4096])
+    assert cpu_kernels._compiled().read_bytes() == content
+
+
+def test_without_a_home_torch_computes(
+    kernels: CpuKernels, forgotten: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", none)
+    assert cpu_kernels.cpu_kernels() is None
+    assert "torch computes alone" in caplog.text and "home directory" in caplog.text
+
+
 @pytest.mark.parametrize("compiler", ["/nowhere/cc", "false"])
 def test_without_a_compiler_that_is_said_once_and_torch_computes(
     forgotten: None, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

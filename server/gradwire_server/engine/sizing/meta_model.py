@@ -72,7 +72,7 @@ class MetaModel:
         kind: DeviceKind = "cpu",
     ) -> None:
         self._kind = kind
-        self._walks = False
+        self._walks = set[Budget]()
         self._steps: dict[tuple[int, int, frozenset[str], Budget, Activations], dict[str, float]] = {}
         self._path, self._dtype, self._config, self._quantize = path, dtype, config, quantize
         pool = MetaPool({MODEL: path}, dtype)
@@ -133,11 +133,11 @@ class MetaModel:
         short rows, in proportion to the tokens: more than there are where logits are computed in parts.
         """
         most = None if tokens <= WALKED[1] else MOST_OPERATIONS + tokens // 2
-        if most is None or not self._walks:
+        if most is None or budget not in self._walks:
             try:
                 return self._step(rows, tokens, scores, budget, activations, most)
             except TooManyOperationsError:
-                self._walks = True
+                self._walks.add(budget)  # another may have no tiny parts of logits, which are as many operations
         short, longer = (self._step(rows, count, scores, budget, activations, None) for count in WALKED)
         times = (tokens - WALKED[0]) / (WALKED[1] - WALKED[0])
         return {name: max(short[name], short[name] + times * (longer[name] - short[name])) for name in short}

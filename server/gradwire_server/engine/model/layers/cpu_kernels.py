@@ -20,6 +20,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -365,33 +366,39 @@ def cpu_kernels() -> CpuKernels | None:
     """The kernels of this machine; None where they could not be compiled, which is logged."""
     try:
         return CpuKernels(_compiled())
-    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError, ValueError) as error:
         detail = str(getattr(error, "stderr", None) or error)[:SHOWN]
         logger.warning("torch computes alone, as the kernels for this CPU were not compiled: %s", detail)
         return None
 
 
 def _compiled() -> Path:
-    """The library, compiled unless it was before, from this source for this processor."""
-    found = shutil.which(os.environ.get("CC") or "cc")
+    """The library, compiled unless it was before, from this source for this processor, and is whole."""
+    command, *arguments = shlex.split(os.environ.get("CC") or "cc")
+    found = shutil.which(command)
     if found is None:
         raise FileNotFoundError("there is no C compiler (install gcc or clang, or name one by CC)")
-    compiler = os.path.abspath(found)  # it runs in another folder
+    compiler = [os.path.abspath(found), *arguments]  # it runs in another folder
     state = hashlib.blake2b(b"".join(each.read_bytes() for each in SOURCES), digest_size=8)
-    state.update(repr((FLAGS, os.path.realpath(compiler), platform.machine(), _processor())).encode())
+    state.update(repr((FLAGS, os.path.realpath(compiler[0]), arguments, platform.machine(), _processor())).encode())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradwire" / "kernels"
-    library = folder / f"{state.hexdigest()}.so"
-    if library.exists() and library.stat().st_uid == os.getuid():
-        return library
+    for known in folder.glob(f"{state.hexdigest()}-*.so"):
+        if known.stat().st_uid == os.getuid() and known.stem.endswith(_digest(known)):
+            return known
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as own:
         sources = [each for each in SOURCES if each.suffix == ".c"]
         made, linked = [f"{each.stem}.o" for each in sources], "kernels.so"
-        compiling = [compiler, *FLAGS, "-c", *map(str, sources)]
-        for command in (compiling, [compiler, "-shared", *made, "-lm", "-o", linked]):
-            subprocess.run(command, cwd=own, check=True, capture_output=True, text=True, timeout=SECONDS)
-        (Path(own) / linked).replace(library)
-    return library
+        compiling = [*compiler, *FLAGS, "-c", *map(str, sources)]
+        for step in (compiling, [*compiler, "-shared", *made, "-lm", "-o", linked]):
+            subprocess.run(step, cwd=own, check=True, capture_output=True, text=True, timeout=SECONDS)
+        library = folder / f"{state.hexdigest()}-{_digest(Path(own) / linked)}.so"
+        return (Path(own) / linked).replace(library)
+
+
+def _digest(library: Path) -> str:
+    """Of a library's content: a part of one would end the process."""
+    return hashlib.blake2b(library.read_bytes(), digest_size=8).hexdigest()
 
 
 def _processor() -> str:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 StopReason = Literal["eos", "stop", "length"]
 TopTokens = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 """Token ids and their log-probabilities, most probable first along the last axis."""
+LEAST_TEMPERATURE = 1e-6
+"""Smaller ones count as this: logits over them may exceed what float32 holds."""
 MAX_SAMPLES = 1 << 16
 
 
@@ -32,7 +34,7 @@ class SamplingParams:
         seed: Equal seeds, prompts and weights give equal samples. Each sample has its own random numbers, keyed by its
             place in the request, so they do not depend on what is computed together.
         n: Samples per prompt.
-        temperature: Divides the logits; 0 takes the most probable token.
+        temperature: Divides the logits; 0 takes the most probable token, and so does the least one.
         top_k: Restrict to this many most probable tokens; 0 is off.
         top_p: Restrict to the most probable tokens that together reach this probability; 1 is off.
         stop: Stop strings; a sample ends with the token that completes one, and its text ends before it.
@@ -94,7 +96,7 @@ class SamplingParams:
             max_tokens=call.max_tokens,
             seed=call.seed if call.HasField("seed") else seed,
             n=call.n or 1,
-            temperature=call.temperature,
+            temperature=max(call.temperature, LEAST_TEMPERATURE) if call.temperature > 0 else call.temperature,
             top_k=call.top_k,
             top_p=call.top_p or 1.0,
             stop=tuple(call.stop),

@@ -33,7 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("recipe", nargs="?", choices=RECIPES, help="what to train")
     parser.add_argument("config", nargs="?", help="a YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="override; may be repeated")
-    parser.add_argument("--dry-run", action="store_true", help="say tokens, steps, memory and time, and train nothing")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="say tokens, steps, memory and time after two steps of a run that is deleted",
+    )
     parser.add_argument("--example", choices=RECIPES, help="print a configuration and exit")
     given = parser.parse_args(arguments)
     with warnings_to_stderr("gradwire train"):

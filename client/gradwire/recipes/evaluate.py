@@ -71,31 +71,34 @@ class Scored:
 
     Attributes:
         model: As the settings name it.
-        scores: Name of a grader -> its score of each answer that it could grade.
+        scores: Name of a grader -> its scores of the answers to each prompt, of those that it could grade.
         not_graded: Name of a grader -> the answers that it could not grade, and why the first.
     """
 
     model: str
-    scores: dict[str, list[float]] = field(default_factory=dict)
+    scores: dict[str, list[list[float]]] = field(default_factory=dict)
     not_graded: dict[str, tuple[int, str]] = field(default_factory=dict)
 
-    def add(self, name: str, score: float | SampleError) -> None:
-        """Take an answer's score in, or why it has none."""
-        scores = self.scores.setdefault(name, [])
-        if isinstance(score, SampleError):
-            count, why = self.not_graded.get(name, (0, str(score)))
+    def add(self, name: str, scores: Sequence[float | SampleError]) -> None:
+        """Take in the scores of the answers to a prompt, or why one has none."""
+        graded = [each for each in scores if not isinstance(each, SampleError)]
+        self.scores.setdefault(name, []).extend([graded] if graded else [])
+        for error in (each for each in scores if isinstance(each, SampleError)):
+            count, why = self.not_graded.get(name, (0, str(error)))
             self.not_graded[name] = count + 1, why
-        else:
-            scores.append(score)
 
     def cell(self, name: str) -> str:
-        """Mean of a grader's scores ± its standard error."""
-        scores = self.scores.get(name, [])
-        mean = sum(scores) / len(scores) if scores else math.nan
-        if len(scores) < 2:
-            return f"{mean:.3f}" if scores else "-"
-        variance = sum((each - mean) ** 2 for each in scores) / (len(scores) - 1)
-        return f"{mean:.3f} ±{math.sqrt(variance / len(scores)):.3f}"
+        """Mean of a grader's scores ± its standard error, clustered by prompt, as answers to one are alike (Miller
+        2024, arXiv:2411.00640)."""
+        prompts = self.scores.get(name, [])
+        if not prompts:
+            return "-"
+        count = sum(map(len, prompts))
+        mean = sum(map(sum, prompts)) / count
+        if len(prompts) < 2:
+            return f"{mean:.3f}"
+        squares = sum((sum(scores) - mean * len(scores)) ** 2 for scores in prompts)
+        return f"{mean:.3f} ±{math.sqrt(squares * len(prompts) / (len(prompts) - 1)) / count:.3f}"
 
 
 def graders_of(specs: Sequence[Any], service: Any = None) -> list[Grader]:
@@ -126,8 +129,16 @@ async def evaluate(settings: Evaluation) -> list[Scored]:
         on_error=settings.on_error,
     )  # fmt: skip
     sources = {settings.model: settings.model}
+    starts: dict[str, str] = {}
     for each in settings.checkpoints:
-        sources[each] = trained(each).checkpoint or trained(each).run_id
+        training = trained(each)
+        sources[each] = training.checkpoint or training.run_id
+        starts |= {training.server: each} if training.server and not settings.address else {}
+    if len(starts) > 1:
+        raise SettingsError(
+            f"checkpoints has {' and '.join(list(starts.values())[:2])}, which have a server each; evaluate one alone,"
+            " or start a server for all of them and name its address"
+        )
     folder = Path(settings.folder)
     async with open_service(settings) as (service, model):
         sources[settings.model] = model.name
@@ -170,9 +181,11 @@ async def _answered(
         )  # fmt: skip
         answers = [(row, sample.text or "") for (row, _), samples in zip(kept, sampled.samples) for sample in samples]
         grades = await asyncio.gather(*(_graded(graders, Sample(text, row.columns)) for row, text in answers))
+        for first in range(0, len(answers), settings.answers):
+            of_prompt = grades[first : first + settings.answers]
+            for name in of_prompt[0]:
+                scored.add(name, [scores[name] for scores in of_prompt])
         for (row, text), scores in zip(answers, grades):
-            for name, score in scores.items():
-                scored.add(name, score)
             shown = {name: str(each) if isinstance(each, SampleError) else each for name, each in scores.items()}
             yield {"item": row.columns, "answer": text, "scores": shown}
     tokens.tell_of_skipped()

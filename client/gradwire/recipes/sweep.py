@@ -133,9 +133,11 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> tuple[Sweep, list[T
     sweep = built(Sweep, *read_yaml(path, overrides, example="gradwire sweep --example"))
     shared = read_yaml(sweep.config)[0] | sweep.settings if sweep.config else sweep.settings
     try:
-        return sweep, [
+        trials = [
             _trial(sweep, shared, dict(zip(sweep.grid, each))) for each in itertools.product(*sweep.grid.values())
         ]
+        _check_rounds(sweep, trials[0].settings)
+        return sweep, trials
     except SettingsError as error:
         raise SettingsError(f"{path}: {error}") from None
 
@@ -214,6 +216,22 @@ def _end_of_round(sweep: Sweep, number: int, total: int, settings: Settings) -> 
     return min(total, -(-step // every) * every) if every else step
 
 
+def _check_rounds(sweep: Sweep, settings: Settings) -> None:
+    """Check that each round of halving is longer than the one before it.
+
+    Raises:
+        SettingsError: One is not, as evaluations are too rare.
+    """
+    ends = [_end_of_round(sweep, number, 0, settings) for number in range(sweep.rounds - 1)] if sweep.halving else []
+    steps = [*(each for each in ends if each is not None), settings.max_steps]
+    if any(end <= before for before, end in itertools.pairwise(steps)):
+        shown = ", ".join(map(str, steps))
+        raise SettingsError(
+            f"halving has {sweep.rounds} rounds, which would end after steps {shown}: each must be longer than the one"
+            " before it; make eval_every or rounds smaller, or max_steps larger"
+        )
+
+
 async def _round(trials: Sequence[Trial], until: int | None, parallel: int) -> list[int]:
     """Train each up to a step; return how many steps each has."""
     places = asyncio.Semaphore(parallel)
@@ -284,8 +302,9 @@ def _write(sweep: Sweep, trials: Sequence[Trial], metric: str) -> None:
     """Write ``sweep.json`` and ``sweep.html``."""
     folder = Path(sweep.folder)
     results = [
-        {"name": each.name, "values": dict(each.values), "steps": each.step, "value": each.value, "error": each.error,
-         "dropped": each.dropped, "folder": each.settings.folder}
+        {"name": each.name, "values": dict(each.values), "steps": each.step, "error": each.error,
+         "value": None if math.isnan(each.value) else each.value, "dropped": each.dropped,
+         "folder": each.settings.folder}
         for each in trials
     ]  # fmt: skip
     (folder / "sweep.json").write_text(json.dumps({"by": metric, "trials": results}, indent=1), encoding="utf-8")

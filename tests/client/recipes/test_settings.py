@@ -385,6 +385,10 @@ def test_a_grid_of_trainings_is_compared_and_the_worse_are_dropped(server: Serve
         ({"grid": {"seed": list(range(300))}}, "grid has 300 combinations; 256 at most"),
         ({"halving": 1}, "halving is 1; it must be 0, or 2 or more"),
         ({"halving": 2, "settings": {"data": "x"}}, "halving needs max_steps"),
+        (
+            {"halving": 2, "settings": {"max_steps": 24, "held_out": 0.1, "eval_every": 50}},
+            "halving has 3 rounds, which would end after steps 24, 24, 24: each must be longer",
+        ),
         ({"recipe": "sfft"}, "there is no recipe 'sfft'"),
         ({"gird": {}}, "line 1: there is no setting 'gird'; did you mean grid?"),
     ],

@@ -19,7 +19,7 @@ LARGER: dict[str, dict[str, Any]] = {
     "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36} | COMMON,
     "8B": {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36} | COMMON,
 }
-"""As Qwen/Qwen3-4B and Qwen/Qwen3-8B."""
+"""As Qwen/Qwen3-4B and Qwen/Qwen3-8B; but all are made with tied embeddings, which 8B does not have."""
 for each in LARGER.values():
     each["num_attention_heads"] = 32
 SCALED: dict[str, dict[str, Any]] = {

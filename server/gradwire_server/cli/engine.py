@@ -94,8 +94,11 @@ async def _run(front: Any, name: str, own: dict[str, Any], folder: Path | None, 
     from gradwire_server.agent.agent import Agent
     from gradwire_server.errors import ServiceError
 
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradwire"
-    running = asyncio.ensure_future(Agent(front, name, own, folder or caches / name).run())
+    try:
+        folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradwire" / name
+    except RuntimeError:
+        return "there is no home folder for the engine's files; name one by --state-dir"
+    running = asyncio.ensure_future(Agent(front, name, own, folder).run())
     for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(each, running.cancel)
     watching = asyncio.ensure_future(outlived(parent)) if parent else None

@@ -18,6 +18,7 @@ from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.policy_from_config import make_policy
 from gradwire_server.engine.scoring.memory import ActivationMeter, measured_image_bytes
 from gradwire_server.engine.scoring.planner import Budget
+from gradwire_server.engine.sizing import meta_model
 from gradwire_server.engine.sizing.advice import advice, longest_row, more_runs
 from gradwire_server.engine.sizing.estimate import Device, Estimate, Workload, estimate
 from gradwire_server.engine.sizing.meta_model import MODEL, MetaModel
@@ -118,6 +119,17 @@ def test_few_layers_tell_the_bytes_of_all(model: Path, checkpointing: bool) -> N
     activations = Activations.RECOMPUTE if checkpointing else Activations.KEEP
     found = MetaModel(str(model), torch.float32, config).step(2, 64, {"logprobs"}, Budget(), activations)
     assert sum(found.values()) == pytest.approx(whole.peak, rel=1e-6)
+
+
+def test_many_parts_of_logits_do_not_shorten_what_has_few(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number for the one budget is found from short rows, as for code that loops over the tokens."""
+    monkeypatch.setattr(meta_model, "MOST_OPERATIONS", 1000)
+    other, few = MetaModel(str(model), torch.float32, run_config(rank=8)), Budget()
+    other.step(1, 64, {"logprobs"}, Budget(logits_elements=16), Activations.KEEP)
+    alone = MetaModel(str(model), torch.float32, run_config(rank=8))
+    steps = [each.step(1, 64, {"logprobs"}, few, Activations.KEEP) for each in (other, alone)]
+    assert steps[0] == steps[1]
+    assert other._walks and not alone._walks
 
 
 def test_a_model_with_layers_of_several_kinds_is_counted_whole(tmp_path: Path) -> None:

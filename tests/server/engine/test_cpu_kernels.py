@@ -372,6 +372,7 @@ def test_a_part_of_a_library_is_compiled_again(
     content = whole.read_bytes()
     whole.write_bytes(content[:4096])
     assert cpu_kernels._compiled().read_bytes() == content
+    assert whole.stem.startswith(CpuKernels(whole).version + "-")  # of the source, whatever a linker makes of it
 
 
 def test_without_a_home_torch_computes(

@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from gradwire_server.checkpoint_files import StoredFile
 from gradwire_server.engine.model.packing import QueryBlocks
 from gradwire_server.engine.threads import product_threads
 
@@ -137,7 +138,7 @@ class CpuKernels:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self.version = "" if path is None else path.stem
+        self.version = "" if path is None else path.stem.partition("-")[0]
         self._library: Any = SimpleNamespace(**dict.fromkeys(_SIGNATURES, _nothing))
         if path is not None:
             self._library = ctypes.CDLL(str(path))
@@ -373,7 +374,8 @@ def cpu_kernels() -> CpuKernels | None:
 
 
 def _compiled() -> Path:
-    """The library, compiled unless it was before, from this source for this processor, and is whole."""
+    """The library, compiled from this source for this processor unless it was before and is whole: a part of one would
+    end the process."""
     command, *arguments = shlex.split(os.environ.get("CC") or "cc")
     found = shutil.which(command)
     if found is None:
@@ -383,7 +385,7 @@ def _compiled() -> Path:
     state.update(repr((FLAGS, os.path.realpath(compiler[0]), arguments, platform.machine(), _processor())).encode())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradwire" / "kernels"
     for known in folder.glob(f"{state.hexdigest()}-*.so"):
-        if known.stat().st_uid == os.getuid() and known.stem.endswith(_digest(known)):
+        if known.stat().st_uid == os.getuid() and known.stem.endswith(StoredFile.of(known).blake2b):
             return known
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as own:
@@ -392,13 +394,8 @@ def _compiled() -> Path:
         compiling = [*compiler, *FLAGS, "-c", *map(str, sources)]
         for step in (compiling, [*compiler, "-shared", *made, "-lm", "-o", linked]):
             subprocess.run(step, cwd=own, check=True, capture_output=True, text=True, timeout=SECONDS)
-        library = folder / f"{state.hexdigest()}-{_digest(Path(own) / linked)}.so"
+        library = folder / f"{state.hexdigest()}-{StoredFile.of(Path(own) / linked).blake2b}.so"
         return (Path(own) / linked).replace(library)
-
-
-def _digest(library: Path) -> str:
-    """Of a library's content: a part of one would end the process."""
-    return hashlib.blake2b(library.read_bytes(), digest_size=8).hexdigest()
 
 
 def _processor() -> str:

@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+@contextmanager
+def forward_by(module: nn.Module, compute: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Let a module compute with other numbers than its weights."""
+    own = vars(module)
+    kept = {"forward": own["forward"]} if "forward" in own else {}
+    own["forward"] = compute
+    try:
+        yield
+    finally:
+        del own["forward"]
+        own.update(kept)
 
 
 def largest_difference(mine: Tensor, theirs: Tensor) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from gradwire_proto.v1 import training_pb2
 from torch import Tensor, nn
 
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.model.comparison import largest_difference, relative_tolerance
+from gradwire_server.engine.model.comparison import forward_by, largest_difference, relative_tolerance
 from gradwire_server.engine.model.layers.read_weights import observe_reads
 from gradwire_server.engine.model.split_model import ModelFacts, OutputHead, SplitModel
 
@@ -93,15 +93,11 @@ def _check_around_head(split_model: SplitModel, ids: Tensor) -> None:
         return output
 
     hook = split_model.trunk.register_forward_hook(put_states)
-    kept = vars(head).get("forward")
-    vars(head)["forward"] = lambda states: states.float() @ into @ out
-    try:
-        theirs = model(input_ids=ids, use_cache=False).logits.float()
-    finally:
-        hook.remove()
-        del vars(head)["forward"]
-        if kept is not None:
-            vars(head)["forward"] = kept
+    with forward_by(head, lambda states: states.float() @ into @ out):
+        try:
+            theirs = model(input_ids=ids, use_cache=False).logits.float()
+        finally:
+            hook.remove()
     ours = OutputHead(head.weight, None, split_model._logit_scale, split_model._softcap).transform(hidden @ into @ out)
     error, size = largest_difference(ours, theirs)
     if not error <= 1e-4 * size:

@@ -14,7 +14,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar, Protocol, cast
 
@@ -24,7 +24,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from gradwire_server.engine.generators import preserved_rng, seed_generators
-from gradwire_server.engine.model.comparison import largest_difference
+from gradwire_server.engine.model.comparison import forward_by, largest_difference
 from gradwire_server.engine.model.layers import cpu_kernels
 from gradwire_server.engine.model.layers.dropout import DropoutPlaces
 from gradwire_server.engine.model.layers.feed_forward import feed_forward_layers, takes_one_argument
@@ -229,18 +229,13 @@ def _is_gated(module: nn.Module) -> bool:
 def _projected(layer: nn.Module, like: Tensor) -> Iterator[None]:
     """Put products of few random factors for a layer's own: what they give is as large as what they are given, while
     those of weights that are small or zero would hide what is done with them."""
-    own = {name: vars(layer.get_submodule(name)) for name in PROJECTIONS}
-    kept = {name: each["forward"] for name, each in own.items() if "forward" in each}
-    for each in own.values():
-        wide, narrow = cast(int, each["in_features"]), 8
-        into, out = torch.randn(wide, narrow) / wide**0.5, torch.randn(narrow, cast(int, each["out_features"]))
-        each["forward"] = partial(_through, into.to(like), out.to(like) / narrow**0.5)
-    try:
+    with ExitStack() as projected:
+        for each in map(layer.get_submodule, PROJECTIONS):
+            wide, narrow = cast(int, each.in_features), 8
+            into, out = torch.randn(wide, narrow) / wide**0.5, torch.randn(narrow, cast(int, each.out_features))
+            through = partial(_through, into.to(like), out.to(like) / narrow**0.5)
+            projected.enter_context(forward_by(each, through))
         yield
-    finally:
-        for name, each in own.items():
-            del each["forward"]
-            each.update({"forward": kept[name]} if name in kept else {})
 
 
 def _through(into: Tensor, out: Tensor, states: Tensor) -> Tensor:

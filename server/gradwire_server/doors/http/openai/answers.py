@@ -189,8 +189,8 @@ class TokenTexts:
         missing = sorted(wanted - set(self._known))
         for start in range(0, len(missing), DECODED_TOGETHER):
             ids = missing[start : start + DECODED_TOGETHER]
-            alone = await self._decoded([[token] for token in ids])
-            twice = await self._decoded([[token, token] for token in ids])
+            texts = await self._decoded([[token] for token in ids] + [[token, token] for token in ids])
+            alone, twice = texts[: len(ids)], texts[len(ids) :]
             shown = await self._decoded([[token] for token in ids], skip_special_tokens=True)
             self._first |= dict(zip(ids, alone, strict=True))
             self._special |= {token for token, text, left in zip(ids, alone, shown, strict=True) if text and not left}

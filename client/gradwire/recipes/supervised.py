@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -139,8 +138,8 @@ class _Steps(Generic[T]):
     ) -> None:
         self._training, self._settings, self._batches = training, settings, batches
         self._encode, self._loss, self._head = encode, loss, head
-        self._total = total_steps(settings, batches)
-        self._count = None if settings.max_steps else batches.count(settings.epochs)
+        self._count = _count(settings, batches)
+        self._total = -(-self._count // settings.accumulation)
         self._peak = learning_rate(settings, training.model.num_parameters)
         self._warn_once = WarnOnce("gradwire.recipes")
 
@@ -169,7 +168,7 @@ class _Steps(Generic[T]):
 
     async def _step(self, step: int) -> Metrics:
         before = step * self._settings.accumulation
-        end = min(before + self._settings.accumulation, self._count or sys.maxsize)  # the last step may have fewer
+        end = min(before + self._settings.accumulation, self._count)  # the last step may have fewer
         results = [self._loss(await self._next(step), more=number + 1 < end) for number in range(before, end)]
         stepped = self._optim_step(scheduled(self._settings, step, peak=self._peak, total=self._total))
         *losses, taken = await asyncio.gather(*results, stepped)
@@ -236,14 +235,15 @@ async def estimate(
             measured = time.monotonic() - began
             tokens += share * (await result).num_tokens / len(both)
         seconds += share * measured
-    steps = total_steps(settings, batches)
+    count = _count(settings, batches)
+    steps = -(-count // settings.accumulation)
     evaluations = -(-steps // settings.eval_every) if settings.eval_every else 0
-    seconds *= steps * settings.accumulation + evaluations * held_out / len(both[-1]) / 3
-    tokens *= steps * settings.accumulation
+    seconds *= count + evaluations * held_out / len(both[-1]) / 3
+    tokens *= count
     trained = (await training.run.info()).num_trainable_parameters
     return Estimate.of(settings.optimizer, batches.num_rows, round(tokens), steps, training.model, trained, seconds)
 
 
-def total_steps(settings: RowSettings, batches: Batches[Any]) -> int:
-    """Number of steps of the whole training."""
-    return settings.max_steps or -(-batches.count(settings.epochs) // settings.accumulation)
+def _count(settings: RowSettings, batches: Batches[Any]) -> int:
+    """Number of batches of the whole training."""
+    return settings.max_steps * settings.accumulation or batches.count(settings.epochs)

@@ -17,6 +17,7 @@ from typing import Any
 from gradwire.recipes.command import settings_of
 from gradwire.recipes.settings import SettingsError
 from gradwire.rl.rewards.graders import GraderError, Multi, Question, Sample, SampleError, grader_of
+from gradwire.rl.rewards.graders.source import Python
 
 MEMORY_BYTES = 4 << 30
 
@@ -51,6 +52,9 @@ async def answered(asked: dict[str, Any]) -> dict[str, Any]:
         grader = grader_of(asked["grader"], judge=ParentJudge())
     except (GraderError, SettingsError) as error:
         return {"wrong": str(error)}
+    for each in grader.graders.values() if isinstance(grader, Multi) else (grader,):
+        if isinstance(each, Python) and (refusal := await each.refusal()):
+            return {"wrong": f"python graders are {refusal}"}
     if "sample" not in asked:
         return {}
     sample, began = Sample(asked["sample"], asked["item"]), time.monotonic()

@@ -1,9 +1,13 @@
-"""The server's key for signatures of runs' records: Ed25519, made when it is first needed."""
+"""The server's secrets for signatures, each a file for its user alone, made when it is first needed.
+
+Runs' records are signed with Ed25519, and URLs that work without a key with 256 random bits.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import secrets
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -13,7 +17,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from gradwire_server.durable_files import replace_text
 
 SIGNING_KEY = "signing_key.pem"
-"""File in the state folder with the private key."""
+"""File in the state folder with the private key of records."""
+URL_SECRET = "url_secret"
+"""File in the state folder with the secret of URLs."""
 RAW = serialization.Encoding.Raw, serialization.PublicFormat.Raw
 
 
@@ -29,10 +35,7 @@ def sign(state_dir: Path, content: bytes) -> dict[str, str]:
     """
     file = state_dir / SIGNING_KEY
     if not file.exists():
-        made = Ed25519PrivateKey.generate().private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-        replace_text(file, made.decode(), 0o600)
+        _make_key(state_dir)
     key = serialization.load_pem_private_key(file.read_bytes(), None)
     if not isinstance(key, Ed25519PrivateKey):
         raise ValueError(f"{file} is not an Ed25519 key; move it away, and a new one is made")
@@ -42,6 +45,42 @@ def sign(state_dir: Path, content: bytes) -> dict[str, str]:
         "public_key": base64.b64encode(public).decode(),
         "signature": base64.b64encode(key.sign(content)).decode(),
     }
+
+
+def rotate(state_dir: Path) -> None:
+    """Make both secrets anew; a running server uses them at once, and refuses the URLs that it has signed."""
+    _make_key(state_dir)
+    _make_url_secret(state_dir)
+
+
+class UrlSecret:
+    """The secret of URLs of a state folder; follows changes of its file."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._state_dir, self._file = state_dir, state_dir / URL_SECRET
+        self._seen: tuple[int, int] | None = None
+        self._secret = ""
+
+    @property
+    def value(self) -> str:
+        """The secret as it is now."""
+        if not self._file.exists():
+            _make_url_secret(self._state_dir)
+        status = self._file.stat()
+        if (seen := (status.st_ino, status.st_mtime_ns)) != self._seen:
+            self._secret, self._seen = self._file.read_text(), seen
+        return self._secret
+
+
+def _make_key(state_dir: Path) -> None:
+    made = Ed25519PrivateKey.generate().private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    replace_text(state_dir / SIGNING_KEY, made.decode(), 0o600)
+
+
+def _make_url_secret(state_dir: Path) -> None:
+    replace_text(state_dir / URL_SECRET, secrets.token_hex(32), 0o600)
 
 
 def signer(content: bytes, signature: object) -> str:

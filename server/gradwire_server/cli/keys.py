@@ -1,4 +1,4 @@
-"""``gradwire keys``: create, list and revoke API keys in a state folder; a running server applies changes at once."""
+"""``gradwire keys``: API keys and the secrets of signatures in a state folder; a running server applies changes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire_server.access.key_file import KeyFile, Quota, Role
+from gradwire_server.access.signing import rotate
 from gradwire_server.cli.saying import console, fail
 
 app = typer.Typer(help="API keys of a server.", no_args_is_help=True, add_completion=False)
@@ -85,6 +86,17 @@ def revoke(
     with _failures():
         KeyFile(state_dir.expanduser()).revoke(name)
     console.print(f"the key of {name} is revoked", markup=False)
+
+
+@app.command("rotate-signing")
+def rotate_signing(state_dir: StateDir = STATE_DIR) -> None:
+    """Make the secrets of signed URLs and records anew, also of a running server: for one that somebody has seen."""
+    with _failures():
+        folder = state_dir.expanduser()
+        if not folder.is_dir():
+            raise ValueError(f"there is no state folder {folder}")
+        rotate(folder)
+    console.print("URLs that were signed before are refused; records are signed with another key", markup=False)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from gradwire_proto.v1 import training_pb2
 from gradwire_server.access.key_file import KeyFile
 from gradwire_server.access.keys import Caller
+from gradwire_server.access.signing import rotate
 from gradwire_server.doors.http.tinker.collection import TinkerCollection
 from gradwire_server.doors.http.tinker.names import TinkerPath
 from gradwire_server.doors.http.tinker.store import ModelRecord, SavedRecord, TinkerStore
@@ -155,6 +156,8 @@ async def test_exported_weights_are_downloaded_by_signed_urls(
         assert all(name.endswith(".age") for name in urls)
         got = await nobody.get(urls["adapter_config.json.age"])
         assert json.loads(pyrage.decrypt(got.content, [identity]))["r"] == 4
+        await asyncio.to_thread(rotate, tinker_server.state_dir)
+        assert (await nobody.get(urls["adapter_config.json.age"])).status_code == 403
 
 
 async def test_a_published_checkpoint_is_open_alone_and_until_it_is_unpublished(tmp_path: Path) -> None:

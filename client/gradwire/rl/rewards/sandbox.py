@@ -31,6 +31,7 @@ from typing import Any, Literal
 from gradwire.errors import UnsupportedError
 from gradwire.futures import running_loop
 from gradwire.rl.rewards.portable import capture
+from gradwire.rl.rewards.sealed import places
 
 logger = logging.getLogger("gradwire.rl")
 
@@ -56,7 +57,9 @@ class SandboxLimits:
         network: Whether it may use the network (a judge behind an endpoint).
         environment: Names of visible environment variables besides ``PATH``, ``HOME``, the language and the like.
         isolation: ``"required"``: run nothing on a machine that cannot isolate it. ``"preferred"``: run it
-            anyway, with a warning. None: required for code written by the policy, preferred for your own functions.
+            anyway, with a warning. ``"sealed"``: for others' code; as required, and it sees Python, the packages of
+            :mod:`.sealed` and an empty ``/tmp`` of ``file_bytes`` alone, and starts no processes. None: required for
+            code written by the policy, preferred for your own functions.
     """
 
     time_s: float = 5.0
@@ -68,11 +71,11 @@ class SandboxLimits:
     result_bytes: int = 1 << 20
     network: bool = False
     environment: tuple[str, ...] = ()
-    isolation: Literal["required", "preferred"] | None = None
+    isolation: Literal["required", "preferred", "sealed"] | None = None
 
     def __post_init__(self) -> None:
-        if self.isolation not in ("required", "preferred", None):
-            raise ValueError(f'isolation must be "required", "preferred" or None, got {self.isolation!r}')
+        if self.isolation not in ("required", "preferred", "sealed", None):
+            raise ValueError(f'isolation must be "required", "preferred", "sealed" or None, got {self.isolation!r}')
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,8 @@ class Sandbox:
         self._setup = pickle.dumps(
             {
                 "function": capture(function),
-                "limits": asdict(self.limits),
-                "sys_path": [os.path.abspath(p) for p in sys.path],
+                "limits": asdict(self.limits) | {"places": places() if self.limits.isolation == "sealed" else {}},
+                "sys_path": [os.path.realpath(p) for p in sys.path],
             }
         )
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -161,7 +164,7 @@ class Sandbox:
         try:
             worker = self._idle.get_nowait()
         except queue.Empty:
-            worker = _Worker(self._setup, self.limits.environment)
+            worker = _Worker(self._setup, self.limits)
             with self._lock:
                 self._all.append(worker)
             ready = worker.receive(SETUP_S)
@@ -175,7 +178,7 @@ class Sandbox:
             self._idle.put(worker)
         if "error" in answer:
             return [Outcome(error=str(answer["error"]))]
-        if answer["missing"] and self.limits.isolation != "required" and not self._warned:
+        if answer["missing"] and self.limits.isolation not in ("required", "sealed") and not self._warned:
             self._warned = True
             logger.warning(
                 "reward functions run without isolation here: this machine refuses %s. They can access everything that "
@@ -188,11 +191,11 @@ class Sandbox:
 class _Worker:
     """A process that runs :mod:`gradwire.rl.rewards._sandbox`."""
 
-    def __init__(self, setup: bytes, variables: Sequence[str]) -> None:
+    def __init__(self, setup: bytes, limits: SandboxLimits) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-c", START, str(Path(__file__).parent)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-            env=_environment(variables), start_new_session=True,
+            env=_environment(limits), start_new_session=True,
         )  # fmt: skip
         self.broken = False
         self._finalize = weakref.finalize(self, _end_forgotten, self._process)
@@ -246,9 +249,10 @@ class _Worker:
         return b"".join(parts)
 
 
-def _environment(variables: Sequence[str]) -> dict[str, str]:
+def _environment(limits: SandboxLimits) -> dict[str, str]:
     """Select the environment variables for the sandbox's processes: no keys, no tokens, no addresses."""
-    passed = {name: os.environ[name] for name in (*ENVIRONMENT, *variables) if name in os.environ}
+    usual = ("LD_LIBRARY_PATH",) if limits.isolation == "sealed" else ENVIRONMENT
+    passed = {name: os.environ[name] for name in (*usual, *limits.environment) if name in os.environ}
     return passed | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 

@@ -12,23 +12,36 @@ import time
 from typing import Any
 
 from .isolation import isolate
-from .worker import Pipes, fork_worker
+from .sealing import begin
+from .worker import Pipes, fork_sealed, fork_worker
 
-REFUSED = (
-    "not run: isolation is required, and this machine refuses {}; allow user namespaces, install bubblewrap, or set "
-    'SandboxLimits(isolation="preferred") to run it anyway'
-)
+REFUSED = {
+    "required": (
+        "not run: isolation is required, and this machine refuses {}; allow user namespaces, install bubblewrap, or "
+        'set SandboxLimits(isolation="preferred") to run it anyway'
+    ),
+    "sealed": (
+        "not run: others' code runs sealed off from the machine only, and this one refuses {}; its administrator can "
+        "allow user namespaces, or let all users read Python and its packages"
+    ),
+}
+"""What is not run where the machine cannot isolate it, and why."""
 
 
 def evaluate(function: Any, requests: list[bytes], limits: dict[str, Any], folder: str) -> dict[str, Any]:
     """In the guard: run evaluations one after the other, up to the first that ends the worker."""
-    missing = isolate(limits["network"])
-    namespaced = not missing
+    sealing = limits["isolation"] == "sealed"
+    wall = begin(limits["network"], rules=True) if sealing else ""
+    missing = [] if sealing else isolate(limits["network"])
+    namespaced = bool(wall) if sealing else not missing
     reply_read, reply_write = os.pipe()
     printed_read, printed_write = os.pipe()
     next_read, next_write = os.pipe()
     pipes = Pipes(reply_write, printed_write, next_read)
-    child = fork_worker(function, requests, pipes, limits, missing, folder)
+    if sealing:
+        child = fork_sealed(function, requests, pipes, limits, wall, folder)
+    else:
+        child = fork_worker(function, requests, pipes, limits, missing, folder)
     for fd in (reply_write, printed_write, next_read):
         os.close(fd)
     results: list[dict[str, Any]] = []
@@ -46,8 +59,9 @@ def evaluate(function: Any, requests: list[bytes], limits: dict[str, Any], folde
             continue
         break
     status = end(child, namespaced, kill=timed_out or len(results) == len(requests))
-    if missing and limits["isolation"] == "required":
-        return {"results": [{"error": REFUSED.format(", ".join(missing))}] * len(requests), "missing": missing}
+    if missing and limits["isolation"] in REFUSED:
+        refused = REFUSED[limits["isolation"]].format(", ".join(missing))
+        return {"results": [{"error": refused}] * len(requests), "missing": missing}
     if len(results) < len(requests):
         results.append(
             {"error": cause(status, timed_out, limits), "seconds": time.monotonic() - started} | reader.take_printed()

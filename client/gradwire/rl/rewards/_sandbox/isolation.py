@@ -10,6 +10,7 @@ import resource
 import signal
 import struct
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 CLONE_NEWNS, CLONE_NEWIPC = 0x00020000, 0x08000000
@@ -43,11 +44,22 @@ def isolate(network: bool) -> list[str]:
         with contextlib.suppress(OSError):  # in a user namespace without such a user
             os.setresuid(NOBODY, 0, 0)
         die_with_parent()
-    _libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
     uid, gid = os.geteuid(), os.getegid()
     flags = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | (0 if network else CLONE_NEWNET)
-    if _libc.unshare(flags) != 0:
+    if not unshare(flags):
         return [NO_NAMESPACES]
+    map_user(uid, gid)
+    return []
+
+
+def unshare(flags: int) -> bool:
+    """Enter new namespaces; False if the kernel refuses."""
+    return bool(_libc.unshare(flags) == 0)
+
+
+def map_user(uid: int, gid: int) -> None:
+    """Name the user that this process was in its new user namespace."""
+    _libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # or the files below are root's
     try:
         # Not as 0: from there, a process without capabilities cannot create a user namespace.
         users, groups = f"{uid or SOMEBODY} {uid} 1", f"{gid or SOMEBODY} {gid} 1"
@@ -57,7 +69,6 @@ def isolate(network: bool) -> list[str]:
     except OSError:
         # Unmapped ids can still read and compute, which is enough for a reward function.
         pass
-    return []
 
 
 def enclose(folder: str) -> list[str]:
@@ -103,10 +114,13 @@ def set_read_only(path: bytes, flags: int, *, on: bool) -> bool:
     return int(_libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, path, flags, attributes, size)) == 0
 
 
-def see_only(folders: list[str], root: str, size_bytes: int) -> bool:
+def see_only(folders: Sequence[str], root: str, size_bytes: int, empty: Sequence[str] = ()) -> bool:
     """Enter a new root in an empty folder: these folders read-only, four devices, a writable ``/tmp``, no ``/proc``.
 
     The process is left in ``/tmp``. Returns whether it succeeded.
+
+    Args:
+        empty: Folders directly in those that are shown without what they contain.
     """
     top = os.fsencode(root)
 
@@ -121,7 +135,11 @@ def see_only(folders: list[str], root: str, size_bytes: int) -> bool:
             os.makedirs(os.path.dirname(place), exist_ok=True)
             # Never through a folder that is already bound: that would write to the real file.
             os.close(os.open(place, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o444))
-        return bool(_libc.mount(os.fsencode(path), place, None, MS_BIND | MS_REC, None) == 0)
+        bound = _libc.mount(os.fsencode(path), place, None, MS_BIND | MS_REC, None) == 0
+        covered = (top + os.fsencode(each) for each in empty if os.path.dirname(each) == path)
+        return bound and all(
+            _libc.mount(b"none", each, b"tmpfs", MS_NOSUID | MS_NODEV, b"size=4096") == 0 for each in covered
+        )
 
     if _libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) != 0:
         return False
@@ -130,7 +148,7 @@ def see_only(folders: list[str], root: str, size_bytes: int) -> bool:
     tmp = top + b"/tmp"
     try:
         os.makedirs(tmp)  # first, as some of the folders may lie in it
-        if _libc.mount(b"none", tmp, b"tmpfs", MS_NOSUID | MS_NODEV, b"size=%d" % size_bytes) != 0:
+        if _libc.mount(b"none", tmp, b"tmpfs", MS_NOSUID | MS_NODEV, b"size=%d,nr_inodes=1024" % size_bytes) != 0:
             return False
         paths = [*folders, "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
         bound = all(bind(path) for path in paths if os.path.lexists(path))

@@ -19,8 +19,8 @@ from typing import Any
 
 from .canonical import decode, dumps, encode, loads
 from .frames import read_frame, write_frame
-from .isolation import die_with_parent, drop_capabilities, forbid_new_privileges, isolate, restrict, see_only
-from .seccomp import install
+from .isolation import die_with_parent, drop_capabilities, forbid_new_privileges, restrict
+from .sealing import NAMESPACES, begin, finish, hide
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, *args, **kwargs: function(*args, **kwargs),
@@ -39,11 +39,11 @@ def main() -> None:
     limits = setup["limits"]
     requests, replies = os.dup(0), os.dup(1)
     die_with_parent()
-    isolated = setup["isolated"]
+    wall = NAMESPACES if setup["isolated"] else ""
     if setup["isolate"]:
-        isolated = not isolate(limits["network"])
+        wall = begin(limits["network"], rules=False)
         die_with_parent()
-        if isolated:
+        if wall:
             child = os.fork()
             if child:
                 os.close(requests)
@@ -51,11 +51,14 @@ def main() -> None:
                 os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
             die_with_parent()
             root = tempfile.mkdtemp(dir=".")
-            isolated = see_only(setup["folders"], os.path.abspath(root), limits["file_bytes"])
+            wall = wall if hide({"shown": setup["folders"]}, os.path.abspath(root), limits["file_bytes"]) else ""
     restrict(limits, 1, False)
-    drop_capabilities()
-    forbid_new_privileges()
-    filtered = install()
+    if wall:
+        isolated = finish(wall, {}, network=limits["network"])
+    else:
+        isolated = False
+        drop_capabilities()
+        forbid_new_privileges()
     with contextlib.suppress(OSError):
         os.chdir("/tmp")
     sys.path[:] = setup["sys_path"]
@@ -63,7 +66,7 @@ def main() -> None:
     quiet = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(quiet, fd)
-    write_frame(replies, dumps({"isolated": isolated, "filtered": filtered}))
+    write_frame(replies, dumps({"isolated": isolated}))
     session = Session(requests, replies)
     while True:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -14,6 +13,9 @@ from typing import Any
 
 from .frames import write_frame
 from .isolation import die_with_parent, drop_capabilities, enclose, forbid_new_privileges, restrict
+from .sealing import NAMESPACES, finish, hide
+
+NOT_SEALED = "namespaces, and Landlock to root"
 
 
 def plain(value: Any) -> Any:
@@ -36,13 +38,8 @@ class Pipes:
     next: int
 
 
-def work(function: Any, requests: list[bytes], pipes: Pipes, limits: dict[str, Any], namespaced: bool) -> None:
+def work(function: Any, requests: list[bytes], pipes: Pipes, limits: dict[str, Any]) -> None:
     """Run the function for each request and write the result; the next starts at the guard's signal."""
-    restrict(limits, len(requests), namespaced)
-    drop_capabilities()
-    if namespaced:
-        # A bubblewrap that is installed setuid may still isolate the policy's code.
-        forbid_new_privileges()
     for request in requests:
         write_frame(pipes.reply, answer_of(function, request, limits))
         os.read(pipes.next, 1)
@@ -84,22 +81,53 @@ def fork_worker(
         write_frame(pipes.reply, json.dumps(missing).encode())
         if missing and limits["isolation"] == "required":
             return 0
+        _become_worker(pipes, folder, namespaced)
+        restrict(limits, len(requests), namespaced)
+        drop_capabilities()
         if namespaced:
-            grandchild = os.fork()
-            if grandchild:
-                os.close(pipes.reply)
-                _, status = os.waitpid(grandchild, 0)
-                os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
-        else:
-            os.setsid()
-        tempfile.tempdir = os.environ["TMPDIR"] = folder
-        quiet = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((quiet, 0), (pipes.printed, 1), (pipes.printed, 2)):
-            os.dup2(source, target)
-        for fd in range(3, 64):
-            if fd not in (pipes.reply, pipes.next):
-                with contextlib.suppress(OSError):
-                    os.close(fd)
-        work(function, requests, pipes, limits, namespaced)
+            # A bubblewrap that is installed setuid may still isolate the policy's code.
+            forbid_new_privileges()
+        work(function, requests, pipes, limits)
     finally:
         os._exit(0)
+
+
+def fork_sealed(
+    function: Any, requests: list[bytes], pipes: Pipes, limits: dict[str, Any], wall: str, folder: str
+) -> int:
+    """As :func:`fork_worker`, sealed off from the machine by a wall that was begun; it runs nothing without one."""
+    child = os.fork()
+    if child:
+        return child
+    die_with_parent()
+    try:
+        namespaced, places = wall == NAMESPACES, limits["places"]
+        sealed = bool(wall) and (not namespaced or hide(places, folder, limits["file_bytes"]))
+        if sealed:
+            _become_worker(pipes, "/tmp", namespaced)
+            restrict(limits, len(requests), namespaced=True)
+            sealed = finish(wall, places, network=limits["network"])
+        write_frame(pipes.reply, json.dumps([] if sealed else [NOT_SEALED]).encode())
+        if sealed:
+            work(function, requests, pipes, limits)
+    finally:
+        os._exit(0)
+
+
+def _become_worker(pipes: Pipes, folder: str, namespaced: bool) -> None:
+    """Go on as the worker, with no files but its pipes, below an init if there are namespaces."""
+    if namespaced:
+        grandchild = os.fork()
+        if grandchild:
+            os.close(pipes.reply)
+            _, status = os.waitpid(grandchild, 0)
+            os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
+    else:
+        os.setsid()
+    tempfile.tempdir = os.environ["TMPDIR"] = folder
+    quiet = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((quiet, 0), (pipes.printed, 1), (pipes.printed, 2)):
+        os.dup2(source, target)
+    kept = sorted((pipes.reply, pipes.next))
+    for first, last in zip((3, *(each + 1 for each in kept)), (*kept, os.sysconf("SC_OPEN_MAX"))):
+        os.closerange(first, last)

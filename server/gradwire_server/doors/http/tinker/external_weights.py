@@ -96,7 +96,7 @@ def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights) 
             record.expires_at = record.created_at + request.ttl_seconds
         return record
 
-    signed = SignedUrls(core.keys, store, SIGNED)
+    signed = SignedUrls(core.keys, store.url_secret, SIGNED)
 
     @router.get("/training_runs/{model_id}/checkpoints/external_weights/{name}/external_weights_urls")
     async def external_weights_urls(caller: CallerOf, request: Request, model_id: str, name: str) -> dict[str, Any]:

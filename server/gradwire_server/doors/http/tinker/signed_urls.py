@@ -7,8 +7,8 @@ from gradwire_proto.v1 import training_pb2 as pb
 from itsdangerous import BadSignature, URLSafeTimedSerializer
 
 from gradwire_server.access.keys import Keys
+from gradwire_server.access.signing import UrlSecret
 from gradwire_server.doors.http.guard import SIGNED_FOR, check_signed
-from gradwire_server.doors.http.tinker.store import TinkerStore
 from gradwire_server.errors import ServiceError
 
 VALID_S = 3600
@@ -19,16 +19,16 @@ class SignedUrls:
 
     Args:
         keys: The keys that may ask for them.
-        store: Has the secret that they are signed with.
+        secret: What they are signed with.
         beginning: Their path, relative to the protocol's prefix, up to the token.
     """
 
-    def __init__(self, keys: Keys, store: TinkerStore, beginning: str) -> None:
-        self._keys, self._store, self._beginning = keys, store, beginning
+    def __init__(self, keys: Keys, secret: UrlSecret, beginning: str) -> None:
+        self._keys, self._secret, self._beginning = keys, secret, beginning
 
     @property
     def _signer(self) -> URLSafeTimedSerializer:
-        return URLSafeTimedSerializer(self._store.secrets[""].secret, salt=self._beginning)
+        return URLSafeTimedSerializer(self._secret.value, salt=self._beginning)
 
     def make(self, request: Request, owner: str, name: str) -> str:
         """A URL for a key, of what it is for."""

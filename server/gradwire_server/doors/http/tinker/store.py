@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import sqlite3
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ from typing import Annotated, Any, TypeVar
 from gradwire_proto.v1 import training_pb2 as pb
 from pydantic import AfterValidator, BaseModel, Field
 
+from gradwire_server.access.signing import UrlSecret
 from gradwire_server.doors.http.errors import in_public_names
 from gradwire_server.doors.http.tinker.names import TinkerPath
 from gradwire_server.errors import ServiceError, limit_exceeded
@@ -157,12 +157,6 @@ class SavedRecord(OwnedRecord):
         return self.expires_at is not None and self.expires_at <= time.time()
 
 
-class SecretRecord(OwnedRecord):
-    """The secret with which the door signs URLs."""
-
-    secret: str
-
-
 class WidthsRecord(OwnedRecord):
     """The number of targets at each position of each datum of one operation whose data differ in it."""
 
@@ -213,7 +207,7 @@ class TinkerStore:
         self.saved = Table("saved", SavedRecord, lambda record: record.key)
         self.widths = Table("widths", WidthsRecord, lambda record: record.request_id)
         self.audit = Table("audit", AuditRecord, lambda record: f"{record.number:015d}")
-        self.secrets = Table("secret", SecretRecord, lambda record: record.owner)
+        self.url_secret = UrlSecret(state_dir)
         self.models_by_run: dict[str, ModelRecord] = {}
         self._path = state_dir / FILE
         self._thread = ThreadPoolExecutor(1, "gradwire-tinker-store")
@@ -229,6 +223,9 @@ class TinkerStore:
             connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
             connection.execute("PRAGMA synchronous = FULL")
             connection.executescript(_TABLES)
+            with connection:  # the secret of URLs, which an earlier version kept here
+                connection.execute("DELETE FROM records WHERE kind = 'secret'")
+            assert self.url_secret.value  # is made here if there is none, and not on the event loop
             return connection.execute("SELECT kind, record FROM records").fetchall()
 
         tables: dict[str, Table[Any]] = {table.kind: table for table in self._tables()}
@@ -237,8 +234,6 @@ class TinkerStore:
             tables[kind][tables[kind].key(record)] = record
         self._counts.update(record.owner for table in self._counted() for record in table.values())
         self.models_by_run.update((model.run_id, model) for model in self.models.values() if model.run_id)
-        if not self.secrets:
-            await self.put(self.secrets, SecretRecord(owner="", secret=secrets.token_hex(32)))
 
     def next_audit_number(self) -> int:
         """The number of the next entry of the audit log."""
@@ -342,7 +337,6 @@ class TinkerStore:
             self.saved,
             self.widths,
             self.audit,
-            self.secrets,
         )
 
     async def drop_early_of(self, model_id: str) -> None:

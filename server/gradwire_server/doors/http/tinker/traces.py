@@ -28,7 +28,7 @@ SIGNED = "/session_traces/"
 
 def routes(core: Core, store: TinkerStore) -> APIRouter:
     """The routes."""
-    router, signed = APIRouter(), SignedUrls(core.keys, store, SIGNED)
+    router, signed = APIRouter(), SignedUrls(core.keys, store.url_secret, SIGNED)
 
     @router.get("/sessions/{session_id}/trace_export")
     async def trace_export(caller: CallerOf, request: Request, session_id: str) -> dict[str, str]:

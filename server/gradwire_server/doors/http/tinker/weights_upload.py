@@ -151,7 +151,7 @@ class WeightUploads:
 
 def routes(core: Core, store: TinkerStore, models: Models) -> APIRouter:
     """The routes over the door's state."""
-    router, signed = APIRouter(), SignedUrls(core.keys, store, SIGNED)
+    router, signed = APIRouter(), SignedUrls(core.keys, store.url_secret, SIGNED)
     uploads = WeightUploads(core.config.state_dir / "tinker_uploads", core.config.limits)
 
     @router.post("/external_weights_upload_start")

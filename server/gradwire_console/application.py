@@ -12,6 +12,7 @@ import gradwire
 from fastapi import FastAPI, HTTPException, Path, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 from gradwire_http.browsers import BrowserGuard
+from gradwire_http.request_headers import headers_of
 from gradwire_shell.frame import add_pages
 from gradwire_shell.policy import ContentPolicy
 from nicegui import app as pages
@@ -60,8 +61,7 @@ class Guarded:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
-        refused = self.guard.refusal(scope.get("method", "GET"), headers)
+        refused = self.guard.refusal(scope.get("method", "GET"), headers_of(scope.get("headers", ())))
 
         if refused is None:
             await self.app(scope, receive, send)

@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from gradwire_http.request_headers import media_type
+
 LOOPBACK_NAMES = ("localhost",)
 TRUSTED_SITES = ("same-origin", "none")
 """Values of Sec-Fetch-Site for a page's own requests, and for what a person opens."""
@@ -60,10 +62,10 @@ class BrowserGuard:
 
 def body_refusal(headers: Mapping[str, str]) -> tuple[int, str] | None:
     """The status and the reason for which a body of this type is refused; None for one that may be read."""
-    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type not in PLAIN_TYPES:
+    kind = media_type(headers.get("content-type", ""))
+    if kind not in PLAIN_TYPES:
         return None
-    return 415, f"a body of type {media_type!r} is not taken here; send it with Content-Type: application/json"
+    return 415, f"a body of type {kind!r} is not taken here; send it with Content-Type: application/json"
 
 
 def local_path(path: str, otherwise: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+from gradwire_http.request_headers import media_type
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -40,7 +41,7 @@ class ContentPolicy:
                 headers["x-content-type-options"] = "nosniff"
                 headers["referrer-policy"] = "same-origin"
                 message = message | {"headers": headers.raw}
-                if headers.get("content-type", "").startswith("text/html"):
+                if media_type(headers.get("content-type", "")) == "text/html":
                     held.append(message)
                     return
             elif held:

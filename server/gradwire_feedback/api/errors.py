@@ -15,6 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from gradwire.rlhf import RewardModelConfig, TrainingConfig
 from gradwire_http.browsers import BrowserGuard, body_refusal
+from gradwire_http.request_headers import headers_of
 from pydantic.alias_generators import to_camel
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -108,7 +109,7 @@ class ForeignPages:
         self.app, self.guard = app, guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
+        headers = headers_of(scope.get("headers", ()))
         refused = None
         if scope["type"] in ("http", "websocket"):
             refused = self.guard.refusal(scope.get("method", "GET"), headers)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import sqlalchemy as sa
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import JSONResponse
+from gradwire_http.request_headers import headers_of, media_type
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
@@ -100,7 +101,7 @@ async def submit_feedback(
 
 
 async def _read_rows(request: Request) -> tuple[list[FeedbackIn], bool]:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = media_type(headers_of(request.headers.raw).get("content-type", ""))
     if kind in ("application/json", ""):
         body = await request.body()
         await check(body, ROWS)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import zstandard
 from gradwire_http.json_bounds import JsonBounds, UnboundedJsonError
+from gradwire_http.request_headers import PROTOBUF
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.errors import ServiceError, limit_exceeded
@@ -38,9 +39,9 @@ class BodyLimit:
     name: str
 
     @staticmethod
-    def of(limits: Limits, content_type: str) -> BodyLimit:
+    def of(limits: Limits, media_type: str) -> BodyLimit:
         """The limit of a body of this type: of JSON, unless it is protobuf."""
-        if "protobuf" in content_type or limits.max_http_body_bytes <= limits.max_json_body_bytes:
+        if media_type == PROTOBUF or limits.max_http_body_bytes <= limits.max_json_body_bytes:
             return BodyLimit(limits.max_http_body_bytes, "max_http_body_bytes")
         return BodyLimit(limits.max_json_body_bytes, "max_json_body_bytes")
 

@@ -56,8 +56,7 @@ def _reader(hint: Any) -> Callable[[DirectCall], Any]:
     model = hint
 
     def parsed(call: DirectCall) -> BaseModel:
-        media_type = call.content_type.partition(";")[0].strip()
-        if media_type != "application/json":
+        if call.media_type != "application/json":
             raise _NotValid
         try:
             return model.model_validate_json(call.content)

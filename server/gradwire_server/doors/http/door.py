@@ -14,6 +14,7 @@ import uvicorn
 from fastapi.responses import JSONResponse, PlainTextResponse
 from gradwire_http.browsers import BrowserGuard, body_refusal
 from gradwire_http.heads import BoundedHeads
+from gradwire_http.request_headers import headers_of
 from gradwire_proto.v1 import training_pb2 as pb
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -163,7 +164,7 @@ def _root(core: Core, protocols: Sequence[HttpProtocol], stopping: asyncio.Event
         if scope["type"] != "http":
             return
         path = scope["path"]
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = headers_of(scope["headers"])
         browsers = keyed if core.keys.required else keyless
         protocol, guard = next((each for each in guards if each[0].serves(path)), (None, None))
         if (refused := browsers.refusal(scope["method"], headers) or body_refusal(headers)) is not None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from functools import partial
 
+from gradwire_http.request_headers import PROTOBUF, headers_of, media_type
 from gradwire_proto.v1 import training_pb2 as pb
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -88,7 +89,7 @@ class GuardedProtocol:
             if scope["method"] not in ("GET", "HEAD"):
                 caller.check_may_change()
             answered = _Answer(partial(self._core.keys.check, caller), self._protocol.error_body, scope, starting)
-            limit = BodyLimit.of(self._core.config.limits, headers.content_type)
+            limit = BodyLimit.of(self._core.config.limits, headers.media_type)
             calls = self._core.calls
             if any(fnmatchcase(posted, each) for each in self._protocol.uploads):
                 async with calls.turn(caller.name, CallKind.HTTP):
@@ -102,7 +103,7 @@ class GuardedProtocol:
                     calls.body(caller.name, lambda: _body(headers, answered.checked(receive), limit)) as content,
                 ):
                     self._core.keys.check(caller)
-                    if "protobuf" not in headers.content_type:
+                    if headers.media_type != PROTOBUF:
                         await check_json(content, self._core.config.limits)
                     answer = None
                     try:
@@ -110,7 +111,7 @@ class GuardedProtocol:
                             if direct is not None:
                                 scope[_ROUTE] = path
                                 answer = await direct(
-                                    DirectCall(caller, content, headers.content_type, headers.traceparent)
+                                    DirectCall(caller, content, headers.media_type, headers.traceparent)
                                 )
                             if answer is None:
                                 await self._protocol.app(scope, _replayed(content, receive), answered.send)
@@ -143,7 +144,7 @@ class GuardedProtocol:
         if route is not None:
             scope[_ROUTE], caller = path, scope["gradwire.caller"]
             self._core.keys.check(caller)
-            call = DirectCall(caller, oversized.beginning, headers.content_type, headers.traceparent)
+            call = DirectCall(caller, oversized.beginning, headers.media_type, headers.traceparent)
             answer = await route(call, reason)
         return answer or error_response(reason, self._protocol.error_body, 413)
 
@@ -196,7 +197,7 @@ class _Answer:
             return
         if message["type"] == "http.response.start":
             self._started = True
-            self._of_events = dict(message["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
+            self._of_events = media_type(headers_of(message["headers"]).get("content-type", "")) == "text/event-stream"
         elif message["type"] == "http.response.body":
             self._ended = not message.get("more_body", False)
         await self._send(message)
@@ -262,14 +263,14 @@ class _Headers:
     """The headers that matter here."""
 
     def __init__(self, raw: Iterable[tuple[bytes, bytes]]) -> None:
-        headers = {name: value.decode("latin-1") for name, value in raw}
-        bearer = headers.get(b"authorization", "")
-        self.secret = headers.get(b"x-api-key") or (bearer[7:] if bearer[:7].lower() == "bearer " else "")
-        self.encoding = headers.get(b"content-encoding", "").strip().lower()
-        self.length = headers.get(b"content-length", "")
-        self.waits = bool(headers.get(b"expect"))  # sends its body only when it is asked for
-        self.content_type = headers.get(b"content-type", "").lower()
-        self.traceparent = headers.get(b"traceparent", "")
+        headers = headers_of(raw)
+        bearer = headers.get("authorization", "")
+        self.secret = headers.get("x-api-key") or (bearer[7:] if bearer[:7].lower() == "bearer " else "")
+        self.encoding = headers.get("content-encoding", "").strip().lower()
+        self.length = headers.get("content-length", "")
+        self.waits = bool(headers.get("expect"))  # sends its body only when it is asked for
+        self.media_type = media_type(headers.get("content-type", ""))
+        self.traceparent = headers.get("traceparent", "")
 
 
 async def _body(headers: _Headers, receive: Receive, limit: BodyLimit) -> bytes:

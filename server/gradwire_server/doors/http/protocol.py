@@ -18,11 +18,11 @@ ErrorBody = Callable[[int, pb.Error], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class DirectCall:
-    """A request whose body was received. ``content_type`` is in lower case."""
+    """A request whose body was received. ``media_type`` has no parameters."""
 
     caller: Caller
     content: bytes
-    content_type: str
+    media_type: str
     traceparent: str
 
 

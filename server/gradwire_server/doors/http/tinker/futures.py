@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 from gradwire_http.models import BoundedModel
+from gradwire_http.request_headers import PROTOBUF
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
@@ -26,7 +27,6 @@ HOLD_S = 30.0
 """How long a request waits for its result before the client is asked to come again."""
 PAUSE_S = 5.0
 """How long it waits where the result cannot come for now."""
-PROTOBUF = "application/x-protobuf"
 
 T = TypeVar("T")
 

@@ -20,8 +20,8 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import ServerConfig
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.commit_log import bring_up_to_date
-from gradwire_server.journal.entries import RunMarks
 from gradwire_server.journal.journal import Journal
+from gradwire_server.journal.rows import RunMarks
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.segments import Segments
 from gradwire_server.scheduling.replay import behind
@@ -57,7 +57,7 @@ async def written(folder: Path, acknowledged: int, in_file: bool = False) -> tup
     Args:
         in_file: Whether SQLite has committed them all.
     """
-    journal = Journal(folder / "live")
+    journal = await Journal.open(folder / "live")
     run_id = await new_run(journal, folder / "live")
     payloads = {seq: os.urandom(50 + seq) for seq in range(1, acknowledged + 2)}
     for seq, payload in payloads.items():
@@ -82,7 +82,7 @@ async def opened(folder: Path, run_id: str, payloads: dict[int, bytes]) -> tuple
     """How many operations and results a journal has; each is right or known to be damaged, and counted as such."""
     damaged = 0
     bring_up_to_date(folder / "gradwire.db", Segments(folder / "journal"))
-    journal = Journal(folder)
+    journal = await Journal.open(folder)
     try:
         entries = await journal.entries(run_id, 0, 1000)
         for entry in entries:

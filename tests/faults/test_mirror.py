@@ -89,7 +89,7 @@ async def test_a_mirror_that_fails_stops_nothing_and_is_brought_up_to_date_at_th
         return {file.name: file.read_bytes() for file in (folder / "journal").iterdir()}
 
     reconcile(state, mirror)
-    journal = Journal(state, mirror=mirror)
+    journal = await Journal.open(state, mirror=mirror)
     run_id = await new_run(journal, state)
     await append(journal, operation(run_id, 1, size=3), b"abc")
     assert contents(state) == contents(mirror)
@@ -104,7 +104,7 @@ async def test_a_mirror_that_fails_stops_nothing_and_is_brought_up_to_date_at_th
     assert contents(state) == contents(mirror)
     shutil.rmtree(state)
     reconcile(state, mirror)
-    journal = Journal(state, mirror=mirror)
+    journal = await Journal.open(state, mirror=mirror)
     entries = await journal.entries(run_id, 0, 10)
     assert [await journal.payload(entry.location) for entry in entries if entry.location] == [b"abc", b"def", b"ghi"]
     await journal.close()

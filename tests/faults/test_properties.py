@@ -17,8 +17,8 @@ from gradwire_server.access.key_file import Quota
 from gradwire_server.access.quotas import Usage
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.commit_log import bring_up_to_date
-from gradwire_server.journal.entries import RunMarks, identity
 from gradwire_server.journal.journal import Journal
+from gradwire_server.journal.rows import RunMarks, identity
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Segments
 from gradwire_server.limits import Limits
@@ -59,7 +59,7 @@ class JournalMachine(RuleBasedStateMachine):
     def open(self, folder: Path) -> None:
         async def make() -> Journal:
             bring_up_to_date(folder / "gradwire.db", Segments(folder / "journal"))
-            return Journal(folder, segment_bytes=500)
+            return await Journal.open(folder, segment_bytes=500)
 
         self.journal = self.do(make())
 

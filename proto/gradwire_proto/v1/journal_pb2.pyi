@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from gradwire_proto.v1 import engine_pb2 as _engine_pb2
 from gradwire_proto.v1 import training_pb2 as _training_pb2
 import builtins as _builtins
@@ -19,6 +20,30 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Kept:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KeptEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Kept.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KEPT_UNSPECIFIED: _Kept.ValueType  # 0
+    KEPT_REPLAYED: _Kept.ValueType  # 1
+    """a recovery repeats it"""
+    KEPT_RECORDED: _Kept.ValueType  # 2
+    """the run keeps its journal"""
+    KEPT_NOT: _Kept.ValueType  # 3
+
+class Kept(_Kept, metaclass=_KeptEnumTypeWrapper):
+    """Why an operation that has its result keeps its batch."""
+
+KEPT_UNSPECIFIED: Kept.ValueType  # 0
+KEPT_REPLAYED: Kept.ValueType  # 1
+"""a recovery repeats it"""
+KEPT_RECORDED: Kept.ValueType  # 2
+"""the run keeps its journal"""
+KEPT_NOT: Kept.ValueType  # 3
+Global___Kept: _TypeAlias = Kept  # noqa: Y015
 
 @_typing.final
 class JournalRecord(_message.Message):
@@ -37,6 +62,12 @@ class JournalRecord(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     STATEMENTS_FIELD_NUMBER: _builtins.int
+    STORED_S_FIELD_NUMBER: _builtins.int
+    POINT_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    SAVED_FIELD_NUMBER: _builtins.int
+    CONFIG_FIELD_NUMBER: _builtins.int
+    NUM_TRAINABLE_PARAMETERS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     seq: _builtins.int
     at: _builtins.float
@@ -47,6 +78,17 @@ class JournalRecord(_message.Message):
     failure: _builtins.str
     status: _training_pb2.Status.ValueType
     """Of an operation in a run's record: what became of it, and what repeating it must give again."""
+    stored_s: _builtins.float
+    """Of a result: what its rows say besides. Segments of version 9 and before have none of it.
+    seconds for which servers had run on the folder
+    """
+    kept: Global___Kept.ValueType
+    """its outcome then holds the digest of its payload only"""
+    saved: _builtins.bool
+    """its checkpoint is a new one of the run"""
+    config: _builtins.bytes
+    """RunConfig, of an operation that gave the run a head"""
+    num_trainable_parameters: _builtins.int
     @_builtins.property
     def operation(self) -> _training_pb2.OperationHeader: ...
     @_builtins.property
@@ -58,6 +100,10 @@ class JournalRecord(_message.Message):
     @_builtins.property
     def statements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Statement]:
         """The record that ends a commit has only this: what the commit changed in the database."""
+
+    @_builtins.property
+    def point(self) -> _training_pb2.HistoryPoint:
+        """what the operation measured"""
 
     def __init__(
         self,
@@ -73,10 +119,16 @@ class JournalRecord(_message.Message):
         status: _training_pb2.Status.ValueType = ...,
         outcome: Global___Outcome | None = ...,
         statements: _abc.Iterable[Global___Statement] | None = ...,
+        stored_s: _builtins.float = ...,
+        point: _training_pb2.HistoryPoint | None = ...,
+        kept: Global___Kept.ValueType = ...,
+        saved: _builtins.bool = ...,
+        config: _builtins.bytes = ...,
+        num_trainable_parameters: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "outcome", b"outcome", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "outcome", b"outcome", "point", b"point", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "failure", b"failure", "failure_seq", b"failure_seq", "operation", b"operation", "outcome", b"outcome", "result", b"result", "run_id", b"run_id", "seq", b"seq", "statements", b"statements", "status", b"status", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "config", b"config", "failure", b"failure", "failure_seq", b"failure_seq", "kept", b"kept", "num_trainable_parameters", b"num_trainable_parameters", "operation", b"operation", "outcome", b"outcome", "point", b"point", "result", b"result", "run_id", b"run_id", "saved", b"saved", "seq", b"seq", "statements", b"statements", "status", b"status", "step", b"step", "stored_s", b"stored_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -88,24 +140,51 @@ class Statement(_message.Message):
 
     SQL_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
     sql: _builtins.str
+    """empty: the rows of a record of this commit"""
     @_builtins.property
     def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___Value]:
         """of its parameters"""
 
+    @_builtins.property
+    def record(self) -> Global___RecordPlace: ...
     def __init__(
         self,
         *,
         sql: _builtins.str = ...,
         values: _abc.Iterable[Global___Value] | None = ...,
+        record: Global___RecordPlace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sql", b"sql", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["record", b"record", "sql", b"sql", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Statement: _TypeAlias = Statement  # noqa: Y015
+
+@_typing.final
+class RecordPlace(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    segment: _builtins.int
+    offset: _builtins.int
+    def __init__(
+        self,
+        *,
+        segment: _builtins.int = ...,
+        offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "segment", b"segment"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordPlace: _TypeAlias = RecordPlace  # noqa: Y015
 
 @_typing.final
 class Value(_message.Message):

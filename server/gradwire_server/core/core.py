@@ -41,8 +41,8 @@ from gradwire_server.engine_client.agents import Agents
 from gradwire_server.engine_client.client import EngineClient
 from gradwire_server.engine_client.pool import EnginePool, own_engines
 from gradwire_server.errors import ServiceError, check_length
-from gradwire_server.journal.entries import StoredResult
 from gradwire_server.journal.recorded_files import RecordedFiles
+from gradwire_server.journal.rows import StoredResult
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.storage import Storage
 from gradwire_server.observability.metrics import Metrics

@@ -14,7 +14,7 @@ from gradwire_server.config import CHUNK_BYTES, ServerConfig
 from gradwire_server.engine_client.client import EngineDied
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.checkpoint_records import CheckpointRecords
-from gradwire_server.journal.entries import StoredResult
+from gradwire_server.journal.rows import StoredResult
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.usage import Usage

@@ -15,7 +15,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.incoming import Incoming
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal.entries import StoredResult
+from gradwire_server.journal.rows import StoredResult
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from gradwire_server.journal import history
 from gradwire_server.journal.database import Database
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.run_row import RunRecord
-from gradwire_server.operation_kinds import kind_of, loss_call, training_call
+from gradwire_server.operation_kinds import kind_of, loss_call
 from gradwire_server.stores.store import CHECKPOINTS, Place, Store, StoreError, StoreFull, run_owner, saved_place
 
 log = logging.getLogger(__name__)
@@ -250,18 +250,3 @@ def named_checkpoints(operation: pb.Operation) -> list[tuple[str, str]]:
         arguments = json.loads(call.loss_kwargs_json or "{}")
         named = [("model", call.model), *(arguments.items() if isinstance(arguments, dict) else ())]
     return [(name, path) for name, path in named if isinstance(path, str) and path.startswith("run-") and "/" in path]
-
-
-def uses(operation: pb.Operation) -> list[str]:
-    """The checkpoints that a replay of an operation reads."""
-    if kind_of(operation).loads_checkpoint:
-        return [operation.load_checkpoint.checkpoint]
-    call = training_call(operation)
-    if call is not None and "/" in call.loss_kwargs_json:
-        try:
-            arguments = json.loads(call.loss_kwargs_json)
-        except ValueError:
-            return []
-        values = arguments.values() if isinstance(arguments, dict) else ()
-        return sorted({value for value in values if isinstance(value, str) and value.count("/") == 1})
-    return []

@@ -17,7 +17,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -27,16 +27,16 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.durable_files import is_full
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal.commit_log import Statement, description_of
-from gradwire_server.journal.connection import JournalConnection
+from gradwire_server.journal.commit_log import TRANSACTIONS, Statement, description_of
 from gradwire_server.journal.mirror import copy_database
-from gradwire_server.journal.schema import connect, connect_as, migrate, newest_commit
-from gradwire_server.journal.segments import Segments
+from gradwire_server.journal.rows import Row
+from gradwire_server.journal.schema import GIVE_BACK, connect, connect_as, migrate, newest_commit
+from gradwire_server.journal.segments import Location, Segments, say_mirror_lost
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Work = Callable[[sqlite3.Connection], T]
+Query = Callable[[sqlite3.Connection], T]
 
 MAX_GROUP = 512
 RAN_EVERY_S = 10.0
@@ -48,8 +48,75 @@ FULL_SAID_EVERY_S = 60.0
 """The log says that often that the disk is full, as long as it is."""
 
 
+class JournalConnection(sqlite3.Connection):
+    """A connection whose changes are made in a second database as well, and noted to be made again after a crash.
+
+    The statements of the journal depend on nothing but their values and the tables, so all databases become the same.
+
+    Attributes:
+        statements: The changes since whoever uses the connection emptied this list.
+        mirror: The second database; None without one, and from its first failure on.
+        mirror_folder: The folder that it is in.
+    """
+
+    mirror: sqlite3.Connection | None = None
+    mirror_folder: Path = Path()
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.statements: list[Statement] = []
+        self._record: Location | None = None
+
+    def enter(self, rows: Iterable[Row], record: Location | None) -> sqlite3.Cursor:
+        """Make the changes of a record, of which the commit then names only where it is; None if it is nowhere.
+
+        Returns:
+            The cursor of the last change.
+        """
+        self._record = record
+        try:
+            for sql, values in rows:
+                cursor = self.execute(sql, values)
+        finally:
+            self._record = None
+        return cursor
+
+    def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
+        """Execute a statement here and, unless it only reads, in the mirror."""
+        cursor = super().execute(sql, parameters)
+        if sql.startswith(("SELECT", "PRAGMA")) and not sql.startswith(GIVE_BACK):
+            return cursor
+        if not sql.startswith(TRANSACTIONS):
+            self.statements.append(Statement(sql, parameters, self._record))
+        if self.mirror is not None:
+            try:
+                self.mirror.execute(sql, parameters).fetchall()
+            except sqlite3.Error as error:
+                self.drop_mirror(error)
+        return cursor
+
+    def executemany(self, sql: str, parameters: Iterable[Any], /) -> sqlite3.Cursor:
+        """Execute a statement with each of the parameters, here and in the mirror."""
+        for each in parameters:
+            self.execute(sql, each)
+        return self.cursor()
+
+    def rollback(self) -> None:
+        """End a transaction that failed, here and in the mirror."""
+        super().rollback()
+        if self.mirror is not None:
+            self.mirror.rollback()
+
+    def drop_mirror(self, error: Exception) -> None:
+        """Go on without the mirror."""
+        if self.mirror is not None:
+            mirror, self.mirror = self.mirror, None
+            mirror.close()
+            say_mirror_lost(self.mirror_folder, error)
+
+
 class _Item(NamedTuple):
-    work: Work[Any]
+    work: Callable[[JournalConnection], Any]
     done: asyncio.Future[Any]
     into_file: bool = False
     """Whether SQLite's transaction ends with it."""
@@ -57,21 +124,11 @@ class _Item(NamedTuple):
     """Until when it may wait for others, by the loop's clock."""
 
 
-def prepare(path: Path, mirror: Path | None = None) -> None:
-    """Create a database file or bring it to the present version, and its mirror; it waits for the disk."""
-    connection = connect(path)
-    migrate(connection)
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.close()
-    if mirror is not None and not mirror.exists():
-        copy_database(path, mirror)
-
-
 class Database:
-    """The database. Create it on a running event loop.
+    """The database, between :meth:`open` and :meth:`close`.
 
     Args:
-        path: The database file, up to date with the segments; :func:`prepare` it in a thread if a loop serves others.
+        path: The database file, up to date with the segments.
         segments: Where commits are recorded, after the records that their writes have added; used in the writer thread.
         mirror: A second database file in which every change is made as well, until that fails.
 
@@ -95,23 +152,24 @@ class Database:
         self._open, self._open_bytes, self._open_until_s = list[Statement](), 0, math.inf
         self._full_said_s = -FULL_SAID_EVERY_S
         self._loop = asyncio.get_running_loop()
-        prepare(path, mirror)
-        connection = connect(self._path)
-        [(self._ran_before_s,)] = connection.execute("SELECT ran_s FROM state").fetchall()
-        self._noted_s = float(self._ran_before_s)
-        self.commit = newest_commit(connection)
-        connection.close()
+        self._ran_before_s = self._noted_s = 0.0
+        self.commit = 0
         self._asked: list[_Item] = []
         self._handing_over = False
         self._due: asyncio.Handle | None = None
         self._due_s = 0.0
         self._queue: queue.SimpleQueue[list[_Item] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="gradwire-journal", daemon=True)
-        self._writer.start()
         self._reader = ThreadPoolExecutor(1, "gradwire-journal-reader")
         self._reading: sqlite3.Connection | None = None
 
-    def write(self, work: Work[T], *, within_s: float = 0.0) -> asyncio.Future[T]:
+    async def open(self) -> None:
+        """Create the file or bring it to the present version, and its mirror; then start to write."""
+        self._ran_before_s, self.commit = await asyncio.to_thread(_prepare, self._path, self._mirror)
+        self._began, self._noted_s = time.monotonic(), self._ran_before_s
+        self._writer.start()
+
+    def write(self, work: Callable[[JournalConnection], T], *, within_s: float = 0.0) -> asyncio.Future[T]:
         """Run ``work`` in the writer thread; the future resolves once its changes are durable, or fails.
 
         Args:
@@ -156,9 +214,9 @@ class Database:
 
     def ran_s(self) -> float:
         """Seconds for which servers have run on this database, this one included."""
-        return float(self._ran_before_s) + time.monotonic() - self._began
+        return self._ran_before_s + time.monotonic() - self._began
 
-    async def read(self, query: Work[T]) -> T:
+    async def read(self, query: Query[T]) -> T:
         """Run a query in the reader thread; it sees the state that was committed when it started."""
 
         def run() -> T:
@@ -170,7 +228,7 @@ class Database:
             return await self._loop.run_in_executor(self._reader, run)
         return await self.write(query)
 
-    async def read_apart(self, query: Work[T]) -> T:
+    async def read_apart(self, query: Query[T]) -> T:
         """Run a query that takes long in a thread of its own; it sees the state that was committed when it started."""
 
         def run() -> T:
@@ -290,7 +348,7 @@ class Database:
         """Go on in SQLite's transaction, or begin one with what was committed since the last one that was written."""
         if not connection.in_transaction:
             connection.execute("BEGIN IMMEDIATE")
-            for sql, values in self._open:
+            for sql, values, _ in self._open:
                 connection.execute(sql, values)
         connection.statements.clear()
 
@@ -298,7 +356,7 @@ class Database:
         """Undo what a write changed before it failed: begin the transaction anew, with the group's other changes."""
         connection.rollback()
         self._begin_transaction(connection)
-        for sql, values in kept:
+        for sql, values, _ in kept:
             connection.execute(sql, values)
 
     def _put_into_file(self, connection: JournalConnection) -> None:
@@ -339,3 +397,15 @@ def _deliver(items: list[_Item], outcomes: list[Any]) -> None:
             item.done.set_result(value)
         else:
             item.done.set_exception(error)
+
+
+def _prepare(path: Path, mirror: Path | None) -> tuple[float, int]:
+    """Bring a file to the present version, and make its mirror; return its ``ran_s`` and its newest commit."""
+    with closing(connect(path)) as connection:
+        migrate(connection)
+        connection.execute("PRAGMA journal_mode = WAL")
+        [(ran_s,)] = connection.execute("SELECT ran_s FROM state").fetchall()
+        commit = newest_commit(connection)
+    if mirror is not None and not mirror.exists():
+        copy_database(path, mirror)
+    return float(ran_s), commit

@@ -119,7 +119,7 @@ def waiting(point: pb.HistoryPoint | None) -> bytes | None:
     """A point as it waits beside its operation's result: with a digest."""
     if point is None:
         return None
-    content = point.SerializeToString()
+    content = point.SerializeToString(deterministic=True)
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest() + content
 
 

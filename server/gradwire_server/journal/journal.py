@@ -26,14 +26,14 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.crash_points import crash_point
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal import history
-from gradwire_server.journal.checkpoint_records import uses
-from gradwire_server.journal.database import Database
-from gradwire_server.journal.entries import JournalEntry, RunMarks, StoredResult, lost_result
+from gradwire_server.journal.database import Database, JournalConnection
 from gradwire_server.journal.retention import Retention
-from gradwire_server.journal.same_state import RunFacts, outcome_of
-from gradwire_server.journal.schema import OPERATION, RESULT, row_digest
+from gradwire_server.journal.rows import JournalEntry, RunMarks, StoredResult, digest_of, lost_result, rows_of
+from gradwire_server.journal.same_state import RunFacts
+from gradwire_server.journal.schema import OPERATION, RESULT
 from gradwire_server.journal.segments import SEGMENT_BYTES, Buffer, CorruptRecord, Location, Segments
 from gradwire_server.journal.state_folder import DATABASE, SEGMENTS
+from gradwire_server.limits import Limits
 
 log = logging.getLogger(__name__)
 
@@ -44,15 +44,7 @@ READ_BYTES = 8 << 20
 
 
 class Journal:
-    """The journal of all runs of a state folder.
-
-    Args:
-        state_dir: Folder of ``gradwire.db`` and ``journal/``, which :func:`.state_folder.check` has brought up to date.
-        keep_payloads: False for ``durability=checkpoint``: operations are recorded, but cannot be replayed.
-        segment_bytes: Size in bytes from which on a new segment file is begun.
-        history_points: Points of a run's record; see :mod:`.history`.
-        mirror: Folder of a second copy, equal to the first (:func:`.mirror.reconcile`).
-        accept_changes: Whether runs go on with something other than what they were computed with.
+    """The journal of all runs of a state folder; made by :meth:`open`.
 
     Attributes:
         retention: Deletes what is no longer needed.
@@ -60,29 +52,45 @@ class Journal:
     """
 
     def __init__(
-        self,
+        self, store: Database, segments: Segments, keep_payloads: bool, history_points: int, accept_changes: bool
+    ) -> None:
+        self.store, self.segments = store, segments
+        self.retention = Retention(store, segments)
+        self.facts = RunFacts(store, accept_changes)
+        self.keep_payloads, self._history_points = keep_payloads, history_points
+
+    @classmethod
+    async def open(
+        cls,
         state_dir: Path,
         *,
         keep_payloads: bool = True,
         segment_bytes: int = SEGMENT_BYTES,
-        history_points: int = 100_000,
+        history_points: int = Limits().max_history_points,
         mirror: Path | None = None,
         accept_changes: bool = False,
-    ) -> None:
-        second = None if mirror is None else mirror / SEGMENTS
-        self.segments = Segments(state_dir / SEGMENTS, segment_bytes, second)
-        second = None if mirror is None else mirror / DATABASE
-        self.store = Database(state_dir / DATABASE, self.segments, second)
-        self.retention = Retention(self.store, self.segments)
-        self.facts = RunFacts(self.store, accept_changes)
-        self.keep_payloads, self._history_points = keep_payloads, history_points
+    ) -> Journal:
+        """Bring the database to the present version, and open it for writing and reading until :meth:`close`.
+
+        Args:
+            state_dir: Folder of ``gradwire.db`` and ``journal/``, which :func:`.state_folder.check` has brought up to
+                date.
+            keep_payloads: False for ``durability=checkpoint``: operations are recorded, but cannot be replayed.
+            segment_bytes: Size in bytes from which on a new segment file is begun.
+            history_points: Points of a run's record; see :mod:`.history`.
+            mirror: Folder of a second copy, equal to the first (:func:`.mirror.reconcile`).
+            accept_changes: Whether runs go on with something other than what they were computed with.
+        """
+        segments = Segments(state_dir / SEGMENTS, segment_bytes, None if mirror is None else mirror / SEGMENTS)
+        store = Database(state_dir / DATABASE, segments, None if mirror is None else mirror / DATABASE)
+        await store.open()
+        return cls(store, segments, keep_payloads, history_points, accept_changes)
 
     # ---- operations ----
 
     def append(
         self,
         header: pb.OperationHeader,
-        content: bytes,
         accepted_at: float,
         payload: Sequence[Buffer],
         *,
@@ -98,34 +106,15 @@ class Journal:
             LookupError: The previous number is not in the journal, because its own append failed.
         """
 
-        def work(connection: sqlite3.Connection) -> Location | None:
-            row = (header.seq, self.store.commit, header.run_id, header.seq - 1)
-            moved = connection.execute(
-                "UPDATE runs SET accepted_seq = ?, commits = ? WHERE run_id = ? AND accepted_seq = ?", row
-            )
-            if moved.rowcount != 1:
+        record = journal_pb2.JournalRecord(run_id=header.run_id, seq=header.seq, at=accepted_at, operation=header)
+
+        def work(connection: JournalConnection) -> Location | None:
+            query = "SELECT 1 FROM runs WHERE run_id = ? AND accepted_seq = ?"
+            if connection.execute(query, (header.run_id, header.seq - 1)).fetchone() is None:
                 raise LookupError(f"operation {header.seq - 1} of {header.run_id} is not in the journal")
-            location = None
-            if self.keep_payloads:
-                record = journal_pb2.JournalRecord(run_id=header.run_id, seq=header.seq, at=accepted_at)
-                record.operation.CopyFrom(header)
-                location = self._record(record, payload)
-            place = _columns(location, payload)
-            columns = (
-                header.run_id, header.seq, content, header.SerializeToString(), accepted_at, pb.STATUS_UNSPECIFIED,
-                *place,
-            )  # fmt: skip
-            connection.execute(
-                "INSERT INTO operations (run_id, seq, identity, header, accepted_at, status, segment, offset, digest)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (*columns, row_digest(*columns)),
-            )
-            for name in uses(header.operation):
-                path = name if "/" in name else f"{header.run_id}/{name}"
-                connection.execute("INSERT OR IGNORE INTO uses VALUES (?, ?, ?)", (path, header.run_id, header.seq))
-            self.store.noted = True
+            location = self._enter(connection, record, payload, kept=self.keep_payloads)
             crash_point("operation.before_commit")
-            return _location(*place)
+            return location if any(map(len, payload)) else None
 
         return self.store.write(work, within_s=within_s)
 
@@ -201,11 +190,11 @@ class Journal:
         result: pb.OperationResult,
         payload: Sequence[Buffer],
         marks: RunMarks,
-        checkpoint: pb.Checkpoint | None = None,
-        repeatable: bool = True,
+        *,
+        saved: bool = False,
+        kept: journal_pb2.Kept.ValueType = journal_pb2.KEPT_REPLAYED,
         point: pb.HistoryPoint | None = None,
         with_operation: bool = False,
-        recorded: bool = False,
         within_s: float = 0.0,
     ) -> asyncio.Future[None]:
         """Store a result, the changes to its run's row, its checkpoint, and its point in the run's record.
@@ -215,9 +204,10 @@ class Journal:
         the first operation that is executed again.
 
         Args:
-            repeatable: Whether a recovery replays the operation; if not, its record need not be kept.
+            saved: Whether the result's checkpoint is a new one of the run.
+            kept: Why the operation's record and its outcome are kept, if they are.
+            point: What the operation measured.
             with_operation: Whether the operation is still being appended.
-            recorded: Whether its record and its outcome are kept although no recovery replays it.
             within_s: Seconds for which it may wait for another write to commit with.
 
         Raises (through the future):
@@ -226,65 +216,25 @@ class Journal:
             ServiceError: STORAGE_FULL.
         """
 
-        def work(connection: sqlite3.Connection) -> None:
+        record = journal_pb2.JournalRecord(
+            run_id=run_id, seq=result.seq, result=result, step=marks.step, failure_seq=marks.failure_seq,
+            failure=marks.failure, point=point, kept=kept, saved=saved, config=marks.config,
+            num_trainable_parameters=marks.num_trainable_parameters,
+        )  # fmt: skip
+
+        def work(connection: JournalConnection) -> None:
             if result.status != pb.STATUS_CANCELLED and _is_early(connection, run_id, result.seq):
                 raise LookupError(f"an operation of {run_id} before {result.seq} has no result in the journal")
-            at, location = time.time(), None
-            if self.keep_payloads or any(map(len, payload)):
-                record = journal_pb2.JournalRecord(run_id=run_id, seq=result.seq, at=at, result=result)
-                record.step, record.failure_seq, record.failure = marks.step, marks.failure_seq, marks.failure
-                if result.status != pb.STATUS_SUCCEEDED:
-                    record.operation.MergeFromString(_header_of(connection, run_id, result.seq))
-                location = self._record(record, payload)
-            header = result.SerializeToString()
-            place = _columns(location, payload) if any(map(len, payload)) else (None, None)
-            digest = row_digest(run_id, result.seq, header, *place)
-            connection.execute(
-                "INSERT OR IGNORE INTO results (run_id, seq, header, stored_at, segment, offset, digest, point)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (run_id, result.seq, header, self.store.ran_s(), *place, digest, history.waiting(point)),
-            )
-            changes: dict[str, object] = {
-                "status": result.status,
-                "outcome": outcome_of(result, payload) if repeatable or recorded else None,
-                "replay_s": result.timings.engine_s if repeatable else 0.0,
-            }  # not those that stay: SQLite writes the index of every column that is set
-            if not (repeatable or recorded):
-                changes |= {"segment": None, "offset": None}
-            if location and result.status != pb.STATUS_SUCCEEDED:
-                changes["outcome_segment"] = location.segment
-            kept = "?, segment, offset" if repeatable or recorded else "?, NULL, NULL"
-            changed = connection.execute(
-                f"UPDATE operations SET {', '.join(f'{name} = ?' for name in changes)},"
-                f" digest = {OPERATION.replace('status, segment, offset', kept)} WHERE run_id = ? AND seq = ?",
-                (*changes.values(), result.status, run_id, result.seq),
-            )
-            if with_operation and changed.rowcount != 1:
+            failed = result.status != pb.STATUS_SUCCEEDED
+            operation = _header_of(connection, run_id, result.seq) if failed or with_operation else None
+            if with_operation and operation is None:
                 raise LookupError(f"operation {result.seq} of {run_id} is not in the journal")
-            if marks.config:
-                connection.execute(
-                    "UPDATE runs SET config = ?, num_trainable_parameters = ? WHERE run_id = ?",
-                    (marks.config, marks.num_trainable_parameters, run_id),
-                )
-            change, values = "", tuple[int | str, ...]()
-            if result.status != pb.STATUS_CANCELLED:
-                change, values = (
-                    "step = ?, failure_seq = ?, failure = ?, ",
-                    (marks.step, marks.failure_seq, marks.failure),
-                )
-            noted = connection.execute(
-                f"UPDATE runs SET {change}commits = ?, applied_seq = coalesce("
-                "(SELECT min(seq) - 1 FROM operations WHERE run_id = runs.run_id AND seq > runs.applied_seq"
-                " AND status = 0), accepted_seq)"
-                " WHERE run_id = ?",
-                (*values, self.store.commit, run_id),
-            )
-            if checkpoint is not None:
-                connection.execute(
-                    "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)",
-                    (run_id, checkpoint.name, checkpoint.SerializeToString()),
-                )
-            self.store.noted = self.store.noted or noted.rowcount == 1
+            record.at, record.stored_s = time.time(), self.store.ran_s()
+            if kept != journal_pb2.KEPT_NOT:
+                record.outcome.payload_digest = digest_of(payload)
+            if failed and operation is not None:
+                record.operation.MergeFromString(operation)
+            self._enter(connection, record, payload, kept=self.keep_payloads or any(map(len, payload)))
             crash_point("result.before_commit")
 
         return self.store.write(work, within_s=within_s)
@@ -366,8 +316,16 @@ class Journal:
 
         return self.store.write(work)
 
-    def _record(self, record: journal_pb2.JournalRecord, payload: Sequence[Buffer]) -> Location:
-        return self.segments.append(payload, record.SerializeToString(), self.store.commit)
+    def _enter(
+        self, connection: JournalConnection, record: journal_pb2.JournalRecord, payload: Sequence[Buffer], *, kept: bool
+    ) -> Location | None:
+        """Add a record to the segments, if it is kept, and its rows to the database; return where it is."""
+        commit, location = self.store.commit, None
+        if kept:
+            location = self.segments.append(payload, record.SerializeToString(), commit)
+        changed = connection.enter(rows_of(record, location, sum(map(len, payload)), commit), location)
+        self.store.noted = self.store.noted or changed.rowcount == 1
+        return location
 
     async def close(self) -> None:
         """Finish the requested writes and close the files."""
@@ -384,16 +342,10 @@ def _is_early(connection: sqlite3.Connection, run_id: str, seq: int) -> bool:
     return connection.execute(query, (run_id, seq)).fetchone() is not None
 
 
-def _header_of(connection: sqlite3.Connection, run_id: str, seq: int) -> bytes:
+def _header_of(connection: sqlite3.Connection, run_id: str, seq: int) -> bytes | None:
     query = "SELECT header FROM operations WHERE run_id = ? AND seq = ?"
     row = connection.execute(query, (run_id, seq)).fetchone()
-    return row[0] if row else b""
-
-
-def _columns(location: Location | None, payload: Sequence[Buffer]) -> tuple[int | None, int | None]:
-    if location is None:
-        return None, None
-    return location.segment, location.offset if any(map(len, payload)) else None
+    return row[0] if row else None
 
 
 def _location(segment: int | None, offset: int | None) -> Location | None:

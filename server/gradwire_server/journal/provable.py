@@ -30,11 +30,10 @@ from gradwire_server.checkpoint_files import (
 )
 from gradwire_server.durable_files import link_or_copy
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal.checkpoint_records import NAME, uses
-from gradwire_server.journal.entries import JournalEntry
+from gradwire_server.journal.checkpoint_records import NAME
 from gradwire_server.journal.journal import Journal
+from gradwire_server.journal.rows import JournalEntry, parse_outcome, uses
 from gradwire_server.journal.run_row import RunRecord
-from gradwire_server.journal.same_state import parse_outcome
 from gradwire_server.journal.segments import Buffer, CorruptRecord, Location, Segments
 from gradwire_server.journal.state_folder import RUNS, SEGMENTS
 from gradwire_server.stores.store import CHECKPOINTS, Place, Store, StoreError, saved_place

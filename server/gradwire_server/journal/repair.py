@@ -22,11 +22,12 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.checkpoint_files import MANIFEST, DamagedCheckpoint, Manifest, read_manifest
 from gradwire_server.durable_files import sync
 from gradwire_server.journal import history
-from gradwire_server.journal.checkpoint_records import NAME, ORIGIN, uses
-from gradwire_server.journal.entries import identity
+from gradwire_server.journal.checkpoint_records import NAME, ORIGIN
+from gradwire_server.journal.retention import delete_trimmed
+from gradwire_server.journal.rows import rows_of
 from gradwire_server.journal.run_files import read_description, write_description
 from gradwire_server.journal.salvage import Salvaged, salvage, salvage_jobs
-from gradwire_server.journal.schema import connect, migrate, row_digest
+from gradwire_server.journal.schema import OPERATION, connect, migrate
 from gradwire_server.journal.segments import CorruptRecord, Record, Segments
 from gradwire_server.journal.state_folder import DATABASE, RUNS, SEGMENTS, StateFolderError, locked
 from gradwire_server.operation_kinds import kind_of
@@ -37,9 +38,6 @@ from gradwire_server.stores.store import CHECKPOINTS, Store, run_owner, saved_pl
 EPOCHS = 1 << 20
 """How far the epoch of a rebuilt run is ahead of the newest one that is known: above any that was given out since."""
 
-HISTORY_POINTS = 100_000
-"""Points of a run's record; a server with another limit thins it further."""
-
 
 @dataclass(frozen=True)
 class _Found:
@@ -47,12 +45,6 @@ class _Found:
 
     record: journal_pb2.JournalRecord
     place: Record
-
-    @property
-    def columns(self) -> tuple[int, int | None]:
-        """Segment and offset, as rows hold them."""
-        location = self.place.location
-        return location.segment, location.offset if self.place.payload_bytes else None
 
 
 @dataclass
@@ -238,19 +230,19 @@ def _enter(
     carried_out = max([newest, *decided])
     waiting = [seq for seq in range(carried_out + 1, last + 1) if seq not in kept]
     released = min([*kept, *waiting], default=last + 1) - 1
-    for seq in range(min(base, released) + 1, last + 1):
-        done = pb.STATUS_SUCCEEDED if seq <= carried_out else pb.STATUS_UNSPECIFIED
-        status = kept[seq].record.result.status if seq in kept else done
-        _enter_operation(connection, run_id, seq, operations.get(seq), status, kept.get(seq), trimmed=seq <= base)
     points = {(each.run_id, each.seq): each for each in salvaged.points if each.run_id != run_id or each.seq <= last}
-    for seq, entry in sorted(kept.items()):
-        _enter_result(connection, run_id, seq, entry)
-        if seq in operations:
-            operation, result = operations[seq].record.operation.operation, entry.record.result
-            point = history.history_point(run_id, operation, result, entry.record.step)
-            if point is not None:
-                point.time = entry.record.at
+    for seq in range(min(base, released) + 1, last + 1):
+        operation = _enter_operation(connection, run_id, seq, operations.get(seq))
+        if seq in kept:
+            point = _enter_result(connection, kept[seq], operation)
+            if point is not None and seq in operations:
                 points.setdefault((run_id, seq), point)
+        elif seq <= carried_out:
+            connection.execute(
+                f"UPDATE operations SET status = ?, digest = {OPERATION.replace('status', '?')}"
+                " WHERE run_id = ? AND seq = ?",
+                (pb.STATUS_SUCCEEDED, pb.STATUS_SUCCEEDED, run_id, seq),
+            )
     _enter_salvaged(connection, run_id, last, list(points.values()), salvaged, say)
     for manifest in manifests:
         saved = manifest.to_proto()
@@ -277,6 +269,7 @@ def _enter(
     }  # fmt: skip
     names = ", ".join(values)
     connection.execute(f"INSERT INTO runs ({names}) VALUES ({', '.join('?' * len(values))})", tuple(values.values()))
+    delete_trimmed(connection, run_id, base)
     found_to = max([*operations, *results, newest], default=0)
     complete = found_to == last and not (log.old and not operations)
     if found_to > last:
@@ -294,7 +287,7 @@ def _enter_salvaged(
 ) -> None:
     """Enter what a run measured and what it was computed with; say what of that is lost."""
     points = sorted(points, key=lambda point: (point.run_id == run_id, point.seq if point.run_id == run_id else 0))
-    history.add(connection, run_id, points, HISTORY_POINTS)
+    history.add(connection, run_id, points, None)  # the server knows how many it keeps
     for seq, at, facts, note in salvaged.facts:
         if seq <= last:
             query = "INSERT INTO computed_with (run_id, seq, at, facts, note) VALUES (?, ?, ?, ?, ?)"
@@ -331,44 +324,39 @@ def _reach(
     return newest, newest, last
 
 
-def _enter_operation(
-    connection: sqlite3.Connection,
-    run_id: str,
-    seq: int,
-    entry: _Found | None,
-    status: pb.Status.ValueType,
-    result: _Found | None,
-    *,
-    trimmed: bool,
-) -> None:
-    read = pb.Operation(forward=pb.LossCall())
-    header = entry.record.operation if entry else pb.OperationHeader(run_id=run_id, seq=seq, operation=read)
-    is_operation = entry is not None and not entry.record.HasField("result")
-    place = entry.columns if entry is not None and is_operation and not trimmed else (None, None)
-    at = entry.record.at if entry else time.time()
-    columns = (run_id, seq, identity(header), header.SerializeToString(), at, int(status), *place)
-    repeated = kind_of(header.operation).changes_state and status == pb.STATUS_SUCCEEDED
-    replay_s = result.record.result.timings.engine_s if result is not None and repeated else 0.0
-    failed = result is not None and status != pb.STATUS_SUCCEEDED and not trimmed
-    outcome = result.columns[0] if result is not None and failed else None
-    connection.execute(
-        "INSERT INTO operations (run_id, seq, identity, header, accepted_at, status, segment, offset, digest,"
-        " outcome_segment, replay_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (*columns, row_digest(*columns), outcome, replay_s),
-    )
-    if not trimmed:
-        for name in uses(header.operation):
-            path = name if "/" in name else f"{run_id}/{name}"
-            connection.execute("INSERT OR IGNORE INTO uses VALUES (?, ?, ?)", (path, run_id, seq))
+def _enter_operation(connection: sqlite3.Connection, run_id: str, seq: int, entry: _Found | None) -> pb.Operation:
+    """Enter an operation without a result; one of which no record is left was a read."""
+    if entry is not None and not entry.record.HasField("result"):
+        _enter_rows(connection, entry.record, entry.place)
+        return entry.record.operation.operation
+    read = pb.OperationHeader(run_id=run_id, seq=seq, operation=pb.Operation(forward=pb.LossCall()))
+    header, at = (read, time.time()) if entry is None else (entry.record.operation, entry.record.at)
+    _enter_rows(connection, journal_pb2.JournalRecord(run_id=run_id, seq=seq, at=at, operation=header), None)
+    return header.operation
 
 
-def _enter_result(connection: sqlite3.Connection, run_id: str, seq: int, found: _Found) -> None:
-    header = found.record.result.SerializeToString()
-    place = found.columns if found.place.payload_bytes else (None, None)
-    connection.execute(
-        "INSERT INTO results (run_id, seq, header, stored_at, segment, offset, digest) VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (run_id, seq, header, 0.0, *place, row_digest(run_id, seq, header, *place)),
-    )
+def _enter_result(connection: sqlite3.Connection, found: _Found, operation: pb.Operation) -> pb.HistoryPoint | None:
+    """Enter a result, which is kept from now on for as long as a new one; return what the operation measured."""
+    record = journal_pb2.JournalRecord()
+    record.CopyFrom(found.record)
+    for name in ("stored_s", "saved", "point"):  # checkpoints are entered from their folders, points into the record
+        record.ClearField(name)
+    replayed = kind_of(operation).changes_state and record.result.status == pb.STATUS_SUCCEEDED
+    if record.kept == journal_pb2.KEPT_UNSPECIFIED and replayed:
+        record.kept = journal_pb2.KEPT_REPLAYED
+    _enter_rows(connection, record, found.place)
+    if found.record.HasField("point"):
+        return found.record.point
+    point = history.history_point(record.run_id, operation, record.result, record.step)
+    if point is not None:
+        point.time = record.at
+    return point
+
+
+def _enter_rows(connection: sqlite3.Connection, record: journal_pb2.JournalRecord, place: Record | None) -> None:
+    location, payload_bytes = (None, 0) if place is None else (place.location, place.payload_bytes)
+    for sql, values in rows_of(record, location, payload_bytes, 0):
+        connection.execute(sql, values)
 
 
 def _origin_step(store: Store, about: journal_pb2.RunDescription) -> int:

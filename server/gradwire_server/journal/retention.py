@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from functools import partial
 
 from gradwire_server.journal.database import Database
 from gradwire_server.journal.schema import OPERATION, give_back_space
@@ -26,24 +27,7 @@ class Retention:
         The row of an operation whose result is not released stays, without its payload.
         """
 
-        def work(connection: sqlite3.Connection) -> None:
-            connection.execute(
-                "DELETE FROM operations WHERE run_id = ? AND seq <= ?"
-                " AND seq <= (SELECT released_seq FROM runs WHERE run_id = ?)",
-                (run_id, up_to_seq, run_id),
-            )
-            connection.execute(
-                "UPDATE operations SET segment = NULL, offset = NULL, outcome_segment = NULL,"
-                f" digest = {OPERATION.replace('segment, offset', 'NULL, NULL')}"
-                " WHERE run_id = ? AND seq <= ? AND (segment IS NOT NULL OR outcome_segment IS NOT NULL)",
-                (run_id, up_to_seq),
-            )
-            connection.execute("DELETE FROM uses WHERE run_id = ? AND seq <= ?", (run_id, up_to_seq))
-            connection.execute(
-                "UPDATE runs SET trimmed_seq = max(trimmed_seq, ?) WHERE run_id = ?", (up_to_seq, run_id)
-            )
-
-        return self._store.write(work)
+        return self._store.write(partial(delete_trimmed, run_id=run_id, up_to_seq=up_to_seq))
 
     async def expired(self, after_s: float) -> dict[str, int]:
         """The highest number of a result that was stored more than ``after_s`` seconds of a server ago, by run id."""
@@ -70,6 +54,23 @@ class Retention:
             await self._store.put_into_file()
             kept = await self._store.read_apart(_referred_to)
             await asyncio.to_thread(self._segments.forget, closed - kept)
+
+
+def delete_trimmed(connection: sqlite3.Connection, run_id: str, up_to_seq: int) -> None:
+    """Delete operations of a run up to a number; see :meth:`Retention.trim`."""
+    connection.execute(
+        "DELETE FROM operations WHERE run_id = ? AND seq <= ?"
+        " AND seq <= (SELECT released_seq FROM runs WHERE run_id = ?)",
+        (run_id, up_to_seq, run_id),
+    )
+    connection.execute(
+        "UPDATE operations SET segment = NULL, offset = NULL, outcome_segment = NULL,"
+        f" digest = {OPERATION.replace('segment, offset', 'NULL, NULL')}"
+        " WHERE run_id = ? AND seq <= ? AND (segment IS NOT NULL OR outcome_segment IS NOT NULL)",
+        (run_id, up_to_seq),
+    )
+    connection.execute("DELETE FROM uses WHERE run_id = ? AND seq <= ?", (run_id, up_to_seq))
+    connection.execute("UPDATE runs SET trimmed_seq = max(trimmed_seq, ?) WHERE run_id = ?", (up_to_seq, run_id))
 
 
 def _referred_to(connection: sqlite3.Connection) -> set[int]:

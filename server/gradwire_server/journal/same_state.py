@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import math
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from google.protobuf import json_format
 from gradwire_proto.v1 import journal_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.journal.database import Database
-from gradwire_server.journal.segments import Buffer
 from gradwire_server.operation_kinds import has_loss, loss_result, step_result
 
 log = logging.getLogger(__name__)
@@ -24,7 +22,6 @@ log = logging.getLogger(__name__)
 TOLERANCE = 1e-3
 """Relative difference of losses and gradient norms that counts as rounding, where results are not exact: on a GPU, and
 where an operation was cut into other micro-batches or computed together with other runs."""
-_DIGEST_BYTES = 16
 
 
 class RunChanged(Exception):
@@ -123,33 +120,6 @@ def way_out(run_id: str) -> str:
     )
 
 
-def outcome(result: pb.OperationResult, payload: Sequence[Buffer]) -> journal_pb2.Outcome:
-    """What repeating an operation must give again."""
-    kept = pb.OperationResult()
-    kept.CopyFrom(result)
-    for name in ("timings", "tensors", "payload_bytes", "epoch"):
-        kept.ClearField(name)
-    if has_loss(kept):
-        loss_result(kept).ClearField("warnings")
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for buffer in payload:
-        digest.update(buffer)
-    return journal_pb2.Outcome(result=kept, payload_digest=digest.digest())
-
-
-def outcome_of(result: pb.OperationResult, payload: Sequence[Buffer]) -> bytes:
-    """The bytes of an outcome, with a digest of them."""
-    content = outcome(result, payload).SerializeToString(deterministic=True)
-    return _digest(content) + content
-
-
-def parse_outcome(raw: bytes | None) -> journal_pb2.Outcome | None:
-    """An outcome made by :func:`outcome_of`; None if there is none, or its bytes are not what was written."""
-    if not raw or _digest(raw[_DIGEST_BYTES:]) != raw[:_DIGEST_BYTES]:
-        return None
-    return journal_pb2.Outcome.FromString(raw[_DIGEST_BYTES:])
-
-
 def is_comparable(before: journal_pb2.Outcome, now: journal_pb2.Outcome) -> bool:
     """Whether both were computed in the same pieces, so that a CPU gives the same bits."""
     one, two = loss_result(before.result), loss_result(now.result)
@@ -211,7 +181,3 @@ def _computed(result: pb.OperationResult) -> pb.OperationResult:
     if kept.HasField("checkpoint"):
         kept.checkpoint.ClearField("created_at")
     return kept
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()

@@ -234,7 +234,10 @@ _EIGHTH = (
 _NINTH: tuple[str, ...] = ()
 """Version 9: segments say what each commit changed, and the tables may be some commits behind them."""
 
-MIGRATIONS = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH, _SEVENTH, _EIGHTH, _NINTH)
+_TENTH: tuple[str, ...] = ()
+"""Version 10: the record of an operation or a result says what its rows say, and a commit only names it."""
+
+MIGRATIONS = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH, _SEVENTH, _EIGHTH, _NINTH, _TENTH)
 VERSION = len(MIGRATIONS)
 
 

@@ -11,13 +11,12 @@ from gradwire_server.config import ServerConfig
 from gradwire_server.durable_files import make_folder
 from gradwire_server.journal import state_folder
 from gradwire_server.journal.checkpoint_records import CheckpointRecords
-from gradwire_server.journal.database import prepare
 from gradwire_server.journal.job_records import FileRecords, JobRecords
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.mirror import reconcile
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.run_row import RunRecord
-from gradwire_server.journal.state_folder import DATABASE, StateFolderError
+from gradwire_server.journal.state_folder import StateFolderError
 from gradwire_server.journal.usage import Usage
 from gradwire_server.stores.claim import claimed
 from gradwire_server.stores.store import Store, StoreError
@@ -56,9 +55,7 @@ class Storage:
                 self._locks.append(state_folder.lock(config.mirror))
                 await asyncio.to_thread(reconcile, config.state_dir, config.mirror)
             await asyncio.to_thread(state_folder.check, config.state_dir)
-            second = None if config.mirror is None else config.mirror / DATABASE
-            await asyncio.to_thread(prepare, config.state_dir / DATABASE, second)
-            self.journal = self._opened = Journal(
+            self.journal = self._opened = await Journal.open(
                 config.state_dir,
                 keep_payloads=config.durability == "journal",
                 history_points=config.limits.max_history_points,

@@ -12,8 +12,8 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.crash_points import crash_point
 from gradwire_server.errors import ServiceError, shutting_down, unknown_run
-from gradwire_server.journal.entries import JournalEntry, identity
 from gradwire_server.journal.journal import Journal
+from gradwire_server.journal.rows import JournalEntry, identity
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Buffer
 from gradwire_server.observability.metrics import Metrics
@@ -202,7 +202,7 @@ class Admission:
         operation.trace = self._tracing.operation(operation.header, operation.accepted_at)
         operation.trace.phase("journal")
         operation.appended = appended = self._journal.append(
-            operation.header, operation.content, operation.accepted_at, operation.payload or (),
+            operation.header, operation.accepted_at, operation.payload or (),
             within_s=TOGETHER_S if operation.patient and operation.may_be_early and operation.refusal is None else 0.0,
         )  # fmt: skip
 

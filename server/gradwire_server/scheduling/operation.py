@@ -14,7 +14,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.quotas import tokens_of
 from gradwire_server.engine_client.client import EngineAnswer, Interruptible
-from gradwire_server.journal.checkpoint_records import uses
+from gradwire_server.journal.rows import uses
 from gradwire_server.journal.segments import Buffer, Location
 from gradwire_server.observability.tracing import NO_TRACE, Trace
 from gradwire_server.operation_kinds import OperationKind, kind_of

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.journal.entries import RunMarks
+from gradwire_server.journal.rows import RunMarks
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.operation_kinds import loss_result, step_result
 from gradwire_server.scheduling import abort_rule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from itertools import takewhile
 
-from gradwire_server.journal.entries import StoredResult
+from gradwire_server.journal.rows import StoredResult
 from gradwire_server.journal.run_row import RunRecord
 
 RECENT_RESULTS = 64

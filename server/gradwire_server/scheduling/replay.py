@@ -12,18 +12,10 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.engine_client.client import EngineClient, EngineDied
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal.entries import JournalEntry
 from gradwire_server.journal.journal import Journal
+from gradwire_server.journal.rows import JournalEntry, digest_of, outcome, outcome_of, parse_outcome
 from gradwire_server.journal.run_row import RunRecord
-from gradwire_server.journal.same_state import (
-    RunChanged,
-    divergence,
-    is_comparable,
-    outcome,
-    outcome_of,
-    parse_outcome,
-    way_out,
-)
+from gradwire_server.journal.same_state import RunChanged, divergence, is_comparable, way_out
 from gradwire_server.journal.segments import CorruptRecord
 from gradwire_server.operation_kinds import loss_result
 from gradwire_server.scheduling.operation import drops_accumulation, is_replayed_with
@@ -213,7 +205,7 @@ async def _repeat(
     if before is None:
         return exact
     reply.result.seq = header.seq
-    now = outcome(reply.result, [tensors])
+    now = outcome(reply.result, digest_of([tensors]))
     exact = exact and is_comparable(before, now)
     difference = divergence(before, now, exact=exact)
     if difference and not journal.facts.accepted_by(record.run_id):
@@ -226,7 +218,7 @@ async def _repeat(
     if difference:
         divergences.append(f"operation {header.seq} was repeated, and {difference}")
         log.warning("run %s goes on although operation %d was repeated and %s", record.run_id, header.seq, difference)
-        await journal.facts.replace_outcome(record.run_id, header.seq, outcome_of(reply.result, [tensors]))
+        await journal.facts.replace_outcome(record.run_id, header.seq, outcome_of(reply.result, digest_of([tensors])))
     return exact
 
 

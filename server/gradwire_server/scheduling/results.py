@@ -9,13 +9,14 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
+from gradwire_proto.v1 import journal_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.crash_points import crash_point
 from gradwire_server.errors import ServiceError, parked_error
-from gradwire_server.journal.entries import RunMarks, StoredResult, lost_result
 from gradwire_server.journal.history import history_point
 from gradwire_server.journal.journal import Journal
+from gradwire_server.journal.rows import RunMarks, StoredResult, lost_result
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Buffer
 from gradwire_server.journal.usage import Usage
@@ -105,13 +106,12 @@ class Results:
         Args:
             within_s: Seconds for which it may wait for another write to commit with.
         """
-        checkpoint = None
-        if operation.row.gives_checkpoint and result.status == pb.STATUS_SUCCEEDED:
-            checkpoint = result.checkpoint
+        saved = operation.row.gives_checkpoint and result.status == pb.STATUS_SUCCEEDED
+        checkpoint = result.checkpoint if saved else None
         _address(result, operation, payload)
         marks = self._apply(queue, operation, result)
         run_id, rewound_epoch = queue.record.run_id, queue.record.rewound_epoch
-        kept, recorded = _kept(queue.record, operation, result)
+        kept = _kept(queue.record, operation, result)
         point = history_point(run_id, operation.header.operation, result, marks.step)
         loop = asyncio.get_running_loop()
         stored: asyncio.Future[None] = loop.create_future()
@@ -122,7 +122,7 @@ class Results:
                 end()  # after a rewind, another operation may have this number
                 return
             put = self._journal.put_result(
-                run_id, result, [payload], marks, checkpoint, kept, point, recorded=recorded, within_s=within_s
+                run_id, result, [payload], marks, saved=saved, kept=kept, point=point, within_s=within_s
             )
             put.add_done_callback(durable)
 
@@ -161,12 +161,10 @@ class Results:
             not journaled and has none.
         """
         _address(result, operation, payload)
-        run_id, (kept, recorded) = queue.record.run_id, _kept(queue.record, operation, result)
+        run_id, kept = queue.record.run_id, _kept(queue.record, operation, result)
         marks = progress.follow(copy.copy(queue.record), operation, result)
         point = history_point(run_id, operation.header.operation, result, marks.step)
-        put = self._journal.put_result(
-            run_id, result, [payload], marks, None, kept, point, with_operation=True, recorded=recorded
-        )
+        put = self._journal.put_result(run_id, result, [payload], marks, kept=kept, point=point, with_operation=True)
         await ended(put)
         if put.exception() is not None or operation.state is not OperationState.SENT:
             return False
@@ -266,10 +264,13 @@ class Results:
             await self._journal.release(record.run_id, up_to_seq)
 
 
-def _kept(run: RunRecord, operation: QueuedOperation, result: pb.OperationResult) -> tuple[bool, bool]:
-    """Whether an operation's batch and outcome are kept for a recovery; whether they are for the run's record."""
+def _kept(run: RunRecord, operation: QueuedOperation, result: pb.OperationResult) -> journal_pb2.Kept.ValueType:
+    """Why an operation's batch and outcome are kept, if they are."""
     about = operation.header.operation, result.status
-    return is_replayed_with(*about), run.config.keep_journal and is_recorded_with(*about)
+    if is_replayed_with(*about):
+        return journal_pb2.KEPT_REPLAYED
+    recorded = run.config.keep_journal and is_recorded_with(*about)
+    return journal_pb2.KEPT_RECORDED if recorded else journal_pb2.KEPT_NOT
 
 
 def _address(result: pb.OperationResult, operation: QueuedOperation, payload: Buffer) -> None:

@@ -23,7 +23,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.quotas import Usage
 from gradwire_server.engine_client.client import EngineAnswer, Holder
 from gradwire_server.errors import ServiceError, parked_error
-from gradwire_server.journal.entries import JournalEntry, RunMarks, StoredResult
+from gradwire_server.journal.rows import JournalEntry, RunMarks, StoredResult
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Location
 from gradwire_server.limits import Limits

@@ -12,7 +12,8 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.checkpoint_files import read_manifest
 from gradwire_server.engine_client.client import EngineClient
 from gradwire_server.journal.provable import Record, tensor_files
-from gradwire_server.journal.same_state import differences, divergence, is_comparable, outcome
+from gradwire_server.journal.rows import digest_of, outcome
+from gradwire_server.journal.same_state import differences, divergence, is_comparable
 from gradwire_server.operation_kinds import kind_of, loss_result
 from gradwire_server.scheduling.operation import drops_accumulation
 from gradwire_server.scheduling.replay import operation_request
@@ -89,7 +90,7 @@ async def execute_again(record: Record, engine: EngineClient, runs: Path, say: C
             difference = _saved_otherwise(record, runs, reply.result.checkpoint, verdict)
         else:
             reply.result.seq = header.seq
-            now = outcome(reply.result, [tensors])
+            now = outcome(reply.result, digest_of([tensors]))
             if verdict.inexact_after is None and not is_comparable(recorded.outcome, now):
                 verdict.inexact_after = header.seq - 1
             difference = divergence(recorded.outcome, now, exact=verdict.inexact_after is None)

@@ -19,9 +19,9 @@ from gradwire_server.errors import ServiceError
 from gradwire_server.journal import database as database_module
 from gradwire_server.journal import journal as journal_module
 from gradwire_server.journal import state_folder
-from gradwire_server.journal.entries import RunMarks, identity
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.retention import COLLECTED_BYTES
+from gradwire_server.journal.rows import RunMarks, identity
 from gradwire_server.journal.run_files import RUN_FILE, read_description
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.run_row import new_record
@@ -45,18 +45,18 @@ def operation(run_id: str, seq: int, loss_fn: str = "a", size: int = 0) -> pb.Op
 
 
 async def append(journal: Journal, header: pb.OperationHeader, payload: bytes = b"") -> Location | None:
-    return await journal.append(header, identity(header), 1.0, [payload] if payload else [])
+    return await journal.append(header, 1.0, [payload] if payload else [])
 
 
 async def test_what_was_appended_and_answered_is_there_after_a_restart(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = await Journal.open(tmp_path)
     run_id = await new_run(journal, tmp_path)
     await append(journal, operation(run_id, 1, size=3), b"abc")
     await append(journal, operation(run_id, 2))
     result = pb.OperationResult(seq=1, status=pb.STATUS_SUCCEEDED)
     await journal.put_result(run_id, result, [b"de", b"f"], MARKS)
     await journal.close()
-    journal = Journal(tmp_path)
+    journal = await Journal.open(tmp_path)
     first, second = await journal.entries(run_id, 0, 10)
     assert (first.status, second.status) == (pb.STATUS_SUCCEEDED, pb.STATUS_UNSPECIFIED)
     assert first.location is not None and second.location is None
@@ -67,7 +67,7 @@ async def test_what_was_appended_and_answered_is_there_after_a_restart(tmp_path:
 
 
 async def test_an_operation_whose_predecessor_is_missing_is_not_appended(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = await Journal.open(tmp_path)
     run_id = await new_run(journal, tmp_path)
     first, third = append(journal, operation(run_id, 1)), append(journal, operation(run_id, 3))
     results = await asyncio.gather(first, third, return_exceptions=True)
@@ -77,7 +77,7 @@ async def test_an_operation_whose_predecessor_is_missing_is_not_appended(tmp_pat
 
 
 async def test_a_result_is_stored_once(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = await Journal.open(tmp_path)
     run_id = await new_run(journal, tmp_path)
     await append(journal, operation(run_id, 1))
     for loss in (1.0, 2.0):
@@ -91,7 +91,7 @@ async def test_a_result_is_stored_once(tmp_path: Path) -> None:
 async def test_results_are_stored_in_order_and_the_marks_of_a_run_are_those_of_the_newest(
     tmp_path: Path,
 ) -> None:
-    journal = Journal(tmp_path)
+    journal = await Journal.open(tmp_path)
     run_id = await new_run(journal, tmp_path)
     for seq in range(1, 5):
         await append(journal, operation(run_id, seq))
@@ -107,7 +107,7 @@ async def test_results_are_stored_in_order_and_the_marks_of_a_run_are_those_of_t
     for seq, status, marks in stored:
         await journal.put_result(run_id, pb.OperationResult(seq=seq, status=status), [], marks)
     await journal.close()
-    journal = Journal(tmp_path)
+    journal = await Journal.open(tmp_path)
     [record] = await RunRecords(journal.store, tmp_path, 10).load()
     assert (record.step, record.failure_seq, record.applied_seq) == (1, 0, 3)
     await journal.close()
@@ -127,7 +127,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 async def test_waiting_writes_share_one_commit(tmp_path: Path, synced: list[str]) -> None:
-    journal = Journal(tmp_path)
+    journal = await Journal.open(tmp_path)
     run_id = await new_run(journal, tmp_path)
     synced.clear()
     await asyncio.gather(*(append(journal, operation(run_id, seq, size=9), b"123456789") for seq in range(1, 201)))
@@ -143,7 +143,7 @@ async def test_an_operation_that_is_stored_with_its_result_is_one_write_and_one_
     tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database_module, "OPEN_S", 3600.0)
-    journal = Journal(tmp_path)
+    journal = await Journal.open(tmp_path)
     run_id = await new_run(journal, tmp_path)
     log, payload, written, real = tmp_path / "gradwire.db-wal", b"123456789", list[int](), os.writev
 
@@ -155,7 +155,7 @@ async def test_an_operation_that_is_stored_with_its_result_is_one_write_and_one_
     size, _ = log.stat().st_size, synced.clear()
     for seq in range(1, 61):
         header, result = operation(run_id, seq, size=9), pb.OperationResult(seq=seq, status=pb.STATUS_SUCCEEDED)
-        appended = journal.append(header, identity(header), 1.0, [payload], within_s=60.0)
+        appended = journal.append(header, 1.0, [payload], within_s=60.0)
         point = pb.HistoryPoint(run_id=run_id, seq=seq, operation="forward_backward")
         await journal.put_result(run_id, result, [], MARKS, point=point, with_operation=True)
         await appended
@@ -166,7 +166,7 @@ async def test_an_operation_that_is_stored_with_its_result_is_one_write_and_one_
 
 
 async def test_results_that_may_wait_are_synced_with_the_next_that_may_not(tmp_path: Path, synced: list[str]) -> None:
-    journal = Journal(tmp_path)
+    journal = await Journal.open(tmp_path)
     run_id = await new_run(journal, tmp_path)
     for seq in range(1, 9):
         await append(journal, operation(run_id, seq))
@@ -181,10 +181,10 @@ async def test_results_that_may_wait_are_synced_with_the_next_that_may_not(tmp_p
 
 def test_writes_that_are_due_at_once_are_written_on_uvloop_too(tmp_path: Path) -> None:
     async def write() -> None:
-        journal = Journal(tmp_path)
+        journal = await Journal.open(tmp_path)
         run_id = await new_run(journal, tmp_path)
         headers = [operation(run_id, seq) for seq in range(1, 4)]
-        await asyncio.gather(*(journal.append(header, identity(header), 1.0, [], within_s=1e-5) for header in headers))
+        await asyncio.gather(*(journal.append(header, 1.0, [], within_s=1e-5) for header in headers))
         assert [entry.header for entry in await journal.entries(run_id, 0, 10)] == headers
         await journal.close()
 
@@ -205,9 +205,24 @@ def never_in_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("never_in_file")
-async def test_a_crash_before_sqlite_has_written_loses_nothing(tmp_path: Path) -> None:
+async def test_an_operation_is_in_the_segments_once(tmp_path: Path) -> None:
+    journal = await Journal.open(tmp_path)
+    run_id = await new_run(journal, tmp_path)
+    await append(journal, operation(run_id, 1, loss_fn="a_loss_of_this_name"))
+    result = pb.OperationResult(seq=1, status=pb.STATUS_SUCCEEDED, loss=pb.LossResult(metrics={"a_metric": 1.0}))
+    await journal.put_result(run_id, result, [], MARKS)
+    [segment] = (tmp_path / "journal").iterdir()
+    content = segment.read_bytes()
+    assert content.count(b"a_loss_of_this_name") == content.count(b"a_metric") == 1
+    assert b"INSERT INTO operations" not in content
+    await journal.close()
+
+
+@pytest.mark.usefixtures("never_in_file")
+@pytest.mark.parametrize("keep_payloads", [True, False])
+async def test_a_crash_before_sqlite_has_written_loses_nothing(tmp_path: Path, keep_payloads: bool) -> None:
     live = tmp_path / "live"
-    journal = Journal(live)
+    journal = await Journal.open(live, keep_payloads=keep_payloads)
     run_id, gone = await new_run(journal, live), await new_run(journal, live)
     runs = RunRecords(journal.store, live, 10)
     [record] = [each for each in await runs.load() if each.run_id == gone]  # reads, so all this is in the file
@@ -222,10 +237,10 @@ async def test_a_crash_before_sqlite_has_written_loses_nothing(tmp_path: Path) -
     stored = [pb.OperationResult(seq=seq, status=pb.STATUS_SUCCEEDED) for seq in (6, 7)]
     sixth, ninth = operation(run_id, 6), operation(run_id, 9)
     one_commit = (  # what has failed is taken back, and must not come back
-        journal.append(sixth, identity(sixth), 1.0, []),
+        journal.append(sixth, 1.0, []),
         journal.put_result(run_id, stored[0], [], RunMarks(6, 0, "")),
         journal.put_result(run_id, stored[1], [], RunMarks(99, 0, ""), with_operation=True),
-        journal.append(ninth, identity(ninth), 1.0, []),
+        journal.append(ninth, 1.0, []),
         journal.release(run_id, 3),
     )
     outcomes = await asyncio.gather(*one_commit, return_exceptions=True)
@@ -242,7 +257,7 @@ async def test_a_crash_before_sqlite_has_written_loses_nothing(tmp_path: Path) -
     expected = [await journal.store.read(lambda c, t=table: c.execute(rows.format(t)).fetchall()) for table in tables]
     await journal.close()
     for _ in range(2):  # the second start finds nothing to do
-        journal = Journal(left)
+        journal = await Journal.open(left)
         found = [await journal.store.read(lambda c, t=table: c.execute(rows.format(t)).fetchall()) for table in tables]
         assert found == expected
         assert await journal.store.read(newest_commit) == commits(left)
@@ -252,7 +267,7 @@ async def test_a_crash_before_sqlite_has_written_loses_nothing(tmp_path: Path) -
 @pytest.mark.usefixtures("never_in_file")
 async def test_a_database_behind_a_commit_that_is_damaged_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     live = tmp_path / "live"
-    journal = Journal(live)
+    journal = await Journal.open(live)
     run_id = await new_run(journal, live)
     for seq in range(1, 6):
         await append(journal, operation(run_id, seq))
@@ -271,7 +286,7 @@ async def test_a_database_behind_a_commit_that_is_damaged_is_refused_and_left_as
 
 async def test_what_sqlite_cannot_write_is_kept_in_the_segments(tmp_path: Path, never_in_file: None) -> None:
     live = tmp_path / "live"
-    journal = Journal(live)
+    journal = await Journal.open(live)
     run_id = await new_run(journal, live)
     [(pages,)] = await journal.store.read(lambda c: c.execute("PRAGMA page_count").fetchall())
 
@@ -293,13 +308,13 @@ async def test_what_sqlite_cannot_write_is_kept_in_the_segments(tmp_path: Path, 
     assert [entry.header.seq for entry in await journal.entries(run_id, 0, 999)] == list(range(1, accepted + 2))
     await journal.close()
     state_folder.check(left)
-    journal = Journal(left)
+    journal = await Journal.open(left)
     assert [entry.header.seq for entry in await journal.entries(run_id, 0, 999)] == list(range(1, accepted + 1))
     await journal.close()
 
 
 async def test_the_number_of_the_newest_commit_outlives_the_run_that_had_it(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = await Journal.open(tmp_path)
     runs = RunRecords(journal.store, tmp_path, 10)
     record = new_record("", pb.RunConfig(base_model="tiny"), "", b"")
     runs.reserve(record)
@@ -315,7 +330,7 @@ async def test_the_number_of_the_newest_commit_outlives_the_run_that_had_it(tmp_
 
 
 async def test_a_run_is_created_in_one_commit_and_then_described(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = await Journal.open(tmp_path)
     runs, facts = RunRecords(journal.store, tmp_path, 10), {"torch": "2.13"}
     record = new_record("ada", pb.RunConfig(base_model="tiny"), "key", b"request")
     runs.reserve(record)
@@ -333,7 +348,7 @@ async def test_a_run_is_created_in_one_commit_and_then_described(tmp_path: Path)
 
 
 async def test_a_start_writes_the_description_that_a_crash_has_left_out(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = await Journal.open(tmp_path)
     first, second = await new_run(journal, tmp_path), await new_run(journal, tmp_path)
     shutil.rmtree(tmp_path / "runs" / first)
     kept = (tmp_path / "runs" / second / RUN_FILE).stat().st_mtime_ns
@@ -346,7 +361,7 @@ async def test_a_start_writes_the_description_that_a_crash_has_left_out(tmp_path
 
 
 async def test_a_key_made_for_a_damaged_run_leaves_its_row_alone(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = await Journal.open(tmp_path)
     runs = RunRecords(journal.store, tmp_path, 10)
     for again in (False, True):
         record = new_record("ada", pb.RunConfig(base_model="tiny"), "key", b"request")
@@ -359,7 +374,7 @@ async def test_a_key_made_for_a_damaged_run_leaves_its_row_alone(tmp_path: Path)
 
 async def test_a_release_joins_the_next_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "LATER_S", 3600.0)
-    journal = Journal(tmp_path)
+    journal = await Journal.open(tmp_path)
     run_id = await new_run(journal, tmp_path)
     await append(journal, operation(run_id, 1))
     await journal.put_result(run_id, pb.OperationResult(seq=1, status=pb.STATUS_SUCCEEDED), [], MARKS)
@@ -374,7 +389,7 @@ async def test_a_release_joins_the_next_write(tmp_path: Path, monkeypatch: pytes
 
 
 async def test_a_release_that_nothing_follows_is_written_all_the_same(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = await Journal.open(tmp_path)
     run_id = await new_run(journal, tmp_path)
     before = commits(tmp_path)
     await journal.release(run_id, 1)
@@ -416,14 +431,14 @@ def test_any_flipped_byte_is_noticed(tmp_path: Path) -> None:
 
 
 async def test_a_crash_between_payload_and_row_leaves_nothing_half_written(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = await Journal.open(tmp_path)
     run_id = await new_run(journal, tmp_path)
     await append(journal, operation(run_id, 1, size=3), b"abc")
     await journal.close()
     [file] = (tmp_path / "journal").iterdir()
     with file.open("ab") as torn:
         torn.write(b"gwr1" + bytes(10))
-    journal = Journal(tmp_path)
+    journal = await Journal.open(tmp_path)
     [entry] = await journal.entries(run_id, 0, 10)
     assert entry.location is not None and await journal.payload(entry.location) == b"abc"
     await append(journal, operation(run_id, 2, size=3), b"def")
@@ -433,7 +448,7 @@ async def test_a_crash_between_payload_and_row_leaves_nothing_half_written(tmp_p
 
 
 async def test_a_damaged_result_is_said_to_be_damaged(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = await Journal.open(tmp_path)
     run_id = await new_run(journal, tmp_path)
     await append(journal, operation(run_id, 1))
     await journal.put_result(run_id, pb.OperationResult(seq=1, status=pb.STATUS_SUCCEEDED), [b"scores"], MARKS)
@@ -447,7 +462,7 @@ async def test_a_damaged_result_is_said_to_be_damaged(tmp_path: Path) -> None:
 async def test_a_full_disk_refuses_and_service_resumes_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    journal = Journal(tmp_path)
+    journal = await Journal.open(tmp_path)
     run_id = await new_run(journal, tmp_path)
     with monkeypatch.context() as full:
 
@@ -471,7 +486,7 @@ async def test_a_full_disk_refuses_and_service_resumes_when_there_is_room(
 async def test_what_a_run_measured_can_be_read_while_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = Journal(tmp_path)
+    journal = await Journal.open(tmp_path)
     run_id = await new_run(journal, tmp_path)
 
     async def measure(seq: int) -> None:
@@ -507,7 +522,7 @@ async def test_segments_that_nothing_refers_to_are_deleted_and_no_others(tmp_pat
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     sizes = random.Random(seed)
-    journal = Journal(tmp_path, segment_bytes=1000)
+    journal = await Journal.open(tmp_path, segment_bytes=1000)
     run_id = await new_run(journal, tmp_path)
     payloads = {seq: bytes([seq]) * sizes.randrange(1, 600) for seq in range(1, 31)}
     for seq, payload in payloads.items():
@@ -530,7 +545,7 @@ async def test_segments_that_nothing_refers_to_are_deleted_and_no_others(tmp_pat
 
 
 async def test_short_operations_that_are_trimmed_do_not_pile_up_in_a_segment(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "state", mirror=tmp_path / "mirror")
+    journal = await Journal.open(tmp_path / "state", mirror=tmp_path / "mirror")
     run_id = await new_run(journal, tmp_path)
     payloads = [bytes([seq]) * (COLLECTED_BYTES // 4) for seq in range(17)]
     for seq in range(1, 17):
@@ -574,7 +589,7 @@ def test_the_identity_is_of_the_content_and_not_of_the_submission() -> None:
 
 async def test_the_database_survives_the_loss_of_a_power_that_was_not_told(tmp_path: Path) -> None:
     """synchronous=FULL is a setting of each connection: the one that writes must have it."""
-    journal = Journal(tmp_path)
+    journal = await Journal.open(tmp_path)
 
     def mode(connection: sqlite3.Connection) -> tuple[str, int]:
         return (

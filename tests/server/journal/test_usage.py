@@ -38,7 +38,7 @@ async def test_a_key_has_few_rows_and_its_sums_stay(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(usage_module, "MOST_ROWS", MOST)
     rng, state, mirror = random.Random(5), tmp_path / "state", tmp_path / "mirror"
     reconcile(state, mirror)
-    journal = Journal(state, mirror=mirror)
+    journal = await Journal.open(state, mirror=mirror)
     there = await new_run(journal, state)
     usage, now, expected, of_there = Usage(journal.store), time.time(), Counter[tuple[str, str]](), 0
     for number in range(ROWS):

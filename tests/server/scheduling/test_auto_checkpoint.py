@@ -14,8 +14,8 @@ import grpc
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Caller
-from gradwire_server.journal.checkpoint_records import uses
 from gradwire_server.journal.journal import Journal
+from gradwire_server.journal.rows import uses
 from gradwire_server.observability.metrics import Present
 from gradwire_server.scheduling import executor
 from gradwire_server.server import Server

@@ -11,8 +11,8 @@ import grpc
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.doors.grpc import submissions
-from gradwire_server.journal.entries import StoredResult
 from gradwire_server.journal.journal import Journal
+from gradwire_server.journal.rows import StoredResult
 from gradwire_server.scheduling import admission
 from gradwire_server.scheduling.fairness import SMALL_AHEAD
 from gradwire_server.scheduling.recent_results import RECENT_BYTES

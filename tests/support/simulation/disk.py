@@ -134,8 +134,8 @@ class SimulatedDatabase(database.Database):
     disk: Disk
     rng: random.Random
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    async def open(self) -> None:
+        await super().open()
         self._connection = database.connect_as(database.JournalConnection, self._path)
         self._waiting: list[Any] = []
         self._busy = False

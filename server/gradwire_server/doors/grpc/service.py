@@ -18,7 +18,7 @@ from gradwire_server.core.core import Core
 from gradwire_server.doors.grpc import files
 from gradwire_server.doors.grpc.interceptors import CALLER
 from gradwire_server.doors.grpc.submissions import Submissions
-from gradwire_server.journal.entries import StoredResult
+from gradwire_server.journal.rows import StoredResult
 
 TOGETHER_BYTES = 256 << 10
 """Consecutive results are sent in one message up to this total size."""

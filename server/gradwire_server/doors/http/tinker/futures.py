@@ -21,7 +21,7 @@ from gradwire_server.doors.http.tinker.results import failed, loss_output, step_
 from gradwire_server.doors.http.tinker.samplers import SampleGoneError, Samplers
 from gradwire_server.doors.http.tinker.store import ModelRecord, TinkerStore
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal.entries import StoredResult
+from gradwire_server.journal.rows import StoredResult
 
 HOLD_S = 30.0
 """How long a request waits for its result before the client is asked to come again."""

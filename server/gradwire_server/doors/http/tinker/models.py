@@ -23,7 +23,7 @@ from gradwire_server.doors.http.tinker.names import TinkerPath, request_id_of
 from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.store import ModelRecord, TinkerStore
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal.entries import StoredResult
+from gradwire_server.journal.rows import StoredResult
 from gradwire_server.observability.tracing import MAX_TRACEPARENT
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from gradwire_proto.v1 import tinker_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.doors.http.tinker.prompt_scores import top_message
-from gradwire_server.journal.entries import StoredResult
+from gradwire_server.journal.rows import StoredResult
 
 Array = npt.NDArray[Any]
 HOW = ("sum", "mean", "min", "max", "slack", "unique")

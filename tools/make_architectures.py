@@ -37,8 +37,7 @@ from gradwire_server.engine.sampling.samplers.local import LocalSampler
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.training.forward_backward import Training, forward_backward
-from gradwire_server.engine.training.loss_call import LossCall
+from gradwire_server.engine.step import checked, commit, pass_over
 from peft import get_peft_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, __version__
@@ -172,11 +171,11 @@ def trained(run: EngineRun, rows: Sequence[Sequence[int]], tokens: int = 1 << 20
     loss, facts = get_loss("causal_lm"), run.policy.facts
     columns = {"input_ids": Column.from_rows([np.array(row, np.int32) for row in rows])}
     batch = read_batch(loss, columns, vocab_size=facts.vocab_size, context_length=facts.context_length)
-    call = LossCall(loss, loss.config()).on(run.policy, batch, ["logprobs"])
+    step = checked(loss, loss.config(), run.policy, batch, outputs=["logprobs"], budget=Budget(tokens))
     with run.rng():
-        (result,) = forward_backward([Training(call, run.accumulator, budget=Budget(tokens))])
-    assert result is not None
-    return result.outputs["logprobs"].detach().double()
+        (passed,) = pass_over([step])
+    assert passed is not None
+    return commit(run, step, passed).outputs["logprobs"].detach().double()
 
 
 def apart(result: Tensor, expected: Tensor) -> float:

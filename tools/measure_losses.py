@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from gradwire_losses.batch import Batch
 from gradwire_losses.layouts import read_batch
 from gradwire_losses.registry import LossConfig, LossSpec, all_losses, load_builtin_losses
 from gradwire_proto.codec import Column
@@ -32,8 +31,7 @@ from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.training.forward_backward import Training, forward_backward
-from gradwire_server.engine.training.loss_call import LossCall
+from gradwire_server.engine.step import Step, checked, commit, pass_over
 
 LENGTH, PROMPT, SAMPLES, CANDIDATES = 128, 32, 4, 8
 RESPONSE = LENGTH - PROMPT
@@ -178,9 +176,11 @@ def main(arguments: list[str] | None = None) -> None:
             reference = torch.full((batch.num_scored,), -9.0)
             teacher, config = Policy(run.policy.split_model), config_of(spec)
 
-            call = LossCall(spec, config, lambda *_, r=reference: r, teacher)
-            step = partial(one_step, run, batch, call, budget)
-            seconds, held = measure(step, settings.repeats)
+            step = partial(
+                checked, spec, config, run.policy, batch, reference=lambda *_, r=reference: r, teacher=teacher,
+                budget=budget,
+            )  # fmt: skip
+            seconds, held = measure(partial(one_step, run, step), settings.repeats)
             base = (seconds, held) if spec.name == "causal_lm" else base
             time_columns = f"{1000 * seconds:.1f} | {seconds / base[0]:.2f}"
             memory_columns = f"{held / 2**20:.0f} | {held / base[1]:.2f}"
@@ -188,9 +188,12 @@ def main(arguments: list[str] | None = None) -> None:
             run.close()
 
 
-def one_step(run: EngineRun, batch: Batch, call: LossCall, budget: Budget) -> None:
+def one_step(run: EngineRun, make_step: Callable[[], Step]) -> None:
     run.accumulator.clear()
-    forward_backward([Training(call.on(run.policy, batch), run.accumulator, budget=budget)])
+    step = make_step()
+    (passed,) = pass_over([step])
+    assert passed is not None
+    commit(run, step, passed)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A training pass over a batch and an optimizer step, as the engine makes them."""
+"""A training pass over a batch, its scores, and an optimizer step, as the engine makes them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from gradwire_losses.batch import Batch
 from gradwire_losses.registry import LossConfig, LossSpec
 from gradwire_proto.v1.training_pb2 import OptimStep
 from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.operations.scores import evaluate
+from gradwire_server.engine.scoring.forward import Reading
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.engine.step import checked, pass_over
 from gradwire_server.engine.training.accumulation import GradientAccumulator
-from gradwire_server.engine.training.forward_backward import Training, forward_backward
-from gradwire_server.engine.training.loss_call import LossCall
 from gradwire_server.engine.training.loss_report import LossEvaluation
 from gradwire_server.engine.training.optimizer import StepOutcome
 from gradwire_server.engine.training.optimizer_step import RunStep, take_steps
@@ -25,17 +26,31 @@ def train_on(
     loss: LossSpec,
     config: LossConfig,
     accumulator: GradientAccumulator,
+    **asked: Any,
+) -> LossEvaluation:
+    """Compute a loss and add its gradient to the accumulator; ``asked`` as of :func:`.step.checked`."""
+    (passed,) = pass_over([checked(loss, config, policy, batch, **asked)])
+    assert passed is not None
+    accumulator.merge(passed.gradients, passed.counts, norm=passed.norm)
+    return passed.report
+
+
+def scores_on(
+    policy: Policy,
+    batch: Batch,
+    loss: LossSpec | None = None,
+    config: LossConfig | None = None,
     *,
     outputs: Collection[str] = (),
+    temperature: float = 1.0,
     budget: Budget,
-    dropout_seed: str = "",
-    **compared: Any,
+    **asked: Any,
 ) -> LossEvaluation:
-    """Compute a loss and add its gradient to the accumulator; ``compared`` is LossCall's reference and teacher."""
-    on_batch = LossCall(loss, config, **compared).on(policy, batch, outputs)
-    (found,) = forward_backward([Training(on_batch, accumulator, budget=budget, dropout_seed=dropout_seed)])
-    assert found is not None
-    return found
+    """Compute scores, and a loss if given, without gradients; ``asked`` as of :func:`.step.checked`."""
+    if loss is None:
+        return evaluate(Reading(policy, batch, outputs, temperature, None, budget), outputs=outputs)
+    step = checked(loss, config or loss.config(), policy, batch, outputs=outputs, budget=budget, **asked)
+    return evaluate(step.reading, step, outputs=outputs)
 
 
 def take_step(run: EngineRun, settings: OptimStep) -> StepOutcome:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from gradwire_losses.batch import BatchError
@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from gradwire_server.engine.errors import DamagedFile, GroupBroken, OperationError
 from gradwire_server.stores.store import StoreError, StoreFull
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
@@ -132,3 +133,13 @@ def _range(name: str, schema: Mapping[str, Any]) -> str:
         if bounds:
             return " and ".join(bounds)
     return ""
+
+
+def tried(work: Callable[[], T], *, alone: bool) -> T | None:
+    """Do the work of one run; in company None if it raises, because repeating it alone raises the same."""
+    try:
+        return work()
+    except Exception as error:  # whatever it is, the other runs go on
+        if alone or is_fatal(error):
+            raise
+        return None

@@ -31,7 +31,7 @@ REPORTS = {
     "process/ranks.py": "opens the page of marks",
     "model/split_check.py": "explains other errors of a model's own code at load",
     "state/checkpoints.py": "writes the time into a manifest",
-    "operations/train_steps.py": "words an error",
+    "operations/training.py": "words an error",
     "sampling/pages/replay.py": "lets the error pass",
 }
 """Files that use such names and choose nothing by them."""

@@ -16,7 +16,7 @@ from gradwire_losses.registry import LossSpec, all_losses, get_loss, load_builti
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.training import batch_parts
+from gradwire_server.engine.training import columns as batch_columns
 from support.engine import LocalEngine, loss_call, token_rows
 
 load_builtin_losses()
@@ -191,7 +191,7 @@ def test_only_forward_backward_takes_parts(engine: LocalEngine, kind: str) -> No
 
 def test_parts_have_a_limit_in_bytes(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.create("run-a", lora=4)
-    monkeypatch.setattr(batch_parts, "MAX_BYTES", 100)
+    monkeypatch.setattr(batch_columns, "MAX_BYTES", 100)
     engine.do("run-a", ROWS, forward_backward=pb.LossCall(loss_fn="causal_lm", accumulate=True))
     full = [engine.op("run-a", ROWS, forward_backward=pb.LossCall(loss_fn="causal_lm", accumulate=True)) for _ in "ab"]
     assert [each.proto.error.code for each in full][-1] == pb.ERROR_CODE_LIMIT_EXCEEDED

@@ -15,13 +15,13 @@ from gradwire_losses.registry import LossConfig, LossSpec, all_losses, get_loss,
 from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.scoring.forward import score_batch
+from gradwire_server.engine.operations.scores import client_backward, keep_scores
+from gradwire_server.engine.scoring.forward import Reading, score_batch
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.training.forward_only import custom_backward, forward, kept_forward
-from gradwire_server.engine.training.loss_call import LossCall, Reference
+from gradwire_server.engine.step import Reference
 from gradwire_server.engine.training.loss_report import LossEvaluation
-from support.training import train_on
+from support.training import scores_on, train_on
 
 load_builtin_losses()
 CORE = {
@@ -56,7 +56,7 @@ def base_reference(run: EngineRun) -> Reference:
 
     def reference(batch: Batch, temperature: float) -> torch.Tensor:
         base = Policy(run.policy.split_model)
-        return score_batch(base, batch, ["logprobs"], temperature=1.5 * temperature, budget=WHOLE)["logprobs"]
+        return score_batch(Reading(base, batch, ["logprobs"], 1.5 * temperature, None, WHOLE))["logprobs"]
 
     return reference
 
@@ -171,7 +171,7 @@ def test_a_loss_in_two_units_averages_each_over_its_own_count(make_run: Any, bat
         get_loss("causal_lm"), name="two_units", function=function, scores=lambda c, p: frozenset({"logprobs"})
     )
     batch, run = batches.batch(loss, rows=7), make_run()
-    logprobs = score_batch(run.policy, batch, ["logprobs"], budget=WHOLE)["logprobs"]
+    logprobs = score_batch(Reading(run.policy, batch, ["logprobs"], 1.0, None, WHOLE))["logprobs"]
     whole, expected = evaluate(run, batch, loss, WHOLE)
     by_hand = -logprobs.mean() + logprobs.exp().sum() / 7 + logprobs.square().sum() * 1e-3
     assert whole.loss == pytest.approx(by_hand.item(), rel=1e-5)
@@ -251,7 +251,7 @@ def test_scoring_has_no_dropout(make_run: Any, batches: Any) -> None:
     run = make_run(lora={"rank": 4, "dropout": 0.5})
     perturb(run)
     batch = batches.batch(get_loss("causal_lm"))
-    first, second = (forward(run.policy, batch, outputs=["logprobs"], budget=WHOLE) for _ in range(2))
+    first, second = (scores_on(run.policy, batch, outputs=["logprobs"], budget=WHOLE) for _ in range(2))
     assert torch.equal(first.outputs["logprobs"], second.outputs["logprobs"])
 
 
@@ -264,12 +264,12 @@ def test_custom_dpo_has_the_gradient_of_the_built_in_one(make_run: Any, batches:
     reference = base_reference(run)(batch, 1.0)
     run.accumulator.clear()
     with trunk_forwards(run) as counts:
-        kept, scored = kept_forward(run.policy, batch, ["logprobs"], budget=budget)
+        kept, scored = keep_scores(run.policy, batch, ["logprobs"], budget=budget)
         logprobs = kept.by_name[0]["logprobs"].requires_grad_()
         ratios = torch.stack([part.sum() for part in (logprobs - reference).split(batch.row_lengths.tolist())])
         value = -torch.nn.functional.logsigmoid(0.1 * (ratios[0::2] - ratios[1::2])).mean()
         value.backward()
-        custom_backward(kept, {"logprobs": logprobs.grad}, weight=8.0, accumulator=run.accumulator)
+        client_backward(kept, {"logprobs": logprobs.grad}, weight=8.0, accumulator=run.accumulator)
     assert value.item() == pytest.approx(built_in.loss, rel=1e-5)
     assert_same(gradient(run), expected)
     assert len(counts) == scored.num_microbatches * (2 if budget is RECOMPUTE else 1)
@@ -282,10 +282,10 @@ def test_custom_calls_average_by_weight(make_run: Any, batches: Any) -> None:
     _, expected = evaluate(run, batch, loss, WHOLE)
     run.accumulator.clear()
     for rows in (torch.arange(3), torch.arange(3, 8)):
-        kept, scored = kept_forward(run.policy, batch.select(rows), ["logprobs"], budget=WHOLE)
+        kept, scored = keep_scores(run.policy, batch.select(rows), ["logprobs"], budget=WHOLE)
         mean = torch.full_like(kept.by_name[0]["logprobs"], -1.0 / max(1, scored.num_loss_tokens))
         if scored.num_loss_tokens:
-            custom_backward(kept, {"logprobs": mean}, scored.num_loss_tokens, run.accumulator)
+            client_backward(kept, {"logprobs": mean}, scored.num_loss_tokens, run.accumulator)
     assert_same(gradient(run), expected)
 
 
@@ -302,9 +302,9 @@ def test_custom_gradients_are_checked(
     make_run: Any, gradients: dict[str, torch.Tensor], weight: float, code: int, field: str
 ) -> None:
     run = make_run()
-    kept, _ = kept_forward(run.policy, rows_of([3, 3]), ["logprobs"], budget=WHOLE)
+    kept, _ = keep_scores(run.policy, rows_of([3, 3]), ["logprobs"], budget=WHOLE)
     with pytest.raises(OperationError) as caught:
-        custom_backward(kept, gradients, weight, run.accumulator)
+        client_backward(kept, gradients, weight, run.accumulator)
     assert (caught.value.code, caught.value.field) == (code, field)
     if code == training_pb2.ERROR_CODE_NON_FINITE:
         assert caught.value.row == 1
@@ -328,14 +328,14 @@ def test_outputs_come_in_the_callers_order(make_run: Any) -> None:
     assert result.row_lengths.tolist() == [1, 8, 0, 4, 6]
     for name in names:
         for row, own in enumerate(result.outputs[name].split(result.row_lengths.tolist())):
-            alone = forward(run.policy, batch.select(torch.tensor([row])), outputs=[name], budget=WHOLE)
+            alone = scores_on(run.policy, batch.select(torch.tensor([row])), outputs=[name], budget=WHOLE)
             torch.testing.assert_close(own, alone.outputs[name], atol=1e-5, rtol=1e-5)
     assert (result.num_tokens, result.num_loss_tokens, result.num_sequences) == (24, 19, 5)
 
 
 def test_rewards_are_read_at_the_last_token(make_run: Any) -> None:
     batch, run = rows_of([2, 9, 1, 5]), make_run(lora=4, head="reward")
-    rewards = forward(run.policy, batch, outputs=["rewards"], budget=Budget(10)).outputs["rewards"]
+    rewards = scores_on(run.policy, batch, outputs=["rewards"], budget=Budget(10)).outputs["rewards"]
     assert run.policy.head is not None
     with torch.no_grad():
         states = run.policy.hidden(batch.input_ids, batch.lengths)[batch.lengths.cumsum(0) - 1]
@@ -345,7 +345,7 @@ def test_rewards_are_read_at_the_last_token(make_run: Any) -> None:
 def test_values_are_read_before_the_token(make_run: Any) -> None:
     batch, run = rows_of([3, 4]), make_run(head="value")
     perturb(run)
-    values = forward(run.policy, batch, outputs=["values"], budget=WHOLE).outputs["values"]
+    values = scores_on(run.policy, batch, outputs=["values"], budget=WHOLE).outputs["values"]
     assert run.policy.head is not None
     with torch.no_grad():
         states = run.policy.hidden(batch.input_ids, batch.lengths)[torch.tensor([0, 1, 3, 4, 5])]
@@ -364,7 +364,7 @@ def test_a_batch_may_say_what_is_predicted(make_run: Any) -> None:
         target_tokens=candidates[:, 0],
     )  # fmt: skip
     names = ["logprobs", "candidate_logprobs", "token_rewards"]
-    found = score_batch(run.policy, batch, names, budget=Budget(10))
+    found = score_batch(Reading(run.policy, batch, names, 1.0, None, Budget(10)))
     with torch.no_grad():
         states = run.policy.hidden(ids, lengths)[scored]
         log_p = (states @ run.policy.compute(run.policy.output_head).weight.T).log_softmax(-1)
@@ -376,7 +376,7 @@ def test_a_batch_may_say_what_is_predicted(make_run: Any) -> None:
 
 def test_temperature_divides_the_logits_of_a_score(make_run: Any) -> None:
     batch, run = rows_of([6]), make_run()
-    found = forward(run.policy, batch, outputs=["logprobs"], temperature=0.5, budget=WHOLE).outputs["logprobs"]
+    found = scores_on(run.policy, batch, outputs=["logprobs"], temperature=0.5, budget=WHOLE).outputs["logprobs"]
     with torch.no_grad():
         log_p = (run.policy.model(input_ids=batch.input_ids[None]).logits[0, :-1] / 0.5).log_softmax(-1)
     torch.testing.assert_close(found, log_p.gather(1, batch.input_ids[1:, None]).squeeze(1))
@@ -389,12 +389,8 @@ def test_forward_gives_the_loss_and_no_gradient(make_run: Any, batches: Any, nam
     perturb(run)
     expected, _ = evaluate(run, batch, loss, WHOLE)
     run.accumulator.clear()
-    found = forward(
-        run.policy,
-        batch,
-        LossCall(loss, config_of(loss), base_reference(run), Policy(run.policy.split_model)),
-        budget=SMALL,
-    )
+    compared = {"reference": base_reference(run), "teacher": Policy(run.policy.split_model)}
+    found = scores_on(run.policy, batch, loss, config_of(loss), budget=SMALL, **compared)
     assert found.metrics == pytest.approx(expected.metrics, abs=1e-5, rel=1e-4, nan_ok=True)
     assert all(parameter.grad is None for parameter in run.policy.trainable_parameters().values())
 
@@ -499,4 +495,4 @@ def test_a_missing_head_or_reference_is_refused(make_run: Any, batches: Any) -> 
         train_on(plain.policy, batches.batch(dpo), dpo, dpo.config(), plain.accumulator, budget=WHOLE)
     assert caught.value.field == "reference_model"
     with pytest.raises(OperationError, match="there is no score 'logits'"):
-        forward(plain.policy, rows_of([3]), outputs=["logits"], budget=WHOLE)
+        scores_on(plain.policy, rows_of([3]), outputs=["logits"], budget=WHOLE)

@@ -17,10 +17,10 @@ from gradwire_losses.registry import LossConfig, get_loss
 from gradwire_proto import codec
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.operations import reading
 from gradwire_server.engine.operations.decisions import GROUP_TOKENS
 from gradwire_server.engine.operations.request import Request
 from gradwire_server.engine.scoring import forward as together
+from gradwire_server.engine.training import columns as reading
 from support.engine import Columns, LocalEngine, Result, token_rows
 
 STEP = pb.OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, max_grad_norm=1.0)

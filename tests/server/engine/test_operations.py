@@ -13,7 +13,7 @@ import torch
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.training import forward_backward as training_pass
+from gradwire_server.engine.operations import training
 from support.engine import LocalEngine, token_rows
 
 ROWS = [[1, 20, 30, 40, 50], [1, 9, 8, 7, 6, 5, 4], [1, 60]]
@@ -128,11 +128,9 @@ def test_a_fault_of_ours_is_reported_by_number_only_and_undone(
             torch.rand(3)
             raise ZeroDivisionError("a secret")
 
-        patch.setattr(training_pass, "forward_backward", fault)
+        patch.setattr(training, "pass_over", fault)
         error = engine.op("run-a", BATCH, forward_backward=call("causal_lm")).proto.error
-        patch.setattr(
-            training_pass, "forward_backward", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("x"))
-        )
+        patch.setattr(training, "pass_over", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("x")))
         memory = engine.op("run-a", BATCH, forward_backward=call("causal_lm")).proto.error
     assert error.code == pb.ERROR_CODE_INTERNAL
     assert "secret" not in error.message and error.request_id in error.message

@@ -15,12 +15,12 @@ from gradwire_losses.registry import get_loss
 from gradwire_server.engine import model
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.placement import whole, whole_tensors
+from gradwire_server.engine.operations.scores import client_backward, keep_scores
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.checkpoints import CheckpointStore
 from gradwire_server.engine.state.exports import export_run
 from gradwire_server.engine.state.snapshot import capture, restore
-from gradwire_server.engine.training.forward_only import custom_backward, kept_forward
 from gradwire_server.stores.folders import FolderStore
 from support.sampling import samples_of
 from support.sharding import (
@@ -131,9 +131,9 @@ def test_scores_and_samples_of_a_sharded_model(model_path: Path) -> None:
     plain, sharded = pair(model_path)
     batch = batch_of("causal_lm")
     for each in (plain, sharded):
-        kept, _ = kept_forward(each.policy, batch, ["logprobs", "entropy"], budget=MANY)
+        kept, _ = keep_scores(each.policy, batch, ["logprobs", "entropy"], budget=MANY)
         gradients = {name: scores.cos() for name, scores in kept.by_name[0].items()}
-        custom_backward(kept, gradients, 2.0, each.accumulator)
+        client_backward(kept, gradients, 2.0, each.accumulator)
     expected, found = (each.accumulator.normalised()[0] for each in (plain, sharded))
     assert_same(found, expected)
     drawn = [

@@ -18,9 +18,9 @@ from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.packing import Packing
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.policy_from_config import make_policy
+from gradwire_server.engine.operations.scores import client_backward, keep_scores
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.training.accumulation import GradientAccumulator
-from gradwire_server.engine.training.forward_only import custom_backward, kept_forward
 from gradwire_server.engine.training.loss_report import LossEvaluation
 from support.engine import LocalEngine, token_rows
 from support.training import train_on
@@ -247,9 +247,9 @@ def test_a_loss_of_the_client_is_balanced_too(tmp_path: Path) -> None:
     policy = policy_on(saved(tmp_path, "Qwen3-MoE"), router_aux_loss_coef=COEFFICIENT)
     expected, evaluated = trained(policy, SPLIT)
     accumulator = GradientAccumulator()
-    kept, _ = kept_forward(policy, batch_of(ROWS), ["logprobs"], budget=SPLIT)
+    kept, _ = keep_scores(policy, batch_of(ROWS), ["logprobs"], budget=SPLIT)
     count = kept.readings[0].batch.num_scored
-    metrics = custom_backward(kept, {"logprobs": torch.full((count,), -1.0 / count)}, 7.0, accumulator)
+    metrics = client_backward(kept, {"logprobs": torch.full((count,), -1.0 / count)}, 7.0, accumulator)
     assert metrics == pytest.approx({name: evaluated.metrics[name] for name in metrics}, rel=1e-6) and len(metrics) == 4
     sums, factor = accumulator.normalised()
     for name in expected:

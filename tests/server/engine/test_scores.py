@@ -11,12 +11,11 @@ from gradwire_losses.registry import get_loss
 from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.scoring.forward import score_batch
+from gradwire_server.engine.operations.scores import keep_scores
+from gradwire_server.engine.scoring.forward import Reading, score_batch
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.scoring.score_types import Teacher
-from gradwire_server.engine.training.forward_only import forward, kept_forward
-from gradwire_server.engine.training.loss_call import LossCall
-from support.training import train_on
+from support.training import scores_on, train_on
 
 WHOLE = Budget(microbatch_tokens=10**6, activation_bytes=1 << 40)
 SMALL = Budget(microbatch_tokens=9, activation_bytes=0, logits_elements=3 * 64)
@@ -50,9 +49,7 @@ def hidden_at(policy: Policy, batch: Batch, positions: list[int]) -> torch.Tenso
 def test_divergence_is_that_of_the_distributions_before_each_token(make_run: Any, beta: float, budget: Budget) -> None:
     run, batch = moved(make_run(lora=4)), two_rows()
     teacher = Policy(run.policy.split_model)
-    found = score_batch(
-        run.policy, batch, ["divergence"], temperature=0.8, teacher=Teacher(teacher, beta), budget=budget
-    )["divergence"]
+    found = score_batch(Reading(run.policy, batch, ["divergence"], 0.8, Teacher(teacher, beta), budget))["divergence"]
     before = [0, 1, 2, 4, 5]
     logs = [
         torch.log_softmax(hidden_at(policy, batch, before) @ policy.compute(policy.output_head).weight.T / 0.8, -1)
@@ -92,15 +89,14 @@ def test_a_teacher_of_another_vocabulary_is_refused(make_run: Any) -> None:
         facts = type("Facts", (), {"vocab_size": 99, "name": "other"})
 
     with pytest.raises(OperationError, match="99") as caught:
-        call = LossCall(loss, loss.config(reference_model="other"), teacher=Other())  # type: ignore[arg-type]
-        forward(run.policy, two_rows(), call, budget=WHOLE)
+        scores_on(run.policy, two_rows(), loss, loss.config(reference_model="other"), teacher=Other(), budget=WHOLE)
     assert (caught.value.code, caught.value.field) == (training_pb2.ERROR_CODE_INVALID_ARGUMENT, "reference_model")
 
 
 @pytest.mark.parametrize("budget", [WHOLE, SMALL])
 def test_classes_are_read_at_the_last_token_and_at_each(make_run: Any, budget: Budget) -> None:
     run, batch = moved(make_run(lora=4, head="classification")), two_rows()
-    scores = score_batch(run.policy, batch, ["class_logits", "token_class_logits"], budget=budget)
+    scores = score_batch(Reading(run.policy, batch, ["class_logits", "token_class_logits"], 1.0, None, budget))
     head = run.policy.head
     assert head is not None
     torch.testing.assert_close(scores["class_logits"], head(hidden_at(run.policy, batch, [3, 6])).detach())
@@ -120,7 +116,7 @@ def test_a_classification_head_needs_its_number_of_labels(pool: Any) -> None:
 def test_a_custom_loss_gets_the_candidates_of_its_batch(make_run: Any) -> None:
     run, batch = make_run(lora=4), two_rows()
     with pytest.raises(OperationError) as caught:
-        kept_forward(run.policy, batch, ["candidate_logprobs"], budget=WHOLE)
+        keep_scores(run.policy, batch, ["candidate_logprobs"], budget=WHOLE)
     assert caught.value.field == "candidates"
     ids = torch.tensor([[1, 2], [3, 3], [4, 5], [6, 7], [8, 9]])
     named = Batch(
@@ -131,7 +127,7 @@ def test_a_custom_loss_gets_the_candidates_of_its_batch(make_run: Any) -> None:
         fields={"candidates": ids},
         levels={"candidates": "token"},
     )
-    kept, _ = kept_forward(run.policy, named, ["candidate_logprobs"], budget=SMALL)
+    kept, _ = keep_scores(run.policy, named, ["candidate_logprobs"], budget=SMALL)
     hidden = hidden_at(run.policy, batch, [0, 1, 2, 4, 5])
     expected = torch.log_softmax(hidden @ run.policy.compute(run.policy.output_head).weight.T, -1).gather(1, ids)
     torch.testing.assert_close(kept.by_name[0]["candidate_logprobs"], expected.detach(), atol=1e-5, rtol=1e-4)

@@ -15,10 +15,9 @@ from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.model.layers.activations import Activations
 from gradwire_server.engine.operations import limits
-from gradwire_server.engine.operations.batches import prepare
 from gradwire_server.engine.scoring.memory import ActivationMeter, measured_image_bytes, measured_token_bytes
 from gradwire_server.engine.scoring.planner import Budget, MicroBatch, split
-from gradwire_server.engine.training.forward_backward import Training
+from gradwire_server.engine.step import Step, resolve
 from support.engine import LocalEngine, Result, token_rows
 from support.vision import picture, vision_model
 
@@ -121,20 +120,21 @@ def test_every_loss_takes_rows_with_images(engine: LocalEngine, batches: Any, na
 # ------------------------------------------------------------------ memory
 
 
-def training_of(engine: LocalEngine, run_id: str, images: list[np.ndarray], budget: Budget) -> Training:
+def step_of(engine: LocalEngine, run_id: str, images: list[np.ndarray], budget: Budget) -> Step:
     run = engine.context.runs[run_id]
     assert run.policy.split_model.vision is not None
     mark = run.policy.split_model.vision.image_token
     columns = token_rows([[mark, 5, 6, 7]] * len(images)) | to_image_columns([[each] for each in images], len(images))
-    with engine.context.within(budget), run.rng():
-        return prepare(engine.context, run, pb.LossCall(loss_fn="causal_lm"), columns)
+    call = pb.LossCall(loss_fn="causal_lm")
+    with run.rng():
+        return resolve(run, call, columns, references=engine.context.references, budget=budget)
 
 
-def saved_bytes(training: Training, micro: MicroBatch) -> int:
+def saved_bytes(planned: Step, micro: MicroBatch) -> int:
     """Bytes that autograd saves of the trunk and the vision part for a micro-batch."""
-    batch, meter = micro.batch, ActivationMeter(training.loss.policy)
+    batch, meter = micro.batch, ActivationMeter(planned.policy)
     with meter:
-        training.loss.policy.hidden(
+        planned.policy.hidden(
             batch.input_ids, batch.lengths, training=True, activations=micro.activations, images=batch.images
         )
     return meter.bytes
@@ -155,22 +155,22 @@ def test_micro_batches_of_large_images_stay_within_the_memory_of_their_plan(
     of_image = measured_image_bytes(run.policy, recompute=checkpointing)
     assert planned.image_cost == of_image / each
     images = [picture(number, 32, 32) for number in range(32)]
-    tokens = len(training_of(engine, run_id, images, WHOLE).loss.batch.input_ids)
+    tokens = len(step_of(engine, run_id, images, WHOLE).batch.input_ids)
     tight = dataclasses.replace(planned, microbatch_tokens=tokens)
-    training = training_of(engine, run_id, images, tight)
+    training = step_of(engine, run_id, images, tight)
     assert len(training.micros) > 1, "the images count for nothing"
     for micro in training.micros:
         assert micro.computed_tokens <= tokens
         assert saved_bytes(training, micro) <= tokens * each
-    (unaware,) = training_of(engine, run_id, images, dataclasses.replace(tight, image_cost=0.0)).micros
+    (unaware,) = step_of(engine, run_id, images, dataclasses.replace(tight, image_cost=0.0)).micros
     if trained == "all weights" and not checkpointing:  # the limit is one: as a whole they take more
         assert saved_bytes(training, unaware) > tokens * each
 
 
 def test_an_image_counts_once_in_a_micro_batch_however_many_rows_show_it(engine: LocalEngine) -> None:
     engine.create("run-shared", base_model="m", lora=2)
-    alike = training_of(engine, "run-shared", [CAT] * 8, WHOLE).loss.batch
-    different = training_of(engine, "run-shared", [picture(number, 16, 24) for number in range(8)], WHOLE).loss.batch
+    alike = step_of(engine, "run-shared", [CAT] * 8, WHOLE).batch
+    different = step_of(engine, "run-shared", [picture(number, 16, 24) for number in range(8)], WHOLE).batch
     assert len(alike.input_ids) == len(different.input_ids)
     tokens, packing = len(alike.input_ids), engine.context.runs["run-shared"].policy.packing()
     assert alike.images is not None

@@ -18,9 +18,8 @@ from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.decisions import Decision
 from gradwire_server.engine.operations.request import Outcome, Request
 from gradwire_server.engine.scoring.planner import Budget
-from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.observability import logs
-from gradwire_server.operation_kinds import kind_of, loss_result, step_call
+from gradwire_server.operation_kinds import kind_of, step_call
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Execution:
         self.run, self.request, self.budget = run, request, budget or context.memory.most
         self._context, self._asked = context, asked
         self._began = time.perf_counter()
-        self._had_ema, self._had_head = run.ema is not None, run.policy.head is not None
+        self._had_ema = run.ema is not None
         self._traced = False
         run.forget_kept(asked.seq)
 
@@ -148,8 +147,6 @@ class Execution:
             seconds: The engine's time on it; by default the time since it began.
         """
         asked, seconds = self._asked, self.seconds if seconds is None else seconds
-        if self.head_was_added:
-            _tell_added_head(self.run, loss_result(outcome.result))
         answer = success(outcome, asked.seq, seconds)
         self.run.seq = asked.seq
         if not self._traced:
@@ -157,17 +154,10 @@ class Execution:
         crash_point("engine.before_reply")
         return answer
 
-    @property
-    def head_was_added(self) -> bool:
-        """Whether the run was given a value head since the operation began."""
-        return self.run.policy.head is not None and not self._had_head
-
-    def drop_added(self) -> None:
-        """Drop what the operation has added to its run so far: a moving average, a value head."""
+    def drop_added_ema(self) -> None:
+        """Drop the moving average that the operation has added to its run, if it has."""
         if not self._had_ema:
             self.run.drop_ema()
-        if self.head_was_added:
-            self.run.drop_added_head()
 
     def failed(self, error: Exception, seconds: float | None = None) -> Answer:
         """Make the answer to an operation that raised, and record its failure.
@@ -182,22 +172,11 @@ class Execution:
         """
         if is_fatal(error):
             raise error
-        self.drop_added()
+        self.drop_added_ema()
         if kind_of(self._asked.operation).ends_accumulation:
             self.run.accumulator.clear()
         self.run.seq = self._asked.seq
         return failure(self._context, self._asked, error, self.seconds if seconds is None else seconds)
-
-
-def _tell_added_head(run: EngineRun, result: training_pb2.LossResult) -> None:
-    result.added_head.kind = run.config.head
-    result.added_head.num_trainable_parameters = run.policy.num_trainable_parameters
-    result.warnings.insert(
-        0,
-        "the run had no value head and was given one. It starts at zero, so that advantages are returns until it has "
-        "learned, and stays with the run; optim_step without a learning rate takes 1e-5 from now on. With values or "
-        "advantages in the batch none is needed",
-    )
 
 
 def success(outcome: Outcome, seq: int, seconds: float) -> Answer:

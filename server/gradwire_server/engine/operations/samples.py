@@ -12,14 +12,14 @@ from gradwire_proto.v1 import engine_pb2, training_pb2
 
 from gradwire_server.engine.errors import OperationError, invalid
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.operations.context import EngineContext
-from gradwire_server.engine.operations.images import (
+from gradwire_server.engine.model.vision.row_images import (
     RowImages,
     check_without_images,
     images_of_rows,
     prompts_with_images,
     read_images,
 )
+from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.request import Columns, Outcome
 from gradwire_server.engine.sampling.prompt_scores import Draws, PromptScores, candidate_ids, score_prompts
 from gradwire_server.engine.sampling.samplers.sampler import Job, SamplingParams

@@ -14,7 +14,7 @@ import torch
 from gradwire_server.engine.errors import invalid, panics_as_errors
 from gradwire_server.engine.failures import is_fatal, to_error
 from gradwire_server.engine.interruption import interruptible
-from gradwire_server.engine.operations import batches, checkpoints, limits, steps, train_steps
+from gradwire_server.engine.operations import checkpoints, limits, scores, training
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.decisions import Decision
 from gradwire_server.engine.operations.lifecycle import Answer, Execution, answer_to, plain_answer
@@ -34,20 +34,20 @@ It returns for each the outcome, an error that is final, or None if the operatio
 only while nothing is changed."""
 
 HANDLERS: Mapping[str, Handler] = {
-    "forward": batches.forward,
-    "kept_forward": batches.kept_forward,
-    "backward": batches.backward,
-    "zero_grad": steps.zero_grad,
+    "forward": scores.forward,
+    "kept_forward": scores.kept_forward,
+    "backward": scores.backward,
+    "zero_grad": training.zero_grad,
     "save_checkpoint": checkpoints.save_checkpoint,
     "load_checkpoint": checkpoints.load_checkpoint,
-    "update_reference": steps.update_reference,
+    "update_reference": training.update_reference,
     "export": checkpoints.export,
 }
 """Handlers by kind, except samples, which are generated one token at a time: see :mod:`.samples_in_progress`."""
 SHARED_HANDLERS: Mapping[str, SharedHandler] = {
-    "forward_backward": train_steps.train,
-    "train_step": train_steps.train,
-    "optim_step": steps.optim_steps,
+    "forward_backward": training.train,
+    "train_step": training.train,
+    "optim_step": training.optim_steps,
 }
 """Handlers of the kinds that several runs may share."""
 
@@ -85,7 +85,7 @@ def carry_out(
         seconds = (time.perf_counter() - began) / max(1, sum(execution.request.tokens for execution in executions))
         for execution, outcome in zip(executions, outcomes, strict=True):
             if outcome is None:
-                execution.drop_added()
+                execution.drop_added_ema()
                 groups.append([(execution.request, execution.budget)])
             else:
                 yield answer_to(execution.request, execution.ended(outcome, seconds * execution.request.tokens))

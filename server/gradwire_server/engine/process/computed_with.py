@@ -30,7 +30,8 @@ AT_ONCE = 4
 """Files that are read at the same time."""
 ENGINE = Path(gradwire_server.engine.__file__).parent
 COMPUTING = ("model", "operations", "sampling", "scoring", "state", "training")
-"""The engine's folders on which a result may depend."""
+COMPUTING_FILES = ("generators.py", "lanes.py", "step.py")
+"""The engine's folders and files on which a result may depend."""
 
 
 class ComputedWith:
@@ -119,7 +120,10 @@ def _identity(file: Path) -> str:
 def _digest_of_code() -> str:
     """Digest of the code that computes: a version is the same between two commits, and rounding may not be."""
     folders = [*(ENGINE / name for name in COMPUTING), Path(gradwire_losses.__file__).parent]
-    files = [ENGINE / "generators.py", *(file for folder in folders for file in sorted(folder.rglob("*")))]
+    files = [
+        *(ENGINE / name for name in COMPUTING_FILES),
+        *(file for folder in folders for file in sorted(folder.rglob("*"))),
+    ]
     files = [file for file in files if file.suffix in (".py", ".c")]
     state = hashlib.blake2b(digest_size=8)
     for file in files:

@@ -23,12 +23,12 @@ from gradwire_server.engine.model.layers.cpu_kernels import sampling_by_kernels
 from gradwire_server.engine.model.layers.packed_linear import PackedWeights
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.split_model import SplitModel
+from gradwire_server.engine.model.vision.row_images import ImagePrompt
 from gradwire_server.engine.sampling.admission import QUANTUM, Held, Waiting, WaitingRows
 from gradwire_server.engine.sampling.division import Division
 from gradwire_server.engine.sampling.drawing.draw import Uniforms
 from gradwire_server.engine.sampling.drawing.kinds import Kinds
 from gradwire_server.engine.sampling.growing.growing_sample import GrowingSample
-from gradwire_server.engine.sampling.image_prompt import ImagePrompt
 from gradwire_server.engine.sampling.jobs import LocalJob
 from gradwire_server.engine.sampling.pages.key_values import IntArray, KeyValues, Room
 from gradwire_server.engine.sampling.rows import DRAWS, BoolArray, Left, Rows, begun, widened

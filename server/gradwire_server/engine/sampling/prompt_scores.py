@@ -21,8 +21,8 @@ from gradwire_server.engine.errors import invalid
 from gradwire_server.engine.interruption import between_micro_batches
 from gradwire_server.engine.lanes import Lanes
 from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.vision.row_images import ImagePrompt, images_of_pieces
 from gradwire_server.engine.sampling.drawing.draw import draw_many
-from gradwire_server.engine.sampling.image_prompt import ImagePrompt, images_of_pieces
 from gradwire_server.engine.sampling.samplers.sampler import TopTokens
 from gradwire_server.engine.scoring.planner import Budget, MicroBatch, split
 from gradwire_server.engine.scoring.token_scores import token_logits

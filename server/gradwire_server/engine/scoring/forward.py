@@ -38,41 +38,6 @@ from gradwire_server.engine.threads import suited_threads
 T = TypeVar("T")
 
 
-def score_batch(
-    policy: Policy,
-    batch: Batch,
-    names: Collection[str],
-    *,
-    temperature: float = 1.0,
-    teacher: Teacher | None = None,
-    budget: Budget,
-    agreement: Agreement | None = None,
-) -> dict[str, Tensor]:
-    """Compute scores without gradients, in evaluation mode; each process of the engine computes some micro-batches.
-
-    Args:
-        agreement: This process's agreement with the others; by default it is alone.
-
-    Returns:
-        Score name -> ``[T, ...]`` or (:data:`SEQUENCE_SCORES`) ``[S, ...]``.
-
-    Raises:
-        OperationError: As :func:`check_scores`, or as :func:`check_candidates`.
-    """
-    check_scores(policy, names, teacher)
-    check_candidates(batch, names)
-    whole = Reading(policy, batch, names, temperature, teacher, budget)
-    micros, lanes = split_for_scores(policy, batch, budget), Lanes(budget.lanes, agreement)
-    with lanes.together("scores"), torch.no_grad():
-        own = {}
-        for index, repeated in lanes.steps(len(micros)):
-            scores = compute_scores([replace(whole, batch=micros[index].batch)], training=False)
-            if not repeated:
-                own[index] = scores
-    parts = [scores for (scores,) in lanes.gathered(own, len(micros))]
-    return assemble(policy, batch, micros, parts, names)
-
-
 @dataclass(frozen=True, eq=False)
 class Reading:
     """The scores wanted of a batch, and the positions of its hidden states that they are read at.
@@ -196,6 +161,32 @@ class Reading:
                     last if name in SEQUENCE_SCORES else own if name in OWN_SCORES else read
                 )
         return {name: scores[name] for name in self.names if name not in ROUTER_SCORES}
+
+
+def score_batch(reading: Reading, agreement: Agreement | None = None) -> dict[str, Tensor]:
+    """Compute scores without gradients, in evaluation mode; each process of the engine computes some micro-batches.
+
+    Args:
+        agreement: This process's agreement with the others; by default it is alone.
+
+    Returns:
+        Score name -> ``[T, ...]`` or (:data:`SEQUENCE_SCORES`) ``[S, ...]``.
+
+    Raises:
+        OperationError: As :func:`check_scores`, or as :func:`check_candidates`.
+    """
+    policy, batch, names, budget = reading.policy, reading.batch, reading.names, reading.budget
+    check_scores(policy, names, reading.teacher)
+    check_candidates(batch, names)
+    micros, lanes = split_for_scores(policy, batch, budget), Lanes(budget.lanes, agreement)
+    with lanes.together("scores"), torch.no_grad():
+        own = {}
+        for index, repeated in lanes.steps(len(micros)):
+            scores = compute_scores([replace(reading, batch=micros[index].batch)], training=False)
+            if not repeated:
+                own[index] = scores
+    parts = [scores for (scores,) in lanes.gathered(own, len(micros))]
+    return assemble(policy, batch, micros, parts, names)
 
 
 def compute_scores(

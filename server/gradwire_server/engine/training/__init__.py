@@ -1,4 +1,4 @@
-"""Training on scores: loss calls, gradients, accumulation, the optimizer.
+"""What a training step is made of: columns, scores with their graphs, gradients, reports, the optimizer.
 
 May import: ``scoring``, ``model``.
 """

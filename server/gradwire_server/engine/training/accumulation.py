@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gradwire_server.engine.lanes import Gradients, Key, Lanes, LaneTree, Sums
 from gradwire_server.engine.model.placement import is_sharded, placed_like, total_norm, total_norms
-from gradwire_server.engine.training.batch_parts import BatchParts, is_part
+from gradwire_server.engine.training.columns import BatchParts, is_part
 
 
 class GradientCollector:
@@ -272,7 +272,7 @@ class GradientAccumulator:
 
         ``"loss|unit|parameter"`` -> the sum itself, not a copy; ``"loss|unit|"`` -> its count, float64; ``"||"`` -> the
         number of operations. Empty if nothing is accumulated. Parts of a batch are as of
-        :meth:`.batch_parts.BatchParts.state_tensors`.
+        :meth:`.columns.BatchParts.state_tensors`.
         """
         parts = {} if self.parts is None else self.parts.state_tensors()
         if self.empty:

@@ -16,7 +16,6 @@ from gradwire_server.engine.model.layers.dropout import seeded
 from gradwire_server.engine.model.layers.routers import ROUTER_SCORES, RouterSums
 from gradwire_server.engine.scoring.forward import Reading, assemble, compute_scores
 from gradwire_server.engine.scoring.memory import ActivationMeter
-from gradwire_server.engine.scoring.parts import Part
 from gradwire_server.engine.scoring.planner import MicroBatch
 from gradwire_server.engine.scoring.score_types import entries_of
 from gradwire_server.engine.threads import suited_threads
@@ -34,7 +33,7 @@ class DifferentiableScores:
     Args:
         readings: The scores wanted of each batch, or of one that it is a part of; several as for
             :func:`.forward.compute_scores`.
-        parts: The batches, with as many micro-batches each.
+        parts: The micro-batches of each, as many of each: those of the whole batch, or one that is scored alone.
         keep_single: Keep the graph of a batch with one micro-batch, whatever its size. Use it if the gradient follows
             at once, because recomputing would need as much memory.
         dropout_seed: Identifies the run and operation; used if the policy has dropout.
@@ -54,7 +53,7 @@ class DifferentiableScores:
     def __init__(
         self,
         readings: Sequence[Reading],
-        parts: Sequence[Part],
+        parts: Sequence[Sequence[MicroBatch]],
         *,
         keep_single: bool = False,
         dropout_seed: str = "",
@@ -63,7 +62,7 @@ class DifferentiableScores:
         self.readings = readings
         self.lanes = lanes or Lanes()
         self._parts, self._dropout_seed = parts, dropout_seed
-        self._steps = list(zip(*(part.micros for part in parts), strict=True))
+        self._steps = list(zip(*parts, strict=True))
         self._own_steps = self.lanes.steps(len(self._steps))
         self._graphs: list[list[dict[str, Tensor]] | None] = []
         self._rng: list[dict[str, Tensor]] = []
@@ -77,7 +76,7 @@ class DifferentiableScores:
 
     @property
     def activations(self) -> Counter[str]:
-        return Counter(micro.activations.label for part in self._parts for micro in part.micros)
+        return Counter(micro.activations.label for part in self._parts for micro in part)
 
     def _forward(self, *, unmeasured: bool) -> dict[int, list[dict[str, Tensor]]]:
         policy, budget = self.readings[0].policy, self.readings[0].budget.activation_bytes
@@ -116,7 +115,7 @@ class DifferentiableScores:
             readings = [replace(own, names=ROUTER_SCORES.union(own.names)) for own in readings]
         if not policy.has_dropout:
             return compute_scores(readings, training=True, activations=activations)
-        with seeded(self._dropout_seed, int(self._parts[0].rows[micros[0].examples[0]])):
+        with seeded(self._dropout_seed, int(micros[0].examples[0])):
             return compute_scores(readings, training=True, activations=activations)
 
     def backward(
@@ -167,7 +166,7 @@ class DifferentiableScores:
             policy.activate(training=True, activations=micros[0].activations)
         passes = [
             _passes(
-                part.batch,
+                batch_of(reading, part),
                 micro,
                 computed,
                 own,
@@ -175,8 +174,8 @@ class DifferentiableScores:
                 in_step=self.lanes.in_step,
                 divided=collector.divided,
             )
-            for part, collector, micro, computed, own in zip(
-                self._parts, collectors, micros, scores, gradients, strict=True
+            for reading, part, collector, micro, computed, own in zip(
+                self.readings, self._parts, collectors, micros, scores, gradients, strict=True
             )
         ]
         count = max(map(len, passes))
@@ -196,8 +195,13 @@ class DifferentiableScores:
                 torch.autograd.backward(outputs, in_outputs, retain_graph=number + 1 < count)
 
 
+def batch_of(reading: Reading, part: Sequence[MicroBatch]) -> Batch:
+    """What these micro-batches are together: one of them, or the whole batch."""
+    return part[0].batch if len(part) == 1 else reading.batch
+
+
 def combined(
-    readings: Sequence[Reading], parts: Sequence[Part], steps: Sequence[Sequence[Mapping[str, Tensor]]]
+    readings: Sequence[Reading], parts: Sequence[Sequence[MicroBatch]], steps: Sequence[Sequence[Mapping[str, Tensor]]]
 ) -> tuple[list[dict[str, Tensor]], RouterSums | None]:
     """Each batch's scores, of those of all micro-batches, and what the routers of a mixture of experts decided.
 
@@ -206,12 +210,12 @@ def combined(
         steps: For each micro-batch the scores of each batch.
     """
     by_name = [
-        assemble(reading.policy, part.batch, part.micros, [step[number] for step in steps], reading.names)
+        assemble(reading.policy, batch_of(reading, part), part, [step[number] for step in steps], reading.names)
         for number, (reading, part) in enumerate(zip(readings, parts, strict=True))
     ]
     if not steps or readings[0].policy.split_model.routers is None:
         return by_name, None
-    return by_name, RouterSums.of([scores for (scores,) in steps], len(parts[0].batch.input_ids))
+    return by_name, RouterSums.of([scores for (scores,) in steps], len(batch_of(readings[0], parts[0]).input_ids))
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,15 +11,9 @@ import torch
 from gradwire_losses.batch import Batch
 from gradwire_losses.monitoring import usual_range_warnings
 from gradwire_losses.outputs import Figure, LossOutput, Metric, merge_metrics, settled
-from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
-from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.lanes import Key
-from gradwire_server.engine.model.layers.routers import RouterSums
-from gradwire_server.engine.scoring.planner import MicroBatch
-from gradwire_server.engine.training.accumulation import GradientCollector
-from gradwire_server.engine.training.loss_call import LossOnBatch, LossOnPart
 
 NOTHING_SCORED = "no token of this batch was scored: its masks leave none, or its rows have one token each"
 
@@ -153,57 +146,6 @@ def reported(
             *usual_range_warnings(metrics),
         ],
     )
-
-
-def reported_pass(
-    loss: LossOnBatch,
-    on_parts: Sequence[LossOnPart | None],
-    micros: Sequence[MicroBatch],
-    collector: GradientCollector,
-    norm: Tensor,
-    *,
-    recomputed: bool,
-) -> tuple[LossEvaluation, Mapping[Key, float]] | None:
-    """Make the report of a forward and backward, and the divisors of its gradient's sums.
-
-    Args:
-        loss: The loss.
-        on_parts: What it is on each part of the batch; None where it failed, and then there is no report.
-        micros: The micro-batches that went through the model.
-        collector: The gradient, whose norm is ``norm``.
-        recomputed: Whether any micro-batch was computed twice.
-
-    Raises:
-        OperationError: NON_FINITE, with the row at fault where one is found.
-    """
-    name = loss.call.loss.name
-    sums = LossSums(name)
-    output_scores: dict[str, Tensor] = {}
-    routers: RouterSums | None = None
-    for on_part in on_parts:
-        if on_part is None:
-            return None
-        sums.add(on_part.output)
-        for score, values in on_part.outputs.items():
-            on_part.part.place(loss.batch, score, values, output_scores)
-        if on_part.routers is not None:
-            routers = on_part.routers if routers is None else routers + on_part.routers
-    whole = [on_part for on_part in on_parts if on_part is not None]
-    if routers is not None:
-        sums.add_metrics(routers.metrics())
-    outputs = sums.settle([on_part.totals for on_part in whole], norm, outputs=output_scores)
-    if not sums.finite:
-        for on_part in whole:
-            on_part.check_finite()
-    if not sums.finite and not collector.finite():
-        raise OperationError(
-            training_pb2.ERROR_CODE_NON_FINITE,
-            f"the gradient of {name} with respect to the weights is not finite, though loss and scores "
-            "are; nothing was accumulated. A lower learning rate, or float32 weights, may help",
-        )
-    activations = Counter(micro.activations.label for micro in micros)
-    report = reported(loss.batch, outputs, len(micros), sums, recomputed=recomputed, activations=activations)
-    return report, sums.counts
 
 
 def _flat(numbers: Any) -> list[float]:

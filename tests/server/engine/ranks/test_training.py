@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gradwire_losses.registry import LossSpec, all_losses, get_loss, load_builtin_losses
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.operations.steps import COMPARED_STEPS
+from gradwire_server.engine.operations.training import COMPARED_STEPS
 from gradwire_server.engine.process.pulse import BROKEN
 from gradwire_server.engine_link.frames import LinkClosed
 from support.engine import Driver, EngineProcess, LocalEngine, loss_call, token_rows

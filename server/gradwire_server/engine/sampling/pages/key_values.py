@@ -19,7 +19,7 @@ from gradwire_losses.images import ImageTokens
 from torch import Tensor
 
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.sampling.image_prompt import images_of_pieces
+from gradwire_server.engine.model.vision.row_images import images_of_pieces
 from gradwire_server.engine.sampling.pages.model_cache import (
     FIELDS,
     cache_field,

@@ -31,7 +31,7 @@ from gradwire_server.engine.model.comparison import largest_difference, relative
 from gradwire_server.engine.model.layers.cpu_kernels import sampling_by_kernels
 from gradwire_server.engine.model.packing import Packing, lay_out
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.sampling.image_prompt import ImagePrompt, images_key, images_of_pieces
+from gradwire_server.engine.model.vision.row_images import ImagePrompt, images_key, images_of_pieces
 from gradwire_server.engine.sampling.pages.key_values import IntArray, Prompt, Room
 from gradwire_server.engine.sampling.pages.page_lists import own_lists, power_of_two, shared_lists
 from gradwire_server.engine.sampling.pages.page_table import SCRATCH, PageTable, page_digests

@@ -21,11 +21,11 @@ from gradwire_server.engine.model.layers.packed_linear import PackedWeights
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.split_model import SplitModel
 from gradwire_server.engine.model.tokenizers import TextTokenizer
+from gradwire_server.engine.model.vision.row_images import ImagePrompt
 from gradwire_server.engine.sampling.batch import Batch
 from gradwire_server.engine.sampling.division import Division
 from gradwire_server.engine.sampling.drawing.draw import Uniforms
 from gradwire_server.engine.sampling.drawing.grammars import Grammars
-from gradwire_server.engine.sampling.image_prompt import ImagePrompt
 from gradwire_server.engine.sampling.jobs import LocalJob
 from gradwire_server.engine.sampling.pages.key_values import KeyValues, Together
 from gradwire_server.engine.sampling.pages.pages import Pages, paged_token_bytes

@@ -10,13 +10,13 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gradwire.data import DataError, layouts, read
+from gradwire.data import DataError
+from gradwire.data.layouts import KINDS, Fields
 from gradwire.data.rows import Unfit
-from gradwire.data.sources import READERS
+from gradwire.data.sources import read_file
 
 MEMORY_BYTES = 4 << 30
 NICENESS = 10
@@ -36,7 +36,7 @@ def checked(path: Path, suffix: str) -> dict[str, Any]:
     lines = wrong = 0
     problems: list[tuple[int, str]] = []
     try:
-        for place, row in _rows(path, suffix):
+        for place, row in read_file(path, suffix):
             lines += 1
             reason = row.reason if isinstance(row, DataError) else _reason(row)
             if reason:
@@ -51,19 +51,13 @@ def checked(path: Path, suffix: str) -> dict[str, Any]:
     return {"lines": lines, "num_problems": wrong, "problems": problems}
 
 
-def _rows(path: Path, suffix: str) -> Iterator[tuple[str, Any]]:
-    yield from READERS[suffix](path) if suffix in READERS else read(path)
-
-
 def _reason(row: Any) -> str:
     """Why no recipe can use a row; "" if one can."""
-    kinds = (layouts.conversation, layouts.prompt)
-    if any(name in row for name in ("chosen", "chosen_response", "response_chosen", "preferred_output")):
-        kinds = (layouts.preference,)  # type: ignore[assignment]
+    pairs = any(name in row for name in ("chosen", "chosen_response", "response_chosen", "preferred_output"))
     reasons = []
-    for kind in kinds:
+    for kind in ("preferences",) if pairs else ("conversations", "prompts"):
         try:
-            kind(row, {})
+            KINDS[kind][0](Fields(row, {}))
         except Unfit as unfit:
             reasons.append(str(unfit))
         else:

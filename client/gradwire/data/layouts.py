@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gradwire.data.messages import (
+    FLAGS,
+    flag,
+    messages_of,
+    plain,
+    says_nothing,
+    structure,
+    tools_of,
+    turn_of,
+    written_messages,
+)
 from gradwire.data.rows import Conversation, Message, OtherKind, Preference, Prompt, Rating, Steps, Unfit, is_learned
 from gradwire.data.sources import Row
 
 Mapped = Mapping[str, str | Callable[[Row], Any]]
 """Field -> the column it is in, or a function of the row."""
 
-ROLES = {
-    "human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "assistant": "assistant",
-    "bot": "assistant", "model": "assistant", "chatgpt": "assistant", "system": "system", "tool": "tool",
-    "function": "tool", "observation": "tool", "function_call": "assistant",
-}  # fmt: skip
-"""The roles of other layouts, in our words."""
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")
 ANSWERS = ("completion", "response", "answer", "output", "solution", "ground_truth")
 CONVERSATIONS = ("messages", "conversations", "conversation")
@@ -28,17 +30,66 @@ RENDERED = ("messages", "tools", "add_generation_prompt", "model", "train_on")
 """What a template gets otherwise."""
 UNREAD = ("images", "image", "videos", "video", "audio", "audios")
 """Columns of what is no text."""
-UNUSED = ("functions", "documents")
+REFUSED = ("functions", "documents")
 """Columns of conversations that no recipe uses: OpenAI's older tools, and texts that few templates write."""
-UNUSED_IN_MESSAGES = {
-    "function_call": "write tool_calls", "train_detail": "write a weight", "training_detail": "write a weight",
-}  # fmt: skip
-"""What other formats say in a message -> what says it here."""
 UNSAID: tuple[Any, ...] = (None, "", "[]", "{}", [], {}, (), 1, "1")
 """Values of a column that say nothing; a weight of 1 changes nothing."""
 
 
-def conversation(row: Row, mapping: Mapped) -> Conversation:
+class Fields:
+    """The fields of a row, in its columns.
+
+    Attributes:
+        row: The row.
+        used: Columns that were read.
+        tools: Those that are with the messages in one column, as OpenAI's pairs have them.
+        remarks: What a person should know of how it was read, in words that are the same for other rows.
+    """
+
+    def __init__(self, row: Row, mapping: Mapped) -> None:
+        self.row, self.mapping = row, mapping
+        self.used: set[str] = set()
+        self.tools: Any = None
+        self.remarks: list[str] = []
+
+    def pick(self, field: str, *usual: str) -> Any:
+        """Return a field: the column or function that the mapping names, or the first usual column that has a value.
+
+        Raises:
+            Unfit: The mapping names a column that is not there; or a text of it cannot be encoded.
+        """
+        named = self.mapping.get(field)
+        if callable(named):
+            return plain(named(self.row), field)
+        if named is not None and named not in self.row:
+            raise Unfit(f"there is no column {named!r} for {field}; the row has {_columns(self.row)}")
+        for name in (named,) if named is not None else usual:
+            value = plain(self.row.get(name), str(name)) if name in self.row else None
+            if value is not None:
+                self.used.add(name)
+                return value
+        return None
+
+    def missing(self, *fields: str) -> OtherKind:
+        """The error for a row without these fields."""
+        usual = {"prompt": PROMPTS, "completion": ANSWERS, "messages": CONVERSATIONS}
+        for each in fields:
+            for name in (each, *usual.get(each, ())):
+                if name in self.row and plain(self.row[name], name) is None:
+                    return OtherKind(f"{name} is null; it holds the {each}: write it there, or leave the row out")
+        wanted = "messages, or as prompt and completion" if fields == ("prompt", "completion") else " and ".join(fields)
+        return OtherKind(f"no column is recognised as {wanted}; the row has {_columns(self.row)}", *fields)
+
+    @property
+    def unused(self) -> list[str]:
+        """Columns with a value that were not read."""
+        named = {each for each in self.mapping.values() if isinstance(each, str)}
+        reads_all = any(callable(each) for each in self.mapping.values())
+        unused = [name for name, value in self.row.items() if name not in self.used | named and not _empty(value)]
+        return [] if reads_all else unused
+
+
+def conversation(fields: Fields) -> Conversation:
     """Read a conversation: ``messages``, ShareGPT ``conversations``, prompt and completion, or Alpaca's columns.
 
     ``weight`` of the row, and ``weight`` (0 or 1), ``train`` or ``masked`` of a message say what is learned. Messages
@@ -48,39 +99,36 @@ def conversation(row: Row, mapping: Mapped) -> Conversation:
         Unfit: The row is none of these, or has what is not learned here: a column of images, or a completion that it
             calls bad; or none of its messages is learned.
     """
-    _check_used(row)
-    text = _pick(row, mapping, "text", ("text",) if not _has_messages(row, mapping) else ())
+    _check_used(fields)
+    text = fields.pick("text", *(("text",) if not _has_messages(fields) else ()))
     if text is not None:
         if not isinstance(text, str) or not text.strip():
             raise Unfit(f"text is a text to learn; this is {text!r:.60}")
-        _check_good(row)
-        return Conversation((), weight=_weight(row, mapping), text=text)
-    written = _pick(row, mapping, "messages", CONVERSATIONS)
+        if written_messages(text, "text") is not None:
+            raise Unfit("text holds messages: name its column as that of messages")
+        _check_good(fields)
+        return Conversation((), weight=_weight(fields), text=text)
     images: list[bytes] = []
+    written = fields.pick("messages", *CONVERSATIONS)
     if written is not None:
-        messages = [*_system(row, mapping), *_messages(written, "messages", images)]
+        messages = _begun(fields, messages_of(written, "messages", images))
     else:
-        prompt = _pick(row, mapping, "prompt", PROMPTS)
-        answer = _pick(row, mapping, "completion", ANSWERS)
-        if prompt is None or answer is None:
-            absent = [name for name, value in (("prompt", prompt), ("completion", answer)) if value is None]
-            wanted = absent[0] if len(absent) == 1 else "messages, or as prompt and completion"
-            raise _missing(row, wanted, *absent)
-        more = row.get("input") if "instruction" in row and isinstance(row.get("input"), str) else ""
-        if more and isinstance(prompt, str) and "prompt" not in mapping:
-            prompt = f"{prompt}\n\n{more}"
-        messages = [*_asked(row, mapping, prompt), *_turn(answer, "assistant", "completion")]
+        asked, answer = _question(fields), fields.pick("completion", *ANSWERS)
+        if asked is None or answer is None:
+            raise fields.missing(*_absent(prompt=asked, completion=answer))
+        before = _begun(fields, turn_of(asked, "user", "prompt", images))
+        context, (rest,) = _split(before, turn_of(answer, "assistant", "completion", images))
+        messages = [*context, *rest]
     if not any(message["role"] == "assistant" for message in messages):
         raise OtherKind("there is no message of the assistant to learn from")
     _check_learned(messages)
-    _check_good(row)
-    tools = _pick(row, mapping, "tools", ("tools",)) or ()
-    weight = _weight(row, mapping)
-    return Conversation(tuple(messages), tuple(_parsed(tools)), _variables(row), weight, images=tuple(images))
+    _check_good(fields)
+    tools = _tools(fields, messages)
+    return Conversation(tuple(messages), tools, _variables(fields), _weight(fields), images=tuple(images))
 
 
-def preference(row: Row, mapping: Mapped) -> Preference:
-    """Read a preference pair: ``chosen`` and ``rejected``, with a ``prompt`` or with the messages they share.
+def preference(fields: Fields) -> Preference:
+    """Read a preference pair: ``chosen`` and ``rejected``, behind the prompt and the messages they share.
 
     ``preferred_output`` and ``non_preferred_output``, with the messages and the tools in ``input``, are the same in
     OpenAI's words.
@@ -88,168 +136,199 @@ def preference(row: Row, mapping: Mapped) -> Preference:
     Raises:
         Unfit: The row is none, or both answers are the same.
     """
-    chosen = _pick(row, mapping, "chosen", ("chosen", "chosen_response", "response_chosen", "preferred_output"))
-    rejected = _pick(
-        row, mapping, "rejected", ("rejected", "rejected_response", "response_rejected", "non_preferred_output")
-    )
+    chosen = fields.pick("chosen", "chosen", "chosen_response", "response_chosen", "preferred_output")
+    rejected = fields.pick("rejected", "rejected", "rejected_response", "response_rejected", "non_preferred_output")
     if chosen is None or rejected is None:
-        absent = [name for name, value in (("chosen", chosen), ("rejected", rejected)) if value is None]
-        raise _missing(row, " and ".join(absent), *absent)
-    prompt = _pick(row, mapping, "prompt", (*PROMPTS, *CONVERSATIONS))
-    tools = row.get("tools")
-    if isinstance(prompt, Mapping) and "messages" in prompt:
-        tools, prompt = prompt.get("tools") or tools, prompt["messages"]
-    better, worse = _turn(chosen, "assistant", "chosen"), _turn(rejected, "assistant", "rejected")
-    asked = _system(row, mapping) if prompt is None else _asked(row, mapping, prompt)
-    shared = 0
-    while shared < min(len(better), len(worse)) and better[shared] == worse[shared]:
-        shared += 1
-    if shared == len(better) == len(worse):
+        raise fields.missing(*_absent(chosen=chosen, rejected=rejected))
+    asked = _question(fields, *CONVERSATIONS)
+    before = _begun(fields, [] if asked is None else turn_of(asked, "user", "prompt"))
+    better, worse = turn_of(chosen, "assistant", "chosen"), turn_of(rejected, "assistant", "rejected")
+    if better == worse:
         raise Unfit("chosen and rejected are the same")
-    asked = better[:shared] if shared else asked
-    if not asked:
-        raise _missing(row, "prompt", "prompt")
-    if shared in (len(better), len(worse)):
+    context, (better, worse) = _split(before, better, worse)
+    if all(message["role"] == "system" for message in context):
+        raise fields.missing("prompt")
+    if not better or not worse:
         raise Unfit("one answer is the beginning of the other")
-    _check_used(row, "weight")
-    answers = tuple(better[shared:]), tuple(worse[shared:])
-    margin = _number(row.get("margin"), "margin", 0.0)
-    return Preference(tuple(asked), *answers, tuple(_parsed(tools) or ()), _variables(row), margin)
+    for name, answer in (("chosen", better), ("rejected", worse)):
+        if answer[0]["role"] != "assistant":
+            raise Unfit(
+                f"chosen and rejected differ before the assistant answers, in what the {answer[0]['role']} says"
+            )
+        _check_says(answer, name)
+    _check_used(fields, "weight")
+    margin = _number(fields.pick("margin", "margin"), "margin", 0.0)
+    tools = _tools(fields, [*context, *better, *worse])
+    return Preference(tuple(context), tuple(better), tuple(worse), tools, _variables(fields), margin)
 
 
-def rating(row: Row, mapping: Mapped) -> Rating:
+def rating(fields: Fields) -> Rating:
     """Read an answer with a ``label``: true or 1 if it is good, false or 0 if it is bad.
 
     Raises:
         Unfit: The row is none.
     """
-    label = _pick(row, mapping, "label", ("label",))
+    label = fields.pick("label", "label")
     if label is None:
-        raise _missing(row, "label", "label")
-    _check_used(row, "weight")
-    more: Any = (tuple(_parsed(row.get("tools")) or ()), _variables(row))
-    answer = _pick(row, mapping, "completion", ANSWERS)
-    given = _pick(row, mapping, "messages", CONVERSATIONS)
+        raise fields.missing("label")
+    _check_used(fields, "weight")
+    given = fields.pick("messages", *CONVERSATIONS)
     if given is not None:
-        messages = [*_system(row, mapping), *_messages(given, "messages")]
+        messages = _begun(fields, messages_of(given, "messages"))
         if messages[-1]["role"] != "assistant":
             raise OtherKind("the last message is not the assistant's, which the label is about")
-        return Rating(tuple(messages[:-1]), (messages[-1],), _flag(label, "label"), *more)
-    asked = _pick(row, mapping, "prompt", PROMPTS)
-    if asked is None or answer is None:
-        absent = [name for name, value in (("prompt", asked), ("completion", answer)) if value is None]
-        raise _missing(row, " and ".join(absent), *absent)
-    before = tuple(_asked(row, mapping, asked))
-    return Rating(before, tuple(_turn(answer, "assistant", "completion")), _flag(label, "label"), *more)
+        context, answers = messages[:-1], messages[-1:]
+    else:
+        asked, answer = _question(fields), fields.pick("completion", *ANSWERS)
+        if asked is None or answer is None:
+            raise fields.missing(*_absent(prompt=asked, completion=answer))
+        before = _begun(fields, turn_of(asked, "user", "prompt"))
+        context, (answers,) = _split(before, turn_of(answer, "assistant", "completion"))
+    _check_says(answers, "completion")
+    tools = _tools(fields, [*context, *answers])
+    return Rating(tuple(context), tuple(answers), flag(label, "label"), tools, _variables(fields))
 
 
-def steps(row: Row, mapping: Mapped) -> Steps:
+def steps(fields: Fields) -> Steps:
     """Read an answer in steps: ``prompt``, ``completions`` and as many ``labels``.
 
     Raises:
         Unfit: The row is none.
     """
-    asked = _pick(row, mapping, "prompt", PROMPTS)
-    texts = _parsed(_pick(row, mapping, "completions", ("completions", "steps")))
-    labels = _parsed(_pick(row, mapping, "labels", ("labels",)))
-    absent = [name for name, value in (("prompt", asked), ("completions", texts), ("labels", labels)) if value is None]
-    if absent:
-        raise _missing(row, " and ".join(absent), *absent)
+    asked = _question(fields)
+    texts = structure(fields.pick("completions", "completions", "steps"), "completions")
+    labels = structure(fields.pick("labels", "labels"), "labels")
+    if absent := _absent(prompt=asked, completions=texts, labels=labels):
+        raise fields.missing(*absent)
     if not isinstance(texts, Sequence) or not all(isinstance(each, str) and each.strip() for each in texts):
         raise Unfit("completions is a list of texts, one for each step")
     if not isinstance(labels, Sequence) or len(labels) != len(texts):
         raise Unfit(f"there are {len(texts)} completions, and labels is {labels!r:.60}: one for each")
-    _check_used(row, "weight", "tools", "chat_template_kwargs")
-    return Steps(tuple(_asked(row, mapping, asked)), tuple(texts), tuple(_flag(each, "labels") for each in labels))
+    _check_used(fields, "weight", "tools", "chat_template_kwargs")
+    before = _begun(fields, turn_of(asked, "user", "prompt"))
+    return Steps(tuple(before), tuple(texts), tuple(flag(each, "labels") for each in labels))
 
 
-def prompt(row: Row, mapping: Mapped) -> Prompt:
+def prompt(fields: Fields) -> Prompt:
     """Read a prompt, and its answer if there is one.
 
     Raises:
         Unfit: The row has no prompt, or ends with an answer and is a conversation of which nothing is learned.
     """
-    written = _pick(row, mapping, "prompt", (*PROMPTS, *CONVERSATIONS))
+    written = _question(fields, *CONVERSATIONS)
     if written is None:
-        raise _missing(row, "prompt", "prompt")
-    messages = _asked(row, mapping, written)
+        raise fields.missing("prompt")
+    messages = _begun(fields, turn_of(written, "user", "prompt"))
     if messages and messages[-1]["role"] == "assistant":
         _check_learned(messages)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
         raise Unfit("the prompt is empty")
-    _check_used(row, "tools", "chat_template_kwargs")
-    answer = _pick(row, mapping, "answer", ("answer", "ground_truth", "solution", *ANSWERS))
-    return Prompt(tuple(messages), answer, dict(row))
+    _check_used(fields, "tools", "chat_template_kwargs")
+    answer = fields.pick("answer", "answer", "ground_truth", "solution", *ANSWERS)
+    fields.used |= set(fields.row)  # rewards and graders read any column
+    return Prompt(tuple(messages), answer, dict(plain(fields.row, "a column")))
 
 
-def _check_used(row: Row, *unused: str) -> None:
+KINDS: Mapping[str, tuple[Callable[[Fields], Any], Sequence[str]]] = {
+    "preferences": (preference, ("prompt", "chosen", "rejected", "system")),
+    "steps": (steps, ("prompt", "completions", "labels", "system")),
+    "ratings": (rating, ("prompt", "completion", "label", "messages", "system")),
+    "conversations": (conversation, ("messages", "prompt", "completion", "system", "tools", "weight", "text")),
+    "prompts": (prompt, ("prompt", "answer", "system")),
+}
+"""Kind of rows -> what reads one, and the fields that a mapping may name."""
+
+
+def _absent(**fields: Any) -> list[str]:
+    return [name for name, value in fields.items() if value is None]
+
+
+def _empty(value: Any) -> bool:
+    return value is None or value != value or (isinstance(value, str | Sequence | Mapping) and not len(value))
+
+
+def _check_used(fields: Fields, *unused: str) -> None:
     """Check that a row has nothing that this kind of rows does not use.
 
     Raises:
         Unfit: It has; names the column.
     """
-    for name in (*UNREAD, *UNUSED, *unused):
-        if row.get(name) not in UNSAID:
+    for name in (*UNREAD, *REFUSED, *unused):
+        if plain(fields.row.get(name), name) not in UNSAID:
             more = "more than text, in " if name in UNREAD else ""
             raise Unfit(f"there is {more}{name}, which would be left out here; drop the column, or the row")
+        fields.used.add(name)
 
 
 def _check_learned(messages: Sequence[Message]) -> None:
-    """Check that the assistant's messages are not all left out of what is learned.
+    """Check that some of the assistant's messages are learned, and that these say something.
 
     Raises:
-        Unfit: They are.
+        Unfit: None is, or one is empty.
     """
-    if not any(map(is_learned, messages)):
+    learned = [message for message in messages if is_learned(message)]
+    if not learned:
         raise Unfit("no message of the assistant is learned: each has the weight 0; leave the row out")
+    _check_says(learned, "messages")
 
 
-def _check_good(row: Row) -> None:
-    if str(row.get("label")).lower() == "false":
+def _check_says(messages: Sequence[Message], field: str) -> None:
+    """Check that the assistant says something in its messages.
+
+    Raises:
+        Unfit: It does not.
+    """
+    for message in messages:
+        if message["role"] == "assistant" and says_nothing(message):
+            raise Unfit(f"an answer in {field} is empty; leave it out, or give it the weight 0")
+
+
+def _check_good(fields: Fields) -> None:
+    label = fields.row.get("label")
+    good = FLAGS.get(str(label).strip().lower())
+    if good is not None:
+        fields.used.add("label")
+    if good is False:
         raise Unfit(
-            "label is false: the completion is a bad one, and it would be learned; leave such rows out, or train by kto"
+            f"label is {label!r}: the completion is a bad one, and it would be learned; leave such rows out, train by"
+            " kto, or drop the column if it is about something else"
         )
 
 
-def _variables(row: Row) -> Mapping[str, Any]:
+def _variables(fields: Fields) -> Mapping[str, Any]:
     """Variables of the chat template that a row sets."""
-    variables = _parsed(row.get("chat_template_kwargs") or {})
+    variables = structure(fields.pick("chat_template_kwargs", "chat_template_kwargs") or {}, "chat_template_kwargs")
     if not isinstance(variables, Mapping) or any(name in variables for name in RENDERED):
         raise Unfit(f"chat_template_kwargs maps variables of the template, none of {', '.join(RENDERED)}, to values")
     return variables
 
 
-def _pick(row: Row, mapping: Mapped, field: str, usual: Sequence[str]) -> Any:
-    """Return a field: the column or function that the mapping names, or the first usual column that exists."""
-    named = mapping.get(field)
-    if callable(named):
-        return named(row)
-    if named is not None:
-        if named not in row:
-            raise Unfit(f"there is no column {named!r} for {field}; the row has {_columns(row)}")
-        return row[named]
-    return next((row[name] for name in usual if row.get(name) is not None), None)
+def _tools(fields: Fields, messages: Sequence[Message]) -> tuple[Any, ...]:
+    column = fields.pick("tools", "tools")
+    tools = tools_of(fields.tools or column)
+    calls = [message["tool_calls"] for message in messages if message.get("tool_calls")]
+    if _has_null([each["function"]["arguments"] for several in calls for each in several]) or _has_null(tools):
+        fields.remarks.append("a null in a tool's schema or in a call's arguments, which is learned as null")
+    return tools
 
 
-def _has_messages(row: Row, mapping: Mapped) -> bool:
+def _has_null(value: Any) -> bool:
+    if isinstance(value, Mapping | list | tuple):
+        return any(map(_has_null, value.values() if isinstance(value, Mapping) else value))
+    return value is None
+
+
+def _has_messages(fields: Fields) -> bool:
     """Whether a row has more than plain text: then a column ``text`` is a rendering of it."""
-    named = {"messages", "prompt", "completion"} & set(mapping)
-    return bool(named) or any(row.get(name) is not None for name in (*CONVERSATIONS, *PROMPTS, *ANSWERS))
+    named = {"messages", "prompt", "completion"} & set(fields.mapping)
+    usual = (*CONVERSATIONS, *PROMPTS, *ANSWERS)
+    return bool(named) or any(not _empty(fields.row.get(name)) for name in usual)
 
 
-def _flag(value: Any, field: str) -> bool:
-    known = {"true": True, "1": True, "1.0": True, "+": True, "false": False, "0": False, "0.0": False, "-": False,
-             "-1": False}  # fmt: skip
-    flag = known.get(str(value).strip().lower())
-    if flag is None:
-        raise Unfit(f"{field} is true or false; this is {value!r:.40}")
-    return flag
-
-
-def _weight(row: Row, mapping: Mapped) -> float:
-    return _number(_pick(row, mapping, "weight", ("weight",)), "weight", 1.0)
+def _weight(fields: Fields) -> float:
+    return _number(fields.pick("weight", "weight"), "weight", 1.0)
 
 
 def _number(value: Any, name: str, absent: float) -> float:
@@ -262,153 +341,98 @@ def _number(value: Any, name: str, absent: float) -> float:
     return number
 
 
-def _system(row: Row, mapping: Mapped) -> list[Message]:
-    text = _pick(row, mapping, "system", ("system", "system_prompt"))
-    return [{"role": "system", "content": text}] if isinstance(text, str) and text else []
-
-
-def _asked(row: Row, mapping: Mapped, prompt: Any) -> list[Message]:
-    """The messages before an answer: the system's, those of ``history`` (pairs of texts, as Alpaca's), the prompt's."""
-    pairs = _parsed(row.get("history")) if str(row.get("history")).lstrip().startswith("[") else None
-    pairs = [] if pairs is None else pairs
-    if not all(
-        isinstance(each, Sequence) and len(each) == 2 and all(isinstance(x, str) for x in each) for each in pairs
-    ):
-        raise Unfit(f"history is a list of pairs, a question and its answer; this is {pairs!r:.60}")
-    earlier = [{"role": role, "content": text} for each in pairs for role, text in zip(("user", "assistant"), each)]
-    return [*_system(row, mapping), *earlier, *_turn(prompt, "user", "prompt")]
-
-
-def _turn(value: Any, role: str, field: str) -> list[Message]:
-    """Return a text as one message, and messages unchanged."""
-    if isinstance(value, str):
-        if not value.strip():
-            raise Unfit(f"{field} is empty")
-        return [{"role": role, "content": value}]
-    return _messages(value, field)
-
-
-def _messages(value: Any, field: str, images: list[bytes] | None = None) -> list[Message]:
-    """Messages in our words.
+def _question(fields: Fields, *more: str) -> Any:
+    """The question of a row: a text or messages, with Alpaca's ``input`` behind its instruction, and those of OpenAI's
+    ``input``; None if there is none.
 
     Args:
-        images: Gets the messages' images; without it they may have none.
+        more: Further columns that it may be in.
     """
-    value = [value] if isinstance(value, Mapping) else _parsed(value)
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        what = "is empty" if value in ("", [], ()) else f"is {value!r:.60}"
-        raise OtherKind(f"{field} {what}; it must be a text or a list of messages")
-    messages: list[Message] = []
-    for number, message in enumerate(value):
-        if not isinstance(message, Mapping):
-            raise OtherKind(f"message {number} of {field} is no mapping; it is {message!r:.60}")
-        role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-        known = ROLES.get(str(role).lower())
-        if known is None:
-            given, error = ("no role", OtherKind) if role is None else (f"the role {role!r}", Unfit)
-            raise error(f"message {number} of {field} has {given}; known are {', '.join(sorted(ROLES))}")
-        if isinstance(content, Sequence) and not isinstance(content, str):
-            content = _joined(content, f"message {number} of {field}", images)
-        if content is None and not message.get("tool_calls"):
-            raise Unfit(f"message {number} of {field} has no content")
-        rest = {
-            key: each for key, each in message.items()
-            if key not in ("role", "from", "content", "value", "train", "masked", "weight") and each is not None
-        }  # fmt: skip
-        for key in UNUSED_IN_MESSAGES.keys() & rest.keys():
-            raise Unfit(f"message {number} of {field} has {key}, which is not read; {UNUSED_IN_MESSAGES[key]}")
-        if calls := rest.get("tool_calls"):
-            rest["tool_calls"] = _calls(calls, f"message {number} of {field}")
-        if (learned := _learned(message, known, f"message {number} of {field}")) is not None:
-            rest["weight"] = int(learned)
-        messages.append({"role": known, "content": content if content is not None else "", **rest})
-    return messages
+    asked = fields.pick("prompt", *PROMPTS, *more)
+    if "instruction" in fields.used and "prompt" not in fields.mapping and isinstance(asked, str):
+        given = fields.pick("", "input")
+        if isinstance(given, str) and given.strip():
+            return f"{asked}\n\n{given}"
+    given = asked
+    if isinstance(asked, str) and asked.lstrip().startswith("{") and '"messages"' in asked:
+        given = structure(asked, "prompt")
+    if not isinstance(given, Mapping) or "messages" not in given:
+        return asked
+    fields.tools = given.get("tools")
+    return given["messages"]
 
 
-def _calls(calls: Any, where: str) -> list[Any]:
-    """Calls of tools with objects as arguments, which OpenAI writes as JSON in a text; templates write them as JSON."""
-    calls = _parsed(calls)
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise Unfit(f"{where} has tool_calls that are no list, {calls!r:.60}")
-    return [_call(call, where) for call in calls]
+def _begun(fields: Fields, messages: list[Message]) -> list[Message]:
+    """Messages behind the system's in a column and those of ``history`` (pairs of texts, as Alpaca's)."""
+    text = fields.pick("system", "system", "system_prompt")
+    if text is not None and not isinstance(text, str):
+        raise Unfit(f"system is a text; this is {text!r:.60}")
+    own = messages[:1] if messages and messages[0]["role"] == "system" else []
+    said: list[Message] = [{"role": "system", "content": text}] if text else []
+    pairs: Any = []
+    if isinstance(given := fields.row.get("history"), list | tuple) or str(given).lstrip().startswith("["):
+        pairs = structure(fields.pick("history", "history"), "history") or []
+        if not all(
+            isinstance(each, Sequence) and len(each) == 2 and all(isinstance(x, str) for x in each) for each in pairs
+        ):
+            raise Unfit(f"history is a list of pairs, a question and its answer; this is {pairs!r:.60}")
+    earlier = [{"role": role, "content": text} for each in pairs for role, text in zip(("user", "assistant"), each)]
+    return [*_one_system(said, own), *earlier, *messages[len(own) :]]
 
 
-def _call(call: Any, where: str) -> Any:
-    holder = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(holder, Mapping) or not isinstance(arguments := holder.get("arguments"), str):
-        return call
-    try:
-        parsed = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        parsed = None
-    if not isinstance(parsed, dict):
-        raise Unfit(f"{where} has a tool call whose arguments are no JSON object, {arguments!r:.60}")
-    changed = {**holder, "arguments": parsed}
-    return changed if holder is call else {**call, "function": changed}
+def _one_system(said: list[Message], own: list[Message]) -> list[Message]:
+    """The one of two system messages that there is.
+
+    Raises:
+        Unfit: There are both, and they differ.
+    """
+    if said and own and said != own:
+        raise Unfit("there are two system messages, in the column and in the messages, and they differ: leave one out")
+    return own or said
 
 
-def _joined(parts: Sequence[Any], where: str, images: list[bytes] | None) -> str | list[dict[str, str]]:
-    """The text of a content that is a list of parts; the parts, with the images left out, where it has any."""
-    joined: list[dict[str, str]] = []
-    for part in parts:
-        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-        if kind == "image_url" and images is not None:
-            images.append(_image(part, where))
-            joined.append({"type": "image"})
-            continue
-        text = part.get("text") if isinstance(part, Mapping) else part
-        if not isinstance(text, str) or kind not in ("text", "input_text", "output_text"):
-            raise Unfit(f"{where} has a part that is no text, {part!r:.60}, which would be left out")
-        joined.append({"type": "text", "text": text})
-    if any(part["type"] == "image" for part in joined):
-        return joined
-    return "".join(part["text"] for part in joined)
+def _split(before: list[Message], *answers: list[Message]) -> tuple[list[Message], list[list[Message]]]:
+    """The context of answers, which is what comes before them and what they share, and what each has behind it.
 
+    Answers may repeat what comes before them, as whole conversations do.
 
-def _image(part: Mapping[str, Any], where: str) -> bytes:
-    given = part.get("image_url")
-    url = given.get("url") if isinstance(given, Mapping) else given
-    if not isinstance(url, str) or not url.startswith("data:"):
+    Raises:
+        Unfit: They begin with another question than what comes before them ends with.
+    """
+    own = [each[:1] if each[0]["role"] == "system" else [] for each in answers]
+    bare = [message for message in before if message["role"] != "system" or message is not before[0]]
+    first = answers[0]
+    if len(answers) > 1:
+        pairs = zip(*answers)
+        shared = next((at for at, (one, other) in enumerate(pairs) if one != other), min(map(len, answers)))
+    else:
+        start = len(own[0])
+        repeated = start + len(bare) if bare and _alike(first[start : start + len(bare)], bare) else start
+        behind = (at for at in range(repeated, len(first)) if first[at]["role"] == "assistant")
+        shared = next(behind, len(first))
+    context, rests = first[:shared], [each[shared:] for each in answers]
+    start = len(own[0]) if shared else 0
+    system = _one_system(before[:1] if len(bare) < len(before) else [], context[:start])
+    inside = range(start, shared - len(bare) + 1) if bare else (0,)
+    if any(_alike(context[at : at + len(bare)], bare) for at in inside):
+        return [*system, *context[start:]], rests
+    begun = next(iter([*context[start:], *rests[0]]), before[0])
+    if start or (begun["role"] == "user" and bare[-1]["role"] == "user"):
         raise Unfit(
-            f"{where} has an image {url!r:.60}; nothing is fetched: write the image itself, as data:TYPE;base64,"
+            f"the answers begin with a question of their own, {str(begun['content'])!r:.60}, and the prompt is"
+            f" {str(bare[-1]['content'])!r:.60}: leave one of them out"
         )
-    head, _, body = url.partition(",")
-    try:
-        if not head.endswith(";base64"):
-            raise binascii.Error("it does not begin with data:TYPE;base64,")
-        return base64.b64decode(body, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise Unfit(f"{where} has an image that cannot be read: {error}") from None
+    return [*system, *bare, *context[start:]], rests
 
 
-def _learned(message: Message, role: str, where: str) -> bool | None:
-    """Whether the message is learned; None if it does not say so."""
-    for name, value in (("train", True), ("masked", False)):
-        if isinstance(given := message.get(name), bool):
-            return given is value
-    weight = message.get("weight")
-    if weight is not None and weight not in (0, 1):
-        raise Unfit(f"{where} has the weight {weight!r:.20}; it is 0 (not learned) or 1. A row's own may be any number")
-    return None if weight is None or role != "assistant" else bool(weight)
+def _alike(some: Sequence[Message], others: Sequence[Message]) -> bool:
+    """Whether messages have the same authors and contents; blanks at the ends make no difference."""
 
+    def key(message: Message) -> Any:
+        content = message["content"]
+        return message["role"], content.strip() if isinstance(content, str) else content, message.get("tool_calls")
 
-def _parsed(value: Any) -> Any:
-    """Return a list or mapping, which a CSV column holds as JSON."""
-    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
-        try:
-            return json.loads(value)
-        except json.JSONDecodeError as error:
-            raise Unfit(f"not valid JSON: {error.msg}, character {error.pos + 1}") from None
-    return value
-
-
-def _missing(row: Row, wanted: str, *fields: str) -> OtherKind:
-    usual = {"prompt": PROMPTS, "completion": ANSWERS, "messages": CONVERSATIONS}
-    for each in fields:
-        for name in (each, *usual.get(each, ())):
-            if name in row and row[name] is None:
-                return OtherKind(f"{name} is null; it holds the {each}: write it there, or leave the row out")
-    return OtherKind(f"no column is recognised as {wanted}; the row has {_columns(row)}", *fields)
+    return list(map(key, some)) == list(map(key, others))
 
 
 def _columns(row: Row) -> str:

@@ -6,6 +6,7 @@ import itertools
 import logging
 import pickle
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gradwire.data import layouts, sources
+from gradwire.data import sources
 from gradwire.data.dataset import Dataset
-from gradwire.data.layouts import Mapped
+from gradwire.data.layouts import KINDS, Fields, Mapped
 from gradwire.data.rows import Conversation, OtherKind, Preference, Prompt, Rating, Steps, Unfit
 from gradwire.data.sources import DataError, Row, Source, is_large, read
 from gradwire.data.stored import Copied, Joined, Lines
@@ -28,15 +29,6 @@ TOLD = 3
 WEIGHED = 64
 """Every so-manieth row is weighed, to know when they are too many for memory."""
 logger = logging.getLogger("gradwire.data")
-
-KINDS: Mapping[str, tuple[Callable[[Row, Mapped], Any], Sequence[str]]] = {
-    "preferences": (layouts.preference, ("prompt", "chosen", "rejected", "system")),
-    "steps": (layouts.steps, ("prompt", "completions", "labels", "system")),
-    "ratings": (layouts.rating, ("prompt", "completion", "label", "messages", "system")),
-    "conversations": (layouts.conversation, ("messages", "prompt", "completion", "system", "tools", "weight", "text")),
-    "prompts": (layouts.prompt, ("prompt", "answer", "system")),
-}
-"""Kind of rows -> what reads one, and the fields that a mapping may name."""
 
 
 def conversations(
@@ -142,7 +134,7 @@ def kind_of(source: Source, *, split: str = "train", mapping: Mapped | None = No
     except ValueError:
         return "conversations"
     kinds = [kind for kind, (_, fields) in KINDS.items() if set(mapping or ()) <= set(fields)]
-    found = {kind: [_fault(KINDS[kind][0], row, mapping or {}) for row in rows] for kind in kinds}
+    found = {kind: [_fault(kind, row, mapping or {}) for row in rows] for kind in kinds}
     for refused in (Unfit, OtherKind):
         for kind in kinds:
             if kind != "prompts" and not all(isinstance(fault, refused) for fault in found[kind]):
@@ -150,9 +142,9 @@ def kind_of(source: Source, *, split: str = "train", mapping: Mapped | None = No
     return "prompts" if None in found.get("prompts", ()) else "conversations"
 
 
-def _fault(of: Callable[[Row, Mapped], Any], row: Row, mapping: Mapped) -> Exception | None:
+def _fault(kind: str, row: Row, mapping: Mapped) -> Exception | None:
     try:
-        of(row, mapping)
+        KINDS[kind][0](Fields(row, mapping))
     except Unfit as unfit:
         return unfit
     return None
@@ -178,8 +170,13 @@ def _load(
     def row_of(row: Row | DataError, place: str) -> Any:
         if isinstance(row, DataError):
             raise row
-        return replace(of(row, mapping or {}), place=place)
+        read = Fields(row, mapping or {})
+        read.used.add(order_by)
+        made = replace(of(read), place=place)
+        said.note(place, read)
+        return made
 
+    said = _Said()
     keys = array("d")
     rows: list[Any] | Lines[Any] | Copied[Any] = []
     if isinstance(source, str | Path) and is_large(Path(source)):
@@ -202,6 +199,7 @@ def _load(
             if on_error == "raise":
                 raise problem from None
             skipped.append(problem)
+    said.tell(source)
     if skipped and len(rows):
         logger.warning(
             "%d of %d rows were skipped: %s%s", len(skipped), len(skipped) + len(rows),
@@ -214,6 +212,25 @@ def _load(
     if order_by:
         return Dataset(Joined([rows], [np.argsort(keys, kind="stable")]), skipped)
     return Dataset(rows, skipped)
+
+
+class _Said:
+    """What is said once of a source: columns that are not used, and remarks on rows."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._places: dict[str, str] = {}
+
+    def note(self, place: str, fields: Fields) -> None:
+        for each in (*(f"{name!s:.60}, which is not used" for name in fields.unused), *fields.remarks):
+            self._counts[each] += 1
+            self._places.setdefault(each, place)
+
+    def tell(self, source: Source) -> None:
+        if self._counts:
+            name = f"{source}: " if isinstance(source, str | Path) else ""
+            each = (f"{said} ({count}, first at {self._places[said]})" for said, count in self._counts.items())
+            logger.warning("%srows have %s", name, "; ".join(each))
 
 
 def _key(row: Row, column: str) -> float:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
 import json
 import re
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ The path of a folder of such files, or of one that ``save_to_disk`` wrote. The n
 ``datasets.load_dataset`` (needs ``gradwire[data]``). Or an iterable of rows."""
 LARGE_BYTES = 1 << 29
 """Rows of so many bytes are not held in memory, but read from disk when they are used."""
+BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 TEXT_CHARS = 8_000
 """Files of text become rows of about so many characters, cut between paragraphs."""
 
@@ -46,6 +49,37 @@ class DataError(ValueError):
         return f"{self.place}: {self.reason}"
 
 
+class JsonError(ValueError):
+    """Error for a text that is no JSON; the message says why in words for people.
+
+    Attributes:
+        line: Of the text; 0 if it is not known.
+    """
+
+    def __init__(self, reason: str, line: int = 0) -> None:
+        super().__init__(reason)
+        self.line = line
+
+
+def parsed_json(text: str | bytes) -> Any:
+    """Parse JSON.
+
+    Raises:
+        JsonError: It is none, or has what Python does not read.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise JsonError(f"not valid JSON: {error.msg}, column {error.colno}", error.lineno) from None
+    except UnicodeDecodeError as error:
+        reason = f"not valid UTF-8: {error}"
+    except RecursionError:
+        reason = "not valid JSON here: its brackets are nested too deeply"
+    except ValueError:  # Python's limit of digits
+        reason = f"not valid JSON here: an integer of more than {sys.get_int_max_str_digits()} digits; write it as text"
+    raise JsonError(reason)
+
+
 def read(source: Source, *, split: str = "train", **options: Any) -> Iterator[tuple[str, Row | DataError]]:
     """Yield the rows of a source, each with its location. A row that cannot be read comes as its error.
 
@@ -59,8 +93,10 @@ def read(source: Source, *, split: str = "train", **options: Any) -> Iterator[tu
         DataError: The source is a file of a kind that is not read.
     """
     if not isinstance(source, str | Path):
+        of_arrow = type(source).__module__.partition(".")[0] == "datasets"
         for number, row in enumerate(source):
-            yield f"row {number}", row if isinstance(row, Mapping) else _no_row(f"row {number}", row)
+            place = f"row {number}"
+            yield place, (_no_row(place, row) if not isinstance(row, Mapping) else of_structs(row) if of_arrow else row)
         return
     path = Path(source)
     if path.is_dir():
@@ -71,20 +107,52 @@ def read(source: Source, *, split: str = "train", **options: Any) -> Iterator[tu
             raise FileNotFoundError(f"there is no file {path}")
         if _kind(path) in UNREAD:
             raise DataError(str(path), f"{_kind(path)} files are not read; {UNREAD[_kind(path)]}")
-        try:
-            yield from READERS.get(_kind(path), _json_lines)(path)
-        except _broken_archive(path) as error:
-            raise DataError(str(path), f"not a whole {path.suffix} archive: {error}") from None
+        yield from read_file(path, _kind(path))
         return
     why = f"{source}, which is no file and so names a data set,"
     dataset = require("datasets", "data", why).load_dataset(str(source), split=split, **options)
     for number, row in enumerate(dataset):
-        yield f"{source}/{split}, row {number}", row
+        yield f"{source}/{split}, row {number}", of_structs(row)
+
+
+def read_file(path: Path, kind: str) -> Iterator[tuple[str, Row | DataError]]:
+    """Yield the rows of a file.
+
+    Args:
+        kind: A suffix of :data:`READERS`; any other is read as JSONL.
+
+    Raises:
+        DataError: It is no file of this kind.
+    """
+    try:
+        if kind != ".parquet":
+            with _opened(path) as file:
+                begin = file.read(4)
+            if begin.startswith(BOMS) or b"\0" in begin:
+                raise DataError(str(path), "it is in UTF-16 or UTF-32, or no text; save it as UTF-8")
+        yield from READERS.get(kind, _json)(path)
+    except _broken_archive(path) as error:
+        raise DataError(str(path), f"not a whole {path.suffix} archive: {error}") from None
+
+
+def of_structs(row: Row) -> Row:
+    """A row of Arrow without the null fields in its lists and structs: all structs of a column have the same fields
+    there, those of a row's own call and of every other row's."""
+    return {name: _without_nulls(value) for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def is_large(path: Path) -> bool:
-    """Whether a file's rows can stay in it: a JSONL file of at least LARGE_BYTES."""
-    return path.suffix.lower() == ".jsonl" and path.is_file() and path.stat().st_size >= LARGE_BYTES
+    """Whether a file's rows can stay in it: a JSONL file of at least LARGE_BYTES, a row a line."""
+    if path.suffix.lower() != ".jsonl" or not path.is_file() or path.stat().st_size < LARGE_BYTES:
+        return False
+    with path.open("rb") as file:
+        return not _begin(file)[1].startswith(b"[")
 
 
 def _kind(path: Path) -> str:
@@ -101,7 +169,7 @@ def _folder(path: Path, split: str) -> Iterator[tuple[str, Row | DataError]]:
                 raise DataError(str(path), f"it has no split {split!r}; it has {', '.join(dataset)}")
             dataset = dataset[split]
         for number, row in enumerate(dataset):
-            yield f"{path}/{split}, row {number}", row
+            yield f"{path}/{split}, row {number}", of_structs(row)
         return
     files = sorted(each for each in path.rglob("*") if each.is_file() and _kind(each) in READERS)
     if not files:
@@ -151,41 +219,49 @@ def _opened(path: Path) -> IO[bytes]:
     return path.open("rb")
 
 
+def _begin(file: IO[bytes]) -> tuple[bytes, bytes]:
+    """The first bytes of a file, and the same without a mark of UTF-8 and blanks."""
+    read = file.read(4096)
+    return read, read.removeprefix(codecs.BOM_UTF8).lstrip()
+
+
 def _json(path: Path) -> Iterator[tuple[str, Row | DataError]]:
     """Read one list of rows, or a row a line."""
     with _opened(path) as file:
-        read = file.read(4096)
-        begin = read.lstrip()
-        if not begin.startswith(b"["):
-            first = begin.partition(b"\n")[0]
-            if len(begin) > len(first) and isinstance(json_row(first, ""), DataError):
-                raise DataError(
-                    str(path), "one JSON object over several lines; rows are a list of objects, or one a line"
-                )
-            yield from _json_lines(path)
-            return
-        text = read + file.read(LARGE_BYTES + 1)
+        read, begin = _begin(file)
+        first, _, rest = begin.partition(b"\n")
+        text = read + file.read(LARGE_BYTES + 1) if begin.startswith(b"[") else b""
+    if rest and (first.strip() == b"{" or (_is_json(path) and first.startswith(b"{"))):
+        try:
+            parsed_json(first)
+        except JsonError:
+            raise DataError(
+                str(path), "one JSON object over several lines; rows are a list of objects, or one a line"
+            ) from None
     if len(text) > LARGE_BYTES:
         raise DataError(
             str(path), f"a list of {LARGE_BYTES >> 20} MiB is not read whole; make a .jsonl of it, a row a line"
         )
     try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {error.lineno}", f"not valid JSON: {error.msg}, column {error.colno}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(str(path), f"not valid UTF-8: {error}") from None
+        rows = parsed_json(text) if text else None
+    except JsonError as error:
+        if _is_json(path) or first.strip() == b"[" or not rest:
+            raise DataError(f"{path}, line {error.line}" if error.line else str(path), str(error)) from None
+        rows = None  # lines, of which the first is a list
+    if rows is None:
+        with _opened(path) as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    place = f"{path}, line {number}"
+                    yield place, json_row(line, place)
+        return
     for number, row in enumerate(rows):
         place = f"{path}, row {number}"
         yield place, row if isinstance(row, dict) else _no_row(place, row)
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, Row | DataError]]:
-    with _opened(path) as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                place = f"{path}, line {number}"
-                yield place, json_row(line, place)
+def _is_json(path: Path) -> bool:
+    return _kind(path) == ".json"
 
 
 def _broken_archive(path: Path) -> tuple[type[Exception], ...]:
@@ -198,17 +274,16 @@ def _broken_archive(path: Path) -> tuple[type[Exception], ...]:
 def json_row(line: bytes, place: str) -> Row | DataError:
     """Read the row of one line."""
     try:
-        row = json.loads(line.rstrip())
-    except json.JSONDecodeError as error:
-        return DataError(place, f"not valid JSON: {error.msg}, column {error.colno}")
-    except UnicodeDecodeError as error:
-        return DataError(place, f"not valid UTF-8: {error}")
+        row = parsed_json(line.rstrip())
+    except JsonError as error:
+        return DataError(place, str(error))
     return row if isinstance(row, dict) else _no_row(place, row)
 
 
 def _csv(path: Path) -> Iterator[tuple[str, Row | DataError]]:
     with io.TextIOWrapper(_opened(path), encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
+        csv.field_size_limit(1 << 29)  # of the process; 131,072 otherwise
         try:
             if len(names := list(reader.fieldnames or ())) == 1 and (other := re.search("[;\t|]", names[0])):
                 raise DataError(f"{path}, line 1", f"its columns stand between {other[0]!r}: save it with commas")
@@ -231,7 +306,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row | DataError]]:
     number = 0
     for batch in file.iter_batches(batch_size=128):
         for row in batch.to_pylist():
-            yield f"{path}, row {number}", row
+            yield f"{path}, row {number}", of_structs(row)
             number += 1
 
 
@@ -257,7 +332,7 @@ def _no_row(place: str, row: Any) -> DataError:
     return DataError(place, f"a row is a mapping from column to value; this is {type(row).__name__}")
 
 
-READERS = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet, ".txt": _text, ".md": _text}
+READERS = {".jsonl": _json, ".json": _json, ".csv": _csv, ".parquet": _parquet, ".txt": _text, ".md": _text}
 COMPRESSED = (".gz", ".zst")
 UNREAD = {
     ".xlsx": "save the sheet as .csv", ".xls": "save the sheet as .csv", ".ods": "save the sheet as .csv",

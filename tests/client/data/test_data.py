@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import itertools
 import json
@@ -60,8 +61,9 @@ def test_arguments_of_calls_in_a_text_are_read_as_objects() -> None:
     called = {"name": "add", "arguments": '{"a": "é"}'}
     calls = [{"id": "1", "type": "function", "function": called}, called, {"function": called | {"arguments": ""}}]
     read = called | {"arguments": {"a": "é"}}
-    found = [{"id": "1", "type": "function", "function": read}, read, {"function": called | {"arguments": {}}}]
-    assert conversations([{"messages": [USER, FOUR | {"tool_calls": ""}]}])[0].messages[1]["tool_calls"] == ""
+    alone = {"type": "function", "function": read}  # as every other
+    found = [{"id": "1", "type": "function", "function": read}, alone, {"function": called | {"arguments": {}}}]
+    assert "tool_calls" not in conversations([{"messages": [USER, FOUR | {"tool_calls": ""}]}])[0].messages[1]
     for given in (calls, json.dumps(calls)):
         answer = {"role": "assistant", "tool_calls": given}
         (talk,) = conversations([{"messages": [USER, answer]}])
@@ -131,7 +133,9 @@ def test_what_other_rows_say_to_the_template_is_kept() -> None:
     (pair,) = preferences([{"prompt": "a", "chosen": "b", "rejected": "c", "weight": 1.0, **said}])
     (rated,) = ratings([{"prompt": "a", "completion": "b", "label": True, "images": [], **said}])
     for each in (pair, rated):
-        assert each.tools == ({"name": "add"},) and each.template_kwargs == {"enable_thinking": False}
+        assert each.tools == ({"type": "function", "function": {"name": "add"}},) and each.template_kwargs == {
+            "enable_thinking": False
+        }
 
 
 @pytest.mark.parametrize("history", [[["1+1?", "2"]], '[["1+1?", "2"]]'])
@@ -179,7 +183,7 @@ MISTAKES: list[tuple[Any, Any, str]] = [
     (prompts, {"messages": [USER, FOUR | {"weight": 0}]}, "no message of the assistant is learned"),
     (conversations, {"messages": TALK, "weight": "much"}, "weight is a number from 0 on; this is 'much'"),
     (conversations, {"messages": TALK, "images": ["a.png"]}, "there is more than text, in images"),
-    (conversations, {"prompt": "a", "completion": "b", "label": False}, "label is false: the completion is a bad one"),
+    (conversations, {"prompt": "a", "completion": "b", "label": False}, "label is False: the completion is a bad one"),
     (conversations, {"messages": TALK, "chat_template_kwargs": {"model": "b"}}, "chat_template_kwargs maps variables"),
     (preferences, {"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
     (preferences, {"prompt": "a", "chosen": "b", "rejected": "c", "weight": 0}, "there is weight, which would be left"),
@@ -303,13 +307,24 @@ def test_files_that_are_not_what_their_name_says(tmp_path: Path) -> None:
     file = tmp_path / "one.json"
     file.write_text('[{"prompt": "a", "completion": "b"},\n {"prompt": "c", "completion": "d"}]')
     assert len(conversations(file)) == 2
+    for name, content in {
+        "marked.json": codecs.BOM_UTF8 + file.read_bytes(), "list.jsonl": file.read_bytes(),
+        "long.csv": b"prompt,completion\na," + b"b" * 200_000 + b"\nc,d\n",
+    }.items():  # fmt: skip
+        (tmp_path / name).write_bytes(content)
+        assert len(conversations(tmp_path / name)) == 2, name
     cases: list[tuple[str, bytes, str]] = [
         ("cut.json", b'[{"prompt": "a"},\n {"prompt"', r"cut.json, line 2: not valid JSON: .*, column \d+$"),
         ("latin.jsonl", '{"prompt": "a", "completion": "é"}'.encode("latin-1"), "latin.jsonl, line 1: not valid UTF-8"),
         ("latin.json", '[{"prompt": "é"}]'.encode("latin-1"), "latin.json: not valid UTF-8"),
         ("latin.csv", "prompt,completion\na,é\n".encode("latin-1"), "latin.csv, after line .: not valid CSV"),
         ("object.json", b'{\n "data": []\n}', "object.json: one JSON object over several lines"),
-        ("long.csv", b"prompt,completion\na," + b"b" * 200_000, "long.csv, after line .: not valid CSV: .*limit"),
+        ("utf16.jsonl", '{"prompt": "a", "completion": "b"}'.encode("utf-16"), "utf16.jsonl: it is in UTF-16 or UTF"),
+        ("utf16.csv", "prompt,completion\na,b\n".encode("utf-16-le"), "utf16.csv: it is in UTF-16 or UTF-32, or no t"),
+        ("digits.jsonl", b'{"prompt": %s}' % (b"7" * 4_301), "digits.jsonl, line 1: .* of more than 4300 digits; wri"),
+        ("deep.jsonl", b'{"prompt": %s}' % (b"[" * 100_000), "deep.jsonl, line 1: .* brackets are nested too deeply"),
+        ("deep.json", b"[" * 100_000, "deep.json: not valid JSON here: its brackets are nested too deeply"),
+        ("list.jsonl", b"[\n{},\n]", "list.jsonl, line 3: not valid JSON: .*, column 1"),
     ]
     for name, content, words in cases:
         (tmp_path / name).write_bytes(content)

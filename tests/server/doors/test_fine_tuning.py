@@ -562,7 +562,7 @@ def test_files(client: openai.OpenAI, other: openai.OpenAI) -> None:
         (talks(9), "the file has 9 rows; 10 at least"),
         (
             talks(12) + b'\n{"messages": 1}',
-            "1 of 13 rows cannot be used: line 13: messages is 1; it must be a text or a list",
+            "1 of 13 rows cannot be used: line 13: messages is 1; it must be a list of messages",
         ),
         (
             talks(12).replace(b'"assistant"', b'"assistant", "weight": 0'),

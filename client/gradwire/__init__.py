@@ -86,7 +86,7 @@ from gradwire.recordings import (
     Recording,
     RunActivity,
 )
-from gradwire.rendering import Rendered
+from gradwire.rendering import Rendered, RenderedTurns
 from gradwire.results import (
     Checkpoint,
     LossResult,
@@ -155,6 +155,7 @@ __all__ = [
     "RecordedSequence",
     "Recording",
     "Rendered",
+    "RenderedTurns",
     "ResultReleasedError",
     "RewoundError",
     "RunActivity",

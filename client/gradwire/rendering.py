@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, TypeGuard
 
 import numpy as np
@@ -36,6 +37,23 @@ class Rendered(TypedDict):
     loss_mask: npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True)
+class RenderedTurns:
+    """A row of a conversation, in which each learned turn begins where the sampler's prompt for it ends.
+
+    Attributes:
+        row: The row.
+        conversation: Index of its conversation.
+        num_messages: Of the conversation's messages, which the row begins with.
+        remarks: How what is learned differs from what was asked for; in the first row of a conversation.
+    """
+
+    row: Rendered
+    conversation: int
+    num_messages: int
+    remarks: tuple[str, ...] = ()
+
+
 def is_one(messages: Conversation | Sequence[Conversation]) -> TypeGuard[Conversation]:
     """Return whether this is one conversation rather than a list of conversations."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
@@ -55,12 +73,14 @@ def requests(
     add_generation_prompt: bool,
     template_kwargs: Mapping[str, Any],
     most: int,
+    unroll: bool = False,
 ) -> Iterator[pb.RenderRequest]:
     """Yield the requests for these conversations, in order.
 
     Args:
         train_on: None: no mask is requested.
         most: Maximum number of conversations per request.
+        unroll: Whether a learned turn may have a row of its own.
     """
     for name in ("messages", "tools", "conversation"):
         if name in template_kwargs:
@@ -79,6 +99,7 @@ def requests(
         train_on=pb.TRAIN_ON_NOTHING if train_on is None else pb.TRAIN_ON_GIVEN
         if callable(train_on) else TRAIN_ON[train_on],
         add_generation_prompt=add_generation_prompt,
+        unroll=unroll,
     )  # fmt: skip
     request, size = pb.RenderRequest(), 0
     request.CopyFrom(shared)

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -21,7 +21,7 @@ from gradwire.history import History, RunUpdates
 from gradwire.jobs import Jobs
 from gradwire.losses import LossCatalogue, model_path
 from gradwire.recordings import KeyInfo, QueuedRun
-from gradwire.rendering import Conversation, Rendered, TrainOn, is_one, requests, row_of
+from gradwire.rendering import Conversation, Rendered, RenderedTurns, TrainOn, is_one, requests, row_of
 from gradwire.results import Checkpoint
 from gradwire.sampling import SamplingClient, token_ids
 from gradwire.training import TrainingClient
@@ -35,6 +35,10 @@ WINDOW = 256
 MAX_IN_FLIGHT = 1024
 PAGE_SIZE = 500
 
+LEFT_OUT = (
+    "the chat template%s does not write %s, which the model therefore never sees: say it in a user's message, or give "
+    "the model's folder a template that has a place for it"
+)
 logger = logging.getLogger("gradwire")
 
 PathLike = os.PathLike[str]
@@ -52,7 +56,7 @@ class ServiceClient(Connected):
         self._loop = asyncio.get_running_loop()
         self._losses = LossCatalogue()
         self._links: list[RunLink] = []
-        self._left_out: dict[str, set[str]] = {}
+        self._said: dict[str, set[str]] = {}
         self._files = Files(transport)
         self._jobs = Jobs(transport, self._files)
 
@@ -468,10 +472,11 @@ class ServiceClient(Connected):
     ) -> Rendered | list[Rendered]:
         """Convert conversations to token ids and a loss mask with the model's own chat template, for ``causal_lm``.
 
-        The ids equal those of ``apply_chat_template``. The mask selects the model's output: from the end of the
-        generation prompt to the token that ends its turn; a token across the border counts as output. If the
-        template does not show which tokens belong to a message, UnsupportedError is raised; ``{% generation %}`` in
-        the template defines them.
+        The ids equal those of ``apply_chat_template``, but for a token across the border of a prompt, which is divided
+        there. The mask selects the model's output: from the end of the prompt that a sampler gets, to the token that
+        ends the turn; of it only ``{% generation %}`` where the template has that. An answer that the template writes
+        otherwise in the history than for the model that answers is not learned, which is logged:
+        :meth:`render_turns` gives it a row of its own.
 
         Args:
             messages: One conversation, or a list of them. An assistant's message may have ``token_ids``: its sampled
@@ -488,31 +493,66 @@ class ServiceClient(Connected):
             InvalidArgumentError: The conversation is malformed, or the template refuses it.
         """
         one = is_one(messages)
-        asked = requests(
-            [messages] if one else messages,  # type: ignore[list-item, arg-type]
-            model=model,
-            tools=tools,
-            train_on=train_on,
-            add_generation_prompt=add_generation_prompt,
-            template_kwargs=template_kwargs,
-            most=self._info.limits.get("max_encode_texts", 1024),
-        )
-        rows: list[Rendered] = []
-        for request in asked:
-            answer = await self._transport.unary(lambda stub: stub.Render, request, timeout_s=None)
-            rows += map(row_of, answer.rows)
-            self._tell_of_left_out(model, {part for row in answer.rows for part in row.left_out})
+        rows = [
+            each.row
+            async for each in self._rendered(
+                [messages] if one else messages,  # type: ignore[list-item, arg-type]
+                model=model, tools=tools, train_on=train_on, add_generation_prompt=add_generation_prompt,
+                template_kwargs=template_kwargs,
+            )
+        ]  # fmt: skip
         return rows[0] if one else rows
 
-    def _tell_of_left_out(self, model: str, parts: set[str]) -> None:
-        """Log once what conversations have and the model's template does not write."""
-        for part in sorted(parts - self._left_out.get(model, set())):
-            logger.warning(
-                "the chat template%s does not write %s, which the model therefore never sees: say it in a user's "
-                "message, or give the model's folder a template that has a place for it",
-                f" of {model}" if model else "", part,
-            )  # fmt: skip
-        self._left_out.setdefault(model, set()).update(parts)
+    async def render_turns(
+        self,
+        conversations: Sequence[Conversation],
+        tools: Sequence[Any] | None = None,
+        train_on: TrainOn = "assistant",
+        *,
+        model: str = "",
+        **template_kwargs: Any,
+    ) -> list[RenderedTurns]:
+        """Convert conversations to rows that hold all learned turns, each behind the prompt that a sampler gets for it.
+
+        A template may write an answer in the history otherwise than the model writes it, as without its reasoning;
+        :meth:`render` does not learn it then, and here it has a row of its own. A conversation's last learned turn is
+        in its first row.
+
+        Args:
+            conversations: A list of conversations; the other arguments are those of :meth:`render`.
+
+        Raises:
+            InvalidArgumentError: As for :meth:`render`; or the template writes an answer behind its prompt nowhere.
+            UnsupportedError: As for :meth:`render`.
+        """
+        return [
+            each
+            async for each in self._rendered(
+                conversations, model=model, tools=tools, train_on=train_on, template_kwargs=template_kwargs, unroll=True
+            )
+        ]
+
+    async def _rendered(
+        self, conversations: Sequence[Conversation], *, model: str, add_generation_prompt: bool = False,
+        unroll: bool = False, **asked: Any,
+    ) -> AsyncIterator[RenderedTurns]:  # fmt: skip
+        most = self._info.limits.get("max_encode_texts", 1024)
+        for request in requests(
+            conversations, model=model, add_generation_prompt=add_generation_prompt, unroll=unroll, most=most, **asked
+        ):
+            answer = await self._transport.unary(lambda stub: stub.Render, request, timeout_s=None)
+            self._tell_of(model, {part for row in answer.rows for part in row.left_out}, LEFT_OUT)
+            if not unroll:
+                self._tell_of(model, {remark for row in answer.rows for remark in row.remarks}, "render%s: %s")
+            for row in answer.rows:
+                place = request.first + row.conversation
+                yield RenderedTurns(row_of(row), place, row.num_messages, tuple(row.remarks))
+
+    def _tell_of(self, model: str, said: set[str], words: str) -> None:
+        """Log once what is particular about rendered conversations."""
+        for each in sorted(said - self._said.get(model, set())):
+            logger.warning(words, f" of {model}" if model else "", each)
+        self._said.setdefault(model, set()).update(said)
 
     async def close(self) -> None:
         """Close the connection, and stop the server if it was embedded.

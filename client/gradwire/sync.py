@@ -201,6 +201,7 @@ class ServiceClient(Connected):
     list_uploads = _blocking(service.ServiceClient.list_uploads)
     delete_upload = _blocking(service.ServiceClient.delete_upload)
     render: Any = _blocking(service.ServiceClient.render)
+    render_turns: Any = _blocking(service.ServiceClient.render_turns)
     create_run = _opening(service.ServiceClient.create_run)
     fork_run = _opening(service.ServiceClient.fork_run)
 

@@ -1027,6 +1027,7 @@ class RenderRequest(_message.Message):
     TRAIN_ON_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
+    UNROLL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """empty: the server's only one"""
     tools_json: _builtins.str
@@ -1037,6 +1038,8 @@ class RenderRequest(_message.Message):
     add_generation_prompt: _builtins.bool
     first: _builtins.int
     """number of the first conversation, for messages"""
+    unroll: _builtins.bool
+    """a learned turn has a row of its own where no other has it behind its prompt;"""
     @_builtins.property
     def conversations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Conversation]: ...
     def __init__(
@@ -1049,10 +1052,11 @@ class RenderRequest(_message.Message):
         train_on: Global___TrainOn.ValueType = ...,
         add_generation_prompt: _builtins.bool = ...,
         first: _builtins.int = ...,
+        unroll: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_generation_prompt", b"add_generation_prompt", "conversations", b"conversations", "first", b"first", "model", b"model", "template_kwargs_json", b"template_kwargs_json", "tools_json", b"tools_json", "train_on", b"train_on"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_generation_prompt", b"add_generation_prompt", "conversations", b"conversations", "first", b"first", "model", b"model", "template_kwargs_json", b"template_kwargs_json", "tools_json", b"tools_json", "train_on", b"train_on", "unroll", b"unroll"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1111,13 +1115,24 @@ class RenderedConversation(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     LOSS_MASK_FIELD_NUMBER: _builtins.int
     LEFT_OUT_FIELD_NUMBER: _builtins.int
+    CONVERSATION_FIELD_NUMBER: _builtins.int
+    NUM_MESSAGES_FIELD_NUMBER: _builtins.int
+    REMARKS_FIELD_NUMBER: _builtins.int
     loss_mask: _builtins.bytes
     """a byte a token, 0 or 1; empty for TRAIN_ON_NOTHING"""
+    conversation: _builtins.int
+    """number of its conversation in the request"""
+    num_messages: _builtins.int
+    """of the conversation's messages, which it begins with"""
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def left_out(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """what it has and the template does not write, e.g. "the system message" """
+
+    @_builtins.property
+    def remarks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """how its learned turns differ from what was asked for"""
 
     def __init__(
         self,
@@ -1125,10 +1140,13 @@ class RenderedConversation(_message.Message):
         ids: _abc.Iterable[_builtins.int] | None = ...,
         loss_mask: _builtins.bytes = ...,
         left_out: _abc.Iterable[_builtins.str] | None = ...,
+        conversation: _builtins.int = ...,
+        num_messages: _builtins.int = ...,
+        remarks: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "left_out", b"left_out", "loss_mask", b"loss_mask"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "ids", b"ids", "left_out", b"left_out", "loss_mask", b"loss_mask", "num_messages", b"num_messages", "remarks", b"remarks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,23 +6,22 @@ import hashlib
 import json
 import threading
 import time
-from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any, cast
 
 from gradwire_proto import chat
 from gradwire_proto.v1 import training_pb2 as pb
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from gradwire_server.errors import ServiceError, check_length, limit_exceeded
 from gradwire_server.limits import Limits
 from gradwire_server.tokenizing.chat_template import ChatTemplate
+from gradwire_server.tokenizing.learned_turns import LearnedTurns, Row, TurnError
 from gradwire_server.tokenizing.left_out import LeftOut
 
-CACHED_TOKENS = 4 << 20
-"""Tokens of rendered conversations that a model's cache keeps; five bytes each."""
+CACHED_BYTES = 16 << 20
+"""What a model's cache keeps of rendered conversations: some four bytes a token."""
 PATIENCE_S = 60.0
 """A call that writes its conversations for longer is given up: the time grows with the square of the messages."""
 
@@ -80,22 +79,27 @@ class Renderer:
                 field="model",
             )
         tools, variables = self._settings(request)
-        shared = request.tools_json, request.template_kwargs_json, request.train_on, request.add_generation_prompt
+        shared = (
+            request.tools_json, request.template_kwargs_json, request.train_on, request.add_generation_prompt,
+            request.unroll,
+        )  # fmt: skip
         until = time.monotonic() + PATIENCE_S
-        rows = []
-        for place, conversation in enumerate(request.conversations, request.first):
+        response = pb.RenderResponse()
+        for number, conversation in enumerate(request.conversations):
+            place = request.first + number
             key = hashlib.blake2b(
                 repr((owner, shared, conversation.messages_json, list(conversation.train))).encode(), digest_size=16
             ).digest()
-            row = self._cache.get(key)
-            if row is None:
+            rows = self._cache.get(key)
+            if rows is None:
                 if time.monotonic() > until:
                     message = f"rendering took more than {PATIENCE_S:.0f} s; send fewer conversations, or shorter ones"
                     raise ServiceError(pb.ERROR_CODE_LIMIT_EXCEEDED, message, field="messages", row=place)
-                row = self._render(conversation, place, request, tools, variables)
-                self._cache.put(key, row)
-            rows.append(row)
-        return pb.RenderResponse(rows=rows)
+                rows = pb.RenderResponse(rows=self._render(conversation, place, request, tools, variables))
+                self._cache.put(key, rows)
+            for row in rows.rows:
+                response.rows.add(conversation=number).MergeFrom(row)
+        return response
 
     def _render(
         self,
@@ -104,10 +108,10 @@ class Renderer:
         request: pb.RenderRequest,
         tools: list[Any] | None,
         variables: Mapping[str, Any],
-    ) -> pb.RenderedConversation:
+    ) -> list[pb.RenderedConversation]:
         messages = self._messages(conversation, place)
         prompt = request.add_generation_prompt
-        marked: list[chat.Span] = []
+        marks: dict[str, list[chat.Span]] = {}
 
         def with_tools(
             written: Sequence[chat.Message], add_generation_prompt: bool, tools: list[Any] | None
@@ -122,7 +126,8 @@ class Renderer:
                     f"the rendered conversation has {len(text)} characters",
                     "max_text_chars", self._limits.max_text_chars, "messages",
                 )  # fmt: skip
-            marked[:] = spans
+            if spans:
+                marks[text] = spans
             return text
 
         def decode(ids: Sequence[int]) -> str:
@@ -131,7 +136,6 @@ class Renderer:
         form = chat.Chat(write, self._specials, decode)
         try:
             name = self._template.choose(variables.get("chat_template"), tools)
-            pieces = chat.cut(form, messages, add_generation_prompt=prompt)
             trained = self._trained(conversation, messages, request.train_on, place)
             written = chat.plain(messages)
             if (unread := chat.left_out(form, written, add_generation_prompt=prompt)) is not None:
@@ -141,32 +145,45 @@ class Renderer:
                     " and, where the template has them, tool and others",
                     "messages", place,
                 )  # fmt: skip
-            text = write(written, prompt) if trained else ""
-            spans: set[chat.Span] = set()
-            if trained and self._template.marks_generation(name):
-                marks = list(marked)
-                assistants = [index for index, message in enumerate(messages) if _is_assistant(message)]
-                wanted = [index for index in trained if index in assistants]
-                trained = [index for index in trained if index not in assistants]
-                if request.train_on == pb.TRAIN_ON_ASSISTANT:
-                    spans.update(marks)
-                elif wanted:
-                    spans |= _marks_of(wanted, assistants, marks, form, written, text, prompt)
-            for index in trained:
+            text = write(written, prompt)
+            known = marks if self._template.marks_generation(name) else None
+            given = {index: each[chat.SAMPLED] for index, each in enumerate(messages) if each.get(chat.SAMPLED)}
+            whole = chat.cut(form, messages, add_generation_prompt=prompt) if given else [chat.Piece(0, text)]
+            ends = [*(piece.start for piece in whole[1:]), len(text)]
+            kept = {
+                piece.message: (piece.start, end)
+                for piece, end in zip(whole, ends)
+                if len(piece.token_ids or ()) == len(given.get(piece.message, ())) > 0
+            }
+            turns = LearnedTurns(form, self._encoding, written, text, known, kept, unroll=request.unroll)
+            for index in reversed(trained):
+                if _is_assistant(messages[index]):
+                    turns.learn(index)
+                    continue
                 turn = chat.find_turn(form, written, text, index, add_generation_prompt=prompt)
-                spans.add((turn.start, turn.end))
+                turns.rows[0].spans.add((turn.start, turn.end))
             left_out = self._left_out.parts(
                 f"{name} {messages[-1]['role']} {request.template_kwargs_json}",
                 lambda changed, others: with_tools(changed, prompt, others)[0],
                 written,
                 tools,
             )
+            first, *others = turns.rows
+            rows = []
+            for row in [*([first] if first.spans or not others else []), *others]:
+                pieces = whole if row is first else [chat.Piece(0, row.text)]
+                if given and row is not first and row.messages is not None:
+                    pieces = chat.cut(form, messages[: row.count])
+                rows.append(self._encode(pieces, row, request.train_on))
+                rows[-1].num_messages = row.count
         except chat.TemplateError as error:
             raise ServiceError(
                 pb.ERROR_CODE_INVALID_ARGUMENT,
                 f"conversation {place}: the chat template of {self._model!r} refuses it: {str(error)[:500]}",
                 field="messages", row=place,
             ) from error  # fmt: skip
+        except TurnError as error:
+            raise _invalid(f"conversation {place}, message {error.index}: {error}", "messages", place) from error
         except chat.UnclearTurnError as error:
             raise ServiceError(
                 pb.ERROR_CODE_UNSUPPORTED,
@@ -175,17 +192,19 @@ class Renderer:
                 " the model's chat template",
                 field="messages", row=place,
             ) from error  # fmt: skip
-        return self._encode(pieces, sorted(spans), request.train_on, left_out)
+        rows[0].left_out.extend(left_out)
+        rows[0].remarks.extend(dict.fromkeys(turns.remarks))
+        return rows
+
+    def _encoding(self, text: str) -> Encoding:
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _encode(
-        self,
-        pieces: Sequence[chat.Piece],
-        spans: Sequence[chat.Span],
-        train_on: pb.TrainOn.ValueType,
-        left_out: Sequence[str],
+        self, pieces: Sequence[chat.Piece], row: Row, train_on: pb.TrainOn.ValueType
     ) -> pb.RenderedConversation:
         ids: list[int] = []
         mask = bytearray()
+        spans = sorted(row.spans)
         ends = [piece.start for piece in pieces[1:]] + [max((end for _, end in spans), default=0)]
         for piece, stop in zip(pieces, ends):
             if piece.token_ids is not None:
@@ -193,13 +212,27 @@ class Renderer:
                 learned = any(start < stop and piece.start < end for start, end in spans)
                 mask += bytes([learned]) * len(piece.token_ids)
                 continue
-            found = self._tokenizer.encode(piece.text, add_special_tokens=False)
-            ids += found.ids
-            mask += bytes(chat.covered(found.offsets, spans, piece.start))
+            for part, place in self._parts(piece, row):
+                ids += part.ids
+                mask += bytes(chat.covered(part.offsets, spans, place))
         if train_on == pb.TRAIN_ON_ALL:
             mask = bytearray(b"\1" * len(ids))
         masked = b"" if train_on == pb.TRAIN_ON_NOTHING else bytes(mask)
-        return pb.RenderedConversation(ids=ids, loss_mask=masked, left_out=left_out)
+        return pb.RenderedConversation(ids=ids, loss_mask=masked)
+
+    def _parts(self, piece: chat.Piece, row: Row) -> list[tuple[Encoding, int]]:
+        """The tokens of a text with the place of its first character, in two where a token reaches over the end of the
+        prompt of its last learned turn: the sampler's ends there."""
+        if piece.text != row.text:
+            return [(self._encoding(piece.text), piece.start)]
+        at = max(row.starts, default=0)
+        if at and row.divides(at):
+            parts = [self._encoding(piece.text[:at]), self._encoding(piece.text[at:])]
+            apart = [*parts[0].ids, *parts[1].ids]
+            texts = [self._tokenizer.decode(ids, skip_special_tokens=False) for ids in (row.encoding.ids, apart)]
+            if texts[0] == texts[1]:  # not so where a tokenizer puts a blank before every text
+                return [(parts[0], 0), (parts[1], at)]
+        return [(row.encoding, 0)]
 
     def _trained(
         self,
@@ -260,71 +293,31 @@ class _Cache:
     """The conversations rendered last, as far as their tokens fit."""
 
     def __init__(self) -> None:
-        self._rows: OrderedDict[bytes, tuple[array[int], bytes, Sequence[str]]] = OrderedDict()
-        self._tokens = 0
+        self._rows: OrderedDict[bytes, bytes] = OrderedDict()
+        self._size = 0
         self._lock = threading.Lock()
 
-    def get(self, key: bytes) -> pb.RenderedConversation | None:
+    def get(self, key: bytes) -> pb.RenderResponse | None:
         with self._lock:
-            row = self._rows.get(key)
-            if row is None:
+            rows = self._rows.get(key)
+            if rows is None:
                 return None
             self._rows.move_to_end(key)
-        return pb.RenderedConversation(ids=row[0], loss_mask=row[1], left_out=row[2])
+        return pb.RenderResponse.FromString(rows)
 
-    def put(self, key: bytes, row: pb.RenderedConversation) -> None:
+    def put(self, key: bytes, response: pb.RenderResponse) -> None:
+        rows = response.SerializeToString()
         with self._lock:
             if key in self._rows:
                 return
-            self._rows[key] = array("I", row.ids), row.loss_mask, tuple(row.left_out)
-            self._tokens += len(row.ids)
-            while self._tokens > CACHED_TOKENS:
-                _, (ids, *_) = self._rows.popitem(last=False)
-                self._tokens -= len(ids)
+            self._rows[key] = rows
+            self._size += len(rows)
+            while self._size > CACHED_BYTES:
+                self._size -= len(self._rows.popitem(last=False)[1])
 
 
 def _is_assistant(message: chat.Message) -> bool:
     return message.get("role") == "assistant"
-
-
-def _marks_of(
-    wanted: Sequence[int],
-    assistants: Sequence[int],
-    marks: Sequence[chat.Span],
-    form: chat.Chat,
-    written: Sequence[chat.Message],
-    text: str,
-    prompt: bool,
-) -> set[chat.Span]:
-    """The marks that lie in some of the assistant's messages.
-
-    The text splits before each of these messages whose earlier messages, written alone, begin it. Where it does not
-    split between a wanted message and another, the message's turn is looked for.
-
-    Args:
-        wanted: Indices of messages, in order.
-        assistants: Those of all the assistant's messages.
-    """
-
-    @cache
-    def place(at: int) -> int | None:
-        """Where one of the assistant's messages begins, or the text ends; None where it does not split there."""
-        if at in (0, len(assistants)):
-            return len(text) if at else 0
-        before = form.tried(written[: assistants[at]], False)
-        return len(before) if before is not None and text.startswith(before) else None
-
-    found: set[chat.Span] = set()
-    for index in wanted:
-        at = assistants.index(index)
-        first, start = next((each, split) for each in range(at, -1, -1) if (split := place(each)) is not None)
-        behind = range(at + 1, len(assistants) + 1)
-        last, end = next((each, split) for each in behind if (split := place(each)) is not None)
-        if not set(assistants[first:last]) <= set(wanted):
-            turn = chat.find_turn(form, written, text, index, add_generation_prompt=prompt)
-            start, end = turn.start, turn.end
-        found |= {mark for mark in marks if mark[0] < end and start < mark[1]}
-    return found
 
 
 def _json(text: str, kind: type, field: str, place: int | None = None) -> Any:

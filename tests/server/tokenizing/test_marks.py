@@ -50,17 +50,23 @@ def tokenizer() -> Tokenizer:
 
 
 def learned(
-    folder: Path, tokenizer: Tokenizer, template: str, talk: list[Any], train_on: Any, train: tuple[bool, ...] = ()
+    folder: Path,
+    tokenizer: Tokenizer,
+    template: str,
+    talk: list[Any],
+    train_on: Any,
+    train: tuple[bool, ...] = (),
+    unroll: bool = False,
 ) -> tuple[list[int], list[int]]:
     (folder / "chat_template.jinja").write_text(TEMPLATES[template])
     request = pb.RenderRequest(
-        conversations=[pb.Conversation(messages_json=json.dumps(talk), train=train)], train_on=train_on
+        conversations=[pb.Conversation(messages_json=json.dumps(talk), train=train)], train_on=train_on, unroll=unroll
     )
-    (row,) = Renderer("m", tokenizer, ChatTemplate(folder), Limits()).render("me", request).rows
+    row, *_ = Renderer("m", tokenizer, ChatTemplate(folder), Limits()).render("me", request).rows
     return list(row.ids), list(row.loss_mask)
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", ["calls", "last turn"])  # the others write answers otherwise in the history
 @pytest.mark.parametrize("talk", [TALK, CALLING, TALK[:2], CALLING[:2], TALK[:3]], ids=str)
 def test_all_marks_are_learned(tmp_path: Path, tokenizer: Tokenizer, template: str, talk: list[Any]) -> None:
     from transformers import PreTrainedTokenizerFast
@@ -82,14 +88,13 @@ def test_all_marks_are_learned(tmp_path: Path, tokenizer: Tokenizer, template: s
         ("calls", CALLING, (0, 1, 0, 0), "yesfg"),
         ("calls", CALLING, (1, 0, 0, 1), "a;d"),
         ("last turn", TALK, (), "(e)d"),
-        ("last turn", TALK, (0, 1, 0, 0), ""),
-        ("last turn", TALK[:3], (), ""),
+        ("last turn", TALK, (0, 1, 0, 0), "()b"),
+        ("last turn", TALK[:3], (), "()b"),
         ("thoughts of the last turn", TALK, (), "(e)d"),
-        ("thoughts of the last turn", TALK, (0, 1, 0, 0), "b"),
-        ("thoughts of the last turn", [ASKED, SECOND, FIRST], (0, 1, 0), "d"),
-        ("numbered", TALK, (), "d"),
-        ("numbered", TALK, (0, 1, 0, 0), "b"),
-        ("numbered", TALK, (0, 1, 0, 1), "bd"),
+        ("thoughts of the last turn", TALK, (0, 1, 0, 0), "()b"),
+        ("thoughts of the last turn", [ASKED, SECOND, FIRST], (0, 1, 0), "(e)d"),
+        ("numbered", TALK, (), "d;"),
+        ("numbered", TALK, (0, 1, 0, 0), "b;"),
     ],
     ids=str,
 )
@@ -97,7 +102,7 @@ def test_the_marks_of_a_message_are_its_own(
     tmp_path: Path, tokenizer: Tokenizer, template: str, talk: list[Any], train: tuple[int, ...], expected: str
 ) -> None:
     given = tuple(map(bool, train))
-    ids, mask = learned(tmp_path, tokenizer, template, talk, GIVEN if train else LAST, given)
+    ids, mask = learned(tmp_path, tokenizer, template, talk, GIVEN if train else LAST, given, unroll=True)
     text = tokenizer.decode([each for each, on in zip(ids, mask) if on])
     assert text == expected
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gradwire
 import numpy as np
 import pytest
+from gradwire.data import Conversation, Preference, Rating
 from gradwire.errors import InvalidArgumentError, LimitExceededError, UnsupportedError
+from gradwire.recipes.tokens import NOT_IN_HISTORY, Tokens
 from gradwire.rl import RunInference, SamplingParams, Tool
 from gradwire.rl.generation import Generation, ServiceCodec, TokenizerCodec
 from gradwire.rl.prompts import TokenHistory
 from gradwire.rl.types import UserText
+from gradwire_server.tokenizing.learned_turns import CLOSED
 from support.chats import FORMS, chat_model
 from support.server import Server
 
@@ -89,15 +93,15 @@ MASKS: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     ("gemma", TALK, {}, [f"{ANSWER}<end_of_turn>", "yes<end_of_turn>"]),
     ("gemma", TOLD, {"train_on": "last"}, [f"{THOUGHT}yes<end_of_turn>"]),
     ("mistral", TALK, {}, [f" {ANSWER}</s>", " yes</s>"]),
-    # The system message is written before the last question, so that what came before changes with every turn.
-    ("mistral", TOLD, {}, [f" {ANSWER}</s>", f" {THOUGHT}yes</s>"]),
+    # The system message is written before a last question only: no answer stands behind its prompt.
+    ("mistral", TOLD, {}, []),
     # Earlier reasoning is dropped; the last answer has a place for it, empty where there is none.
-    ("qwen", TALK, {}, ["It is <b>four</b>. <|im_end|>", "<think>\n\n</think>\n\n  yes<|im_end|>"]),
-    ("qwen", TALK, OFF, ["It is <b>four</b>. <|im_end|>", "  yes<|im_end|>"]),
-    ("qwen", TOLD, {}, ["It is <b>four</b>. <|im_end|>", f"{THOUGHT}yes<|im_end|>"]),
+    ("qwen", TALK, {}, ["<think>\n\n</think>\n\n  yes<|im_end|>"]),
+    ("qwen", TALK, OFF, ["  yes<|im_end|>"]),
+    ("qwen", TOLD, {}, [f"{THOUGHT}yes<|im_end|>"]),
     ("qwen", TOLD, {"train_on": "last"}, [f"{THOUGHT}yes<|im_end|>"]),
     ("qwen", TOLD, {"train_on": lambda m: m["role"] == "user"}, ["what is 2+2?\n<|im_end|>", "sure?<|im_end|>"]),
-    ("qwen", TOLD, {"train_on": lambda m: "four" in m["content"]}, ["It is <b>four</b>. <|im_end|>"]),
+    ("qwen", TOLD, {"train_on": lambda m: "four" in m["content"]}, []),
     ("qwen", TOOL_TALK, {}, [
         '<think>\ncall it\n</think>\n\n\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
         "<|im_end|>", "<think>\ntold so\n</think>\n\nfour<|im_end|>"]),
@@ -123,6 +127,49 @@ async def test_the_mask_covers_what_the_model_writes(address: str, tokenizers: d
         assert row["loss_mask"].all() and len(row["loss_mask"]) == len(row["input_ids"])
         marked = tokenizers["marked"].apply_chat_template(TALK, return_assistant_tokens_mask=True, return_dict=True)
         assert (await service.render(TALK, model="marked"))["loss_mask"].tolist() == marked["assistant_masks"]
+
+
+async def test_recipes_learn_every_answer_behind_its_prompt(
+    address: str, tokenizers: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    tool = Tool.of(lambda a, b: a + b).schema()
+    empty, sure = "<think>\n\n</think>\n\n", {"role": "user", "content": "sure?"}
+    talk, yes = (TALK[0], {"role": "assistant", "content": "4"}), {"role": "assistant", "content": "yes"}
+    thought = yes | {"reasoning_content": "so"}
+    off = Conversation((*talk[:1], thought), template_kwargs=OFF, place="a, line 4")
+    async with gradwire.connect(address) as service:
+        info = next(each for each in await service.list_models() if each.name == "qwen")
+        tokens = Tokens(service, info, 900)
+        whole = Conversation((*talk, sure, yes), (tool,), weight=0.5, place="a, line 1")
+        rows = await tokens.rows([whole, Conversation(talk), off, replace(off, place="a, line 5")])
+        assert [learned(tokenizers["qwen"], row) for row in rows] == [
+            [f"{empty}yes<|im_end|>"], [f"{empty}4<|im_end|>"], [f"{empty}4<|im_end|>"], ["yes<|im_end|>"],
+            ["yes<|im_end|>"],
+        ]  # fmt: skip
+        assert [row["weights"][0] for row in rows] == [0.5, 0.5, 1, 1, 1]
+        assert tokens.remarks == {CLOSED: {"a, line 4": None, "a, line 5": None}}
+        tokens.tell_of_rows()
+        assert [each for each in caplog.messages if "reasoning" in each] == [
+            f"a, line 4: {CLOSED}; such rows are counted at the end", f"2 rows: {CLOSED}",
+        ]  # fmt: skip
+        # Of pairs and ratings all that the assistant writes in an answer is learned, and nothing of their prompts.
+        called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+        answer = (called, TOOL_TALK[2], yes)
+        (pair,) = await tokens.pairs([Preference((*talk, sure), answer, (yes,), (tool,))])
+        (rated,) = await tokens.ratings([Rating((*talk, sure), answer, True, (tool,))])
+        for row in ({name: pair[f"chosen_{name}"] for name in ("input_ids", "loss_mask")}, rated):
+            found = learned(tokenizers["qwen"], row)
+            assert len(found) == 1 and found == [f"{empty}yes<|im_end|>"], found
+        assert tokens.remarks.keys() == {CLOSED, NOT_IN_HISTORY}
+        (prompt,) = await tokens.prompts([Conversation(talk, (tool,), OFF)], 8)
+        expected = tokenizers["qwen"].apply_chat_template(
+            list(talk[:1]), tools=[tool], add_generation_prompt=True, **OFF
+        )["input_ids"]
+        assert prompt.tolist() == expected
+        small = Tokens(service, replace(info, vocab_size=100), 256, on_error="skip")
+        for encode in (small.rows, lambda some: small.prompts(some, 0)):
+            assert not await small.fitting([replace(whole, place="here")], encode)
+            assert "and the model has 100: the tokenizer's added tokens need" in small.skipped["here"]
 
 
 async def test_what_a_template_leaves_out_is_said_once(address: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
+from rich.console import Console
 
 import gradwire
 from gradwire.cli.text import plain, warnings_to_stderr
@@ -27,6 +28,8 @@ Model = Annotated[
 ]
 Address = Annotated[str, typer.Option(help="HOST:PORT of a running server; without one, a server is started.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Longest row of the training.")]
+_Measured = tuple[list[tuple[int, int]], dict[str, str], dict[str, dict[str, None]]]
+"""Tokens and trained tokens of each sequence; rows that are refused or too long; remarks on rows."""
 CHUNK = 256
 BARS = 12
 
@@ -48,7 +51,9 @@ def check(
     rows = _loaded(file, kind, mapping, split)
     unfit = [error.where for error in rows.skipped]
     if model and len(rows):
-        unfit += [f"{place}: {why}" for place, why in _measured(rows, model, address, max_tokens)[1].items()]
+        _, refused, remarks = _measured(rows, model, address, max_tokens)
+        unfit += [f"{place}: {why}" for place, why in refused.items()]
+        _print_remarks(remarks)
     for each in unfit:
         print(plain(each))
     print(f"{len(rows) + len(rows.skipped)} rows, {len(unfit)} of them unfit")
@@ -65,7 +70,7 @@ def show(
     address: Address = "",
     max_tokens: MaxTokens = 2048,
 ) -> None:
-    """Show rows, duplicates and, with --model, lengths in tokens and the share that is trained on."""
+    """Show rows and duplicates; with --model, the first row as a loss sees it, lengths and the share trained on."""
     from gradwire.data.dataset import duplicates
 
     rows = _loaded(file, kind, mapping, split)
@@ -79,14 +84,20 @@ def show(
     turns = Counter(len(each.messages) for each in rows if hasattr(each, "messages"))
     if turns:
         print("messages a row: " + ", ".join(f"{count} x {number}" for number, count in sorted(turns.items())))
-    for message in rows[0].prompt[:2]:
-        print(f"first row, {message['role']}: {plain(str(message['content'])[:200])}")
     if not model:
+        for message in rows[0].prompt[:2]:
+            print(f"first row, {message['role']}: {plain(str(message['content'])[:200])}")
         return
-    sizes, refused = _measured(rows, model, address, max_tokens)
+    sizes, refused, remarks = _measured(rows, model, address, max_tokens, first=True)
+    _print_remarks(remarks)
     if refused:
         print(f"{len(refused)} rows are refused or too long: see `gradwire data check`")
     _print_lengths(sizes)
+
+
+def _print_remarks(remarks: dict[str, dict[str, None]]) -> None:
+    for remark, places in remarks.items():
+        print(plain(f"{len(places)} rows, first {next(iter(places))}: {remark}"))
 
 
 def _print_lengths(sizes: Sequence[tuple[int, int]]) -> None:
@@ -111,7 +122,8 @@ def _loaded(file: str, kind: Kind, mapping: Sequence[str] | None, split: str) ->
     try:
         named = dict(pair(each) for each in mapping or ())
         chosen = kind if kind != "auto" else data.kind_of(file, split=split, mapping=named)
-        return data.LOADERS[chosen](file, mapping=named, split=split, on_error="skip")
+        with warnings_to_stderr("gradwire data"):
+            return data.LOADERS[chosen](file, mapping=named, split=split, on_error="skip")
     except (ValueError, OSError, ImportError) as error:
         message = str(error)
         if isinstance(error, data.DataError) and error.skipped:
@@ -123,43 +135,35 @@ def _loaded(file: str, kind: Kind, mapping: Sequence[str] | None, split: str) ->
         _fail(message)
 
 
-def _measured(rows: Any, model: str, address: str, max_tokens: int) -> tuple[list[tuple[int, int]], dict[str, str]]:
-    """Tokens and trained tokens of each row, and the rows that are refused or too long."""
+def _measured(rows: Any, model: str, address: str, max_tokens: int, *, first: bool = False) -> _Measured:
+    """Measure rows with a model's template.
+
+    Args:
+        first: Whether the first row is printed as the loss sees it.
+    """
     try:
         with warnings_to_stderr("gradwire data"):
-            return asyncio.run(_measure(rows, model, address, max_tokens))
+            return asyncio.run(_measure(rows, model, address, max_tokens, first=first))
     except (gradwire.GradwireError, ValueError, OSError) as error:
         _fail(str(error))
 
 
-async def _measure(
-    rows: Any, model: str, address: str, max_tokens: int
-) -> tuple[list[tuple[int, int]], dict[str, str]]:
-    from gradwire import data
+async def _measure(rows: Any, model: str, address: str, max_tokens: int, *, first: bool) -> _Measured:
+    from gradwire.cli.learned import Learned, learned, show
     from gradwire.recipes.tokens import Tokens
 
     own: dict[str, Any] = {} if address else {"models": [model]}
     async with gradwire.connect(address or None, **own) as service:
         info = await model_of(service, model if address else "")
         tokens = Tokens(service, info, max_tokens, overlong="skip", on_error="skip", tell=False)
-
-        async def encode(part: Sequence[Any]) -> list[Any]:
-            if isinstance(part[0], data.Preference):
-                pairs = await tokens.pairs(part, margins=True)
-                return [(row[f"{side}_input_ids"], row[f"{side}_loss_mask"]) for row in pairs
-                        for side in ("chosen", "rejected")]  # fmt: skip
-            if isinstance(part[0], data.Rating):
-                return [(row["input_ids"], row["loss_mask"]) for row in await tokens.ratings(part)]
-            if isinstance(part[0], data.Steps):
-                return [(row["input_ids"], row["token_labels"] >= 0) for row in await tokens.steps(part)]
-            if isinstance(part[0], data.Conversation):
-                return [(row["input_ids"], row["loss_mask"]) for row in await tokens.rows(part)]
-            return [(ids, [0]) for ids in await tokens.prompts(part, room=0)]
-
-        encoded = []
+        encoded: list[Learned] = []
         for start in range(0, len(rows), CHUNK):
-            encoded += await tokens.fitting(rows[start : start + CHUNK], encode)
-        return [(len(ids), int(sum(mask))) for ids, mask in encoded], tokens.skipped
+            encoded += await tokens.fitting(rows[start : start + CHUNK], lambda part: learned(tokens, part))
+        if first:
+            whole = Tokens(service, info, info.context_length, on_error="skip", tell=False)
+            found = await whole.fitting(rows[:1], lambda part: learned(whole, part))
+            await show(Console(soft_wrap=True, highlight=False), service, info.name, rows[0].place, found)
+        return [(len(ids), int(sum(mask))) for _, ids, mask in encoded], tokens.skipped, tokens.remarks
 
 
 async def model_of(service: gradwire.ServiceClient, name: str) -> gradwire.ModelInfo:

@@ -1,30 +1,27 @@
-"""``gradwire render``: show conversations as a model gets them, with what is trained on."""
+"""``gradwire render``: show rows as a model gets them, with what is trained on."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 import gradwire
-from gradwire.cli.data import model_of, pair
+from gradwire.cli.data import As, File, model_of, pair
+from gradwire.cli.learned import learned, show
 from gradwire.cli.service import Access, told, with_access
 from gradwire.cli.text import plain, warnings_to_stderr
-
-if TYPE_CHECKING:
-    from gradwire.data import Conversation
 
 
 @with_access
 def render(
     access: Access,
-    file: Annotated[str, typer.Argument(help="A .jsonl or .csv file of conversations, or of prompts and completions.")],
+    file: File,
+    kind: As = "auto",
     model: Annotated[str, typer.Option(help="A model of the server; may be left out if it has only one.")] = "",
     train_on: Annotated[
         Literal["assistant", "last", "all"], typer.Option(help="Which of the assistant's messages, or every token.")
@@ -33,12 +30,12 @@ def render(
         list[str] | None,
         typer.Option(metavar="FIELD=COLUMN", help="Column of a field, where it is not recognised; may be repeated."),
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Number of conversations to show.")] = 1,
+    rows: Annotated[int, typer.Option(min=1, help="Number of rows to show.")] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print an object with input_ids and loss_mask a line.")
     ] = False,
 ) -> None:
-    """Show conversations as a training by `sft` gets them: the model's tokens, those that are trained on in green.
+    """Show rows as a training gets them: the model's tokens, those that are trained on in green.
 
     Where the output has no colours, what is trained on stands between >>> and <<<.
     """
@@ -46,9 +43,10 @@ def render(
 
     try:
         named = dict(pair(each) for each in mapping or ())
-        conversations = list(data.conversations(file, mapping=named, limit=rows))
+        chosen = kind if kind != "auto" else data.kind_of(file, mapping=named)
         with warnings_to_stderr("gradwire render"), told(access):
-            asyncio.run(_show(access, model, train_on, conversations, as_json))
+            shown = list(data.LOADERS[chosen](file, mapping=named, limit=rows))
+            asyncio.run(_show(access, model, train_on, shown, as_json))
     except (ValueError, OSError, ImportError) as error:
         message = str(error)
         if isinstance(error, data.DataError) and error.unnamed:
@@ -58,33 +56,18 @@ def render(
         raise typer.Exit(2) from None
 
 
-async def _show(
-    access: Access, model: str, train_on: str, conversations: Sequence[Conversation], as_json: bool
-) -> None:
+async def _show(access: Access, model: str, train_on: str, rows: Sequence[Any], as_json: bool) -> None:
     from gradwire.recipes.tokens import Tokens
 
     out = Console(soft_wrap=True, highlight=False)
     async with gradwire.connect(access.address, **access.options()) as service:
         info = await model_of(service, model)
         tokens = Tokens(service, info, info.context_length)
-        for each in conversations:
-            for row in await tokens.fitting([each], lambda talks: tokens.rows(talks, train_on)):
-                if as_json:
-                    print(json.dumps({key: row[key].tolist() for key in ("input_ids", "loss_mask")}))
-                    continue
-                trained = int(row["loss_mask"].sum())
-                out.print(Text(f"{each.place}: {len(row['input_ids'])} tokens, {trained} trained on", "bold"))
-                out.print(await _shown(service, info.name, row, out.is_terminal))
-
-
-async def _shown(service: gradwire.ServiceClient, model: str, row: Any, coloured: bool) -> Text:
-    """The text of the tokens, in stretches that are trained on or not."""
-    marked = zip(row["input_ids"].tolist(), row["loss_mask"].tolist())
-    stretches = [
-        (bool(on), [token for token, _ in part]) for on, part in itertools.groupby(marked, lambda each: each[1])
-    ]
-    text = Text()
-    for (on, _), decoded in zip(stretches, await service.decode(model, [ids for _, ids in stretches])):
-        lines = "\n".join(map(plain, decoded.split("\n")))
-        text.append(lines if coloured or not on else f">>>{lines}<<<", "green" if on else "dim")
-    return text
+        for each in rows:
+            found = await tokens.fitting([each], lambda some: learned(tokens, some, train_on))
+            if not as_json:
+                await show(out, service, info.name, each.place, found)
+                continue
+            for name, ids, mask in found:
+                said = {"row": name} if name else {}
+                print(json.dumps({**said, "input_ids": list(map(int, ids)), "loss_mask": list(map(int, mask))}))

@@ -188,7 +188,7 @@ async def _answered(
         for (row, text), scores in zip(answers, grades):
             shown = {name: str(each) if isinstance(each, SampleError) else each for name, each in scores.items()}
             yield {"item": row.columns, "answer": text, "scores": shown}
-    tokens.tell_of_skipped()
+    tokens.tell_of_rows()
 
 
 async def _prompts(tokens: Tokens, rows: Sequence[Prompt], room: int) -> list[tuple[Prompt, Any]]:

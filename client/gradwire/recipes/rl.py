@@ -100,7 +100,7 @@ async def train_with(
         if kept.in_memory:  # else a prompt that the template refuses costs its own answers only
             tasks = await _tasks(settings, tokens, kept)
         problems = await _tasks(settings, tokens, held_out[: settings.eval_problems])
-        tokens.tell_of_skipped()
+        tokens.tell_of_rows()
         if not tasks:
             raise SettingsError(f"data is {settings.data}: no problem could be used")
         per_epoch = -(-len(tasks) // settings.batch_size)

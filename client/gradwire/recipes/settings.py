@@ -64,6 +64,11 @@ def value_of(hint: Any, value: Any, place: str) -> Any:
         value = kind()
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise SettingsError(f"{place} is {_said(value)}; it must be {NAMES[kind]}")
+    if kind is dict and (joined := [name for name, each in value.items() if each is None and ":" in str(name)]):
+        field, _, of = str(joined[0]).partition(":")
+        raise SettingsError(
+            f"{place} has {joined[0]!r}, without a value: write a blank behind the colon, {field}: {of}"
+        )
     return value
 
 

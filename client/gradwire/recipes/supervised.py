@@ -92,7 +92,7 @@ async def train_rows(
             kinds = ((sampled_share, on_sampled), (1 - sampled_share, on_given))
             return await estimate(training, settings, batches, *kinds, held_out=len(held_out))
         await _Steps(training, settings, batches, drawn, loss, head).take(evaluate if held_out else None)
-        tokens.tell_of_skipped()
+        tokens.tell_of_rows()
     return None
 
 
@@ -171,7 +171,7 @@ class _Steps(Generic[T]):
         end = min(before + self._settings.accumulation, self._count)  # the last step may have fewer
         results = [self._loss(await self._next(step), more=number + 1 < end) for number in range(before, end)]
         stepped = self._optim_step(scheduled(self._settings, step, peak=self._peak, total=self._total))
-        *losses, taken = await asyncio.gather(*results, stepped)
+        *losses, taken = await in_order(*results, stepped)
         for warning in [each for loss in losses for each in loss.warnings]:
             kind = re.sub(r"\d+", "", warning)  # those that differ in their numbers are one kind
             self._warn_once(kind, "step %d: %s", step + 1, warning)
@@ -207,6 +207,15 @@ class _Steps(Generic[T]):
         )  # fmt: skip
 
 
+async def in_order(*results: Awaitable[Any]) -> list[Any]:
+    """Await operations; of several that fail the first is raised, which is the cause of the others."""
+    done = await asyncio.gather(*results, return_exceptions=True)
+    for each in done:
+        if isinstance(each, BaseException):
+            raise each
+    return done
+
+
 async def estimate(
     training: Training,
     settings: RowSettings,
@@ -231,9 +240,9 @@ async def estimate(
             began = time.monotonic()
             result = await loss(batch)
             peak = learning_rate(settings, training.model.num_parameters)
-            await training.run.optim_step(peak, optimizer=settings.optimizer)
+            whole, _ = await in_order(result, training.run.optim_step(peak, optimizer=settings.optimizer))
             measured = time.monotonic() - began
-            tokens += share * (await result).num_tokens / len(both)
+            tokens += share * whole.num_tokens / len(both)
         seconds += share * measured
     count = _count(settings, batches)
     steps = -(-count // settings.accumulation)

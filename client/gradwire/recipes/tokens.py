@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -21,6 +22,10 @@ logger = logging.getLogger("gradwire.recipes")
 T = TypeVar("T")
 TOLD = 3
 """Skipped rows that are each said."""
+NOT_IN_HISTORY = (
+    "an earlier message of an answer is not learned: in the history the template writes it otherwise than for the model"
+    " that answers"
+)
 
 
 class RowRefusedError(ValueError):
@@ -51,6 +56,7 @@ class Tokens:
     Attributes:
         cut: Rows that were cut so far.
         skipped: Place of each row that was skipped -> why.
+        remarks: How what is learned of rows differs from what they say -> the places of these rows.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class Tokens:
         self._warned: set[str] = set()
         self.cut = 0
         self.skipped: dict[str, str] = {}
+        self.remarks: dict[str, dict[str, None]] = {}
 
     async def fitting(self, rows: Sequence[T], encode: Callable[[Sequence[T]], Awaitable[list[Any]]]) -> list[Any]:
         """Encode those rows of a batch that can be.
@@ -92,38 +99,63 @@ class Tokens:
                 del kept[refused.index]
         return []
 
-    def tell_of_skipped(self) -> None:
-        """Log how many rows were skipped, if they were not all said."""
+    def tell_of_rows(self) -> None:
+        """Log how many rows were skipped or learned otherwise, if they were not all said."""
         if self._tell and len(self.skipped) > TOLD:
             logger.warning("%d rows were skipped; `gradwire data check` lists them all", len(self.skipped))
+        for remark, places in self.remarks.items():
+            if self._tell and len(places) > 1:
+                logger.warning("%d rows: %s", len(places), remark)
+
+    def _remark(self, remark: str, place: str) -> None:
+        if self._tell and remark not in self.remarks:
+            logger.warning("%s: %s; such rows are counted at the end", place or "a row", remark)
+        self.remarks.setdefault(remark, {})[place] = None
 
     async def rows(self, conversations: Sequence[Conversation], train_on: str = "assistant") -> list[Any]:
         """Encode conversations into rows with ``input_ids``, ``loss_mask``, and ``weights`` and ``images`` where one
-        has any."""
+        has any.
+
+        A conversation becomes several rows where its answers stand behind their prompts in no single one.
+        """
+        return [row for _, row in await self._rows(conversations, train_on)]
+
+    async def _rows(self, conversations: Sequence[Conversation], train_on: str) -> list[tuple[int, Any]]:
+        """Rows, each with the index of its conversation."""
         if train_on != "assistant" and any("weight" in message for each in conversations for message in each.messages):
             self._warn_once("train_on is %s: what messages say of being learned is not used", train_on)
         pictured = any(each.images for each in conversations)
+        weighted = any(each.weight != 1.0 for each in conversations)
         if pictured:
             await self._check_images(conversations)
-        if any(each.text for each in conversations):
-            return await self._texts(conversations, train_on)
-        if await self._chats():
-            rows = await self._rendered(conversations, train_on)
-            if train_on != "all" and not self._writes_ends:
-                rows = [self._ended(row) for row in rows]
-        else:
-            rows = await self._plain([each.messages for each in conversations], train_on)
-        if any(each.weight != 1.0 for each in conversations):
-            for row, each in zip(rows, conversations):
+        talks = [index for index, each in enumerate(conversations) if not each.text]
+        encoded = await self._texts(conversations) if len(talks) < len(conversations) else []
+        encoded += await self._talks(conversations, talks, train_on)
+        rows = []
+        for index, row, num_messages in sorted(encoded, key=lambda each: each[0]):
+            each = conversations[index]
+            if weighted:
                 row["weights"] = np.full(len(row["input_ids"]), each.weight, np.float32)
-        if not pictured:
-            return [self._short(row, index) for index, row in enumerate(rows)]
-        for index, (row, each) in enumerate(zip(rows, conversations)):
+            self._check_ids(row["input_ids"], index)
+            if not pictured:
+                rows.append((index, self._short(row, index)))
+                continue
             if each.images and len(row["input_ids"]) > self._most:
                 reason = f"{len(row['input_ids'])} tokens; max_tokens allows {self._most}, and images are not cut off"
                 raise RowRefusedError(index, reason, overlong=True)
-            rows[index] = {**self._short(row, index), "images": list(each.images)}
+            images = list(each.images)[: _num_images(each.messages[:num_messages])]
+            rows.append((index, {**self._short(row, index), "images": images}))
         return rows
+
+    def _check_ids(self, ids: Any, index: int) -> None:
+        """Check that the model has the tokens.
+
+        Raises:
+            RowRefusedError: It has not.
+        """
+        if len(ids) and (largest := int(np.max(ids))) >= self._model.vocab_size:
+            reason = f"its text has the token {largest}, and the model has {self._model.vocab_size}: the tokenizer's "
+            raise RowRefusedError(index, f"{reason}added tokens need a model whose embedding has them")
 
     async def _check_images(self, conversations: Sequence[Conversation]) -> None:
         """Check that the model takes the images of conversations.
@@ -137,29 +169,62 @@ class Tokens:
         if any(each.text for each in conversations):
             raise RowRefusedError(index, "there are images, and other rows are plain texts: train them apart")
 
-    async def _texts(self, conversations: Sequence[Conversation], train_on: str) -> list[Any]:
-        """Encode plain texts, those of more than ``max_tokens`` in as many rows as it takes; conversations beside them
-        as ever."""
-        rows: list[Any] = []
+    async def _texts(self, conversations: Sequence[Conversation]) -> list[tuple[int, Any, int]]:
+        """Encode plain texts, those of more than ``max_tokens`` in as many rows as it takes."""
+        rows: list[tuple[int, Any, int]] = []
         texts = await self._service.encode(self._model.name, [each.text for each in conversations])
-        for each, ids in zip(conversations, texts):
-            if not each.text:
-                rows += await self.rows([each], train_on)
-                continue
-            whole = [*ids, *self._model.eos_token_ids[:1]]
+        for index, (each, ids) in enumerate(zip(conversations, texts)):
+            whole = [*ids, *self._model.eos_token_ids[:1]] if each.text else []
             for start in range(0, len(whole), self._most):
                 part = np.array(whole[start : start + self._most])
-                row = {"input_ids": part, "loss_mask": np.ones(len(part), np.int64)}
-                rows.append(row | {"weights": np.full(len(part), each.weight, np.float32)})
-        if all(each.weight == 1.0 for each in conversations):
-            return [{name: value for name, value in row.items() if name != "weights"} for row in rows]
-        ones = [{"weights": np.ones(len(row["input_ids"]), np.float32)} for row in rows]
-        return [one | row for one, row in zip(ones, rows)]
+                rows.append((index, {"input_ids": part, "loss_mask": np.ones(len(part), np.int64)}, 0))
+        return rows
+
+    async def _talks(
+        self, conversations: Sequence[Conversation], talks: Sequence[int], train_on: str
+    ) -> list[tuple[int, Any, int]]:
+        """Encode the conversations with these indices: of each row its conversation's, the row, how many messages."""
+        if not talks:
+            return []
+        if not await self._chats():
+            plain = await self._plain([conversations[index].messages for index in talks], train_on)
+            return [(index, row, len(conversations[index].messages)) for index, row in zip(talks, plain)]
+        rows: list[tuple[int, Any, int]] = []
+        for _, part in itertools.groupby(talks, lambda index: _settings(conversations[index])):
+            same = list(part)
+            some = [conversations[index] for index in same]
+            with _refusals(same):
+                rendered = await self._service.render_turns(
+                    [each.messages for each in some], some[0].tools or None, learned(some, train_on),
+                    model=self._model.name, **some[0].template_kwargs,
+                )  # fmt: skip
+            for turns in rendered:
+                index = same[turns.conversation]
+                row = turns.row if train_on == "all" or self._writes_ends else self._ended(turns.row)
+                rows.append((index, dict(row), turns.num_messages))
+                for remark in turns.remarks:
+                    self._remark(remark, conversations[index].place)
+        return rows
+
+    async def _answers(self, rows: Sequence[Any], answers: Sequence[Sequence[Any]]) -> list[Any]:
+        """One row of each prompt with its answer, of which all that the assistant writes in the answer is learned."""
+        talks = [
+            Conversation(
+                (*({**message, "weight": 0} for message in each.prompt), *answer), each.tools, each.template_kwargs,
+                place=each.place,
+            )
+            for each, answer in zip(rows, answers)
+        ]  # fmt: skip
+        found: dict[int, Any] = {}
+        for index, row in await self._rows(talks, "assistant"):
+            if index in found:
+                self._remark(NOT_IN_HISTORY, talks[index].place)
+            found.setdefault(index, row)
+        return [found[index] for index in range(len(talks))]
 
     async def ratings(self, ratings: Sequence[Rating]) -> list[dict[str, Any]]:
         """Encode rated answers into rows for ``kto``; each has the next one's answer, too, to estimate the KL."""
-        talks = [Conversation((*each.prompt, *each.completion), each.tools, each.template_kwargs) for each in ratings]
-        rows = await self.rows(talks, "last")
+        rows = await self._answers(ratings, [each.completion for each in ratings])
         rated = []
         for index, (row, each) in enumerate(zip(rows, ratings)):
             other = rows[(index + 1) % len(rows)]
@@ -182,25 +247,9 @@ class Tokens:
                 ids += written
                 labels += [-100] * (len(written) - 1) + [int(label)]
             row = {"input_ids": np.array(ids), "token_labels": np.array(labels), "loss_mask": np.array(labels) >= 0}
+            self._check_ids(ids, index)
             short = self._short(row, index)
             rows.append({name: value for name, value in short.items() if name != "loss_mask"})
-        return rows
-
-    async def _rendered(self, conversations: Sequence[Conversation], train_on: str) -> list[Any]:
-        chosen = learned(conversations, train_on)
-        if not any(each.tools or each.template_kwargs for each in conversations):
-            messages = [each.messages for each in conversations]
-            with _refusals():
-                return list(await self._service.render(messages, train_on=chosen, model=self._model.name))
-        rows = []
-        for index, each in enumerate(conversations):
-            with _refusals(index):
-                rows.append(
-                    await self._service.render(
-                        each.messages, tools=each.tools or None, train_on=chosen, model=self._model.name,
-                        **each.template_kwargs,
-                    )
-                )  # fmt: skip
         return rows
 
     async def pairs(self, preferences: Sequence[Preference], *, margins: bool = False) -> list[dict[str, Any]]:
@@ -212,13 +261,9 @@ class Tokens:
         for index, each in enumerate(preferences):
             if each.margin and not margins:
                 raise RowRefusedError(index, "there is a margin, which the recipe reward alone uses; drop the column")
-        both = [
-            Conversation((*each.prompt, *answer), each.tools, each.template_kwargs)
-            for answers in ([each.chosen for each in preferences], [each.rejected for each in preferences])
-            for each, answer in zip(preferences, answers)
-        ]
+        answers = [*(each.chosen for each in preferences), *(each.rejected for each in preferences)]
         try:
-            rows = await self.rows(both, "last")
+            rows = await self._answers([*preferences, *preferences], answers)
         except RowRefusedError as refused:
             refused.index %= len(preferences)
             raise
@@ -232,15 +277,22 @@ class Tokens:
 
     async def prompts(self, conversations: Sequence[Conversation | Prompt], room: int) -> list[Any]:
         """Encode what precedes the first answer, cut at the beginning where it leaves no room for so many tokens."""
-        messages: list[list[Any]] = [list(each.prompt) for each in conversations]
+        encoded: list[Any] = []
         if await self._chats():
-            with _refusals():
-                rows = await self._service.render(
-                    messages, train_on=None, add_generation_prompt=True, model=self._model.name
-                )
-            encoded = [row["input_ids"] for row in rows]
+            for _, part in itertools.groupby(range(len(conversations)), lambda index: _settings(conversations[index])):
+                same = list(part)
+                tools, variables = _of_template(conversations[same[0]])
+                with _refusals(same):
+                    rows = await self._service.render(
+                        [list(conversations[index].prompt) for index in same], tools, None, True,
+                        model=self._model.name, **variables,
+                    )  # fmt: skip
+                encoded += [row["input_ids"] for row in rows]
         else:
-            encoded = await self._service.encode(self._model.name, [plain_chat(each) for each in messages])
+            prompts: list[list[Any]] = [list(each.prompt) for each in conversations]
+            encoded = await self._service.encode(self._model.name, [plain_chat(each) for each in prompts])
+        for index, ids in enumerate(encoded):
+            self._check_ids(ids, index)
         most = max(1, self._most - room)
         if any(len(ids) > most for ids in encoded):
             self._warn_once(
@@ -261,7 +313,7 @@ class Tokens:
     async def _plain(self, conversations: Sequence[Sequence[Any]], train_on: str) -> list[Any]:
         ends = self._model.eos_token_ids[:1]
         conversations = [_to_last_answer(each) for each in conversations]
-        if train_on == "assistant" and any(_answers(each) > 1 for each in conversations):
+        if train_on == "assistant" and any(_num_answers(each) > 1 for each in conversations):
             self._warn_once("without a chat template only the last answer of a conversation is trained on")
         befores = await self._service.encode(self._model.name, [plain_chat(each[:-1]) for each in conversations])
         answers = await self._service.encode(
@@ -319,11 +371,11 @@ class Tokens:
 
 
 @contextmanager
-def _refusals(index: int | None = None) -> Iterator[None]:
+def _refusals(indices: Sequence[int]) -> Iterator[None]:
     """Turn the server's errors about one conversation into :class:`RowRefusedError`.
 
     Args:
-        index: Of the conversation; by default what the error says.
+        indices: Of the conversations.
     """
     try:
         yield
@@ -331,7 +383,21 @@ def _refusals(index: int | None = None) -> Iterator[None]:
         if error.row is None:
             raise
         reason = re.sub(r"^conversation \d+(: |, )?", "", str(error))
-        raise RowRefusedError(error.row if index is None else index, reason) from error
+        raise RowRefusedError(indices[error.row], reason) from error
+
+
+def _of_template(row: Any) -> tuple[Any, Any]:
+    """The tools and the variables that a row has for the template."""
+    return getattr(row, "tools", None) or None, getattr(row, "template_kwargs", {})
+
+
+def _settings(row: Any) -> str:
+    return repr(_of_template(row))
+
+
+def _num_images(messages: Sequence[Any]) -> int:
+    parts = [part for each in messages if isinstance(each["content"], list) for part in each["content"]]
+    return sum(part["type"] == "image" for part in parts)
 
 
 def _start(row: Any) -> int:
@@ -340,7 +406,7 @@ def _start(row: Any) -> int:
     return int(learned[0]) if len(learned) else len(row["input_ids"])
 
 
-def _answers(messages: Sequence[Any]) -> int:
+def _num_answers(messages: Sequence[Any]) -> int:
     return sum(message["role"] == "assistant" for message in messages)
 
 

@@ -361,13 +361,15 @@ async def test_a_model_without_a_template_is_trained_on_what_the_settings_say(
     train_on: str, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     said = [{"role": role, "content": "ab"} for role in ("user", "assistant", "user", "assistant")]
-    (tmp_path / "talks.jsonl").write_text("\n".join(json.dumps({"messages": [*said, {**said[3], "content": ""}]})
+    (tmp_path / "talks.jsonl").write_text("\n".join(json.dumps({"messages": [*said, {**said[3], "content": "?"}]})
                                                    .replace("ab", 2 * letter) for letter in "abcdef"))  # fmt: skip
     settings = sft.SFT(model="plain", address=server.address, data=str(tmp_path / "talks.jsonl"), train_on=train_on,
                        folder=str(tmp_path / "run"), held_out=0.2, batch_size=2, max_steps=1)  # fmt: skip
     await sft.train(settings)
     (line,) = [line for line in metrics(tmp_path / "run") if "train/tokens" in line]
-    scored = line["train/tokens"] - 2 if train_on == "all" else 2 * len(["end"])  # a row's first token is never scored
+    scored = (
+        line["train/tokens"] - 2 if train_on == "all" else 2 * len(["?", "end"])
+    )  # a row's first token is never scored
     assert line["train/num_tokens"] == scored
     warned = [record.message for record in caplog.records if "only the last answer" in record.message]
     assert len(warned) == (train_on == "assistant")

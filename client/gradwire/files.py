@@ -79,9 +79,10 @@ class Files:
             path: A ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file.
             purpose: ``"fine-tune"`` for data; ``"fine-tune-results"`` and ``"script"`` are not checked.
             expires_after: Seconds after which the server deletes it; None: never.
-            idempotency_key: The same key again returns the file that it made.
+            idempotency_key: The same key again, with the same content, name and purpose, returns the file that it made.
 
         Raises:
+            AlreadyExistsError: The key made another file.
             InvalidArgumentError: There is no such file.
             LimitExceededError: It is larger than the server or the key's quota allows.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -181,11 +182,12 @@ class Jobs:
                 ``address``, ``folder`` and ``loggers`` are the server's to choose.
             name: A label for people.
             metadata: Key-value labels for people.
-            idempotency_key: The same key again returns the job that it made.
+            idempotency_key: The same key again, with the same settings and files, returns the job that it made.
 
         Raises:
             SettingsError: A setting is unknown or out of range.
             InvalidArgumentError: A file is missing, or some lines of it cannot be used.
+            AlreadyExistsError: The key made a job with other settings or files.
         """
         from gradwire.recipes.command import settings_of
 
@@ -198,7 +200,7 @@ class Jobs:
             if isinstance(arguments.get(key), list):
                 raise InvalidArgumentError(f"{key} is a list: a job trains on one file, so join them", field=key)
             if (value := arguments.get(key)) and not str(value).startswith("file-"):
-                arguments[key] = await self._uploaded(str(value), "script" if key == "script" else "fine-tune")
+                arguments[key] = await self._uploaded(str(value), key, idempotency_key)
         spec = pb.JobSpec(recipe=recipe, settings=json.dumps(arguments), name=name, metadata=metadata)
         request = pb.CreateJobRequest(spec=spec, idempotency_key=idempotency_key or secrets.token_hex(16))
         return Job.from_message(await self._transport.job_call(lambda stub: stub.CreateJob, request))
@@ -322,8 +324,10 @@ class Jobs:
                 request.error.CopyFrom(pb.JobError(code=end.error_code, message=end.error, param=end.param))
         return Job.from_message(await self._transport.job_call(lambda stub: stub.ReportJob, request))
 
-    async def _uploaded(self, path: str, purpose: str) -> str:
-        file = await self._files.upload(path, purpose)
+    async def _uploaded(self, path: str, setting: str, idempotency_key: str) -> str:
+        own = hashlib.sha256(f"{setting} of {idempotency_key}".encode()).hexdigest() if idempotency_key else ""
+        purpose = "script" if setting == "script" else "fine-tune"
+        file = await self._files.upload(path, purpose, idempotency_key=own)
         if file.num_problems:
             lines = "; ".join(f"line {line}: {reason}" for line, reason in list(file.problems.items())[:3])
             await self._files.delete(file.file_id)

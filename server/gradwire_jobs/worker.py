@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -141,7 +142,8 @@ async def _work(task: Task, job: gradwire.Job, service: gradwire.ServiceClient, 
     await reporter.send()
     events = await service.jobs.events(task.job_id)
     file = await asyncio.to_thread(write_results, events, folder / "results.csv")
-    uploaded = await service.files.upload(file, "fine-tune-results", idempotency_key=f"{task.job_id}/results.csv")
+    digest = hashlib.sha256(await asyncio.to_thread(file.read_bytes)).hexdigest()
+    uploaded = await service.files.upload(file, "fine-tune-results", idempotency_key=f"{task.job_id}/{digest}")
     return [uploaded.file_id]
 
 

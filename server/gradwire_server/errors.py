@@ -65,6 +65,17 @@ def unknown_job(job_id: str) -> ServiceError:
     return ServiceError(pb.ERROR_CODE_UNKNOWN_JOB, f"there is no job {job_id[:100]!r}", field="job_id")
 
 
+def key_reused(made: str, content: str, field: str = "idempotency_key") -> ServiceError:
+    """ALREADY_EXISTS for an idempotency key that has made something of another content.
+
+    Args:
+        made: What it has made, such as "the run run-abc".
+        content: What is different: "settings" or "content".
+    """
+    message = f"this idempotency key made {made} with other {content}; a new one takes a new key"
+    return ServiceError(pb.ERROR_CODE_ALREADY_EXISTS, message, field=field)
+
+
 def unknown_file(file_id: str, field: str = "file_id") -> ServiceError:
     """UNKNOWN_FILE, also for a file of another key."""
     return ServiceError(pb.ERROR_CODE_UNKNOWN_FILE, f"there is no file {file_id[:100]!r}", field=field)

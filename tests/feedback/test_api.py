@@ -89,7 +89,7 @@ def test_a_repeated_request_is_stored_once(api: httpx.Client) -> None:
     first, again = submit(api, "twice", scores(2), **key), submit(api, "twice", scores(2), **key)
     assert first.status_code == again.status_code == 201 and first.json() == again.json()
     other = submit(api, "twice", scores(3), **key)
-    assert other.status_code == 422 and "Idempotency-Key" in other.json()["detail"]
+    assert other.status_code == 409 and "Idempotency-Key" in other.json()["detail"]
     assert "2 feedback samples" in api.post("/train_policy/twice", json={}).json()["detail"]
 
 

@@ -149,13 +149,22 @@ async def test_cancel_ends_the_worker_and_keeps_what_there_is(
         await service.jobs.get(job.job_id)
 
 
-async def test_a_repeated_submission_is_one_job(service: gradwire.ServiceClient, data: dict[str, Path]) -> None:
+async def test_a_repeated_submission_is_one_job(
+    service: gradwire.ServiceClient, data: dict[str, Path], tmp_path: Path
+) -> None:
     file = await service.files.upload(data["talks"])
     settings = SETTINGS | {"data": file.file_id, "max_steps": 1}
     first = await service.jobs.submit("sft", settings, idempotency_key="once")
     assert (await service.jobs.submit("sft", settings, idempotency_key="once")).job_id == first.job_id
     with pytest.raises(gradwire.AlreadyExistsError, match=first.job_id):
         await service.jobs.submit("sft", settings | {"max_steps": 2}, idempotency_key="once")
+    with_path = settings | {"data": str(data["talks"])}
+    assert (await service.jobs.submit("sft", with_path, idempotency_key="once")).job_id == first.job_id
+    assert (await service.jobs.submit("sft", with_path, idempotency_key="once")).job_id == first.job_id
+    changed = tmp_path / data["talks"].name
+    changed.write_bytes(data["talks"].read_bytes() * 2)
+    with pytest.raises(gradwire.AlreadyExistsError, match="with other content"):
+        await service.jobs.submit("sft", with_path | {"data": str(changed)}, idempotency_key="once")
     await finished(service, first.job_id)
 
 

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from gradwire_feedback.database.tables import Answer, Feedback, IdempotentRequest, Item, new_id, now
 from gradwire_feedback.store.order import next_numbers
-from gradwire_feedback.store.problems import UnprocessableError
+from gradwire_feedback.store.problems import ConflictError
 
 IDEMPOTENCY_DAYS = 7
 
@@ -96,7 +96,7 @@ def earlier_answer(session: Session, caller: str, agent_id: str, key: str, diges
     """Return the answer of an earlier request with this Idempotency-Key, or None.
 
     Raises:
-        UnprocessableError: The earlier request had other content.
+        ConflictError: The earlier request had other content.
     """
     session.execute(
         sa.delete(IdempotentRequest).where(IdempotentRequest.created_at < now() - timedelta(days=IDEMPOTENCY_DAYS))
@@ -105,9 +105,7 @@ def earlier_answer(session: Session, caller: str, agent_id: str, key: str, diges
     if earlier is None:
         return None
     if earlier.digest != digest:
-        raise UnprocessableError(
-            "this Idempotency-Key was already used with other content: use a new key for new feedback"
-        )
+        raise ConflictError("this Idempotency-Key was already used with other content: use a new key for new feedback")
     return earlier.answer["body"]
 
 

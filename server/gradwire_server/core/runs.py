@@ -17,7 +17,7 @@ from gradwire_server.access.model_names import ModelNames
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.run_settings import check_settings, take_settings
 from gradwire_server.core.uploads import Uploads
-from gradwire_server.errors import ServiceError
+from gradwire_server.errors import ServiceError, key_reused
 from gradwire_server.journal.checkpoint_records import ORIGIN
 from gradwire_server.journal.run_row import RunRecord, new_record
 from gradwire_server.journal.storage import Storage
@@ -335,11 +335,7 @@ class Runs:
             making = (other for other, _ in self._creating.values())
             known = next((other for other in making if (other.owner, other.idempotency_key) == sought), None)
         if known is not None and known.request != record.request:
-            raise ServiceError(
-                pb.ERROR_CODE_ALREADY_EXISTS,
-                f"this idempotency key made the run {known.run_id} with other settings; a new run takes a new key",
-                field="idempotency_key",
-            )
+            raise key_reused(f"the run {known.run_id}", "settings")
         return known
 
 

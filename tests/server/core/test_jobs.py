@@ -147,7 +147,17 @@ async def test_files_are_stored_once_checked_and_deleted(
         first, second = await upload(stub), await upload(stub)
         assert first.file_id != second.file_id and first.num_lines == 3 and not first.problems
         assert len(list((tmp_path / "files").iterdir())) == 1
-        assert (await upload(stub, key="k")).file_id == (await upload(stub, key="k")).file_id
+        kept = (await upload(stub, key="k")).file_id
+        assert (await upload(stub, key="k")).file_id == kept
+        for other in ({"content": ROW * 4}, {"filename": "other.jsonl"}, {"purpose": "script"}):
+            error = await refused(upload(stub, key="k", **other))
+            assert name_of(error) == "already_exists" and kept in error.message and error.field == "idempotency_key"
+        job = await create(stub, key="j")
+        assert (await create(stub, key="j")).job_id == job.job_id  # of another file with the same content
+        assert name_of(await refused(create(stub, key="j", seed=2))) == "already_exists"
+        other_data = (await upload(stub, ROW * 4)).file_id
+        assert name_of(await refused(create(stub, key="j", data=other_data))) == "already_exists"
+        await stub.CancelJob(jobs.CancelJobRequest(job_id=job.job_id))
         chunks = [frame.chunk async for frame in stub.ReadFile(jobs.ReadFileRequest(file_id=first.file_id))]
         assert b"".join(chunks) == ROW * 3
         wrong = await upload(stub, ROW + b'{"speech": 1}\nnot json\n' + b"[]\n" * 30)

@@ -525,6 +525,14 @@ def test_a_repeated_creation_is_one_job(
     assert second != first and create(**{"Idempotency-Key": "k"}) == second
     for job_id in (first, second):
         client.fine_tuning.jobs.cancel(job_id)
+    key = {"Idempotency-Key": "f"}
+    kept = client.files.create(file=("a.txt", b"1"), purpose="fine-tune", extra_headers=key)
+    assert client.files.create(file=("a.txt", b"1"), purpose="fine-tune", extra_headers=key).id == kept.id
+    asked = time.monotonic()
+    with pytest.raises(openai.ConflictError, match=f"made the file {kept.id} with other content") as caught:
+        client.files.create(file=("a.txt", b"2"), purpose="fine-tune", extra_headers=key)
+    assert caught.value.response.headers["x-should-retry"] == "false" and time.monotonic() - asked < 20
+    client.files.delete(kept.id)
 
 
 def test_jobs_are_listed_by_page_and_metadata(client: openai.OpenAI, supervised: FineTuningJob, data: str) -> None:

@@ -25,7 +25,7 @@ from gradwire_server.cli.preflight import check
 from gradwire_server.cli.settings_file import SettingsError
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import VERSION
-from gradwire_server.doors.http.errors import HTTP_STATUS
+from gradwire_server.doors.http.errors import HTTP_STATUS, error_response
 from gradwire_server.doors.http.openai import answers, events
 from gradwire_server.scheduling import fairness
 from gradwire_server.server import Server
@@ -48,7 +48,10 @@ def _http(server: Server) -> httpx.AsyncClient:
 
 def test_every_code_has_a_status_and_none_is_retried_in_vain() -> None:
     assert set(HTTP_STATUS) == set(pb.ErrorCode.values())
-    assert not {402, 409, 410} & set(HTTP_STATUS.values())
+    assert not {402, 410} & set(HTTP_STATUS.values())
+    for code, status in HTTP_STATUS.items():
+        answer = error_response(pb.Error(code=code), lambda _, error: {"detail": error.message})
+        assert (status == 409) == (answer.headers.get("x-should-retry") == "false"), code
 
 
 async def test_both_protocols_and_health_share_a_listener(server: Server) -> None:

@@ -31,7 +31,7 @@ from gradwire_server.access.quotas import check_files
 from gradwire_server.access.turns import Turns
 from gradwire_server.config import CHUNK_BYTES, ServerConfig
 from gradwire_server.durable_files import is_full, make_folder, sync
-from gradwire_server.errors import ServiceError, check_length, limit_exceeded, unknown_file
+from gradwire_server.errors import ServiceError, check_length, key_reused, limit_exceeded, unknown_file
 from gradwire_server.journal.job_records import FileRecords
 
 log = logging.getLogger(__name__)
@@ -131,20 +131,24 @@ class Files:
         idempotency_key: str = "",
         arrival: Arrival | None = None,
     ) -> jobs.File:
-        """Store a file and check its lines; it is on disk when this returns.
+        """Store a file and check its lines, or return the one that this idempotency key has already made.
+
+        It is on disk when this returns.
 
         Args:
             arrival: The upload that brings it; by default a new one.
 
         Raises:
-            ServiceError: INVALID_ARGUMENT, LIMIT_EXCEEDED, STORAGE_FULL.
+            ServiceError: INVALID_ARGUMENT, LIMIT_EXCEEDED, STORAGE_FULL; ALREADY_EXISTS if the key made a file with
+                other content, name or purpose.
         """
         self.check(described, idempotency_key)
         await self._expire()
         if (known := self._made(caller, idempotency_key)) is not None:
-            async for _ in chunks:  # the client is still sending
-                pass
-            return known
+            digest = hashlib.sha256()
+            async for chunk in chunks:  # the client is still sending
+                await asyncio.to_thread(digest.update, chunk)
+            return _same(known, described, digest.digest())
         file = jobs.File(
             file_id=new_id("file-"), owner=caller.name, filename=described.filename, purpose=described.purpose,
             created_at=time.time(), expires_at=described.expires_at,
@@ -158,7 +162,7 @@ class Files:
                     await _check_lines(partial, file)
             async with self._storing:
                 if (known := self._made(caller, idempotency_key)) is not None:
-                    return known
+                    return _same(known, described, file.digest)
                 self._check_room(caller)  # of the number of files as well
                 await asyncio.to_thread(_keep, partial, self._content(file))
                 await self._records.insert(file, idempotency_key)
@@ -286,7 +290,8 @@ class Files:
             self._by_key[file.owner, key] = file.file_id
 
     def _made(self, caller: Caller, key: str) -> jobs.File | None:
-        return self._known.get(self._by_key.get((caller.name, key), "")) if key else None
+        file = self._known.get(self._by_key.get((caller.name, key), "")) if key else None
+        return None if file is None or _expired(file) else file
 
     async def _expire(self) -> None:
         """Delete the files whose time is over and which no job needs."""
@@ -361,6 +366,17 @@ def _keep(partial: Path, content: Path) -> None:
     if not content.exists():
         partial.rename(content)
     sync(content.parent)
+
+
+def _same(known: jobs.File, described: jobs.File, digest: bytes) -> jobs.File:
+    """The file that a key has made, if it is asked for again; when it expires is counted from its first request.
+
+    Raises:
+        ServiceError: ALREADY_EXISTS.
+    """
+    if (known.digest, known.filename, known.purpose) != (digest, described.filename, described.purpose):
+        raise key_reused(f"the file {known.file_id}", "content")
+    return known
 
 
 def _expired(file: jobs.File) -> bool:

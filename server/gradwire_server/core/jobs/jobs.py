@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from gradwire_proto.v1 import jobs_pb2 as jobs
-from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.config import ServerConfig
@@ -28,7 +27,7 @@ from gradwire_server.core.jobs.states import (
     said,
     unfit,
 )
-from gradwire_server.errors import ServiceError, check_length, limit_exceeded
+from gradwire_server.errors import check_length, key_reused, limit_exceeded
 from gradwire_server.journal.job_records import StoredJob
 
 SAID = {QUEUED: "resumed", PAUSED: "paused", CANCELLED: "cancelled"}
@@ -70,14 +69,12 @@ class Jobs:
             ServiceError: INVALID_ARGUMENT for settings that no recipe takes; UNKNOWN_FILE, UNKNOWN_MODEL,
                 LIMIT_EXCEEDED; PERMISSION_DENIED for a script; ALREADY_EXISTS if the key made another job.
         """
-        request = spec.SerializeToString(deterministic=True)
+        request = self._specs.content(caller, spec)
         check_length(idempotency_key, "max_name_chars", self._config.limits.max_name_chars, "idempotency_key")
         async with self.states.changing:
             if idempotency_key and (known := self.states.of_key(caller.name, idempotency_key)):
-                if known.request != request:
-                    job_id = known.job.job_id
-                    message = f"this idempotency key made the job {job_id} with other settings; a new one takes a new"
-                    raise ServiceError(pb.ERROR_CODE_ALREADY_EXISTS, message, field="idempotency_key")
+                if known.request != request and known.job.spec != spec:
+                    raise key_reused(f"the job {known.job.job_id}", "settings")
                 return known.job
             if repeated and (job := self.states.repeated(caller.name, request, time.time() - REPEATED_S)) is not None:
                 return job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -41,6 +42,22 @@ class JobSpecs:
 
     def __init__(self, config: ServerConfig, keys: Keys, files: Files, models: ModelNames) -> None:
         self._config, self._keys, self._files, self._models = config, keys, files, models
+
+    def content(self, caller: Caller, spec: jobs.JobSpec) -> bytes:
+        """What a job is asked to do, with files by their content: the same file may have been uploaded again.
+
+        Raises:
+            ServiceError: INVALID_ARGUMENT, LIMIT_EXCEEDED.
+        """
+        check_length(spec.settings, "max_kwargs_chars", self._config.limits.max_kwargs_chars, "settings")
+        settings = settings_of(spec)
+        for name in FILE_SETTINGS:
+            with contextlib.suppress(ServiceError):  # of a file that is not there any more
+                settings |= {name: self._files.get(caller, str(settings.get(name))).digest.hex()}
+        told = jobs.JobSpec()
+        told.CopyFrom(spec)
+        told.settings = json.dumps(settings)
+        return told.SerializeToString(deterministic=True)
 
     def check(self, caller: Caller, spec: jobs.JobSpec) -> None:
         """Check a job's recipe, settings and files.

@@ -31,6 +31,9 @@ MAX_FIELD_CHARS = 200
 _CORE_NAME = re.compile(r"\brun-[a-z2-7]{16}(?:/[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?)?")
 LOGGED = "gradwire.logged"
 """Key of a scope whose unforeseen error was logged and answered."""
+CONFLICT = 409
+"""Of an idempotency key that has made something else. Most clients repeat it, unless they are told not to; Tinker's
+repeats it all the same, and its numbers that are used again are 422."""
 HTTP_STATUS: dict[Code, int] = {
     pb.ERROR_CODE_UNSPECIFIED: 500,
     pb.ERROR_CODE_INTERNAL: 500,
@@ -41,7 +44,7 @@ HTTP_STATUS: dict[Code, int] = {
     pb.ERROR_CODE_UNKNOWN_RUN: 404,
     pb.ERROR_CODE_UNKNOWN_CHECKPOINT: 404,
     pb.ERROR_CODE_UNKNOWN_OPERATION: 404,
-    pb.ERROR_CODE_ALREADY_EXISTS: 422,
+    pb.ERROR_CODE_ALREADY_EXISTS: CONFLICT,
     pb.ERROR_CODE_SEQ_REUSED: 422,
     pb.ERROR_CODE_SEQ_GAP: 429,
     pb.ERROR_CODE_STALE_EPOCH: 422,
@@ -110,6 +113,8 @@ def error_response(error: pb.Error, body: ErrorBody, status: int | None = None) 
     status = status or status_of(body_error)
     log.info("request %s refused with %d: %s", body_error.request_id, status, pb.ErrorCode.Name(body_error.code))
     headers = {"X-Request-Id": body_error.request_id}
+    if status == CONFLICT:
+        headers["X-Should-Retry"] = "false"
     if (retry_after_s := _retry_after_s(status, body_error)) is not None:
         headers["Retry-After"] = str(retry_after_s)
     return JSONResponse(dict(body(status, body_error)), status, headers)

@@ -159,12 +159,22 @@ LORA = {"rank": 4, "alpha": 6.0, "target_modules": ["q_proj", "lm_head"]}
 
 
 @pytest.mark.parametrize("asked", ["peft", "merged"])
-@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
-def test_an_export_has_the_runs_logprobs(name: str, asked: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("Llama", ["q_proj", "lm_head"]),
+        ("Qwen3", ["q_proj", "lm_head"]),
+        ("Llama", ["embed_tokens"]),
+        ("Qwen3", ["embed_tokens"]),
+        ("Qwen3", ["all-linear", "embed_tokens"]),
+        ("Qwen3", ["embed_tokens", "lm_head"]),
+    ],
+)
+def test_an_export_has_the_runs_logprobs(name: str, targets: list[str], asked: str, tmp_path: Path) -> None:
     folder = saved_model(name, tmp_path / "model")
     engine = LocalEngine({"tiny": folder}, tmp_path / "state")
     engine.create("run-other", lora=2, seed=5)  # another adapter on the same model, not on its head
-    engine.create("run-a", lora=LORA)
+    engine.create("run-a", lora=LORA | {"target_modules": targets})
     for _ in range(3):
         engine.train("run-a", BATCH, 3e-2)
         engine.train("run-other", BATCH)
@@ -173,13 +183,15 @@ def test_an_export_has_the_runs_logprobs(name: str, asked: str, tmp_path: Path) 
     out = tmp_path / "state" / "runs" / "run-a" / "exports" / "out"
     if asked == "peft":
         model: Any = with_adapter(folder, out)
-        learned = model.base_model.model.get_output_embeddings().lora_B["default"].weight
     else:
         model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        assert torch.equal(model.get_input_embeddings().weight, base.get_input_embeddings().weight)
-        learned = model.get_output_embeddings().weight - base.get_output_embeddings().weight
-    assert learned.abs().max() > 1e-3
+        for module, own, theirs in (
+            ("embed_tokens", model.get_input_embeddings(), base.get_input_embeddings()),
+            ("lm_head", model.get_output_embeddings(), base.get_output_embeddings()),
+        ):
+            learned = (own.weight - theirs.weight).abs().max()
+            assert learned > 1e-3 if module in targets else learned == 0, module
     with torch.no_grad():
         np.testing.assert_allclose(plain_logprobs(model.eval()).numpy(), expected, atol=1e-5)
     assert not np.allclose(expected, engine.logprobs("run-a", BATCH, model="base"), atol=1e-2)

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from gradwire_proto.v1 import training_pb2
@@ -186,12 +186,15 @@ def _logprob_difference(policy: Policy, merged: PreTrainedModel) -> float:
 
 
 def _untie(model: PreTrainedModel) -> None:
-    """Give an output head with an adapter a weight of its own, as merging into the embedding's would change that."""
-    head: Any = model.get_output_embeddings()
-    layer = getattr(head, "base_layer", head)
-    if layer is head or layer.weight is not cast(Any, model.get_input_embeddings()).weight:
+    """Give the output head a weight of its own where it shares the embedding's and either of them has an adapter.
+
+    An adapter is on one of the two uses, so merging it into the shared weight would change the other use as well.
+    """
+    layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    embedding, head = (getattr(layer, "base_layer", layer) for layer in layers)
+    if head is None or head.weight is not embedding.weight or layers == [embedding, head]:
         return
-    layer.weight = nn.Parameter(layer.weight.detach().clone())
+    head.weight = nn.Parameter(head.weight.detach().clone())
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = False
 

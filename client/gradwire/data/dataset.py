@@ -150,17 +150,28 @@ class Batches(Iterator[list[T]], Generic[T]):
         """Batches of the first epoch."""
         return self.count(1)
 
-    def count(self, epochs: int) -> int:
-        """Return the number of batches of the first epochs; with lengths, that of an epoch depends on its order."""
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the last batch ended an epoch."""
+        return self._row >= len(self._rows)
+
+    def count(self, epochs: int, accumulation: int = 1) -> int:
+        """Return the number of batches of the first epochs, or of the steps that take them.
+
+        Args:
+            epochs: Number of epochs; with lengths, the batches of one depend on its order.
+            accumulation: Batches of a step. No step has batches of two epochs, so the last one of each may have fewer.
+        """
         if (self._lengths == 1).all():
-            return epochs * -(-len(self._rows) // self._size)
-        batches = 0
+            return epochs * -(-len(self._rows) // (self._size * accumulation))
+        steps = 0
         for epoch in range(epochs):
             sums = np.cumsum(self._lengths[self._order_of(epoch)])
-            row = 0
+            row = batches = 0
             while row < len(sums):
                 row, batches = _end(sums, row, self._size), batches + 1
-        return batches
+            steps += -(-batches // accumulation)
+        return steps
 
     @property
     def position(self) -> dict[str, int]:

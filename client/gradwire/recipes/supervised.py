@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -138,8 +138,7 @@ class _Steps(Generic[T]):
     ) -> None:
         self._training, self._settings, self._batches = training, settings, batches
         self._encode, self._loss, self._head = encode, loss, head
-        self._count = _count(settings, batches)
-        self._total = -(-self._count // settings.accumulation)
+        self._total = _steps(settings, batches)
         self._peak = learning_rate(settings, training.model.num_parameters)
         self._warn_once = WarnOnce("gradwire.recipes")
 
@@ -148,7 +147,7 @@ class _Steps(Generic[T]):
         training, settings, batches = self._training, self._settings, self._batches
         plan = Plan(
             type(settings).__name__, eval_every=settings.eval_every, eval_first=settings.eval_first,
-            save_every=settings.save_every or -(-batches.per_epoch // settings.accumulation), keep=settings.keep,
+            save_every=settings.save_every or batches.count(1, settings.accumulation), keep=settings.keep,
             best_by=settings.best_by, patience=settings.patience,
         )  # fmt: skip
         loop = TrainingLoop(
@@ -167,9 +166,12 @@ class _Steps(Generic[T]):
             loop.close()
 
     async def _step(self, step: int) -> Metrics:
-        before = step * self._settings.accumulation
-        end = min(before + self._settings.accumulation, self._count)  # the last step may have fewer
-        results = [self._loss(await self._next(step), more=number + 1 < end) for number in range(before, end)]
+        results, ready = [], []
+        async for rows in self._batches_of(step):
+            if ready:
+                results.append(self._loss(ready, more=True))
+            ready = rows
+        results.append(self._loss(ready))
         stepped = self._optim_step(scheduled(self._settings, step, peak=self._peak, total=self._total))
         *losses, taken = await in_order(*results, stepped)
         for warning in [each for loss in losses for each in loss.warnings]:
@@ -184,16 +186,25 @@ class _Steps(Generic[T]):
             "time/engine_s": sum(loss.timings.engine_s for loss in losses),
         }
 
-    async def _next(self, step: int) -> list[Any]:
-        """Encode the next batch of which any row is left and any token is learned."""
-        reason = "no row could be used: all were skipped"
-        for _ in range(self._batches.per_epoch):
+    async def _batches_of(self, step: int) -> AsyncIterator[list[Any]]:
+        """Encode the batches of a step: those of which any row is left and any token is learned.
+
+        A step ends with the epoch, so that a training whose epochs are raised takes the steps of one that had them.
+        """
+        reason, found, taken = "no row could be used: all were skipped", False, 0
+        for _ in range(self._batches.per_epoch + self._settings.accumulation):
             batch = await asyncio.to_thread(next, self._batches)  # it may read a file
+            taken += 1
             rows = await self._encode(batch, step)
             if any(map(_has_learned_token, rows)):
-                return rows
-            if rows:
+                found = True
+                yield rows
+            elif rows:
                 reason = "nothing of it is trained on: masks, weights of 0 or max_tokens leave no token of any row"
+            if taken == self._settings.accumulation or self._batches.ends_epoch:
+                if found:
+                    return
+                taken = 0
         raise DataError(str(self._settings.data), reason)
 
     def _optim_step(self, rate: float) -> Any:
@@ -244,8 +255,8 @@ async def estimate(
             measured = time.monotonic() - began
             tokens += share * whole.num_tokens / len(both)
         seconds += share * measured
-    count = _count(settings, batches)
-    steps = -(-count // settings.accumulation)
+    steps = _steps(settings, batches)
+    count = round(steps * batches.per_epoch / batches.count(1, settings.accumulation))
     evaluations = -(-steps // settings.eval_every) if settings.eval_every else 0
     seconds *= count + evaluations * held_out / len(both[-1]) / 3
     tokens *= count
@@ -253,6 +264,6 @@ async def estimate(
     return Estimate.of(settings.optimizer, batches.num_rows, round(tokens), steps, training.model, trained, seconds)
 
 
-def _count(settings: RowSettings, batches: Batches[Any]) -> int:
-    """Number of batches of the whole training."""
-    return settings.max_steps * settings.accumulation or batches.count(settings.epochs)
+def _steps(settings: RowSettings, batches: Batches[Any]) -> int:
+    """Number of optimizer steps of the whole training."""
+    return settings.max_steps or batches.count(settings.epochs, settings.accumulation)

@@ -181,6 +181,22 @@ async def test_a_finished_training_takes_more_epochs_and_starts_another(
     assert info.forked_from == trained(str(first)).checkpoint
 
 
+async def test_more_epochs_for_a_finished_training_equal_those_of_one_call(
+    server: Server, talks: str, tmp_path: Path
+) -> None:
+    """Three batches an epoch and two a step: no step has batches of two epochs, so no row is left out or taken twice."""
+    data = written(tmp_path / "three.jsonl", [{"messages": row["messages"]} for row in rows_of(talks)[3:6]])
+    common = COMMON | {"batch_size": 1, "accumulation": 2, "learning_rate": 1e-2, "schedule": "constant"}
+    given = common | {"address": server.address, "data": data}
+    for epochs in (1, 2, 3):
+        await sft.train(sft.SFT(**given, folder=str(tmp_path / "raised"), epochs=epochs))
+    await sft.train(sft.SFT(**given, folder=str(tmp_path / "at_once"), epochs=3))
+    once = log(tmp_path / "at_once", "train/tokens")
+    assert len(once) == 6 and len({two + one for (_, two), (_, one) in zip(once[::2], once[1::2])}) == 1
+    for name in ("train/tokens", "train/loss"):
+        assert log(tmp_path / "raised", name) == log(tmp_path / "at_once", name)
+
+
 async def test_the_adapter_is_made_as_the_settings_say(server: Server, talks: str, tmp_path: Path) -> None:
     settings = sft.SFT(
         **COMMON | {"lora_rank": 4}, address=server.address, data=talks, folder=str(tmp_path), on_error="skip",

@@ -166,7 +166,8 @@ class _Steps(Generic[T]):
             loop.close()
 
     async def _step(self, step: int) -> Metrics:
-        results, ready = [], []
+        results: list[Any] = []
+        ready: list[Any] = []
         async for rows in self._batches_of(step):
             if ready:
                 results.append(self._loss(ready, more=True))

@@ -184,7 +184,7 @@ async def test_a_finished_training_takes_more_epochs_and_starts_another(
 async def test_more_epochs_for_a_finished_training_equal_those_of_one_call(
     server: Server, talks: str, tmp_path: Path
 ) -> None:
-    """Three batches an epoch and two a step: no step has batches of two epochs, so no row is left out or taken twice."""
+    """With three batches an epoch and two a step: no step has batches of two epochs, so no row is left out."""
     data = written(tmp_path / "three.jsonl", [{"messages": row["messages"]} for row in rows_of(talks)[3:6]])
     common = COMMON | {"batch_size": 1, "accumulation": 2, "learning_rate": 1e-2, "schedule": "constant"}
     given = common | {"address": server.address, "data": data}

@@ -10,7 +10,7 @@ import pytest
 from support.front import door, start
 from support.server import free_port
 from support.tinker import HttpServer, TinkerClient
-from support.tiny import tiny_model
+from support.tiny import llama_2_tokenizer, tiny_model
 
 __all__ = ["door", "start"]
 
@@ -48,11 +48,14 @@ async def tinker(tinker_server: HttpServer) -> AsyncIterator[TinkerClient]:
 
 @pytest.fixture(scope="session")
 def openai_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    """Two models of one folder; its template takes tools, and writes calls as Llama does."""
+    """Two models of one folder, whose template takes tools writes calls as Llama does; one with Llama 2's blanks."""
     folder = tmp_path_factory.mktemp("openai")
     model = tiny_model(folder / "model", texts=TEXTS, vocab_size=340, context_length=1024)
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    running = HttpServer(model, folder / "state", free_port(), "--model", f"{DOCUMENTED}={model}")
+    blanks = tiny_model(folder / "blanks")
+    llama_2_tokenizer().save(str(blanks / "tokenizer.json"))
+    others = ["--model", f"{DOCUMENTED}={model}", "--model", f"blanks={blanks}"]
+    running = HttpServer(model, folder / "state", free_port(), *others)
     running.start()
     yield running
     assert running.end() == 0

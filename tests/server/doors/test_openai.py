@@ -24,7 +24,7 @@ from gradwire_server.doors.http.openai.events import _line
 from gradwire_server.doors.http.openai.tools import certain_content, forced_schema, read_answer
 from gradwire_server.errors import ServiceError, parked_error
 from support.tinker import HttpServer
-from tokenizers import Tokenizer, decoders, models
+from support.tiny import EMOJI, WORDS, llama_2_tokenizer
 
 ADD: dict[str, Any] = {
     "type": "function",
@@ -48,6 +48,7 @@ CALL_SCHEMA = {
     "required": ["name", "parameters"],
     "additionalProperties": False,
 }
+LATIN = ("▁the", "▁cat", "s", "<0xC3>", "<0xA9>", "▁cat")
 SHOWN: dict[str, Any] = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 HELLO: list[Any] = [{"role": "user", "content": "hello cat"}]
 
@@ -174,12 +175,13 @@ def test_offsets_point_into_the_text(client: openai.OpenAI, keeps: bool) -> None
         assert "<s>" in tokens[1:answer] and "<s>" in tokens[answer:] and "\ufffd" in tokens[answer:]
         ends = [*offsets[1:], len(choice.text)]
         for place, (token, offset, end) in enumerate(zip(tokens, offsets, ends, strict=True)):
-            if token in ("<s>", "<pad>", "<unk>") and not (keeps and place >= answer):
+            if token in ("<s>", "<pad>", "<unk>") and not keeps:
                 assert offset == end or "\ufffd" in tokens[place - 1]  # an unfinished character before it
             elif "\ufffd" not in token:
                 assert choice.text[offset:].startswith(token)
         assert offsets == sorted(offsets) and offsets[-1] <= len(choice.text)
-        assert choice.text.index("€") == 2 and offsets.count(2) == 3
+        euro = 2 + 2 * len("<s>") * keeps
+        assert choice.text.index("€") == euro and offsets.count(euro) == 3
         before = len(choice.text) - len(other.text)
         assert other.logprobs.text_offset == parts[other.index] == [offset - before for offset in offsets[answer:]]
 
@@ -192,12 +194,44 @@ def test_offsets_end_with_a_text_that_a_stop_string_cuts(client: openai.OpenAI) 
     assert max(cut.logprobs.text_offset or []) <= len(cut.text)
 
 
+def test_an_answer_keeps_its_leading_blank_and_the_rest_of_a_character(
+    client: openai.OpenAI, service: gradwire.sync.ServiceClient
+) -> None:
+    """Whatever the decoder drops where a text begins: the text is what the tokens add to their prompt's."""
+    for next_word, prompt, begins, whole in (
+        ("▁sat", ["▁the", "▁cat"], " sat", "the cat sat"),
+        ("▁sat", [], "sat", "sat"),
+        (EMOJI[3], ["▁cat", *EMOJI[:3]], "\U0001f600", "cat\U0001f600"),
+    ):
+        ids, bias = [1, *map(WORDS.index, prompt)], {WORDS.index(next_word): 100.0}
+        asked: dict[str, Any] = {"model": "blanks", "prompt": ids, "max_tokens": 1, "logprobs": 0, "temperature": 0}
+        asked |= {"logit_bias": {str(token): value for token, value in bias.items()}}
+        found = client.completions.create(**asked).choices[0]
+        assert found.text == begins and found.logprobs is not None and found.logprobs.text_offset == [0]
+        streamed_text = "".join(part.choices[0].text for part in client.completions.create(**asked, stream=True))
+        assert streamed_text == begins
+        echoed = client.completions.create(**asked, echo=True).choices[0]
+        assert echoed.text == whole and echoed.logprobs is not None and echoed.logprobs.text_offset is not None
+        assert echoed.text[echoed.logprobs.text_offset[-1] :] == begins
+        sampling = service.sampling_client("blanks")
+        sampled = sampling.sample([ids], max_tokens=1, temperature=0, logit_bias=bias).result()
+        assert sampled.samples[0][0].text == begins
+
+
+@pytest.mark.parametrize("stop", ["<|end|>", " sat<|end|>", "<|end|> sat"])
+def test_a_stop_text_may_have_special_tokens(client: openai.OpenAI, stop: str) -> None:
+    choices: dict[str, Any] = {"logit_bias": {str(WORDS.index(word)): 90 for word in ("▁sat", "<|end|>")}}
+    asked: dict[str, Any] = {"model": "blanks", "prompt": "the cat", "max_tokens": 40, "seed": 1, **choices}
+    free = client.completions.create(**asked, extra_body={"skip_special_tokens": False}).choices[0].text
+    assert set(free.replace("<|end|>", "").split()) == {"sat"} and stop in free
+    shown = free[: free.index(stop)].replace("<|end|>", "")
+    found = client.completions.create(**asked, stop=stop).choices[0]
+    assert (found.text, found.finish_reason) == (shown, "stop")
+    assert "".join(part.choices[0].text for part in client.completions.create(**asked, stop=stop, stream=True)) == shown
+
+
 async def test_offsets_count_spaces_that_only_the_first_token_of_a_text_loses() -> None:
-    vocabulary = {text: token for token, text in enumerate(("<unk>", "▁the", "▁cat", "s", "<0xC3>", "<0xA9>", "▁"))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    tokenizer = llama_2_tokenizer()
 
     async def decode(caller: Caller, model: str, rows: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
         return tokenizer.decode_batch(rows, skip_special_tokens=skip_special_tokens)
@@ -206,12 +240,13 @@ async def test_offsets_count_spaces_that_only_the_first_token_of_a_text_loses() 
         return [tokenizer.id_to_token(token) or "" for token in ids]
 
     core: Any = SimpleNamespace(texts=SimpleNamespace(decode=decode, pieces=pieces))
-    texts, ids = TokenTexts(core, Caller(""), "m"), [1, 2, 3, 4, 5, 2]
+    texts, ids = TokenTexts(core, Caller(""), "m"), [WORDS.index(word) for word in LATIN]
     text_of = await texts.read([Tokens(ids)])
     assert tokenizer.decode(ids) == "the catsé cat"
     assert TextOffsets(texts).add(ids) == [0, 3, 7, 8, 8, 9] and [*map(text_of, ids[1:3])] == [" cat", "s"]
-    await texts.read([Tokens([6])])
-    assert tokenizer.decode([6, 2, 3]) == " cats" and TextOffsets(texts).add([6, 2, 3]) == [0, 0, 4]
+    blank = [WORDS.index(word) for word in ("▁", "▁cat", "s")]
+    await texts.read([Tokens(blank)])
+    assert tokenizer.decode(blank) == " cats" and TextOffsets(texts).add(blank) == [0, 0, 4]
 
 
 def test_an_address_without_v1_is_explained(server: HttpServer) -> None:

@@ -41,7 +41,7 @@ PERSON = {
     stops=st.lists(st.text(alphabet="abcé\U0001f600", min_size=1, max_size=5), min_size=1, max_size=4, unique=True),
 )
 def test_stop_strings_are_found_across_token_borders(tokens: TextTokenizer, text: str, stops: list[str]) -> None:
-    growing = GrowingText(tokens.tokenizer, [StopString(stop) for stop in stops])
+    growing = GrowingText(tokens, [StopString(stop) for stop in stops])
     places = [text.find(stop) for stop in stops if stop in text]
     shown = ""
     for token in tokens.encode([text], add_special_tokens=False)[0]:

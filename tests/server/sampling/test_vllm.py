@@ -49,6 +49,7 @@ class VllmParams:
     max_tokens: int | None = 16
     logprobs: int | None = None
     detokenize: bool = True
+    skip_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -254,7 +255,7 @@ def test_requests_translate(stage: Stage, tokenizer: TextTokenizer) -> None:
     assert (first.prompt, len(second.prompt)) == ([1, 2], 254)
     assert first.params == VllmParams(
         n=2, temperature=0.5, seed=first.params.seed, stop=["xy"], stop_token_ids=[2, 9], max_tokens=5, logprobs=0,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_special_tokens=False, output_kind=RequestOutputKind.FINAL_ONLY,
     )  # fmt: skip
     assert second.params.max_tokens == 2  # what the context leaves
     assert first.params.seed != second.params.seed and first.params.seed >= 0  # type: ignore[operator]
@@ -266,19 +267,19 @@ def test_results_translate(stage: Stage, tokenizer: TextTokenizer) -> None:
     job = stage.sampler.begin(
         stage.lora(), [[1, 5]], params(n=4, stop=("!",), stop_token_ids=frozenset({9})), tokenizer
     )
-    text = tokenizer.decode([[40, 41]])[0]
+    text, ((end,),) = tokenizer.decode([[40, 41]])[0], tokenizer.encode(["!"], add_special_tokens=False)
     stage.engine.script = [
         ([40, 41, 2], "stop", None, "ignored"),
         ([40, 41, 9], "stop", 9, "ignored"),
-        ([40, 41, 33], "stop", "!", "before it"),
+        ([40, 41, end], "stop", "!", "ignored"),
         ([40, 41], "length", None, "ignored"),
     ]
     stage.finish()
     samples = job.samples()
     assert samples.stop_reasons == ["eos", "stop", "stop", "length"]
-    assert samples.texts == [text, text, "before it", text]
+    assert samples.texts == [text, text, text, text]
     assert samples.lengths.tolist() == [3, 3, 3, 2]
-    assert samples.token_ids.tolist() == [40, 41, 2, 40, 41, 9, 40, 41, 33, 40, 41]
+    assert samples.token_ids.tolist() == [40, 41, 2, 40, 41, 9, 40, 41, end, 40, 41]
     assert samples.logprobs.tolist() == pytest.approx([-token / 10 for token in samples.token_ids])
     assert not stage.sampler.uses(stage.made[0])
 

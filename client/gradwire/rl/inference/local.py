@@ -23,6 +23,8 @@ from gradwire.rl.inference.tools import ToolGeneration
 from gradwire.rl.inference.weights import ADAPTER_FILE, WeightFolder, is_adapter
 from gradwire.rl.types import FloatArray
 
+CONTEXT_TOKENS = 16
+"""Tokens of a prompt with which those after it are decoded: a decoder may drop the blank that a text begins with."""
 MISFIT = "the run's weights do not fit the model of LocalInference, which must be the run's base model"
 
 
@@ -125,19 +127,29 @@ class LocalInference(WeightFolder, ToolGeneration):
         if params.temperature > 0:
             logits = logits / params.temperature
         logprobs = logits.log_softmax(-1).gather(-1, sampled[..., None])[..., 0]
-        return [self._cut(row, lps, params, ends) for row, lps in zip(sampled.cpu().numpy(), logprobs.cpu().numpy())]
+        rows = zip(prompts, sampled.cpu().numpy(), logprobs.cpu().numpy())
+        return [self._cut(prompt, row, lps, params, ends) for prompt, row, lps in rows]
 
-    def _cut(self, row: Any, logprobs: Any, params: SamplingParams, ends: set[int]) -> Generation:
+    def _cut(self, prompt: TokenRow, row: Any, logprobs: Any, params: SamplingParams, ends: set[int]) -> Generation:
+        before = [int(token) for token in prompt[-CONTEXT_TOKENS:]]
+
+        def text_of(size: int, *, special: bool = False) -> str:
+            decode = self._tokenizer.decode
+            whole = decode([*before, *row[:size]], skip_special_tokens=not special)
+            return str(whole[len(decode(before, skip_special_tokens=not special)) :])
+
         length, reason = len(row), "length"
         found = np.flatnonzero(np.isin(row, list(ends)))
         if len(found):
             length, reason = int(found[0]) + 1, "eos"
-        text = self._tokenizer.decode(row[:length], skip_special_tokens=True)
+        text = text_of(length)
         for size in range(1, length + 1) if params.stop else ():
-            partial = self._tokenizer.decode(row[:size], skip_special_tokens=True)
+            partial = text_of(size, special=True)  # a stop string may have special tokens
             places = [at for string in params.stop if (at := partial.find(string)) >= 0]
             if places:
                 text, length, reason = partial[: min(places)], size, "stop"
+                for special in self._tokenizer.all_special_tokens:
+                    text = text.replace(special, "")
                 break
         return Generation(text, row[:length].astype(np.int64), logprobs[:length].astype(np.float32), reason)
 

@@ -11,6 +11,9 @@ from tokenizers import Tokenizer
 
 from gradwire_server.engine.errors import OperationError
 
+CONTEXT_TOKENS = 16
+"""Tokens of a prompt with which the tokens that follow it are decoded."""
+
 
 class TextTokenizer:
     """A model's tokenizer.
@@ -20,6 +23,7 @@ class TextTokenizer:
 
     Attributes:
         tokenizer: The object of the ``tokenizers`` library.
+        special_texts: The text of each special token, by its id.
 
     Raises:
         OperationError: UNSUPPORTED for a file that cannot be read.
@@ -33,6 +37,8 @@ class TextTokenizer:
             raise OperationError(training_pb2.ERROR_CODE_UNSUPPORTED, message, field="model") from error
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.special_texts = {token: each.content for token, each in added.items() if each.special}
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each text."""
@@ -43,6 +49,30 @@ class TextTokenizer:
         return list(
             self.tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=skip_special_tokens)
         )
+
+    def decode_after(
+        self, prompts: Sequence[Sequence[int]], sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = True
+    ) -> list[str]:
+        """What each sequence adds to the text of its prompt.
+
+        A decoder may drop the blank that a text begins with, or need the prompt's last bytes for a character.
+        """
+        before = self.context(prompts, skip_special_tokens=skip_special_tokens)
+        known = self.decode(before, skip_special_tokens=skip_special_tokens)
+        rows = [[*tail, *ids] for tail, ids in zip(before, sequences, strict=True)]
+        texts = self.decode(rows, skip_special_tokens=skip_special_tokens)
+        return [text[len(complete(tail)) :] for text, tail in zip(texts, known, strict=True)]
+
+    def context(self, prompts: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[list[int]]:
+        """The last tokens of each prompt: enough that they have a text, if the prompt has one."""
+        tails = [list(prompt[-CONTEXT_TOKENS:]) for prompt in prompts]
+        texts = self.decode(tails, skip_special_tokens=skip_special_tokens)
+        return [tail if text else list(prompt) for tail, text, prompt in zip(tails, texts, prompts, strict=True)]
+
+
+def complete(text: str) -> str:
+    """A text without the character that its last bytes only begin."""
+    return text.rstrip("\ufffd")
 
 
 @lru_cache(maxsize=32)

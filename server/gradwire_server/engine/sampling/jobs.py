@@ -127,19 +127,26 @@ class LocalJob:
         """Begin a row's sample; None if nothing is to be done for each of its tokens but to draw it."""
         if not (self._stops or self._grammar or self._handed or self.params.top_logprobs):
             return None
-        text = None
-        if self.tokenizer is not None and (self._stops or self._handed):
-            text = GrowingText(
-                self.tokenizer.tokenizer,
-                self._stops,
-                min_tokens=self.params.min_tokens,
-                keep_special_tokens=self.params.keep_special_tokens,
-            )
         return GrowingSample(
-            text,
+            self._text(row) if self._stops or self._handed else None,
             self._grammar.begin() if self._grammar else None,
             self._handed[row] if self._handed else None,
         )
+
+    def _text(self, row: int) -> GrowingText | None:
+        if self.tokenizer is None:
+            return None
+        keep = self.params.keep_special_tokens
+        least = self.params.min_tokens
+        return GrowingText(self.tokenizer, self._stops, self.prompt_of(row), min_tokens=least, keep_special_tokens=keep)
+
+    def text_before_stop(self, row: int, token_ids: Sequence[int]) -> str:
+        """The text of a row's tokens before the first stop string."""
+        text = self._text(row)
+        assert text is not None, "stop strings need a tokenizer"
+        for token in token_ids:
+            text.add(token)
+        return text.shown
 
     def fail_non_finite(self, row: int) -> None:
         """End the job because the model gives no distribution to draw a row's next token from; names the first row."""
@@ -214,7 +221,7 @@ class LocalJob:
         ended = self._ended[row] = _Ended(token_ids, logprobs, by_token, text, top)
         self._news.append(row)
         if self._handed:
-            (whole,) = self._texts([ended]) if self.tokenizer is not None else ("",)
+            (whole,) = self._texts([row]) if self.tokenizer is not None else ("",)
             self._handed[row].end(whole, self._reason(ended))
 
     def samples(self) -> Samples:
@@ -229,7 +236,7 @@ class LocalJob:
             token_ids=np.concatenate([row.token_ids for row in ended]),
             logprobs=np.concatenate([row.logprobs for row in ended]),
             stop_reasons=[self._reason(row) for row in ended],
-            texts=self._texts(ended) if self.tokenizer is not None else None,
+            texts=self._texts(range(len(ended))) if self.tokenizer is not None else None,
             top=_together([row.top for row in ended if row.top is not None]),
         )
 
@@ -240,15 +247,22 @@ class LocalJob:
             return "length"
         return "eos" if int(row.token_ids[-1]) in self._eos else "stop"
 
-    def _texts(self, ended: list[_Ended]) -> list[str]:
+    def _texts(self, rows: Sequence[int]) -> list[str]:
+        """The texts of some rows that have ended."""
         assert self.tokenizer is not None
         texts: list[str] = []
-        for start in range(0, len(ended), DECODED_ROWS):  # lists of all tokens would take ten times their memory
-            rows = ended[start : start + DECODED_ROWS]
-            whole = [row.token_ids[: len(row.token_ids) - row.by_token].tolist() for row in rows if row.text is None]
+        for start in range(0, len(rows), DECODED_ROWS):  # lists of all tokens would take ten times their memory
+            prompts, whole, cut = [], [], []
+            for row in rows[start : start + DECODED_ROWS]:
+                ended = self._ended[row]
+                assert ended is not None
+                cut.append(ended.text)
+                if ended.text is None:
+                    prompts.append(self.prompt_of(row))
+                    whole.append(ended.token_ids[: len(ended.token_ids) - ended.by_token].tolist())
             skip = not self.params.keep_special_tokens
-            decoded = iter(self.tokenizer.decode(whole, skip_special_tokens=skip))
-            texts += [next(decoded) if row.text is None else row.text for row in rows]
+            decoded = iter(self.tokenizer.decode_after(prompts, whole, skip_special_tokens=skip))
+            texts += [next(decoded) if text is None else text for text in cut]
         return texts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +30,8 @@ from gradwire_server.doors.http.protocol import CallerOf, ErrorBody
 
 MAX_TOKENS = 16
 """Tokens of a completion that does not say how many."""
+CONTEXT_TOKENS = 16
+"""Tokens of a prompt behind which the offsets of an answer are counted."""
 PARAMETERS = {"prompts": "prompt", "texts": "prompt", "top_logprobs": "logprobs"}
 PARAMETERS |= dict.fromkeys(("json_schema", "regex", "grammar"), "structured_outputs")
 
@@ -102,14 +104,12 @@ class Completion:
         rows = [(row.prompt + row.tokens) if row.prompt and asked.echo else row.tokens for row in answers.rows]
         text_of = await self._texts.read(rows if asked.logprobs is not None else [])
         echoed = await self._echoed(call)
+        begin = await self._offsets(call)
         choices = []
         for index, (answer, tokens) in enumerate(zip(answers.rows, rows, strict=True)):
-            before = echoed[index // call.call.n]
-            text, logprobs = before + answer.text, None
+            text, logprobs = echoed[index // call.call.n] + answer.text, None
             if asked.logprobs is not None:
-                offsets = TextOffsets(self._texts).add(tokens.ids[: len(tokens.ids) - len(answer.tokens.ids)])
-                offsets += self._offsets(call, len(before)).add(answer.tokens.ids)
-                logprobs = _logprobs(tokens, text_of, offsets, len(text))
+                logprobs = _logprobs(tokens, text_of, begin(index).add(tokens.ids), len(text))
             choice = {
                 "index": index,
                 "text": text,
@@ -130,7 +130,8 @@ class Completion:
     async def events(self, call: pb.SampleRequest) -> AsyncGenerator[Mapping[str, Any]]:
         """The completion's parts."""
         asked = self._asked
-        offsets: defaultdict[int, TextOffsets] = defaultdict(lambda: self._offsets(call))
+        begin = await self._offsets(call)
+        offsets: dict[int, TextOffsets] = {}
         lengths: Counter[int] = Counter()
         async for frame in streamed(self._core, self._caller, call, asked.model):
             deltas = [(delta, tokens_of(delta)) for delta in frame.deltas]
@@ -140,7 +141,8 @@ class Completion:
                 if asked.logprobs is not None:
                     lengths[delta.row] += sum(map(len, delta.texts))
                     most = lengths[delta.row] if delta.stop_reason else None
-                    logprobs = _logprobs(tokens, text_of, offsets[delta.row].add(tokens.ids), most)
+                    places = offsets.setdefault(delta.row, begin(delta.row)).add(tokens.ids)
+                    logprobs = _logprobs(tokens, text_of, places, most)
                 choice = {
                     "index": delta.row,
                     "text": "".join(delta.texts),
@@ -172,16 +174,35 @@ class Completion:
         rows = [part for part in prompt if isinstance(part, list)]
         return [pb.TokenIds(ids=ids) for ids in rows or [[part for part in prompt if isinstance(part, int)]]]
 
-    def _offsets(self, call: pb.SampleRequest, start: int = 0) -> TextOffsets:
-        """Those of an answer that begins at ``start``."""
-        return TextOffsets(self._texts, start, keep_special_tokens=call.call.keep_special_tokens)
+    async def _offsets(self, call: pb.SampleRequest) -> Callable[[int], TextOffsets]:
+        """How the offsets of a row begin: with its prompt if that is repeated, else behind the prompt's last tokens."""
+        keep = call.call.keep_special_tokens
+        tails: list[list[int]] = [[] for _ in call.prompt_ids]
+        known = [""] * len(tails)
+        if self._asked.logprobs is not None and not self._asked.echo:
+            tails = [list(prompt.ids[-CONTEXT_TOKENS:]) for prompt in call.prompt_ids]
+            await self._texts.read(map(Tokens, tails))
+            known = await self._decoded(call, tails)
+
+        def begin(row: int) -> TextOffsets:
+            number = row // call.call.n
+            offsets = TextOffsets(self._texts, -len(known[number]), keep_special_tokens=keep)
+            offsets.add(tails[number])
+            return offsets
+
+        return begin
 
     async def _echoed(self, call: pb.SampleRequest) -> list[str]:
         """The text of each prompt, if it is to be repeated."""
         if not self._asked.echo:
             return [""] * len(call.prompt_ids)
-        ids = [list(prompt.ids) for prompt in call.prompt_ids]
-        return await self._core.texts.decode(self._caller, self._base, ids, skip_special_tokens=True)
+        return await self._decoded(call, [list(prompt.ids) for prompt in call.prompt_ids])
+
+    async def _decoded(self, call: pb.SampleRequest, rows: list[list[int]]) -> list[str]:
+        """The text of each row, without a last character that is not complete: that is the answer's."""
+        skip = not call.call.keep_special_tokens
+        texts = await self._core.texts.decode(self._caller, self._base, rows, skip_special_tokens=skip)
+        return [text.rstrip("\ufffd") for text in texts]
 
 
 def _logprobs(

@@ -97,6 +97,7 @@ class VllmEngine(ABC):
                     ignore_eos=params.ignore_eos,
                     logprobs=0,
                     detokenize=bool(params.stop),
+                    skip_special_tokens=False,  # a stop string may have one; the text is ours
                     output_kind=self._sampling.RequestOutputKind.FINAL_ONLY,
                 ),
                 lora_request=adapter,
@@ -126,9 +127,9 @@ class VllmEngine(ABC):
             chosen = [of_token[token].logprob for token, of_token in drawn]
             by_text = isinstance(sample.stop_reason, str)
             by_token = sample.finish_reason == "stop" and not by_text
-            text = sample.text if by_text else None
             first = number * job.params.n
             rows = [first + sample.index] if job.params.temperature else range(first, first + job.params.n)
+            text = job.text_before_stop(first, sample.token_ids) if by_text else None
             for row in rows:
                 job.end(row, tokens, np.array(chosen, np.float32), by_token, text)
         if job.done:

@@ -86,9 +86,16 @@ class ServiceClient(Connected):
             await self._transport.unary(lambda stub: stub.GetServerInfo, pb.GetServerInfoRequest())
         )
 
-    async def list_models(self) -> list[ModelInfo]:
-        """List the models that runs can be created on."""
-        answer = await self._transport.unary(lambda stub: stub.ListModels, pb.ListModelsRequest())
+    async def list_models(self, name: str = "") -> list[ModelInfo]:
+        """List the models that runs can be created on.
+
+        Args:
+            name: List only the one of this name, or of this path on the server.
+
+        Raises:
+            UnknownModelError: There is none of that name.
+        """
+        answer = await self._transport.unary(lambda stub: stub.ListModels, pb.ListModelsRequest(name=name))
         return [ModelInfo.from_message(model) for model in answer.models]
 
     async def list_losses(self) -> list[LossInfo]:

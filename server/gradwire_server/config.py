@@ -8,7 +8,9 @@ made from the fields (:mod:`gradwire_server.cli.settings`).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from posixpath import normpath
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, field_validator, model_validator
@@ -420,6 +422,14 @@ class ServerConfig(EngineSettings):
     def loopback(self) -> bool:
         """Whether only this machine reaches the doors."""
         return all(map(_on_loopback, filter(None, (self.address, self.http))))
+
+
+def model_named(paths: Mapping[str, str], name: str) -> str | None:
+    """The name of the model with this name or path, of models whose paths are given by name; None if there is none."""
+    if name in paths:
+        return name
+    folder = normpath(name)
+    return next((known for known, path in paths.items() if normpath(path) == folder), None)
 
 
 def _on_loopback(address: str) -> bool:

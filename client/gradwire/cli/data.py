@@ -170,14 +170,13 @@ async def model_of(service: gradwire.ServiceClient, name: str) -> gradwire.Model
     """Find a server's model; by an empty name its only one.
 
     Raises:
-        ValueError: There is none of that name, or several.
+        UnknownModelError: There is none of that name.
+        ValueError: No name is given, and there are several.
     """
-    models = await service.list_models()
-    matching = [each for each in models if name in ("", each.name)]
-    if len(matching) != 1:
-        said = f"the server has no model {name!r}; it has" if name else "give --model NAME; the server has"
-        raise ValueError(f"{said} {', '.join(each.name for each in models)}")
-    return matching[0]
+    models = await service.list_models(name)
+    if len(models) != 1:
+        raise ValueError(f"give --model NAME; the server has {', '.join(each.name for each in models)}")
+    return models[0]
 
 
 def pair(argument: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import gradwire
+from gradwire.errors import UnknownModelError
 from gradwire.recipes.folder import server_folder, trained
 from gradwire.recipes.settings import ServiceSettings, Settings, SettingsError
 
@@ -24,11 +25,13 @@ async def open_service(settings: ServiceSettings) -> AsyncIterator[tuple[Any, gr
         service = SHARED_SERVICE.get()
         if service is None:
             service = await opened.enter_async_context(gradwire.connect(settings.address or None, **own))  # type: ignore[arg-type]
-        models = await service.list_models()
-        model = next((each for each in models if each.name == settings.model), models[0] if own else None)
-        if model is None:
-            names = ", ".join(each.name for each in models)
-            raise SettingsError(f"the server at {settings.address} has no model {settings.model!r}; it has {names}")
+        if own:
+            (model, *_) = await service.list_models()
+        else:
+            try:
+                (model,) = await service.list_models(settings.model)
+            except UnknownModelError as error:
+                raise SettingsError(f"{settings.address}: {error}") from error
         yield service, model
 
 

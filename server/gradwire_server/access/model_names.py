@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.config import model_named
 from gradwire_server.errors import ServiceError
 
 
@@ -22,15 +23,18 @@ class ModelNames:
     paths: Mapping[str, str]
     named_first: Sequence[str] = ()
 
+    def known(self, name: str) -> str | None:
+        """The name of the model with this name or path; None if there is none."""
+        return model_named(self.paths, name)
+
     def find(self, name: str, field: str) -> str:
         """The name of the model with this name or path.
 
         Raises:
             ServiceError: UNKNOWN_MODEL, with the known names.
         """
-        if name not in self.paths:
-            name = next((known for known, path in self.paths.items() if path == name), name)
-        if name not in self.paths:
+        found = self.known(name)
+        if found is None:
             known = ", ".join(sorted(self.paths))
             raise ServiceError(
                 pb.ERROR_CODE_UNKNOWN_MODEL,
@@ -38,7 +42,7 @@ class ModelNames:
                 " add more)",
                 field=field,
             )
-        return name
+        return found
 
     def find_or_only(self, name: str, field: str) -> str:
         """As :meth:`find`; the server's only model if the name is empty.

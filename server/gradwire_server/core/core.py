@@ -224,18 +224,23 @@ class Core(Startable):
             price_per_hour=self.config.price_per_hour,
         )
 
-    def models(self) -> Sequence[pb.ModelInfo]:
-        """The models from which runs can be created.
+    def models(self, name: str = "") -> Sequence[pb.ModelInfo]:
+        """The models from which runs can be created, or the one of this name or path.
 
         Raises:
-            ServiceError: ENGINE_UNAVAILABLE: no engine has come so far, so they are not known.
+            ServiceError: ENGINE_UNAVAILABLE: no engine has come so far, so they are not known. UNKNOWN_MODEL.
         """
         self.engines.check_known()
-        return self.engines.hello.models
+        models = self.engines.hello.models
+        return [self.model_info(self._models.find(name, "name"))] if name else models
 
     def model_info(self, name: str) -> pb.ModelInfo:
         """What is known of a model; empty for one that the server no longer serves."""
         return next((model for model in self.models() if model.name == name), pb.ModelInfo(name=name))
+
+    def known_model(self, name: str) -> str | None:
+        """The name of the model with this name or path; None if there is none."""
+        return self._models.known(name)
 
     def model_name(self, name: str) -> str:
         """The name of the model with this name or path.

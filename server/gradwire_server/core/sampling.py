@@ -97,10 +97,11 @@ class Sampling:
         asked = pb.SampleRequest()
         asked.CopyFrom(request)
         model, source = asked.model, None
-        current = model not in self._config.all_models and model.startswith("run-") and "/" not in model
+        base = self._names.known(model)
+        current = base is None and model.startswith("run-") and "/" not in model
         if current:
             source = self._runs.get(model, caller)
-        elif model not in self._config.all_models and "/" in model:
+        elif base is None and "/" in model and not model.startswith("/"):
             source = self._checkpoints.get(model, caller)[0]
         else:
             asked.model = self._names.find(model, "model")

@@ -96,6 +96,27 @@ def test_models_are_base_models_runs_and_checkpoints(
     service.delete_run(run.run_id)
 
 
+def test_a_models_folder_is_a_name_of_it_everywhere(
+    client: openai.OpenAI, service: gradwire.sync.ServiceClient, server: HttpServer
+) -> None:
+    rows = [[1, 60, 61, 62]]
+    (expected,) = service.sampling_client("tiny").compute_logprobs(rows).result()
+    for folder in (str(server.model), f"{server.model}/"):
+        assert [model.name for model in service.list_models(folder)] == ["tiny"]
+        assert service.encode(folder, ["the"]) == service.encode("tiny", ["the"])
+        sampled = client.completions.create(model=folder, prompt=rows, max_tokens=1)
+        assert sampled.usage is not None and sampled.usage.completion_tokens == 1
+        (found,) = service.sampling_client(folder).compute_logprobs(rows).result()
+        assert found.tolist() == expected.tolist()
+        run = service.create_run(folder, lora=2)
+        pair = {"chosen_input_ids": rows, "rejected_input_ids": [[1, 60, 61, 63]]}
+        losses = [run.forward(pair, "dpo", {"reference_model": name}).result().loss for name in ("base", folder)]
+        assert losses[0] == losses[1]
+        service.delete_run(run.run_id)
+    with pytest.raises(gradwire.UnknownModelError, match="has no model '/nowhere'"):
+        service.list_models("/nowhere")
+
+
 def test_what_vllms_clients_ask_beside(client: openai.OpenAI) -> None:
     whole: Any = client.chat.completions.create(
         model="tiny",

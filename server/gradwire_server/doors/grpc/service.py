@@ -46,7 +46,7 @@ class TrainingService(TrainingServiceServicer):
         return info
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
-        return pb.ListModelsResponse(models=self._core.models())
+        return pb.ListModelsResponse(models=self._core.models(request.name))
 
     async def ListLosses(self, request: pb.ListLossesRequest, context: Any) -> pb.ListLossesResponse:
         return pb.ListLossesResponse(losses=self._core.losses())

@@ -157,8 +157,8 @@ class References:
                     rule='not with "ema"',
                 )
             return Reference(f"ema {run.run_id} {run.ema_version}", run.ensure_ema())
-        if name in self._pool.names:
-            return self._model(name, other)
+        if (base := self._pool.known(name)) is not None:
+            return self._model(base, other)
         if name.startswith("run-") or (name.count("/") == 1 and self._store.has(name)):
             try:
                 return self._checkpoint(self._store.manifest(name), other)

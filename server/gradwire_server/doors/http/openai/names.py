@@ -36,8 +36,8 @@ def find_model(core: Core, caller: Caller, name: str) -> Model:
     Raises:
         ServiceError: UNKNOWN_MODEL, also for a run or checkpoint that the caller may not read.
     """
-    if name in core.config.all_models:
-        return Model(name, name)
+    if (base := core.known_model(name)) is not None:
+        return Model(base, base)
     if (tuned := find_tuned(core, caller, name)) is not None:
         job, checkpoint = tuned
         return Model(settings_of(job.spec)["model"], checkpoint.path)

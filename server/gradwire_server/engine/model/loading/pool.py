@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from gradwire_server.config import model_named
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.machine import machine_memory
@@ -106,6 +107,10 @@ class ModelPool:
     @property
     def names(self) -> list[str]:
         return list(self._paths)
+
+    def known(self, name: str) -> str | None:
+        """The name of the model with this name or path; None if there is none."""
+        return model_named(self._paths, name)
 
     def facts(self, name: str) -> ModelFacts:
         """A model's facts, from its config alone.

@@ -126,7 +126,7 @@ async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -
     grader = settings.grader if settings is not None else None
     if method != "reinforcement" and grader is not None:
         raise invalid(f"the method {method} takes no grader", f"method.{method}.grader")
-    name = asked.model.removeprefix(PREFIX) if asked.model not in core.config.all_models else asked.model
+    name = asked.model.removeprefix(PREFIX) if core.known_model(asked.model) is None else asked.model
     model = find_model(core, caller, name)
     if model.source != model.base and "/" not in model.source:
         raise unsupported(

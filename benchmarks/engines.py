@@ -22,7 +22,7 @@ from typing import Any
 
 import gradwire
 from gradwire_server.config import TRAINED_BYTES
-from gradwire_server.scheduling.placement import LEAST_BYTES
+from gradwire_server.scheduling.who_is_next import LEAST_BYTES
 from support.agent import Agent
 from support.server import Server
 

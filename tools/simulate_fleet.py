@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import simpy
-from gradwire_server.scheduling.placement import choose
+from gradwire_server.scheduling.who_is_next import choose
 
 Events = Generator[simpy.Event, Any, None]
 

@@ -22,8 +22,7 @@ from gradwire_server.journal.rows import RunMarks, identity
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Segments
 from gradwire_server.limits import Limits
-from gradwire_server.scheduling import abort_rule
-from gradwire_server.scheduling.operation import QueuedOperation
+from gradwire_server.scheduling.operation import QueuedOperation, verdict_on
 from gradwire_server.scheduling.run_queue import RunQueue
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -255,7 +254,7 @@ def carried_out(
 
     def work() -> None:
         while (head := queue.head) is not None:
-            result = abort_rule.verdict(record, head)
+            result = verdict_on(record, head)
             if result is None:
                 failed = plan[head.seq - 1][0].startswith("fail")
                 result = pb.OperationResult(seq=head.seq, status=pb.STATUS_FAILED if failed else pb.STATUS_SUCCEEDED)

@@ -20,7 +20,7 @@ from gradwire_server.errors import ServiceError
 from gradwire_server.journal.provable import BadRecord, Record, read_record
 from gradwire_server.journal.state_folder import RUNS
 from gradwire_server.observability import logs
-from gradwire_server.scheduling.verification import OtherBase, Verdict, execute_again
+from gradwire_server.scheduling.replay import OtherBase, Verdict, execute_again
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -21,7 +21,7 @@ from gradwire_server.errors import ServiceError, key_reused
 from gradwire_server.journal.checkpoint_records import ORIGIN
 from gradwire_server.journal.run_row import RunRecord, new_record
 from gradwire_server.journal.storage import Storage
-from gradwire_server.scheduling.run_feed import Changes
+from gradwire_server.scheduling.results import Changes
 from gradwire_server.scheduling.scheduler import Scheduler
 from gradwire_server.stores.store import CHECKPOINTS, EXPORTS, Place, upload_checkpoint
 

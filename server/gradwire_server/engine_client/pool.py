@@ -20,7 +20,7 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 class EnginePool:
-    """The engines behind one front; which of them does what is decided in ``scheduling/placement.py``.
+    """The engines behind one front; which of them does what is decided in ``scheduling/who_is_next.py``.
 
     Attributes:
         engines: By number.

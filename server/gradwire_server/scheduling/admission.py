@@ -18,11 +18,11 @@ from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Buffer
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.observability.tracing import Tracing
-from gradwire_server.scheduling.checks import Checks
+from gradwire_server.scheduling.checks import Checks, pixels_of_batch
 from gradwire_server.scheduling.dispatcher import Dispatcher
-from gradwire_server.scheduling.fencing import reused
-from gradwire_server.scheduling.image_counts import pixels_of_batch
 from gradwire_server.scheduling.operation import (
+    JOURNALED,
+    OperationState,
     PayloadMemory,
     QueuedOperation,
     cancelled,
@@ -30,8 +30,7 @@ from gradwire_server.scheduling.operation import (
     retrieved,
 )
 from gradwire_server.scheduling.results import Results
-from gradwire_server.scheduling.run_queue import RunQueue
-from gradwire_server.scheduling.states import JOURNALED, OperationState
+from gradwire_server.scheduling.run_queue import RunQueue, reused
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from gradwire_server.errors import ServiceError
 from gradwire_server.journal.checkpoint_records import AUTOMATIC, CheckpointRecords
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_row import RunRecord
-from gradwire_server.scheduling.placement import Placement
-from gradwire_server.scheduling.recovery_cost import RecoveryCost
+from gradwire_server.scheduling.finished_operations import RecoveryCost
 from gradwire_server.scheduling.run_queue import RunQueue
+from gradwire_server.scheduling.who_is_next import Placement
 from gradwire_server.stores.store import CHECKPOINTS, StoreError, run_owner, saved_place
 
 log = logging.getLogger(__name__)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -12,12 +15,12 @@ from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.quotas import IDS
-from gradwire_server.image_sizes import MAX_PIXELS
+from gradwire_server.image_sizes import MAX_PIXELS, pixels
 from gradwire_server.journal.checkpoint_records import AUTOMATIC, NAME, ORIGIN, SNAPSHOT, CheckpointRecords
 from gradwire_server.journal.run_row import RunRecord
+from gradwire_server.journal.segments import Buffer
 from gradwire_server.limits import Limits
 from gradwire_server.operation_kinds import UNKNOWN, kind_of, loss_call, step_call
-from gradwire_server.scheduling.image_counts import cut, pixels_of_batch, pixels_of_images
 
 UNKNOWN_LENGTH = 1 << 62
 """Context length of a model that is not loaded yet."""
@@ -326,3 +329,51 @@ def _invalid(message: str, field: str, rule: str = "") -> pb.Error:
 def _limit(what: str, name: str, limit: int, field: str = "") -> pb.Error:
     message = f"{what}: the limit is {limit} (--limit {name}=N)"
     return pb.Error(code=pb.ERROR_CODE_LIMIT_EXCEEDED, message=message, field=field, rule=f"{name} = {limit}")
+
+
+CHUNKS_OF_HEADER = 3
+"""Chunks in which an image's header is; chunks are larger than headers, but for the last one of a frame."""
+
+
+def pixels_of_batch(header: pb.OperationHeader, chunks: Sequence[Buffer]) -> list[int]:
+    """Pixels of each image of a batch, by the headers of the images."""
+    offset = 0
+    for spec in header.tensors:
+        sizes = spec.level_sizes
+        if spec.name == codec.IMAGE_BYTES and len(sizes) == 1:
+            lengths = np.frombuffer(cut(chunks, offset, offset + 4 * sizes[0]), "<u4")
+            return _pixels(chunks, offset + 4 * sizes[0], lengths.tolist())
+        offset += codec.spec_bytes(spec)
+    return []
+
+
+def pixels_of_images(images: Iterable[bytes]) -> list[int]:
+    """Pixels of each image by its header."""
+    return [pixels(partial(_beginning, [image], 0, len(image))) for image in images]
+
+
+def _pixels(chunks: Sequence[Buffer], begin: int, lengths: Sequence[int]) -> list[int]:
+    """Pixels of images whose contents follow each other in a payload from ``begin`` on."""
+    starts = [0, *accumulate(map(len, chunks))]
+    counts = []
+    for length in lengths:
+        first = bisect_right(starts, begin) - 1
+        near, at = chunks[first : first + CHUNKS_OF_HEADER], begin - starts[first]
+        counts.append(pixels(partial(_beginning, near, at, length)))
+        begin += length
+    return counts
+
+
+def _beginning(chunks: Sequence[Buffer], begin: int, length: int, size: int) -> bytes:
+    return cut(chunks, begin, begin + min(length, size))
+
+
+def cut(chunks: Sequence[Buffer], begin: int, end: int) -> bytes:
+    """These bytes of a payload."""
+    parts, at = list[Buffer](), 0
+    for chunk in chunks:
+        if at >= end:
+            break
+        parts.append(chunk[max(begin - at, 0) : max(end - at, 0)])
+        at += len(chunk)
+    return b"".join(parts)

@@ -8,11 +8,13 @@ operation before them has its own.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
@@ -23,20 +25,91 @@ from gradwire_server.errors import shutting_down
 from gradwire_server.journal.segments import Buffer
 from gradwire_server.observability import logs
 from gradwire_server.observability.metrics import Metrics
-from gradwire_server.scheduling import abort_rule
 from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint
+from gradwire_server.scheduling.checks import pixels_of_images
 from gradwire_server.scheduling.executor import DEATHS, Executor
-from gradwire_server.scheduling.fairness import Load
-from gradwire_server.scheduling.image_counts import pixels_of_images
-from gradwire_server.scheduling.operation import QueuedOperation, ended, retrieved
-from gradwire_server.scheduling.parking import CannotRestore, Parking
-from gradwire_server.scheduling.placement import EngineQueue, Placement, Visit
+from gradwire_server.scheduling.operation import Load, OperationState, QueuedOperation, ended, retrieved, verdict_on
+from gradwire_server.scheduling.replay import CannotRestore
 from gradwire_server.scheduling.results import Results
 from gradwire_server.scheduling.run_queue import RunQueue
-from gradwire_server.scheduling.samples_in_parts import end, tell_result
-from gradwire_server.scheduling.spread_samples import SpreadSamples
-from gradwire_server.scheduling.states import OperationState
+from gradwire_server.scheduling.spread_samples import SpreadSamples, end, tell_result
+from gradwire_server.scheduling.who_is_next import EngineQueue, Placement, Visit, may_go
 from gradwire_server.stores.store import Store
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+PAUSES_S = (2.0, 5.0, 15.0, 60.0)
+"""Seconds until a parked run is tried again: after the first failure, the second, and so on."""
+
+
+class Parking:
+    """Parks runs that cannot go on for now, tries them again, and lets them go on.
+
+    A parked run executes nothing and accepts nothing. Its accepted operations keep their numbers, get no results and
+    are not checked again. A run is parked if it cannot be restored in the engine (:class:`.CannotRestore`): the server
+    was started without its model, memory is short, a checkpoint is damaged. It is tried again after a pause, and goes
+    on by itself once the cause is gone; at the latest the next start of the server tries it.
+
+    Args:
+        wake: Continues a queue that may go on.
+        changed: Called whenever a run is parked or goes on.
+    """
+
+    def __init__(self, wake: Callable[[RunQueue], None], changed: Callable[[], object]) -> None:
+        self._wake, self._changed = wake, changed
+
+    def park(self, queue: RunQueue, error: pb.Error, *, again: bool = True) -> None:
+        """Park a run, which then executes nothing; operations that the engine has begun are executed again later.
+
+        Args:
+            error: The reason, for the run's owner: what is wrong, and what to do.
+            again: Whether to try again after a pause.
+        """
+        before, record = queue.parked, queue.record
+        queue.park(error)
+        if before is None or before.error.message != error.message:
+            code = pb.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower()
+            log.warning(
+                "run %s is parked (operations waiting: %d): %s (%s)", record.run_id, len(queue.pending),
+                error.message, code, extra={"run_id": record.run_id},
+            )  # fmt: skip
+        self._changed()
+        if again and queue.parked is not None:
+            pause = PAUSES_S[min(queue.parked.attempts, len(PAUSES_S)) - 1]
+            asyncio.get_running_loop().call_later(pause, self._try_again, queue, queue.parked)
+
+    def release(self, queue: RunQueue) -> None:
+        """Let a parked run go on; it is parked again if it still cannot be restored."""
+        if queue.parked is not None:
+            queue.go_on()
+            self._changed()
+            self._wake(queue)
+
+    def executed(self, queue: RunQueue, operation: QueuedOperation, outcome: T) -> T | None:
+        """Take note of the outcome of an operation of a parked run.
+
+        If the run was being tried again, whatever parked it is gone, and the run goes on. Otherwise the operation was
+        sent before the run was parked: its outcome is dropped, and it is executed again later.
+        """
+        if queue.parked is None or not queue.parked.trying:
+            queue.died(operation, suspect=False)
+            return None
+        log.warning("run %s goes on", queue.record.run_id, extra={"run_id": queue.record.run_id})
+        queue.go_on()
+        self._changed()
+        return outcome
+
+    def _try_again(self, queue: RunQueue, parked: object) -> None:
+        if queue.parked is not parked or queue.closed is not None:
+            return
+        if not queue.pending:  # all of it was cancelled: the next operation finds out whether the cause is gone
+            self.release(queue)
+            return
+        queue.try_again()
+        self._wake(queue)
+
 
 ON_START: ContextVar[Callable[[], object] | None] = ContextVar("gradwire_on_start", default=None)
 """Called when an engine begins to compute a request outside any run's queue."""
@@ -108,20 +181,13 @@ class Dispatcher:
     def _offer(self, queue: RunQueue) -> None:
         while (head := queue.head) is not None:
             head.may_spread = self.spread.may_spread(queue, head)
-            if not self._may_go(queue, head):
+            if not may_go(queue, head, self._auto_checkpoint.due):
                 return  # wake() is called again when it is journaled and when earlier operations get their results
-            verdict = None if queue.sent else abort_rule.verdict(queue.record, head)
+            verdict = None if queue.sent else verdict_on(queue.record, head)
             if verdict is None:
                 self._put(queue)
                 return
             self._results.finish(queue, head, verdict)
-
-    def _may_go(self, queue: RunQueue, operation: QueuedOperation) -> bool:
-        if operation.refusal is None and time.monotonic() < operation.not_before:
-            return False
-        if operation.state is OperationState.QUEUED and not queue.sent:
-            return True
-        return queue.is_held and queue.may_follow(operation) and not self._auto_checkpoint.due(queue)
 
     def _dispatch(self) -> None:
         for there in self._placement.engines:
@@ -136,7 +202,7 @@ class Dispatcher:
                 item.given.set_result(there)
             return
         head = item.head
-        if head is None or not self._may_go(item, head):
+        if head is None or not may_go(item, head, self._auto_checkpoint.due):
             return
         if self._placement.place(item) is not there:  # it was moved while it waited
             self._put(item)

@@ -1,25 +1,115 @@
-"""An operation that waits for its result, and helpers that build results and classify operations."""
+"""An operation's life: its states, what moves it between them, and what its result does to its run.
+
+What a failure aborts: the operations up to and including the next one that takes an optimizer step, except one whose
+writer had already seen the failure; it and those after it run. An aborted step ends the failure; a step that fails by
+itself starts a new one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.quotas import tokens_of
 from gradwire_server.engine_client.client import EngineAnswer, Interruptible
-from gradwire_server.journal.rows import uses
+from gradwire_server.journal.rows import RunMarks, uses
+from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Buffer, Location
 from gradwire_server.observability.tracing import NO_TRACE, Trace
-from gradwire_server.operation_kinds import OperationKind, kind_of
-from gradwire_server.scheduling.fairness import Load
-from gradwire_server.scheduling.states import TRANSITIONS, IllegalTransitionError, OperationState
+from gradwire_server.operation_kinds import OperationKind, kind_of, loss_result, step_result
+
+
+class Load(NamedTuple):
+    """What a request is for the engine.
+
+    Attributes:
+        tokens: Tokens that it brings.
+        samples: Whether it samples beside other requests.
+        alone: Whether it must be alone in the engine.
+    """
+
+    tokens: int
+    samples: bool = False
+    alone: bool = False
+
+
+class OperationState(Enum):
+    """State of one submitted operation. Only its :class:`.run_queue.RunQueue` changes it.
+
+    docs/architecture.md draws the states, and says what moves an operation from one to another.
+
+    Attributes:
+        NEW: Not accepted by a queue.
+        WAITING: In memory and unacknowledged until the numbers before it have arrived.
+        WRITING: Being written to the journal.
+        EARLY: Being written to the journal, and sent to the engine or about to be.
+        CANCELLING: Cancelled, and to be written to the journal before its result.
+        QUEUED: In the journal, and waiting for its turn.
+        SENT: In the journal, and sent to the engine or about to be.
+        FINISHED: Has its result, which is being stored or is stored.
+        DROPPED: Removed without a result; its number is free again, or its run is gone.
+    """
+
+    NEW = "new"
+    WAITING = "waiting"
+    WRITING = "writing"
+    EARLY = "early"
+    CANCELLING = "cancelling"
+    QUEUED = "queued"
+    SENT = "sent"
+    FINISHED = "finished"
+    DROPPED = "dropped"
+    __hash__ = object.__hash__  # Enum's own is a function in Python
+
+
+_S = OperationState
+TRANSITIONS: Mapping[OperationState, frozenset[OperationState]] = {
+    _S.NEW: frozenset({_S.WAITING, _S.QUEUED}),
+    _S.WAITING: frozenset({_S.WRITING, _S.CANCELLING, _S.DROPPED}),
+    _S.WRITING: frozenset({_S.QUEUED, _S.EARLY, _S.CANCELLING, _S.DROPPED}),
+    _S.EARLY: frozenset({_S.SENT, _S.WRITING, _S.CANCELLING, _S.DROPPED}),
+    _S.CANCELLING: frozenset({_S.FINISHED, _S.DROPPED}),
+    _S.QUEUED: frozenset({_S.SENT, _S.FINISHED, _S.DROPPED}),
+    _S.SENT: frozenset({_S.QUEUED, _S.FINISHED, _S.DROPPED}),
+    _S.FINISHED: frozenset(),
+    _S.DROPPED: frozenset(),
+}
+"""The states that may follow each state, as drawn in :class:`OperationState`."""
+
+UNSENT = (_S.WRITING, _S.QUEUED)
+"""The states of an operation that may be sent to the engine."""
+
+JOURNALED = (_S.QUEUED, _S.SENT)
+"""The states of an operation that is in the journal and may still be executed."""
+
+
+class IllegalTransitionError(RuntimeError):
+    """A fault of the server: an operation was moved to a state that may not follow its present one."""
+
+
+@dataclass(eq=False)
+class Parked:
+    """The parked state of a run.
+
+    Attributes:
+        error: The reason.
+        since: Unix time in seconds.
+        attempts: Number of failures in a row.
+        trying: Whether the run is being tried again.
+    """
+
+    error: pb.Error
+    since: float
+    attempts: int = 1
+    trying: bool = False
 
 
 def is_replayed_with(operation: pb.Operation, status: pb.Status.ValueType) -> bool:
@@ -227,3 +317,57 @@ def retrieved(done: asyncio.Future[Any]) -> None:
     """Mark a future's exception as retrieved, so that asyncio logs no warning if its caller has left."""
     if not done.cancelled():
         done.exception()
+
+
+def aborts(record: RunRecord, operation: QueuedOperation) -> bool:
+    """Whether a failure that the operation's writer had not seen aborts it."""
+    failure, header = record.failure_seq, operation.header
+    return failure > header.failure_seen and failure not in header.expired_seen
+
+
+def verdict_on(record: RunRecord, operation: QueuedOperation) -> pb.OperationResult | None:
+    """The result of an operation that must not be executed, aborted or refused; None if it must be executed."""
+    if aborts(record, operation):
+        result = failed(
+            operation.seq,
+            pb.ERROR_CODE_ABORTED_PREDECESSOR,
+            f"operation {operation.seq} ({operation.kind}) was not carried out, because operation"
+            f" {record.failure_seq} before it failed: {record.failure}",
+        )
+        result.error.cause_seq = record.failure_seq
+        return result
+    if operation.refusal is not None:
+        return pb.OperationResult(seq=operation.seq, status=pb.STATUS_FAILED, error=operation.refusal)
+    return None
+
+
+def _follow_failure(record: RunRecord, operation: QueuedOperation, result: pb.OperationResult) -> None:
+    """Begin or end the run's failure with an operation's result; called by the run's queue only."""
+    if result.status != pb.STATUS_CANCELLED and not aborts(record, operation):
+        record.failure_seq, record.failure = 0, ""
+    if result.status == pb.STATUS_FAILED:
+        if result.error.code != pb.ERROR_CODE_ABORTED_PREDECESSOR:
+            record.failure_seq, record.failure = operation.seq, result.error.message
+        elif operation.row.steps:
+            record.failure_seq, record.failure = 0, ""
+
+
+def apply_result(record: RunRecord, operation: QueuedOperation, result: pb.OperationResult) -> RunMarks:
+    """Apply a result to a run's record; return the values for its row. Called by the run's queue only."""
+    loss = loss_result(result)
+    _follow_failure(record, operation, result)
+    if result.status == pb.STATUS_SUCCEEDED:
+        if operation.row.steps:
+            record.step = step_result(result).step
+        elif operation.row.loads_checkpoint and result.HasField("checkpoint"):
+            record.step = result.checkpoint.step
+    marks = RunMarks(record.step, record.failure_seq, record.failure)
+    if loss.HasField("added_head"):
+        record.config.head = loss.added_head.kind
+        record.num_trainable_parameters = loss.added_head.num_trainable_parameters
+        marks = replace(
+            marks,
+            config=record.config.SerializeToString(),
+            num_trainable_parameters=record.num_trainable_parameters,
+        )
+    return marks

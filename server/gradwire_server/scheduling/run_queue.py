@@ -1,10 +1,11 @@
-"""The operations of one run in order of number: which is next, and which wait.
+"""The operations of one run in order of number: who may submit one, which is next, and which wait.
 
 Rules
+  * Only the writer with the run's present epoch submits, and a new operation only under a new number.
   * Numbers are contiguous from 1. An operation that arrives early waits in a bounded window, in memory and
     unacknowledged, until the numbers before it have arrived; then it is journaled and acknowledged. So every
     acknowledged operation gets a result, and a writer that leaves a gap leaves nothing for the next writer to repair.
-  * What a failure aborts: :mod:`.abort_rule`.
+  * What a failure aborts: :mod:`.operation`.
   * An optim_step, a train_step or a zero_grad ends its accumulation whatever its result. If it did not succeed, the
     requests of later operations tell the engine so.
 """
@@ -14,27 +15,156 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.access.quotas import Usage
+from gradwire_server.access.quotas import Usage, tokens_of
 from gradwire_server.engine_client.client import EngineAnswer, Holder
 from gradwire_server.errors import ServiceError, parked_error
 from gradwire_server.journal.rows import JournalEntry, RunMarks, StoredResult
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Location
 from gradwire_server.limits import Limits
-from gradwire_server.scheduling import abort_rule, progress
-from gradwire_server.scheduling.fencing import Fencing, reused
-from gradwire_server.scheduling.held_operations import HeldOperations
-from gradwire_server.scheduling.operation import QueuedOperation, expired
-from gradwire_server.scheduling.operation_log import OperationLog
-from gradwire_server.scheduling.recent_results import RecentResults
-from gradwire_server.scheduling.recovery_cost import RecoveryCost
-from gradwire_server.scheduling.states import UNSENT, OperationState, Parked
+from gradwire_server.scheduling.finished_operations import OperationLog, RecentResults, RecoveryCost
+from gradwire_server.scheduling.operation import (
+    UNSENT,
+    OperationState,
+    Parked,
+    QueuedOperation,
+    aborts,
+    apply_result,
+    expired,
+)
+
+
+class Fencing:
+    """The check that keeps older writers of a run out.
+
+    Attributes:
+        record: The run's row.
+    """
+
+    record: RunRecord
+
+    def check_epoch(self, epoch: int) -> None:
+        """Check that an epoch is the current writer's.
+
+        Raises:
+            ServiceError: STALE_EPOCH; REWOUND if the epoch is from before the run's last rewind.
+        """
+        record = self.record
+        if epoch == record.epoch:
+            return
+        if 0 < epoch <= record.rewound_epoch:
+            raise self.rewound()
+        raise ServiceError(
+            pb.ERROR_CODE_STALE_EPOCH,
+            f"another writer ({record.writer or 'unknown'}) has taken over the run {record.run_id}: this one writes"
+            f" with epoch {epoch}, the run is at {record.epoch}; open the run again to take it back",
+        )
+
+    def rewound(self) -> ServiceError:
+        """The error for readers and writers from before the run's last rewind."""
+        return ServiceError(
+            pb.ERROR_CODE_REWOUND,
+            f"the run {self.record.run_id} went back to operation {self.record.rewound_to_seq} (durability=checkpoint"
+            " and the engine was restarted): later operations are void; open the run again and go on from there",
+        )
+
+
+def reused(seq: int) -> ServiceError:
+    """SEQ_REUSED for a number that another operation has."""
+    return ServiceError(
+        pb.ERROR_CODE_SEQ_REUSED,
+        f"number {seq} was used for another operation; a new operation takes a new number",
+        field="seq",
+    )
+
+
+class HeldOperations:
+    """Count of a run's operations without a result, and the checks of its limits.
+
+    Args:
+        limits: The server's limits.
+        usage: What the run's key holds; shared by its runs.
+
+    Attributes:
+        operations: Number of the run's operations without a result.
+        bytes: Bytes of their payloads.
+    """
+
+    def __init__(self, limits: Limits, usage: Usage) -> None:
+        self._limits, self._usage = limits, usage
+        self.operations = self.bytes = 0
+
+    def add(self, operation: QueuedOperation) -> None:
+        """Count an operation without a result."""
+        self._count(1, operation.header.payload_bytes)
+
+    def remove(self, operation: QueuedOperation) -> None:
+        """Stop counting an operation that has its result, or is dropped."""
+        self._count(-1, -operation.header.payload_bytes)
+
+    def _count(self, operations: int, size: int) -> None:
+        self.operations += operations
+        self.bytes += size
+        self._usage.operations += operations
+        self._usage.bytes += size
+
+    def check(self, operation: QueuedOperation, next_seq: int, waiting: Collection[QueuedOperation]) -> None:
+        """Check that the run may take another operation.
+
+        Args:
+            operation: The new operation.
+            next_seq: The next number of the run.
+            waiting: Operations that wait for that number. The operation that has it is taken whatever they hold.
+
+        Raises:
+            ServiceError: SEQ_GAP for a number too far ahead; LIMIT_EXCEEDED.
+        """
+        seq, size, limits = operation.seq, operation.header.payload_bytes, self._limits
+        if seq >= next_seq + limits.max_window:
+            raise ServiceError(
+                pb.ERROR_CODE_SEQ_GAP,
+                f"operation {seq} is too far ahead: {next_seq} is expected next, and at most {limits.max_window}"
+                " numbers wait (--limit max_window=N); submit the missing ones first",
+            )
+        closes_gap = seq == next_seq and bool(waiting)
+        if not closes_gap:
+            self._check_queue(size)
+        if seq > next_seq:
+            self._check_window(next_seq, sum(each.header.payload_bytes for each in waiting), size)
+        if not closes_gap:
+            self._usage.check(size, tokens_of(operation.header.operation, operation.header.tensors, operation.pixels))
+
+    def _check_queue(self, size: int) -> None:
+        limits = self._limits
+        if self.operations >= limits.max_queued_operations:
+            raise ServiceError(
+                pb.ERROR_CODE_LIMIT_EXCEEDED,
+                f"the run has {limits.max_queued_operations} operations queued (--limit max_queued_operations=N); await"
+                " some results, then submit this one again",
+            )
+        if self.bytes + size > limits.max_queued_bytes and self.bytes:  # an empty queue takes one of any size
+            raise ServiceError(
+                pb.ERROR_CODE_LIMIT_EXCEEDED,
+                f"the run's queued operations hold {self.bytes} bytes, and this one would pass"
+                f" {limits.max_queued_bytes} (--limit max_queued_bytes=N); await some results, then"
+                " submit this one again",
+            )
+
+    def _check_window(self, next_seq: int, waiting_bytes: int, size: int) -> None:
+        limits = self._limits
+        if waiting_bytes and waiting_bytes + size > limits.max_window_bytes:  # the first one may have any size
+            raise ServiceError(
+                pb.ERROR_CODE_LIMIT_EXCEEDED,
+                f"{waiting_bytes} bytes wait for operation {next_seq}, and this one would pass"
+                f" {limits.max_window_bytes} (--limit max_window_bytes=N); submit the missing one, then this one again",
+                rule=f"max_window_bytes = {limits.max_window_bytes}",
+            )
 
 
 @dataclass(eq=False)
@@ -59,7 +189,7 @@ class RunQueue(Fencing):
         recovery_cost: What a recovery would replay, and how long it would take.
         log: Its newest operations with a result.
         closed: Error for readers and writers once the run is closed.
-        parked: Why and since when the run is parked; None if it is not. See :mod:`.parking`.
+        parked: Why and since when the run is parked; None if it is not. See :class:`.Parking`.
         on_change: Called whenever the run's description may have changed.
     """
 
@@ -236,7 +366,7 @@ class RunQueue(Fencing):
         If its number is not below ``next_seq``, an operation before it failed to be journaled, and so will this one.
         """
         there = operation.state in (OperationState.SENT, OperationState.EARLY) and operation.seq < self.next_seq
-        if self.record.failure_seq and (abort_rule.aborts(self.record, operation) or not self.is_first(operation)):
+        if self.record.failure_seq and (aborts(self.record, operation) or not self.is_first(operation)):
             return False  # also if its writer has seen the failure: those before it get their results first
         return there and not (self._gap or self._held_back)
 
@@ -284,7 +414,7 @@ class RunQueue(Fencing):
         executed = result.status == pb.STATUS_SUCCEEDED and operation.seq in self.sent
         self._saveable = operation.seq if executed and not operation.row.keeps_graph else 0
         self.recovery_cost.count(operation.header, result.status, result.timings.engine_s)
-        marks = progress.follow(self.record, operation, result)
+        marks = apply_result(self.record, operation, result)
         saved = operation.row.gives_checkpoint and result.status == pb.STATUS_SUCCEEDED
         if saved and not result.checkpoint.weights_only:
             self.checkpointed()

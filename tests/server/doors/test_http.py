@@ -27,7 +27,7 @@ from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import VERSION
 from gradwire_server.doors.http.errors import HTTP_STATUS, error_response
 from gradwire_server.doors.http.openai import answers, events
-from gradwire_server.scheduling import fairness
+from gradwire_server.scheduling import who_is_next
 from gradwire_server.server import Server
 from support.front import Start
 from support.scripted import until
@@ -105,11 +105,11 @@ async def test_who_waits_for_a_turn_hears_that_it_waits(start: Start, monkeypatc
             assert [line async for line in lines if line.startswith("data")] == ["data: [DONE]"]
 
 
-@pytest.mark.parametrize("ahead", [1, fairness.SAMPLES_AHEAD], ids=["for an engine", "in an engine"])
+@pytest.mark.parametrize("ahead", [1, who_is_next.SAMPLES_AHEAD], ids=["for an engine", "in an engine"])
 async def test_who_waits_without_a_stream_is_told_to_come_again(
     start: Start, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
-    monkeypatch.setattr(fairness, "SAMPLES_AHEAD", ahead)
+    monkeypatch.setattr(who_is_next, "SAMPLES_AHEAD", ahead)
     async with start(http="127.0.0.1:0") as door, _http(door.server) as http:
         asked = {"model": "tiny", "prompt": [1, 2], "max_tokens": 3}
         door.engine.gate.clear()

@@ -14,8 +14,8 @@ from gradwire_server.doors.grpc import submissions
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.rows import StoredResult
 from gradwire_server.scheduling import admission
-from gradwire_server.scheduling.fairness import SMALL_AHEAD
-from gradwire_server.scheduling.recent_results import RECENT_BYTES
+from gradwire_server.scheduling.finished_operations import RECENT_BYTES
+from gradwire_server.scheduling.who_is_next import SMALL_AHEAD
 from support.front import Client, Door, Start, error_of
 from support.scripted import until
 

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.errors import ServiceError
-from gradwire_server.scheduling import parking
+from gradwire_server.scheduling import dispatcher
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.fake_engine import FakeEngine
 from support.front import Client, Door, Start, error_of
@@ -51,7 +51,7 @@ async def reopened(door: Door, client: Client) -> Client:
 async def test_a_run_that_cannot_be_restored_waits_and_goes_on_by_itself(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(parking, "PAUSES_S", (0.05,))
+    monkeypatch.setattr(dispatcher, "PAUSES_S", (0.05,))
     client = await queued(start, "b", "step", "c")
     caplog.set_level(logging.WARNING)
     async with start(prepare=short_of_memory) as door:

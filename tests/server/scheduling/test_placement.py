@@ -13,10 +13,9 @@ from gradwire_server.config import ServerConfig
 from gradwire_server.engine_client.pool import EnginePool, own_engines, visible_gpus
 from gradwire_server.journal.run_row import new_record
 from gradwire_server.limits import Limits
-from gradwire_server.scheduling.fairness import Load
-from gradwire_server.scheduling.operation import QueuedOperation
-from gradwire_server.scheduling.placement import LEAST_BYTES, Placement
+from gradwire_server.scheduling.operation import Load, QueuedOperation
 from gradwire_server.scheduling.run_queue import RunQueue
+from gradwire_server.scheduling.who_is_next import LEAST_BYTES, Placement
 from support.fake_engine import FakeEngine
 
 LIMITS = Limits()

@@ -27,8 +27,7 @@ from gradwire_server.access.keys import Caller
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import Core
 from gradwire_server.scheduling import results as results_module
-from gradwire_server.scheduling.operation import QueuedOperation
-from gradwire_server.scheduling.states import TRANSITIONS, IllegalTransitionError, OperationState
+from gradwire_server.scheduling.operation import TRANSITIONS, IllegalTransitionError, OperationState, QueuedOperation
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
@@ -84,7 +83,7 @@ def test_a_transition_that_is_not_drawn_raises_and_changes_nothing(state: Operat
             assert waiting.state is state
 
 
-QUEUE = ("run_queue.py", "progress.py")
+QUEUE = ("run_queue.py", "operation.py")
 
 
 def test_only_the_queue_moves_its_operations() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.key_file import KeyFile
-from gradwire_server.scheduling import run_feed
+from gradwire_server.scheduling import results
 from support.front import Start
 from support.job_stubs import NO_WORKERS, create, stub_of
 from support.watch import watching
@@ -39,7 +39,7 @@ async def test_a_stream_says_what_changes_and_goes_on_from_its_cursor(start: Sta
 
 
 async def test_a_reader_that_is_too_far_behind_begins_again(start: Start, monkeypatch: Any) -> None:
-    monkeypatch.setattr(run_feed, "KEPT_POINTS", 4)
+    monkeypatch.setattr(results, "KEPT_POINTS", 4)
     async with start() as door:
         client = await (await door.client()).begin()
         async with watching(client) as watch:

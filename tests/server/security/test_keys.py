@@ -25,8 +25,9 @@ from gradwire_server.config import ServerConfig
 from gradwire_server.doors.http.tinker import audit
 from gradwire_server.engine_link.crash_marks import SLOTS
 from gradwire_server.errors import ServiceError
-from gradwire_server.scheduling import fairness
-from gradwire_server.scheduling.fairness import (
+from gradwire_server.scheduling import who_is_next
+from gradwire_server.scheduling.operation import Load
+from gradwire_server.scheduling.who_is_next import (
     AHEAD,
     KEY_SAMPLES_AHEAD,
     LEAST_TOKENS,
@@ -35,7 +36,6 @@ from gradwire_server.scheduling.fairness import (
     SHARED_TOKENS,
     SMALL_AHEAD,
     FairQueue,
-    Load,
 )
 from gradwire_server.server import Server
 from support.fake_engine import FakeEngine
@@ -407,7 +407,7 @@ async def test_many_deleted_runs_cost_another_key_one_removal_at_most(
 
 
 async def test_who_waits_for_a_turn_is_told_that_the_server_stops(keyed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fairness, "SAMPLES_AHEAD", 6)
+    monkeypatch.setattr(who_is_next, "SAMPLES_AHEAD", 6)
     async with keyed(grace=60) as door:
         bob = await door.client("bob")
         door.engine.gate.clear()

@@ -1,26 +1,178 @@
-"""On which engine each run is, and what waits for each engine.
+"""Who is next: on which engine each run is, what waits for each engine, and in what order it goes there.
+
+Within a run the order is that of the numbers (:attr:`.RunQueue.head`). :func:`may_go` says whether the first may go
+now, :class:`Placement` to which engine, and :class:`FairQueue` when: API keys in turn, and within a key its runs and
+samples in turn.
+
+Requests that already wait in the engine's pipe keep it busy and let it execute small operations together, but a new
+request waits for all of them. So the requests in the pipe are bounded by their tokens, and while several keys use the
+server, so are those of each key: a key waits for few small operations or one large one of each other key before its
+own, however much the others submit. Samples advance by a token at a time beside everything else, and the engine divides
+its room for them between keys. So they are only counted.
 
 A run is placed on one engine and stays there while that engine lives, because its weights are there. It is placed again
 when it is created, when its engine has died, when it could not be restored there, and when it is moved
-(:mod:`.moves`). Whatever engine restores it, the journal and the checkpoints give it the same state.
-
-An operation that is suspected of having killed an engine is tried again where it can harm fewest others: that is the
-engine that died, which holds nothing when it is back.
+(:class:`.Moves`). Whatever engine restores it, the journal and the checkpoints give it the same state. An operation
+that is suspected of having killed an engine is tried again where it can harm fewest others: that is the engine that
+died, which holds nothing when it is back.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.access.turns import ActiveKeys
 from gradwire_server.config import TRAINED_BYTES
 from gradwire_server.engine_client.client import EngineClient, EngineDied
 from gradwire_server.engine_client.pool import EnginePool
-from gradwire_server.scheduling.fairness import UNKNOWN, FairQueue, Load
+from gradwire_server.engine_link.crash_marks import SLOTS
+from gradwire_server.scheduling.operation import Load, OperationState, QueuedOperation
 from gradwire_server.scheduling.run_queue import RunQueue
+
+T = TypeVar("T")
+
+AHEAD = 2
+"""Requests that may be in the engine whatever their size: one is read while the other is computed."""
+SMALL_AHEAD = 32
+"""Requests that may be in the engine while they hold fewer than ``PIPE_TOKENS`` tokens in total."""
+PIPE_TOKENS = 4096
+"""Tokens in the engine from which on only ``AHEAD`` requests are allowed."""
+SHARED_TOKENS = 512
+"""Tokens that one key may have in the engine while keys share the server, unless it is one request."""
+LEAST_TOKENS = 128
+"""Tokens that a request counts for at least: an optimizer step costs about as much as some."""
+SAMPLES_AHEAD = 128
+"""Requests for samples in the engine from which on only keys that have none there send one."""
+KEY_SAMPLES_AHEAD = 64
+"""Those of one key while keys share the server."""
+MOST_SAMPLES = SLOTS - SMALL_AHEAD - AHEAD
+"""Requests for samples that may be in the engine, which has a slot for each request."""
+
+
+UNKNOWN = Load(PIPE_TOKENS)
+"""Load of a request whose size is not known."""
+
+
+def may_go(queue: RunQueue, operation: QueuedOperation, checkpoint_is_due: Callable[[RunQueue], bool]) -> bool:
+    """Whether the first unsent operation of a run may be sent now, as far as the run is concerned.
+
+    It may be the first in the engine once it is journaled. It may follow others there, or go before it is journaled
+    itself, if it depends on nothing that is not known yet and no checkpoint waits for the engine to be idle.
+    """
+    if operation.refusal is None and time.monotonic() < operation.not_before:
+        return False
+    if operation.state is OperationState.QUEUED and not queue.sent:
+        return True
+    return queue.is_held and queue.may_follow(operation) and not checkpoint_is_due(queue)
+
+
+class FairQueue(Generic[T]):
+    """Items that wait for the engine, by owner, and counters of the requests in it.
+
+    Args:
+        load_of: Returns what an item is for the engine; asked each time the item could go.
+        clock: Monotonic time in seconds.
+    """
+
+    def __init__(self, load_of: Callable[[T], Load], clock: Callable[[], float] = time.monotonic) -> None:
+        self._load_of, self._active = load_of, ActiveKeys(clock)
+        self._waiting: dict[str, deque[T]] = {}
+        self._items: set[T] = set()
+        self._tokens: Counter[str] = Counter()  # of each owner's requests in the engine, samples aside
+        self._samples: Counter[str] = Counter()
+        self._count_there = self._tokens_there = 0
+        self._alone = False
+        self._served: dict[str, int] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._items
+
+    @property
+    def shared(self) -> bool:
+        """Whether several keys are active."""
+        return self._active.several
+
+    @property
+    def load(self) -> int:
+        """Number of items that wait, and of requests in the engine."""
+        return len(self._items) + self._count_there + self._samples.total()
+
+    def put(self, owner: str, item: T) -> None:
+        """Add an item at the end of its owner's queue."""
+        self._active.asked(owner)
+        self._waiting.setdefault(owner, deque()).append(item)
+        self._items.add(item)
+
+    def pop(self) -> T | None:
+        """Remove and return the next item; None if nothing waits or the engine has no room.
+
+        The item belongs to the least recently served owner among those that have room.
+        """
+        if self._alone or not self._waiting:
+            return None
+        shared = self.shared
+        loads = {owner: self._load_of(waiting[0]) for owner, waiting in self._waiting.items()}
+        owners = [owner for owner, load in loads.items() if self._has_room(owner, load, shared)]
+        if not owners:
+            return None
+        owner = min(owners, key=lambda owner: self._served.get(owner, 0))
+        if loads[owner].alone and (self._count_there or self._samples.total()):
+            return None
+        item = self._waiting[owner].popleft()
+        self._count += 1
+        self._served[owner] = self._count
+        self._items.remove(item)
+        if not self._waiting[owner]:
+            del self._waiting[owner]
+        return item
+
+    def _has_room(self, owner: str, load: Load, shared: bool) -> bool:
+        if load.samples:
+            own, total = self._samples[owner], self._samples.total()
+            if not own:
+                return total < MOST_SAMPLES
+            return total < SAMPLES_AHEAD and not (shared and own >= KEY_SAMPLES_AHEAD)
+        there, own = self._count_there, self._tokens[owner]
+        if there >= SMALL_AHEAD or (there >= AHEAD and self._tokens_there >= PIPE_TOKENS):
+            return False
+        return not (shared and own and own + max(load.tokens, LEAST_TOKENS) > SHARED_TOKENS)
+
+    def enter(self, owner: str, load: Load) -> None:
+        """Count a request that is sent to the engine."""
+        self._add(owner, load, 1)
+        self._alone = load.alone
+
+    def leave(self, owner: str, load: Load) -> None:
+        """Uncount a request that the engine has answered."""
+        self._add(owner, load, -1)
+        self._alone = False
+
+    def _add(self, owner: str, load: Load, sign: int) -> None:
+        if load.samples:
+            self._samples[owner] += sign
+            return
+        self._count_there += sign
+        self._tokens_there += sign * load.tokens
+        self._tokens[owner] += sign * max(load.tokens, LEAST_TOKENS)
+
+    def clear(self) -> list[T]:
+        """Remove and return every waiting item."""
+        items = [item for waiting in self._waiting.values() for item in waiting]
+        self._waiting.clear()
+        self._items.clear()
+        return items
+
 
 SLACK = 1.2
 """How many times its even share of the runs' memory an engine may hold before new runs go to others."""

@@ -435,20 +435,29 @@ class Core(Startable):
 
     # ---- sampling outside a run ----
 
-    async def sample(self, caller: Caller, request: pb.SampleRequest, label: str = "") -> StoredResult:
+    async def sample(
+        self,
+        caller: Caller,
+        request: pb.SampleRequest,
+        label: str = "",
+        on_start: Callable[[], object] | None = None,
+    ) -> StoredResult:
         """Sample from a model, a checkpoint or a run's current weights that the caller may read.
 
         Args:
             label: Under which it is counted in the key's usage; the run's name if empty.
+            on_start: Called when an engine begins, and again later.
 
         Raises:
             ServiceError: The request is invalid; ENGINE_UNAVAILABLE if engines died while they sampled.
         """
-        return await self._sampling.sample(caller, request, label)
+        return await self._sampling.sample(caller, request, label, on_start)
 
-    def stream_sample(self, caller: Caller, request: pb.SampleRequest) -> AsyncGenerator[pb.SampleFrame]:
+    def stream_sample(
+        self, caller: Caller, request: pb.SampleRequest, on_start: Callable[[], object] | None = None
+    ) -> AsyncGenerator[pb.SampleFrame]:
         """Sample token by token; see :meth:`.sampling.Sampling.stream`."""
-        return self._sampling.stream(caller, request)
+        return self._sampling.stream(caller, request, on_start)
 
     def _writable(self, caller: Caller, run_id: str) -> RunRecord:
         return self.storage.records.get(run_id, caller, write=True)

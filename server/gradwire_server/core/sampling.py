@@ -46,18 +46,23 @@ class Sampling:
         self._config, self._runs, self._checkpoints, self._names = config, runs, checkpoints, names
         self._scheduler, self._usage = scheduler, usage
 
-    async def sample(self, caller: Caller, request: pb.SampleRequest, label: str = "") -> StoredResult:
+    async def sample(
+        self, caller: Caller, request: pb.SampleRequest, label: str, on_start: Callable[[], object] | None
+    ) -> StoredResult:
         """Sample. A caller who is cancelled ends the generation.
 
         Args:
             label: Under which it is counted; that of the run if empty.
+            on_start: Called when an engine begins, and again later.
 
         Raises:
             ServiceError: The request is invalid; ENGINE_UNAVAILABLE if engines died while they sampled.
         """
-        return await self._answer(caller, *self._checked(caller, request), label=label)
+        return await self._answer(caller, *self._checked(caller, request), None, on_start, label)
 
-    async def stream(self, caller: Caller, request: pb.SampleRequest) -> AsyncGenerator[pb.SampleFrame]:
+    async def stream(
+        self, caller: Caller, request: pb.SampleRequest, on_start: Callable[[], object] | None
+    ) -> AsyncGenerator[pb.SampleFrame]:
         """Yield new tokens as they are generated, and last the result without its tensors.
 
         What a slow reader has not taken is merged, so it is never more than the samples themselves. A reader who leaves
@@ -71,7 +76,7 @@ class Sampling:
             message = "a stream has no prompt_logprobs: sample without a stream"
             raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, message, field="prompt_logprobs")
         tokens = _NewTokens()
-        answer = asyncio.create_task(self._answer(caller, asked, source, current, tokens.add))
+        answer = asyncio.create_task(self._answer(caller, asked, source, current, tokens.add, on_start))
         answer.add_done_callback(lambda _: tokens.changed.set())
         try:
             while not answer.done():
@@ -119,7 +124,8 @@ class Sampling:
         asked: pb.SampleRequest,
         source: RunRecord | None,
         current: bool,
-        on_frame: Callable[[pb.SampleFrame], None] | None = None,
+        on_frame: Callable[[pb.SampleFrame], None] | None,
+        on_start: Callable[[], object] | None,
         label: str = "",
     ) -> StoredResult:
         queue = self._scheduler.queue(source) if source is not None and current else None
@@ -131,6 +137,7 @@ class Sampling:
                 base,
                 queue,
                 on_frame,
+                on_start,
                 count=lambda result: self._usage.count(caller.name, source, result, label=label, base_model=base),
             )
         except EngineDied as error:

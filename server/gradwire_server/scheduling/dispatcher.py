@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -111,8 +110,6 @@ class Parking:
         self._wake(queue)
 
 
-ON_START: ContextVar[Callable[[], object] | None] = ContextVar("gradwire_on_start", default=None)
-"""Called when an engine begins to compute a request outside any run's queue."""
 TOGETHER_S = 0.005
 """How long a result waits for those of the operations behind it that are in the engine, to be journaled with them."""
 
@@ -323,6 +320,7 @@ class Dispatcher:
         model: str,
         run: RunQueue | None = None,
         on_frame: Callable[[pb.SampleFrame], None] | None = None,
+        on_start: Callable[[], object] | None = None,
         *,
         count: Callable[[pb.OperationResult], object],
     ) -> EngineAnswer:
@@ -335,6 +333,7 @@ class Dispatcher:
             model: Name of the base model of what is sampled from.
             run: The run whose current weights are sampled from, instead of the request's model.
             on_frame: Takes new tokens as they are generated.
+            on_start: Called when an engine begins to compute them, and again later.
             count: Takes the result, or what was computed before the caller left, which may be after this has returned.
 
         Raises:
@@ -354,7 +353,8 @@ class Dispatcher:
             self._metrics.finished("", pb.Operation(sample=asked.call), result)
             count(result)
 
-        return await self._outside(request, usage, visit, tokens, on_frame, finished)
+        request.tells_start = on_start is not None
+        return await self._outside(request, usage, visit, tokens, _Heard(on_start, on_frame), finished)
 
     async def _outside(
         self,
@@ -362,21 +362,18 @@ class Dispatcher:
         usage: Usage,
         visit: Visit,
         tokens: int,
-        on_frame: Callable[[pb.SampleFrame], None] | None,
+        heard: _Heard,
         finished: Callable[[pb.OperationResult], None],
     ) -> EngineAnswer:
         """Execute a request that belongs to no run, counted as ``tokens`` of the quota.
 
         Args:
             visit: Where it goes. If it is to a run, the engine must hold that, because the request reads it.
-            on_frame: Takes the frames of a request that streams.
+            heard: Takes the frames of a request that streams or says when it begins.
             finished: Takes the result; that of a caller who has left says how much was computed.
         """
         usage.check(0, tokens)
         usage.operations += 1
-        heard = _Heard(ON_START.get(), on_frame)
-        if heard.on_start is not None:
-            request.tells_start = True
         deaths = 0
         try:
             while True:

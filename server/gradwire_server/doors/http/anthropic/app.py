@@ -59,10 +59,10 @@ def protocol(core: Core) -> HttpProtocol:
             conversation = Conversation(core, caller, asked.chat())
             call = await conversation.request()
             writing = Writing(asked, len(call.prompt_ids[0].ids))
-            events = writing.events(conversation.parts(call))
             if asked.stream:
+                events = writing.events(conversation.parts(call))
                 return await event_stream(events, error_body, http.url.path, typed=True)
-            return await unless_left(writing.whole(events), http)
+            return await unless_left(lambda begun: writing.whole(writing.events(conversation.parts(call, begun))), http)
 
     @app.post("/messages/count_tokens")
     async def count_tokens(asked: CountRequest, caller: CallerOf) -> dict[str, int]:

@@ -20,8 +20,9 @@ from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.errors import in_public_names
 from gradwire_server.errors import ServiceError
-from gradwire_server.scheduling.dispatcher import ON_START
 
+OnStart = Callable[[], object]
+"""Called when an engine begins to compute what was asked for, and again later."""
 R = TypeVar("R")
 
 DECODED_TOGETHER = 2048
@@ -77,9 +78,9 @@ class Answers:
 async def sampled(core: Core, caller: Caller, asked: pb.SampleRequest, name: str, http: Request) -> Answers:
     """Sample; a client who leaves ends the generation. Errors say ``name`` of the model."""
 
-    async def work() -> Answers:
+    async def work(begun: OnStart) -> Answers:
         async with core.calls.turn(caller.name, CallKind.SAMPLE):
-            stored = await core.sample(caller, asked)
+            stored = await core.sample(caller, asked, on_start=begun)
         result = stored.header.sample
         columns = decode(list(stored.header.tensors), stored.payload)
         ends = np.cumsum(columns["token_ids"].levels[1], dtype=np.int64).tolist()
@@ -103,23 +104,25 @@ async def sampled(core: Core, caller: Caller, asked: pb.SampleRequest, name: str
         return Answers(rows, result.num_prompt_tokens, result.num_sampled_tokens)
 
     with _called(name, asked.model):
-        return await unless_left(work(), http)
+        return await unless_left(work, http)
 
 
-async def unless_left(work: Coroutine[Any, Any, R], http: Request) -> R:
+async def unless_left(work: Callable[[OnStart], Coroutine[Any, Any, R]], http: Request) -> R:
     """The result of some work, which is cancelled when the client leaves, or has to wait for too long.
+
+    Args:
+        work: Gets what to call once an engine has begun it.
 
     Raises:
         ServiceError: CANCELLED, which nobody reads; LIMIT_EXCEEDED if no engine has begun it within ``TURN_S``.
     """
     begun = asyncio.Event()
-    ON_START.set(begun.set)
 
     async def left() -> None:
         while (await http.receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.create_task(work), asyncio.create_task(left())
+    working, leaving = asyncio.create_task(work(begun.set)), asyncio.create_task(left())
     try:
         await asyncio.wait([working, leaving], timeout=TURN_S, return_when=asyncio.FIRST_COMPLETED)
         if not (begun.is_set() or working.done() or leaving.done()):
@@ -138,10 +141,15 @@ async def unless_left(work: Coroutine[Any, Any, R], http: Request) -> R:
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def streamed(core: Core, caller: Caller, asked: pb.SampleRequest, name: str) -> AsyncGenerator[pb.SampleFrame]:
+async def streamed(
+    core: Core, caller: Caller, asked: pb.SampleRequest, name: str, on_start: OnStart | None = None
+) -> AsyncGenerator[pb.SampleFrame]:
     """The frames of a streamed sample. Errors say ``name`` of the model."""
     with _called(name, asked.model):
-        async with core.calls.turn(caller.name, CallKind.SAMPLE), aclosing(core.stream_sample(caller, asked)) as frames:
+        async with (
+            core.calls.turn(caller.name, CallKind.SAMPLE),
+            aclosing(core.stream_sample(caller, asked, on_start)) as frames,
+        ):
             async for frame in frames:
                 yield frame
 

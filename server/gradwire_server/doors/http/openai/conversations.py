@@ -17,7 +17,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
-from gradwire_server.doors.http.openai.answers import FINISH_REASONS, Tokens, sampled, streamed, tokens_of
+from gradwire_server.doors.http.openai.answers import FINISH_REASONS, OnStart, Tokens, sampled, streamed, tokens_of
 from gradwire_server.doors.http.openai.images import ConversationImages
 from gradwire_server.doors.http.openai.names import find_model
 from gradwire_server.doors.http.openai.reading import AnswerReader, Form, whole
@@ -137,12 +137,12 @@ class Conversation:
             parts.append(Part(number, read.content, read.reasoning, read.calls, reason, None, row.tokens, row.prompt))
         return parts, Counts(answer.num_prompt_tokens, answer.num_sampled_tokens, 0)
 
-    async def parts(self, call: pb.SampleRequest) -> AsyncGenerator[Part | Counts]:
+    async def parts(self, call: pb.SampleRequest, on_start: OnStart | None = None) -> AsyncGenerator[Part | Counts]:
         """The samples' parts, as they grow, and the counts as the last. Text comes once it is certain what it is."""
         readers: dict[int, AnswerReader] = {}
         ids = defaultdict[int, list[int]](list)
         reasoning = 0
-        async for frame in streamed(self._core, self._caller, call, self._asked.model):
+        async for frame in streamed(self._core, self._caller, call, self._asked.model, on_start):
             for delta in _steps(frame.deltas, apart=bool(self._asked.logprobs)):
                 reader = readers.get(delta.row) or readers.setdefault(delta.row, AnswerReader(self._form))
                 content = thought = ""

@@ -46,7 +46,7 @@ def routes(core: Core) -> APIRouter:
 
             if asked.stream:
                 return await event_stream(events(), writing.error, http.url.path, typed=True)
-            response = await unless_left(writing.whole(conversation.parts(call)), http)
+            response = await unless_left(lambda begun: writing.whole(conversation.parts(call, begun)), http)
         keep(caller.name, asked, response, items)
         return response
 

@@ -15,6 +15,8 @@ from gradwire_proto.v1 import journal_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.journal.database import Database
+from gradwire_server.journal.rows import digest_of, outcome, outcome_of
+from gradwire_server.journal.segments import Buffer
 from gradwire_server.operation_kinds import has_loss, loss_result, step_result
 
 log = logging.getLogger(__name__)
@@ -72,10 +74,13 @@ class RunFacts:
         """Store what a run is computed with after operation ``seq``; the future's result is the note's entry."""
         return self._store.write(lambda connection: note_facts(connection, run_id, seq, facts, note))
 
-    def replace_outcome(self, run_id: str, seq: int, outcome: bytes) -> asyncio.Future[None]:
+    def replace_outcome(
+        self, run_id: str, seq: int, result: pb.OperationResult, payload: Buffer
+    ) -> asyncio.Future[None]:
         """Store what an operation gave when it was repeated with an accepted change; later recoveries repeat that."""
         query = "UPDATE operations SET outcome = ? WHERE run_id = ? AND seq = ?"
-        return self._store.write(lambda connection: connection.execute(query, (outcome, run_id, seq)).close())
+        values = outcome_of(result, digest_of([payload])), run_id, seq
+        return self._store.write(lambda connection: connection.execute(query, values).close())
 
     async def check(self, run_id: str, seq: int, facts: Mapping[str, str]) -> pb.RunChange | None:
         """Compare what a run was computed with with what it would be computed with now.
@@ -118,6 +123,22 @@ def way_out(run_id: str) -> str:
         f"Put back what changed; or let the run go on with it: its owner by `gradwire runs accept {run_id}` or"
         " accept_changes(), or a start of the server with --accept-changes for all runs"
     )
+
+
+def compare(
+    before: journal_pb2.Outcome, result: pb.OperationResult, payload: Buffer, *, exact: bool
+) -> tuple[bool, str]:
+    """Compare what repeating an operation gave with what it had given.
+
+    Args:
+        exact: Whether bits are compared, if both were computed in the same pieces.
+
+    Returns:
+        Whether bits were compared; how the two differ, in words, empty if they are the same.
+    """
+    now = outcome(result, digest_of([payload]))
+    exact = exact and is_comparable(before, now)
+    return exact, divergence(before, now, exact=exact)
 
 
 def is_comparable(before: journal_pb2.Outcome, now: journal_pb2.Outcome) -> bool:

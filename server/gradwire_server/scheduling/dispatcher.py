@@ -21,13 +21,18 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.quotas import PIXELS_OF_TOKEN, Usage, grammar_tokens
 from gradwire_server.engine_client.client import EngineAnswer, EngineDied, Interruptible
 from gradwire_server.errors import shutting_down
-from gradwire_server.journal.segments import Buffer
 from gradwire_server.observability import logs
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint
 from gradwire_server.scheduling.checks import pixels_of_images
-from gradwire_server.scheduling.executor import DEATHS, Executor
-from gradwire_server.scheduling.operation import Load, OperationState, QueuedOperation, ended, retrieved, verdict_on
+from gradwire_server.scheduling.executor import Executor
+from gradwire_server.scheduling.operation import (
+    DEATHS,
+    Load,
+    QueuedOperation,
+    retrieved,
+    verdict_on,
+)
 from gradwire_server.scheduling.replay import CannotRestore
 from gradwire_server.scheduling.results import Results
 from gradwire_server.scheduling.run_queue import RunQueue
@@ -108,10 +113,6 @@ class Parking:
             return
         queue.try_again()
         self._wake(queue)
-
-
-TOGETHER_S = 0.005
-"""How long a result waits for those of the operations behind it that are in the engine, to be journaled with them."""
 
 
 class Dispatcher:
@@ -222,7 +223,7 @@ class Dispatcher:
             if outcome is not None and queue.parked is not None:
                 outcome = self.parking.executed(queue, operation, outcome)
             async with queue.finishing:
-                finished = outcome is not None and await self._finish(queue, operation, *outcome)
+                finished = outcome is not None and await self._results.answered(queue, operation, *outcome)
             if finished:
                 last = len(queue.sent) == 1 and not operation.row.keeps_graph
                 if last and self._auto_checkpoint.due(queue):
@@ -241,21 +242,6 @@ class Dispatcher:
     def _send_again(self, queue: RunQueue, operation: QueuedOperation) -> None:
         operation.not_before = 0.0  # a timer may run a nanosecond early, and nothing else wakes the queue
         self.wake(queue)
-
-    async def _finish(
-        self, queue: RunQueue, operation: QueuedOperation, result: pb.OperationResult, payload: Buffer
-    ) -> bool:
-        """Give an operation its result; False if it was removed meanwhile."""
-        if operation.state is OperationState.EARLY and operation.appended is not None:
-            together = operation.patient and queue.is_first(operation)
-            if together and await self._results.finish_with_operation(queue, operation, result, payload):
-                return True
-            await ended(operation.appended)
-        if operation.state is not OperationState.SENT:
-            return False
-        together_s = TOGETHER_S if len(queue.sent) > 1 else 0.0
-        self._results.finish(queue, operation, result, payload, within_s=together_s)
-        return True
 
     async def withdraw(self, operation: QueuedOperation) -> bool:
         """Withdraw an operation from the engine; False if it has started there.

@@ -21,12 +21,11 @@ from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.recorded_files import RecordedFiles
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Buffer, CorruptRecord
-from gradwire_server.observability.metrics import Metrics
 from gradwire_server.operation_kinds import loss_result, training_call
 from gradwire_server.scheduling.auto_checkpoint import in_use
 from gradwire_server.scheduling.checks import check_room
-from gradwire_server.scheduling.operation import QueuedOperation, failed, is_replayed_with
-from gradwire_server.scheduling.replay import CannotRestore, ReplayDied, behind, operation_request, restore
+from gradwire_server.scheduling.operation import DEATHS, QueuedOperation, failed
+from gradwire_server.scheduling.replay import CannotRestore, Restorer, operation_request
 from gradwire_server.scheduling.run_queue import RunQueue
 from gradwire_server.scheduling.spread_samples import SpreadSamples
 from gradwire_server.scheduling.who_is_next import Placement, Visit
@@ -37,8 +36,6 @@ _OF_THE_START = (pb.ERROR_CODE_UNKNOWN_LOSS, pb.ERROR_CODE_UNKNOWN_MODEL)
 """Errors of an operation accepted at an earlier start that another start may mend: its models and losses differ."""
 LEAST_S = 1e-6
 """What is left of a timeout that is over."""
-DEATHS = 2
-"""Number of engine crashes before an operation is quarantined."""
 
 FULL_PAUSE_S = 1.0
 FULL_PATIENCE_S = 600.0
@@ -56,11 +53,11 @@ class Executor:
         placement: Placement,
         journal: Journal,
         checkpoints: CheckpointRecords,
-        metrics: Metrics,
+        restorer: Restorer,
         recorded: RecordedBatches,
     ) -> None:
-        self._placement, self._journal, self._checkpoints, self._metrics = placement, journal, checkpoints, metrics
-        self._recorded = recorded
+        self._placement, self._journal, self._checkpoints = placement, journal, checkpoints
+        self._restorer, self._recorded = restorer, recorded
 
     async def create(
         self, queue: RunQueue, share_percent: int = 100, held_bytes: int = 0
@@ -134,7 +131,7 @@ class Executor:
             try:
                 async with queue.handing:
                     if not (queue.pending or queue.is_held_back or self.holds(queue)):
-                        await self._restored(queue, queue.record.applied_seq + 1)
+                        await self._restorer.restored(queue, queue.record.applied_seq + 1)
             except CannotRestore as error:
                 raise ServiceError.of(error.error) from error
             except EngineDied as error:
@@ -205,7 +202,9 @@ class Executor:
         """
         if not queue.is_next(operation):
             return None
-        if not queue.is_held and not (queue.is_first(operation) and await self._restored(queue, operation.seq)):
+        if not queue.is_held and not (
+            queue.is_first(operation) and await self._restorer.restored(queue, operation.seq)
+        ):
             return None
         if operation.row.gives_checkpoint and not await self._may_save(queue, operation):
             return None
@@ -270,56 +269,6 @@ class Executor:
                 save.overwrite = True
         return request
 
-    async def _restored(self, queue: RunQueue, seq: int) -> bool:
-        """Restore the run in the engine to its state before operation ``seq``.
-
-        Returns False if the run was closed or had to be rewound because lost operations cannot be replayed.
-
-        Raises:
-            CannotRestore: Whatever the reason, for example an unknown model, a damaged checkpoint or too little memory.
-            EngineDied: The engine died.
-        """
-        try:
-            return await self._restore(queue, seq)
-        except (CannotRestore, EngineDied):
-            raise
-        except ServiceError as error:
-            raise CannotRestore(error.error) from error
-        except Exception as error:
-            log.exception("run %s was not restored", queue.record.run_id)
-            message = f"the server failed to restore the run ({type(error).__name__}); its log says why"
-            raise CannotRestore(pb.Error(code=pb.ERROR_CODE_INTERNAL, message=message)) from error
-
-    async def _restore(self, queue: RunQueue, seq: int) -> bool:
-        if not await queue.settled(seq - 1):  # an operation without a result on disk would not be replayed
-            return False
-        if not self._journal.keep_payloads and await self.rewind_if_lossy(queue, queued_too=False):
-            return False
-        engine, began = self._placement.of(queue.record.run_id).engine, time.monotonic()
-        holder = engine.holder
-        try:
-            fence = await self._checkpoints.fence(queue.record.run_id)
-            done = await restore(engine, self._journal, queue.record, fence)
-        except ReplayDied as error:
-            queue.recovery_cost.replay_deaths[error.seq] += 1
-            if queue.recovery_cost.replay_deaths[error.seq] >= DEATHS:
-                message = (
-                    f"the run cannot be restored: repeating its operation {error.seq} killed the engine"
-                    f" {DEATHS} times; fork it from a checkpoint before that one"
-                )
-                quarantined = pb.Error(code=pb.ERROR_CODE_QUARANTINED, message=message)
-                raise CannotRestore(quarantined, again=False) from error
-            raise EngineDied(suspect=False) from error
-        except ServiceError as error:
-            if not holder.alive:
-                raise EngineDied(suspect=False) from error  # it died between two requests; its successor lacks the run
-            raise
-        queue.restored(holder, done.entries)
-        queue.recovery_cost.loading_s = done.loading_s
-        count = sum(is_replayed_with(entry.header.operation, entry.status) for entry in done.entries)
-        self._metrics.restored(count, time.monotonic() - began)
-        return True
-
     async def _after_death(self, queue: RunQueue, operation: QueuedOperation, error: EngineDied) -> Outcome | None:
         """Return None to try an operation again whose engine died, or its quarantine after :data:`DEATHS` crashes."""
         queue.died(operation, error.suspect)
@@ -333,31 +282,6 @@ class Executor:
             return None
         message = f"operation {operation.seq} ({operation.kind}) killed the engine {operation.deaths} times"
         return failed(operation.seq, pb.ERROR_CODE_QUARANTINED, message + " and is not tried again"), b""
-
-    async def rewind_if_lossy(self, queue: RunQueue, *, queued_too: bool) -> bool:
-        """Rewind a run to its newest checkpoint if operations after it are lost; return whether it was rewound.
-
-        With ``durability=checkpoint`` the journal keeps no payloads, so what the engine executed after that checkpoint
-        is lost when the engine dies.
-
-        Args:
-            queued_too: Whether operations without a result count as lost; true at the start of the server.
-        """
-        record = queue.record
-        newest = record.newest_checkpoint
-        base, step = (newest.seq, newest.step) if newest else (0, 0)
-        if record.accepted_seq <= base:
-            return False
-        entries = await behind(self._journal, record, base)
-        if not any(
-            is_replayed_with(entry.header.operation, entry.status) or (queued_too and not entry.status)
-            for entry in entries
-        ):
-            return False
-        await self._journal.rewind(record.run_id, base, step)
-        queue.rewind(base, step)
-        log.warning("run %s went back to operation %d: its journal keeps no payloads", record.run_id, base)
-        return True
 
 
 def _waits_for_room(queue: RunQueue, operation: QueuedOperation, result: pb.OperationResult) -> bool:

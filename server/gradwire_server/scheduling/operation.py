@@ -91,6 +91,10 @@ JOURNALED = (_S.QUEUED, _S.SENT)
 """The states of an operation that is in the journal and may still be executed."""
 
 
+DEATHS = 2
+"""Number of engine crashes before an operation is quarantined."""
+
+
 class IllegalTransitionError(RuntimeError):
     """A fault of the server: an operation was moved to a state that may not follow its present one."""
 

@@ -14,14 +14,18 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.checkpoint_files import read_manifest
 from gradwire_server.engine_client.client import EngineClient, EngineDied
 from gradwire_server.errors import ServiceError
+from gradwire_server.journal.checkpoint_records import CheckpointRecords
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.provable import Record, tensor_files
-from gradwire_server.journal.rows import JournalEntry, digest_of, outcome, outcome_of, parse_outcome
+from gradwire_server.journal.rows import JournalEntry, parse_outcome
 from gradwire_server.journal.run_row import RunRecord
-from gradwire_server.journal.same_state import RunChanged, differences, divergence, is_comparable, way_out
+from gradwire_server.journal.same_state import RunChanged, compare, differences, way_out
 from gradwire_server.journal.segments import CorruptRecord
+from gradwire_server.observability.metrics import Metrics
 from gradwire_server.operation_kinds import kind_of, loss_result
-from gradwire_server.scheduling.operation import drops_accumulation, is_replayed_with
+from gradwire_server.scheduling.operation import DEATHS, drops_accumulation, is_replayed_with
+from gradwire_server.scheduling.run_queue import RunQueue
+from gradwire_server.scheduling.who_is_next import Placement
 
 
 class CannotRestore(Exception):
@@ -61,6 +65,90 @@ class Restored:
 
     entries: list[JournalEntry]
     loading_s: float
+
+
+class Restorer:
+    """Brings runs back into the engines that they are placed on."""
+
+    def __init__(
+        self, placement: Placement, journal: Journal, checkpoints: CheckpointRecords, metrics: Metrics
+    ) -> None:
+        self._placement, self._journal, self._checkpoints, self._metrics = placement, journal, checkpoints, metrics
+
+    async def restored(self, queue: RunQueue, seq: int) -> bool:
+        """Restore the run in the engine to its state before operation ``seq``.
+
+        Returns False if the run was closed or had to be rewound because lost operations cannot be replayed.
+
+        Raises:
+            CannotRestore: Whatever the reason, for example an unknown model, a damaged checkpoint or too little memory.
+            EngineDied: The engine died.
+        """
+        try:
+            return await self._restore(queue, seq)
+        except (CannotRestore, EngineDied):
+            raise
+        except ServiceError as error:
+            raise CannotRestore(error.error) from error
+        except Exception as error:
+            log.exception("run %s was not restored", queue.record.run_id)
+            message = f"the server failed to restore the run ({type(error).__name__}); its log says why"
+            raise CannotRestore(pb.Error(code=pb.ERROR_CODE_INTERNAL, message=message)) from error
+
+    async def _restore(self, queue: RunQueue, seq: int) -> bool:
+        if not await queue.settled(seq - 1):  # an operation without a result on disk would not be replayed
+            return False
+        if not self._journal.keep_payloads and await self.rewind_if_lossy(queue, queued_too=False):
+            return False
+        engine, began = self._placement.of(queue.record.run_id).engine, time.monotonic()
+        holder = engine.holder
+        try:
+            fence = await self._checkpoints.fence(queue.record.run_id)
+            done = await restore(engine, self._journal, queue.record, fence)
+        except ReplayDied as error:
+            queue.recovery_cost.replay_deaths[error.seq] += 1
+            if queue.recovery_cost.replay_deaths[error.seq] >= DEATHS:
+                message = (
+                    f"the run cannot be restored: repeating its operation {error.seq} killed the engine"
+                    f" {DEATHS} times; fork it from a checkpoint before that one"
+                )
+                quarantined = pb.Error(code=pb.ERROR_CODE_QUARANTINED, message=message)
+                raise CannotRestore(quarantined, again=False) from error
+            raise EngineDied(suspect=False) from error
+        except ServiceError as error:
+            if not holder.alive:
+                raise EngineDied(suspect=False) from error  # it died between two requests; its successor lacks the run
+            raise
+        queue.restored(holder, done.entries)
+        queue.recovery_cost.loading_s = done.loading_s
+        count = sum(is_replayed_with(entry.header.operation, entry.status) for entry in done.entries)
+        self._metrics.restored(count, time.monotonic() - began)
+        return True
+
+    async def rewind_if_lossy(self, queue: RunQueue, *, queued_too: bool) -> bool:
+        """Rewind a run to its newest checkpoint if operations after it are lost; return whether it was rewound.
+
+        With ``durability=checkpoint`` the journal keeps no payloads, so what the engine executed after that checkpoint
+        is lost when the engine dies.
+
+        Args:
+            queued_too: Whether operations without a result count as lost; true at the start of the server.
+        """
+        record = queue.record
+        newest = record.newest_checkpoint
+        base, step = (newest.seq, newest.step) if newest else (0, 0)
+        if record.accepted_seq <= base:
+            return False
+        entries = await behind(self._journal, record, base)
+        if not any(
+            is_replayed_with(entry.header.operation, entry.status) or (queued_too and not entry.status)
+            for entry in entries
+        ):
+            return False
+        await self._journal.rewind(record.run_id, base, step)
+        queue.rewind(base, step)
+        log.warning("run %s went back to operation %d: its journal keeps no payloads", record.run_id, base)
+        return True
 
 
 async def restore(engine: EngineClient, journal: Journal, record: RunRecord, fence: int) -> Restored:
@@ -221,9 +309,7 @@ async def _repeat(
     if before is None:
         return exact
     reply.result.seq = header.seq
-    now = outcome(reply.result, digest_of([tensors]))
-    exact = exact and is_comparable(before, now)
-    difference = divergence(before, now, exact=exact)
+    exact, difference = compare(before, reply.result, tensors, exact=exact)
     if difference and not journal.facts.accepted_by(record.run_id):
         raise changed(
             RunChanged(
@@ -234,7 +320,7 @@ async def _repeat(
     if difference:
         divergences.append(f"operation {header.seq} was repeated, and {difference}")
         log.warning("run %s goes on although operation %d was repeated and %s", record.run_id, header.seq, difference)
-        await journal.facts.replace_outcome(record.run_id, header.seq, outcome_of(reply.result, digest_of([tensors])))
+        await journal.facts.replace_outcome(record.run_id, header.seq, reply.result, tensors)
     return exact
 
 
@@ -331,10 +417,9 @@ async def execute_again(record: Record, engine: EngineClient, runs: Path, say: C
             difference = _saved_otherwise(record, runs, reply.result.checkpoint, verdict)
         else:
             reply.result.seq = header.seq
-            now = outcome(reply.result, digest_of([tensors]))
-            if verdict.inexact_after is None and not is_comparable(recorded.outcome, now):
+            exact, difference = compare(recorded.outcome, reply.result, tensors, exact=verdict.inexact_after is None)
+            if verdict.inexact_after is None and not exact:
                 verdict.inexact_after = header.seq - 1
-            difference = divergence(recorded.outcome, now, exact=verdict.inexact_after is None)
             verdict.compared += 1
         if difference:
             verdict.difference = f"operation {header.seq} ({kind}) differs: {difference}"

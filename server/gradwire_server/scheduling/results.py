@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 STORE_AGAIN_S = 1.0
 REMIND_S = 60.0
+TOGETHER_S = 0.005
+"""How long a result waits for those of the operations behind it that are in the engine, to be journaled with them."""
 
 
 class _Waiting:
@@ -151,7 +153,21 @@ class Results:
         store()
         return stored
 
-    async def finish_with_operation(
+    async def answered(
+        self, queue: RunQueue, operation: QueuedOperation, result: pb.OperationResult, payload: Buffer
+    ) -> bool:
+        """Give an operation that the engine has answered its result; False if it was removed meanwhile."""
+        if operation.state is OperationState.EARLY and operation.appended is not None:
+            together = operation.patient and queue.is_first(operation)
+            if together and await self._finish_with_operation(queue, operation, result, payload):
+                return True
+            await ended(operation.appended)
+        if operation.state is not OperationState.SENT:
+            return False
+        self.finish(queue, operation, result, payload, within_s=TOGETHER_S if len(queue.sent) > 1 else 0.0)
+        return True
+
+    async def _finish_with_operation(
         self, queue: RunQueue, operation: QueuedOperation, result: pb.OperationResult, payload: Buffer = b""
     ) -> bool:
         """Store a result together with its operation, which is being journaled, and apply it to the queue then.

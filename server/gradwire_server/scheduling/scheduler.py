@@ -33,6 +33,7 @@ from gradwire_server.scheduling.checks import Checks
 from gradwire_server.scheduling.dispatcher import Dispatcher
 from gradwire_server.scheduling.executor import Executor, RecordedBatches
 from gradwire_server.scheduling.operation import Load, PayloadMemory, retrieved
+from gradwire_server.scheduling.replay import Restorer
 from gradwire_server.scheduling.results import Results, RunFeed
 from gradwire_server.scheduling.run_queue import RunQueue
 from gradwire_server.scheduling.who_is_next import SHARED_TOKENS, EngineQueue, Placement, Visit
@@ -217,7 +218,8 @@ class Scheduler:
         self._memory = PayloadMemory(PAYLOAD_MEMORY_BYTES)
         self.placement = Placement(pool)
         self._recorded_files, self.recorded = recorded, RecordedBatches(recorded)
-        self._executor = Executor(self.placement, journal, checkpoints, self._metrics, self.recorded)
+        self._restorer = Restorer(self.placement, journal, checkpoints, self._metrics)
+        self._executor = Executor(self.placement, journal, checkpoints, self._restorer, self.recorded)
         self._auto_checkpoint = AutoCheckpoint(
             self.placement,
             journal,
@@ -270,7 +272,7 @@ class Scheduler:
             self.placement.place(queue)
             if not self._journal.keep_payloads:
                 try:
-                    await self._executor.rewind_if_lossy(queue, queued_too=True)
+                    await self._restorer.rewind_if_lossy(queue, queued_too=True)
                 except ServiceError as error:
                     self.dispatcher.parking.park(queue, error.error)
             await self.admission.load(queue)

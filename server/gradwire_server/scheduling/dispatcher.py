@@ -31,13 +31,12 @@ from gradwire_server.scheduling.operation import (
     Load,
     QueuedOperation,
     retrieved,
-    verdict_on,
 )
 from gradwire_server.scheduling.replay import CannotRestore
 from gradwire_server.scheduling.results import Results
 from gradwire_server.scheduling.run_queue import RunQueue
 from gradwire_server.scheduling.spread_samples import SpreadSamples, end, tell_result
-from gradwire_server.scheduling.who_is_next import EngineQueue, Placement, Visit, may_go
+from gradwire_server.scheduling.who_is_next import EngineQueue, Placement, Visit, WhoIsNext
 from gradwire_server.stores.store import Store
 
 T = TypeVar("T")
@@ -141,6 +140,7 @@ class Dispatcher:
         self._results, self._metrics = results, metrics
         self.parking = Parking(self.wake, parked)
         self.spread = SpreadSamples(placement, self, store)
+        self._next = WhoIsNext(placement, self.spread.may_spread, auto_checkpoint.due)
         self._carrying: set[asyncio.Task[None]] = set()
         self._draining = False
         placement.pool.watch(self._engine_changed)
@@ -168,44 +168,26 @@ class Dispatcher:
         for there in self._placement.engines:
             if not there.is_up:
                 for item in there.fair_queue.clear():
-                    self._put(item)
+                    self._next.put(item)
         self._dispatch()
 
-    def _put(self, item: RunQueue | Visit) -> None:
-        there = self._placement.target(item)
-        if item not in there.fair_queue:
-            there.fair_queue.put(item.record.owner if isinstance(item, RunQueue) else item.owner, item)
-
     def _offer(self, queue: RunQueue) -> None:
-        while (head := queue.head) is not None:
-            head.may_spread = self.spread.may_spread(queue, head)
-            if not may_go(queue, head, self._auto_checkpoint.due):
-                return  # wake() is called again when it is journaled and when earlier operations get their results
-            verdict = None if queue.sent else verdict_on(queue.record, head)
-            if verdict is None:
-                self._put(queue)
-                return
-            self._results.finish(queue, head, verdict)
+        while (decided := self._next.offer(queue)) is not None:
+            self._results.finish(queue, *decided)
 
     def _dispatch(self) -> None:
-        for there in self._placement.engines:
-            while not self._draining and (item := there.fair_queue.pop()) is not None:
+        if not self._draining:
+            for item, there in self._next.turns():
                 self._send(item, there)
 
     def _send(self, item: RunQueue | Visit, there: EngineQueue) -> None:
         """Send an item whose turn has come to its engine."""
         if isinstance(item, Visit):
-            if not item.given.done():
-                there.fair_queue.enter(item.owner, item.load)
-                item.given.set_result(there)
+            there.fair_queue.enter(item.owner, item.load)
+            item.given.set_result(there)
             return
         head = item.head
-        if head is None or not may_go(item, head, self._auto_checkpoint.due):
-            return
-        if self._placement.place(item) is not there:  # it was moved while it waited
-            self._put(item)
-            self._dispatch()
-            return
+        assert head is not None
         item.send(head)
         load = head.load
         there.fair_queue.enter(item.record.owner, load)
@@ -285,7 +267,7 @@ class Dispatcher:
         """
         if self._draining:
             raise shutting_down()
-        self._put(visit)
+        self._next.put(visit)
         self._dispatch()
         try:
             return await visit.given

@@ -1,6 +1,6 @@
 """Who is next: on which engine each run is, what waits for each engine, and in what order it goes there.
 
-Within a run the order is that of the numbers (:attr:`.RunQueue.head`). :func:`may_go` says whether the first may go
+Within a run the order is that of the numbers (:attr:`.RunQueue.head`). :class:`WhoIsNext` says whether the first may go
 now, :class:`Placement` to which engine, and :class:`FairQueue` when: API keys in turn, and within a key its runs and
 samples in turn.
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -33,7 +33,7 @@ from gradwire_server.config import TRAINED_BYTES
 from gradwire_server.engine_client.client import EngineClient, EngineDied
 from gradwire_server.engine_client.pool import EnginePool
 from gradwire_server.engine_link.crash_marks import SLOTS
-from gradwire_server.scheduling.operation import Load, OperationState, QueuedOperation
+from gradwire_server.scheduling.operation import Load, OperationState, QueuedOperation, verdict_on
 from gradwire_server.scheduling.run_queue import RunQueue
 
 T = TypeVar("T")
@@ -58,19 +58,6 @@ MOST_SAMPLES = SLOTS - SMALL_AHEAD - AHEAD
 
 UNKNOWN = Load(PIPE_TOKENS)
 """Load of a request whose size is not known."""
-
-
-def may_go(queue: RunQueue, operation: QueuedOperation, checkpoint_is_due: Callable[[RunQueue], bool]) -> bool:
-    """Whether the first unsent operation of a run may be sent now, as far as the run is concerned.
-
-    It may be the first in the engine once it is journaled. It may follow others there, or go before it is journaled
-    itself, if it depends on nothing that is not known yet and no checkpoint waits for the engine to be idle.
-    """
-    if operation.refusal is None and time.monotonic() < operation.not_before:
-        return False
-    if operation.state is OperationState.QUEUED and not queue.sent:
-        return True
-    return queue.is_held and queue.may_follow(operation) and not checkpoint_is_due(queue)
 
 
 class FairQueue(Generic[T]):
@@ -363,6 +350,81 @@ class Placement:
 
     def _size(self, queue: RunQueue) -> int:
         return max(TRAINED_BYTES * queue.record.num_trainable_parameters, LEAST_BYTES)
+
+
+class WhoIsNext:
+    """Decides which operation, and which request outside any run's queue, goes to its engine next.
+
+    Args:
+        placement: The engines with the runs on them, and what waits for each.
+        may_spread: Whether several engines may execute a run's operation.
+        checkpoint_is_due: Whether a run is to be saved as soon as its engine does nothing for it.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        may_spread: Callable[[RunQueue, QueuedOperation], bool],
+        checkpoint_is_due: Callable[[RunQueue], bool],
+    ) -> None:
+        self._placement, self._may_spread, self._checkpoint_is_due = placement, may_spread, checkpoint_is_due
+
+    def offer(self, queue: RunQueue) -> tuple[QueuedOperation, pb.OperationResult] | None:
+        """Let a run wait for its engine if its first unsent operation may go there.
+
+        Returns:
+            The operation with its result if it needs no engine, because it is aborted or refused.
+        """
+        head = queue.head
+        if head is None:
+            return None
+        head.may_spread = self._may_spread(queue, head)
+        if not self._may_go(queue, head):
+            return None  # asked again when it is journaled and when earlier operations get their results
+        verdict = None if queue.sent else verdict_on(queue.record, head)
+        if verdict is not None:
+            return head, verdict
+        self.put(queue)
+        return None
+
+    def put(self, item: RunQueue | Visit) -> None:
+        """Let an item wait for the engine that it goes to."""
+        there = self._placement.target(item)
+        if item not in there.fair_queue:
+            there.fair_queue.put(item.record.owner if isinstance(item, RunQueue) else item.owner, item)
+
+    def turns(self) -> Iterator[tuple[RunQueue | Visit, EngineQueue]]:
+        """Take what goes to an engine now, one after the other, until no engine has room for what waits for it."""
+        moved = True
+        while moved:
+            moved = False
+            for there in self._placement.engines:
+                while (item := there.fair_queue.pop()) is not None:
+                    if not self._is_there(item):
+                        continue
+                    if isinstance(item, RunQueue) and self._placement.place(item) is not there:
+                        self.put(item)  # it was moved while it waited, perhaps to an engine before this one
+                        moved = True
+                        continue
+                    yield item, there
+
+    def _is_there(self, item: RunQueue | Visit) -> bool:
+        """Whether an item that has waited is still to go."""
+        if isinstance(item, Visit):
+            return not item.given.done()
+        return item.head is not None and self._may_go(item, item.head)
+
+    def _may_go(self, queue: RunQueue, operation: QueuedOperation) -> bool:
+        """Whether the first unsent operation of a run may be sent now, as far as the run is concerned.
+
+        It may be the first in the engine once it is journaled. It may follow others there, or go before it is journaled
+        itself, if it depends on nothing that is not known yet and no checkpoint waits for the engine to be idle.
+        """
+        if operation.refusal is None and time.monotonic() < operation.not_before:
+            return False
+        if operation.state is OperationState.QUEUED and not queue.sent:
+            return True
+        return queue.is_held and queue.may_follow(operation) and not self._checkpoint_is_due(queue)
 
 
 def choose(able: Sequence[EngineQueue], size: int) -> EngineQueue:

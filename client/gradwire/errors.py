@@ -191,7 +191,7 @@ class OutOfMemoryError(OperationError):
 
 
 class CheckpointCorruptError(OperationError):
-    """The checkpoint's files do not match their checksums."""
+    """The files of a checkpoint, or a file of training data, do not match their checksums."""
 
 
 class QuarantinedError(OperationError):

@@ -28,6 +28,7 @@ class FileInfo:
         filename: Name of the file that was uploaded.
         purpose: ``"fine-tune"``, or ``"fine-tune-results"`` for what a job made.
         size_bytes: Size of its content.
+        sha256: Of its content, in hex.
         created_at: Unix time in seconds.
         expires_at: Unix time at which it is deleted; 0: never.
         num_lines: Rows of a data set.
@@ -44,6 +45,7 @@ class FileInfo:
     num_lines: int
     num_problems: int
     problems: Mapping[int, str] = field(default_factory=dict)
+    sha256: str = ""
 
     @staticmethod
     def from_message(file: pb.File) -> FileInfo:
@@ -57,6 +59,7 @@ class FileInfo:
             num_lines=file.num_lines,
             num_problems=file.num_problems,
             problems={problem.line: problem.reason for problem in file.problems},
+            sha256=file.digest.hex(),
         )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -45,3 +46,30 @@ def replace_json(path: Path, content: Any, indent: int | None = None) -> None:
     """Write a JSON file such that a crash leaves the old or the new one."""
     with whole_file(path) as file:
         file.write(json.dumps(content, indent=indent).encode())
+
+
+def replace_state(path: Path, content: Mapping[str, Any], indent: int | None = None) -> None:
+    """Write a JSON object with its checksum, as :func:`replace_json` writes."""
+    plain = json.loads(json.dumps(content))
+    replace_json(path, plain | {"checksum": _checksum(plain)}, indent)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Read what :func:`replace_state` wrote, or a JSON object without a checksum.
+
+    Raises:
+        ValueError: It is neither; names the file.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: it is no JSON, {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: it is no JSON object")
+    if "checksum" in content and content.pop("checksum") != _checksum(content):
+        raise ValueError(f"{path} is damaged: its checksum does not match")
+    return content
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -30,6 +30,7 @@ from gradwire.recipes import command
 from gradwire.recipes.observing import OBSERVER
 from gradwire.recipes.rows import ColumnsError
 from gradwire.recipes.settings import SettingsError
+from gradwire.whole_files import read_state
 
 from gradwire_jobs.reporting import JobReporter
 from gradwire_jobs.results import write_results
@@ -142,26 +143,36 @@ async def _work(task: Task, job: gradwire.Job, service: gradwire.ServiceClient, 
     await reporter.send()
     events = await service.jobs.events(task.job_id)
     file = await asyncio.to_thread(write_results, events, folder / "results.csv")
-    digest = hashlib.sha256(await asyncio.to_thread(file.read_bytes)).hexdigest()
-    uploaded = await service.files.upload(file, "fine-tune-results", idempotency_key=f"{task.job_id}/{digest}")
+    key = f"{task.job_id}/{await asyncio.to_thread(_sha256, file)}"
+    uploaded = await service.files.upload(file, "fine-tune-results", idempotency_key=key)
     return [uploaded.file_id]
 
 
 async def _fetched(service: gradwire.ServiceClient, file_id: str, folder: Path) -> Path:
-    """Download a file of the job's once."""
+    """Download a file of the job's, unless an earlier worker has and it is as it was."""
     await asyncio.to_thread(folder.mkdir, exist_ok=True)
     described = await service.files.get(file_id)
     target = folder / f"{file_id}{Path(described.filename).suffix}"
-    if not await asyncio.to_thread(target.exists):
+    if await asyncio.to_thread(_sha256, target) != described.sha256:
         partial = await service.files.download(file_id, folder / f"{file_id}.part")
+        if await asyncio.to_thread(_sha256, partial) != described.sha256:
+            raise ValueError(f"{described.filename} ({file_id}) was damaged on its way to the job")
         partial.rename(target)
     return target
+
+
+def _sha256(file: Path) -> str:
+    """SHA-256 of a file in hex; "" if there is none."""
+    if not file.exists():
+        return ""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 async def _delete_orphans(service: gradwire.ServiceClient, folder: Path) -> None:
     """Delete runs of earlier workers that were killed before they wrote down which run is theirs."""
     file = folder / "state.json"
-    known = json.loads(file.read_text())["run_id"] if file.exists() else ""
+    known = read_state(file)["run_id"] if file.exists() else ""
     for run in await service.list_runs():
         if run.name == folder.name and run.run_id != known:
             await service.delete_run(run.run_id)

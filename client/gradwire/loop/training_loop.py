@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from gradwire.loop.best import Best
 from gradwire.loop.loggers import CheckpointLogger, MetricLogger
 from gradwire.loop.progress import Progress
 from gradwire.results import TrainStepResult
-from gradwire.whole_files import replace_json
+from gradwire.whole_files import read_state, replace_state
 
 AHEAD = 8
 """Results of ``train_step`` that may be outstanding."""
@@ -112,7 +111,7 @@ class TrainingLoop:
             The training's own state there; {} if there is no checkpoint.
         """
         file = self.file and (self.file.with_name(BEST_FILE) if best else self.file)
-        state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else {}
+        state: dict[str, Any] = read_state(file) if file and file.exists() else {}
         if state:
             self.checkpoint = state["checkpoint"]
             await self.run.load_checkpoint(self.checkpoint)
@@ -205,7 +204,7 @@ class TrainingLoop:
         if self.file is not None:
             position = {"run_id": self.run.run_id, "checkpoint": checkpoint.path, "step": self.step}
             state = {**self.facts, **position, "best": self.best.state, **self._own()}
-            replace_json(self.file.with_name(BEST_FILE) if best else self.file, state)
+            replace_state(self.file.with_name(BEST_FILE) if best else self.file, state)
         for each in self.loggers:
             if isinstance(each, CheckpointLogger):
                 each.saved(self.step, checkpoint.path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.recipes.settings import ServiceSettings, Settings, SettingsError
+from gradwire.whole_files import read_state
 
 FREE = (
     "address", "folder", "loggers", "wandb", "eval_every", "eval_first", "save_every", "keep", "best_by", "patience",
@@ -133,14 +133,11 @@ def facts_of(settings: Settings) -> dict[str, Any]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        state = json.loads(file.read_text(encoding="utf-8"))
+        return read_state(file)
     except OSError as error:
         raise SettingsError(f"the folder {file.parent} cannot be used: {error.strerror}") from None
-    except ValueError:
-        state = None
-    if not isinstance(state, dict):
-        raise SettingsError(f"{file} is not the state of a training: remove the folder, or give another")
-    return state
+    except ValueError as error:
+        raise SettingsError(f"{error}, and no state of a training: remove the folder, or give another") from None
 
 
 def _identity(settings: Settings) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from gradwire.recipes.report import page_of, plot_several
 from gradwire.recipes.runs import SHARED_SERVICE
 from gradwire.recipes.settings import RowSettings, Settings, SettingsError, setting
 from gradwire.recipes.settings_file import built, read_yaml, set_by
+from gradwire.whole_files import read_state
 
 MOST_TRIALS = 256
 SMOOTHED = 10
@@ -94,7 +95,7 @@ class Trial:
     def step(self) -> int:
         """Steps taken by its newest checkpoint."""
         state = self.folder / STATE
-        found = json.loads(state.read_text(encoding="utf-8")) if state.exists() else {}
+        found = read_state(state) if state.exists() else {}
         return int(found.get("step", 0))
 
     def curve(self, metric: str, until: int | None = None) -> list[tuple[int, float]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from gradwire.service import ServiceClient
 from gradwire.training import TrainingClient
-from gradwire.whole_files import replace_json
+from gradwire.whole_files import read_state, replace_state
 
 
 def fingerprint(*parts: Any) -> str:
@@ -34,14 +34,14 @@ class TrainingState:
     def __init__(self, folder: Path, inputs: str) -> None:
         self._folder = folder
         path = folder / STATE_FILE
-        values = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        values = read_state(path) if path.exists() else {}
         self.resumed = values.get("inputs") == inputs
         self.discarded = bool(values) and not self.resumed
         if not self.resumed:
             values = {"inputs": inputs, "job": secrets.token_hex(6)}
             for stage in STAGES:
                 self.file(stage).unlink(missing_ok=True)
-            replace_json(path, values, indent=1)
+            replace_state(path, values, indent=1)
         self.job = str(values["job"])
 
     def file(self, stage: str) -> Path:

@@ -33,13 +33,16 @@ def backup(
     to: Annotated[Path, typer.Argument(help="Folder to make; on the same file system, files are linked.")],
     state_dir: StateDir = STATE_DIR,
 ) -> None:
-    """Copy the state folder, while its server runs or when it does not."""
+    """Copy the state folder, while its server runs or when it does not; status 1: something in it is damaged."""
     state_dir, to = state_dir.expanduser().resolve(), to.expanduser().resolve()
     with _failures():
         copied = copy_folder(state_dir, to, say)
     say(f"{to} holds {_contents(copied)}")
     if url := claim_of(to).url:
         say(f"the checkpoints stay in {url}: keep what is there for as long as this backup (object versions help)")
+    if copied.damaged:
+        say(f"{copied.damaged} damaged: it is not restored with them; delete or upload them again, and take another")
+        raise typer.Exit(1)
 
 
 @restore_app.command()

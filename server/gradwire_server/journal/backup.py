@@ -51,12 +51,17 @@ class _Changed(Exception):
 
 @dataclass(frozen=True)
 class Copied:
-    """What a copy holds."""
+    """What a copy holds.
+
+    Attributes:
+        damaged: Checkpoints and files that are damaged where they are, for which it is not restored.
+    """
 
     runs: int
     checkpoints: int
     operations: int
     size_bytes: int
+    damaged: int = 0
 
 
 def backup(state_dir: Path, to: Path, say: Callable[[str], object]) -> Copied:
@@ -186,7 +191,7 @@ def _check(copy: Path, say: Callable[[str], object], *, damaged: bool) -> Copied
 
     Args:
         say: Called for a checkpoint that is not whole in the store, which has nothing to do with the copy.
-        damaged: Also call it for a damaged checkpoint or file, which makes the copy unusable otherwise.
+        damaged: Also call it for a damaged checkpoint or file, and count them; otherwise the first is an error.
 
     Raises:
         _Changed: Something is missing or damaged.
@@ -211,7 +216,7 @@ def _check(copy: Path, say: Callable[[str], object], *, damaged: bool) -> Copied
         rows_of_files = database.execute("SELECT file FROM files").fetchall() if version_of(database) >= 7 else []
         [(num_runs,)] = database.execute("SELECT count(*) FROM runs").fetchall()
         [(operations,)] = database.execute("SELECT count(*) FROM operations").fetchall()
-    store = open_claimed(copy)
+    store, found = open_claimed(copy), 0
     for run_id, raw in rows:
         name = pb.Checkpoint.FromString(raw).name
         if store is not None:
@@ -228,18 +233,18 @@ def _check(copy: Path, say: Callable[[str], object], *, damaged: bool) -> Copied
             if not damaged:
                 raise _Changed(f"checkpoint {run_id}/{name}: {error}") from error
             say(f"checkpoint {run_id}/{name} is damaged where it is, and so in the backup: {error}")
+            found += 1
     for (raw,) in rows_of_files:
         stored_file = jobs_pb2.File.FromString(raw)
-        content = copy / FILES / stored_file.digest.hex()
-        if not content.exists():
-            raise _Changed(f"the content of {stored_file.file_id} is missing")
-        with content.open("rb") as stream:
-            if hashlib.file_digest(stream, "sha256").digest() != stored_file.digest:
-                if not damaged:
-                    raise _Changed(f"the content of {stored_file.file_id} is damaged")
-                say(f"the file {stored_file.file_id} is damaged where it is, and so in the backup")
+        with suppress(FileNotFoundError), (copy / FILES / stored_file.digest.hex()).open("rb") as stream:
+            if hashlib.file_digest(stream, "sha256").digest() == stored_file.digest:
+                continue
+        if not damaged:
+            raise _Changed(f"the file {stored_file.file_id} ({stored_file.filename}) is damaged or missing")
+        say(f"the file {stored_file.file_id} ({stored_file.filename}) is damaged where it is, and so in the backup")
+        found += 1
     size = sum(file.stat().st_size for file in copy.rglob("*") if file.is_file())
-    return Copied(num_runs, len(rows), operations, size)
+    return Copied(num_runs, len(rows), operations, size, found)
 
 
 def _not_whole(store: Store, place: Place) -> str:

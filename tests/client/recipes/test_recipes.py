@@ -310,7 +310,7 @@ def test_a_folder_that_cannot_be_used_is_said_before_anything_starts(
     (tmp_path / "run" / "state.json").write_text("{")
     (tmp_path / "run" / "run.json").write_text("{")
     for recipe in ("sft", "grpo"):
-        for folder, words in (("c.yaml/run", "cannot be used: Not a directory"), ("run", "is not the state of a")):
+        for folder, words in (("c.yaml/run", "cannot be used: Not a directory"), ("run", "no state of a training")):
             file.write_text(json.dumps({"data": sums["talks"], "model": "none", "folder": str(tmp_path / folder)}))
             with pytest.raises(SystemExit):
                 command.main([recipe, str(file)])

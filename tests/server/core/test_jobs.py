@@ -13,17 +13,20 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from gradwire.recipes import command
 from gradwire_proto.v1 import jobs_pb2 as jobs
 from gradwire_server.access.key_file import KeyFile, Quota
 from gradwire_server.access.keys import Caller
+from gradwire_server.cli.state import backup_app
 from gradwire_server.core.jobs import files, workers
 from gradwire_server.core.jobs.specs import RECIPES
 from gradwire_server.journal.backup import backup, restore
 from gradwire_server.journal.repair import repair
 from support.front import Start, start
 from support.job_stubs import NO_WORKERS, ROW, create, name_of, refused, stub_of, upload
+from typer.testing import CliRunner
 
 __all__ = ["start"]
 
@@ -137,6 +140,41 @@ async def test_a_backup_and_a_repair_have_jobs_and_files(start: Start, tmp_path:
     content.write_bytes(b"x")
     with pytest.raises(Exception, match="is damaged"):
         await asyncio.to_thread(restore, copy, tmp_path.with_name("third"), print)
+
+
+async def test_what_is_stored_is_what_was_stored(start: Start, tmp_path: Path) -> None:
+    """A flipped bit, a cut, another content and none: a refusal that names the file, wherever it is read."""
+    content = ROW * 3
+    async with start(http="127.0.0.1:0", **NO_WORKERS) as door:
+        stub = await stub_of(door)
+        file = await upload(stub)
+        stored = tmp_path / "files" / file.digest.hex()
+        read = jobs.ReadFileRequest(file_id=file.file_id)
+        async with httpx.AsyncClient(base_url=door.server.http.url, timeout=60) as http:
+            wrong = [bytes([content[0] ^ 1]) + content[1:], content[:-1], ROW * 2, None]
+            for number, damaged in enumerate(wrong):
+                stored.unlink()  # backups have links of it
+                if damaged is not None:
+                    stored.write_bytes(damaged)
+                error = await refused(stub.ReadFile(read).read())
+                assert name_of(error) == "checkpoint_corrupt" and file.file_id in error.message, number
+                answer = await http.get(f"/v1/files/{file.file_id}/content")
+                assert answer.status_code == 422 and "data.jsonl" in answer.json()["error"]["message"]
+                assert (await http.get(f"/v1/files/{file.file_id}")).json()["status"] == "error"
+                command = app_of_backup(tmp_path, tmp_path.with_name(f"copy-{number}"))
+                assert command.exit_code == 1 and file.file_id in command.output, command.output
+                with pytest.raises(Exception, match="is damaged"):
+                    await asyncio.to_thread(restore, tmp_path.with_name(f"copy-{number}"), tmp_path / "x", print)
+                again = await upload(stub)  # the same content heals the first
+                frames = [frame.chunk async for frame in stub.ReadFile(read)]
+                assert b"".join(frames) == content and again.digest == file.digest
+                assert (await http.get(f"/v1/files/{file.file_id}")).json()["status"] == "processed"
+        command = app_of_backup(tmp_path, tmp_path.with_name("whole"))
+        assert command.exit_code == 0, command.output
+
+
+def app_of_backup(state: Path, to: Path) -> Any:
+    return CliRunner().invoke(backup_app, [str(to), "--state-dir", str(state)])
 
 
 async def test_files_are_stored_once_checked_and_deleted(

@@ -93,6 +93,7 @@ class Files:
         self._records, self._quota_of, self._in_use = records, quota_of, in_use
         self._known: dict[str, jobs.File] = {}
         self._by_key: dict[tuple[str, str], str] = {}
+        self._damaged: set[bytes] = set()
         self._arriving: Counter[str] = Counter()
         self._storing = asyncio.Lock()
         self._checks = Turns(of_key=1, total=CHECKS_AT_ONCE)
@@ -165,6 +166,11 @@ class Files:
                     return _same(known, described, file.digest)
                 self._check_room(caller)  # of the number of files as well
                 await asyncio.to_thread(_keep, partial, self._content(file))
+                if file.digest in self._damaged:
+                    self._damaged.remove(file.digest)
+                    for each in self._of_digest(file.digest):
+                        each.num_problems -= 1
+                        del each.problems[-1]
                 await self._records.insert(file, idempotency_key)
                 self._add(file, idempotency_key)
                 arrival.end()
@@ -211,15 +217,33 @@ class Files:
             await self._drop([file])
 
     async def content(self, caller: Caller, file_id: str) -> AsyncGenerator[bytes]:
-        """Yield a file's content in chunks.
+        """Yield a file's content in chunks, all of which is checked first.
 
         Raises:
-            ServiceError: UNKNOWN_FILE.
+            ServiceError: As :meth:`check_content` does.
         """
-        file = self.get(caller, file_id)
+        file = await self.check_content(caller, file_id)
         async with contextlib.aclosing(chunks_of([self._content(file)])) as chunks:
             async for chunk in chunks:
                 yield chunk
+
+    async def check_content(self, caller: Caller, file_id: str) -> jobs.File:
+        """Check that a file is what was uploaded, by its SHA-256, and return it; one that is not has a problem then.
+
+        Raises:
+            ServiceError: UNKNOWN_FILE; CHECKPOINT_CORRUPT if it is not.
+        """
+        file = self.get(caller, file_id)
+        if reason := await asyncio.to_thread(damage, self._content(file), file):
+            if file.digest not in self._damaged:
+                self._damaged.add(file.digest)
+                for each in self._of_digest(file.digest):
+                    each.num_problems += 1
+                    each.problems.add(reason=reason)
+                log.error("%s is damaged on the server's disk: %s", self._content(file), reason)
+            message = f"{file.filename} ({file_id}) is damaged on the server's disk: {reason}; upload it again"
+            raise ServiceError(pb.ERROR_CODE_CHECKPOINT_CORRUPT, message, field="file_id")
+        return file
 
     def check(self, described: jobs.File, key: str = "") -> None:
         """Check what is said of a file that is to come.
@@ -280,6 +304,9 @@ class Files:
         if not size:
             raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "the file is empty", field="file")
         file.size_bytes, file.digest = size, digest.digest()
+
+    def _of_digest(self, digest: bytes) -> list[jobs.File]:
+        return [file for file in self._known.values() if file.digest == digest]
 
     def _content(self, file: jobs.File) -> Path:
         return self._folder / file.digest.hex()
@@ -362,10 +389,19 @@ def _flush(stream: IO[bytes]) -> None:
 
 
 def _keep(partial: Path, content: Path) -> None:
-    """Give received content its name; it is on disk then."""
-    if not content.exists():
-        partial.rename(content)
+    """Give received content its name, in place of an earlier copy, which may be damaged; it is on disk then."""
+    partial.rename(content)
     sync(content.parent)
+
+
+def damage(content: Path, file: jobs.File) -> str:
+    """What is wrong with the content of a file; "" if nothing is."""
+    try:
+        with content.open("rb") as stream:
+            same = hashlib.file_digest(stream, "sha256").digest() == file.digest
+    except FileNotFoundError:
+        return "its content is missing"
+    return "" if same else "its SHA-256 is not that of what was uploaded"
 
 
 def _same(known: jobs.File, described: jobs.File, digest: bytes) -> jobs.File:

@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
-import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,7 @@ from gradwire_losses.registry import all_losses
 from transformers.utils.hub import cached_file
 
 import gradwire_server.engine
-from gradwire_server.checkpoint_files import StoredFile
+from gradwire_server.checkpoint_files import StoredFile, read_sealed, sealed
 from gradwire_server.durable_files import replace_text
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.state.checkpoints import versions
@@ -100,15 +99,15 @@ class ComputedWith:
             state.update(f"{file.name} {known[key]}\n".encode())
         try:
             if unread:
-                replace_text(self._hashes, json.dumps(known, indent=1))
+                replace_text(self._hashes, sealed(known))
         except OSError as error:  # read again at the next start
             log.warning("the digests of the base model's files were not kept: %s", error)
         return state.hexdigest()
 
     def _known(self) -> dict[str, str]:
         try:
-            return dict(json.loads(self._hashes.read_text()))
-        except (OSError, ValueError):
+            return dict(read_sealed(self._hashes))
+        except (OSError, ValueError, KeyError, TypeError):  # damaged, or of an earlier version: read again
             return {}
 
 

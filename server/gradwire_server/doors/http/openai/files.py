@@ -72,7 +72,7 @@ def routes(core: Core) -> APIRouter:
 
     @router.get("/{file_id}/content", response_class=Response)
     async def get_content(file_id: str, caller: CallerOf) -> Response:
-        core.files.get(caller, file_id)
+        await core.files.check_content(caller, file_id)
         return StreamingResponse(core.files.content(caller, file_id), media_type="application/octet-stream")
 
     return router

@@ -14,9 +14,9 @@ batch, and its gradient goes back through :class:`.differentiable_scores.Differe
 mixture of experts with a load-balancing loss (:mod:`.routers`), which is a function of the whole batch: its gradient
 joins that of the loss's first unit, times what this unit is divided by.
 
-Of a run with several lanes (:mod:`.lanes`), each process of the engine computes some micro-batches, gets the scores of
-the others, and evaluates the whole loss, or the other parts without their way back. An error is shared before anything
-is kept.
+Who computes the micro-batches is the executor's business (:mod:`.executor`): one process, or several that each compute
+some, get the scores of the others, and evaluate the whole loss, or the other parts without their way back. An error is
+shared before anything is kept.
 
 All tensors stay on the policy's device, and the host runs ahead of it until the figures of the whole pass are
 transferred at once, including the checks for non-finite values. The row at fault is searched for only if one fails.
@@ -47,8 +47,9 @@ from torch import Tensor
 
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.errors import OperationError, invalid
+from gradwire_server.engine.executor import Executor, Scored, Turn, executor_of
 from gradwire_server.engine.failures import tried
-from gradwire_server.engine.lanes import Gradients, Key, Lanes
+from gradwire_server.engine.lanes import Gradients, Key
 from gradwire_server.engine.model.layers.dropout import seeded
 from gradwire_server.engine.model.layers.routers import PROBABILITIES, RouterSums, balance_hint
 from gradwire_server.engine.model.packing import Packing
@@ -93,7 +94,7 @@ class Step:
         ref_logprobs: ``[T]`` reference log-probabilities, on the policy's device; None if the loss needs none.
         adds_head: Whether the run has no head yet, and the pass needs it to have a value head; see :func:`head_added`.
         dropout_seed: Identifies the run and operation for dropout masks.
-        lanes: The lanes of the micro-batches.
+        executor: Who computes the micro-batches.
         rng: Makes the context in which the loss draws random numbers for a part with this number; by default it draws
             from the generators as they are.
     """
@@ -107,7 +108,7 @@ class Step:
     ref_logprobs: Tensor | None
     adds_head: bool
     dropout_seed: str
-    lanes: Lanes
+    executor: Executor
     rng: Callable[[int], AbstractContextManager[object]] = nullcontext
 
     @property
@@ -232,14 +233,13 @@ def checked(
         if reference is None or getattr(config, "reference_model", None) is None:
             raise _no_reference(loss)
         ref_logprobs = reference(batch, temperature).detach().to(policy.device, torch.float32, non_blocking=True)
-    lanes = Lanes(budget.lanes, agreement)
     streams = loss.streams(config, frozenset(batch.fields)) and not policy.router_aux_loss_coef
     step = Step(
         loss=loss, config=config, reading=Reading(policy, batch, own | further, temperature, compared, budget),
         own_scores=own, outputs=tuple(outputs), streams=streams, ref_logprobs=ref_logprobs, adds_head=adds_head,
-        dropout_seed=dropout_seed, lanes=lanes,
+        dropout_seed=dropout_seed, executor=executor_of(budget.lanes, agreement),
     )  # fmt: skip
-    if streams and lanes.count > 1:  # processes have different parts
+    if streams and budget.lanes > 1:  # processes have different parts
         step.rng = partial(seeded, f"{dropout_seed}/loss")
     return step
 
@@ -300,29 +300,28 @@ def pass_over(steps: Sequence[Step]) -> list[Passed | None]:
     readings = [step.reading for step in steps]
     parts = list(zip(*(step.parts for step in steps), strict=True))  # each with the micro-batches of every step
     # Either the parts are spread over the processes, or the micro-batches of the one part there is.
-    outer, inner = first.lanes.split(streams=first.streams)
-    own_scores: dict[int, Sequence[Mapping[str, Tensor]]] = {}
+    outer, inner = first.executor.split(streams=first.streams)
     values: dict[int, Sequence[LossOnPart | None]] = {}
+
+    def over_part(turn: Turn) -> Scored:
+        nonlocal recomputed
+        part = parts[turn.number]
+        scores = DifferentiableScores(readings, part, keep_single=True, dropout_seed=first.dropout_seed, executor=inner)
+        gradients: list[Mapping[Key, Mapping[str, Tensor]]] = [{}] * len(steps)
+        with inner.together("loss"):
+            if not turn.repeated:
+                values[turn.number] = _evaluated(steps, part, scores.by_name, scores.routers, turn.number)
+                gradients = [{} if value is None else value.gradients for value in values[turn.number]]
+        scores.backward(collectors, outer.in_all(gradients), lane=turn.number % outer.lanes, repeated=turn.repeated)
+        recomputed |= scores.recomputed
+        return scores.by_micro[0] if first.streams else ()
+
     with ExitStack() as stack:
-        collectors = [
-            stack.enter_context(GradientCollector(step.policy.trainable_parameters(), first.lanes)) for step in steps
-        ]
-        stack.enter_context(outer.together("parts"))
-        for number, repeated in outer.steps(len(parts)):
-            scores = DifferentiableScores(
-                readings, parts[number], keep_single=True, dropout_seed=first.dropout_seed, lanes=inner
-            )
-            gradients: list[Mapping[Key, Mapping[str, Tensor]]] = [{}] * len(steps)
-            with inner.together("loss"):
-                if not repeated:
-                    own_scores[number] = scores.own.get(0, ())
-                    values[number] = _evaluated(steps, parts[number], scores.by_name, scores.routers, number)
-                    gradients = [{} if value is None else value.gradients for value in values[number]]
-            scores.backward(collectors, outer.in_all(gradients), lane=number % outer.count, repeated=repeated)
-            recomputed |= scores.recomputed
+        trained = [step.policy.trainable_parameters() for step in steps]
+        collectors = [stack.enter_context(GradientCollector(each, first.executor)) for each in trained]
+        scored = outer.score("parts", len(parts), over_part)
     norms = shared_norms(collectors, first.policy.device)
-    # The loss on the parts of other processes follows from their scores.
-    for number, theirs in enumerate(outer.gathered(own_scores, len(parts))):
+    for number, theirs in enumerate(scored):  # the loss on the parts of other processes follows from their scores
         if number not in values:
             values[number] = _evaluated(steps, parts[number], *combined(readings, parts[number], [theirs]), number)
     by_step = zip(*map(values.__getitem__, range(len(parts))), strict=True)

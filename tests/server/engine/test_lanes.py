@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from gradwire_server.engine.agreement import Agreement
-from gradwire_server.engine.lanes import Lanes, LaneTree, Sums
+from gradwire_server.engine.executor import executor_of
+from gradwire_server.engine.lanes import LaneTree, Sums
 
 
 def sums(*numbers: float) -> Sums:
@@ -38,10 +39,10 @@ def test_lanes_without_gradients_keep_their_places() -> None:
 
 @pytest.mark.parametrize(("count", "ranks"), [(1, 4), (2, 4), (4, 4), (8, 4), (8, 1)])
 def test_every_micro_batch_is_computed_in_the_order_of_its_lanes(count: int, ranks: int) -> None:
-    each = [Lanes(count, Rank(rank, ranks)) for rank in range(ranks)]
+    each = [executor_of(count, Rank(rank, ranks)) for rank in range(ranks)]
     repeated = max(1, ranks // count)
-    assert [lane for lanes in each[::repeated] for lane in lanes.own] == list(range(count))
-    walks = [[number for number, _ in lanes.steps(11)] for lanes in each]
+    assert [lane for executor in each[::repeated] for lane in executor.own] == list(range(count))
+    walks = [[number for number, _ in executor.turns(11)] for executor in each]
     assert sorted(index for walk in walks[::repeated] for index in walk) == list(range(11))
     assert all([index % count for index in walk] == sorted(index % count for index in walk) for walk in walks)
 
@@ -50,10 +51,10 @@ def test_every_micro_batch_is_computed_in_the_order_of_its_lanes(count: int, ran
     ("count", "ranks", "number"), [(1, 4, 5), (2, 4, 1), (4, 4, 6), (8, 4, 11), (8, 2, 3), (8, 1, 7)]
 )
 def test_in_lock_step_all_processes_compute_equally_many(count: int, ranks: int, number: int) -> None:
-    each = [Lanes(count, Rank(rank, ranks)) for rank in range(ranks)]
-    free = [lanes.steps(number) for lanes in each]
-    for lanes in each:
-        lanes._agreement.lock_step = True
-    walks = [lanes.steps(number) for lanes in each]
-    assert [[step for step in walk if not step.repeated] for walk in walks] == free
+    each = [executor_of(count, Rank(rank, ranks)) for rank in range(ranks)]
+    free = [executor.turns(number) for executor in each]
+    for executor in each:
+        executor.in_step = True
+    walks = [executor.turns(number) for executor in each]
+    assert [[turn for turn in walk if not turn.repeated] for walk in walks] == free
     assert {len(walk) for walk in walks} == {max(map(len, free))}

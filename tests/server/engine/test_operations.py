@@ -211,3 +211,24 @@ def test_adapters_checkpointed_midway_do_not_disturb_each_other(engine: LocalEng
             engine.do(run, sample=pb.SampleCall(prompts=["x"], max_tokens=2, temperature=1))
             engine.do(run, save_checkpoint=pb.SaveCheckpoint(name="latest", overwrite=True))
     assert together == alone
+
+
+def test_an_error_takes_back_the_value_head_that_its_operation_added(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the pass and of the optimizer's step behind it; a second attempt adds it again."""
+    engine.create("run-a", lora=4, seed=1)
+    run = engine.context.runs["run-a"]
+    logprobs = Column.from_rows([np.full(len(row), -1, np.float32) for row in ROWS])
+    columns = BATCH | {"old_log_probs": logprobs, "rewards": Column(np.ones(len(ROWS), np.float32), ())}
+    masters = set(run.policy.masters())
+    step = pb.TrainStep(loss=call("enhanced_ppo"), optim_step=STEP)
+    for name in ("pass_over", "take_steps"):
+        with monkeypatch.context() as patch:
+            patch.setattr(training, name, lambda *_: (_ for _ in ()).throw(ZeroDivisionError))
+            assert engine.op("run-a", columns, train_step=step).proto.error.code == pb.ERROR_CODE_INTERNAL
+        assert (run.policy.head, run.config.head, run.accumulator.empty) == (None, "", True)
+        assert set(run.policy.masters()) == masters
+    loss = engine.do("run-a", columns, train_step=step).proto.train_step.loss
+    assert (loss.added_head.kind, run.config.head) == ("value", "value")
+    assert "no value head" in loss.warnings[0]

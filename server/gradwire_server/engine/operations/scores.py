@@ -17,7 +17,8 @@ from torch import Tensor
 
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.errors import OperationError, invalid
-from gradwire_server.engine.lanes import Key, Lanes
+from gradwire_server.engine.executor import executor_of
+from gradwire_server.engine.lanes import Key
 from gradwire_server.engine.model.layers.routers import PROBABILITIES
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.operations.context import EngineContext
@@ -170,8 +171,9 @@ def keep_scores(
     check_scores(policy, names, field="scores")
     check_candidates(batch, names)
     reading = Reading(policy, batch, names, temperature, None, budget)
-    micros, lanes = split_for_training(policy, batch, budget), Lanes(budget.lanes, agreement)
-    kept = DifferentiableScores([reading], [micros], dropout_seed=dropout_seed, lanes=lanes)
+    micros = split_for_training(policy, batch, budget)
+    executor = executor_of(budget.lanes, agreement)
+    kept = DifferentiableScores([reading], [micros], dropout_seed=dropout_seed, executor=executor)
     (scores,) = kept.by_name
     copies = host.fetched([scores[name] for name in names])
     evaluation = reported(batch, dict(zip(names, copies, strict=True)), kept.num_microbatches, None)
@@ -214,7 +216,7 @@ def client_backward(
                 rule="shaped as the scores were",
             )
     check_finite(batch, gradients, torch.arange(batch.num_examples), "the gradient that the client computed for")
-    with GradientCollector(policy.trainable_parameters(), kept.lanes) as collector:
+    with GradientCollector(policy.trainable_parameters(), kept.executor) as collector:
         moved = {name: sent(gradient, policy.device) for name, gradient in gradients.items()}
         if kept.routers is not None and policy.router_aux_loss_coef:
             moved[PROBABILITIES] = kept.routers.balance_gradient() * policy.router_aux_loss_coef

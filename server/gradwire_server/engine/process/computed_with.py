@@ -29,7 +29,7 @@ AT_ONCE = 4
 """Files that are read at the same time."""
 ENGINE = Path(gradwire_server.engine.__file__).parent
 COMPUTING = ("model", "operations", "sampling", "scoring", "state", "training")
-COMPUTING_FILES = ("generators.py", "lanes.py", "step.py")
+COMPUTING_FILES = ("executor.py", "generators.py", "lanes.py", "step.py")
 """The engine's folders and files on which a result may depend."""
 
 

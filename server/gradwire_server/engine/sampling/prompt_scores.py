@@ -18,8 +18,8 @@ from torch import Tensor
 
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.errors import invalid
+from gradwire_server.engine.executor import Executor, Scored, Turn, executor_of
 from gradwire_server.engine.interruption import between_micro_batches
-from gradwire_server.engine.lanes import Lanes
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.vision.row_images import ImagePrompt, images_of_pieces
 from gradwire_server.engine.sampling.drawing.draw import draw_many
@@ -118,10 +118,10 @@ def score_prompts(
         ids, lengths, torch.cat([_scored(prompt) for prompt in prompts]), torch.ones_like(lengths), images=images
     )
     longest = int(lengths.max())
-    lanes = Lanes(agreement.ranks if divided else 1, agreement)
+    executor = executor_of(agreement.ranks if divided else 1, agreement)
 
     def attempt(budget: Budget) -> PromptScores:
-        return _scores(policy, batch, temperature, top, candidates, draws, budget, lanes)
+        return _scores(policy, batch, temperature, top, candidates, draws, budget, executor)
 
     while True:
         alone = budget.microbatch_tokens <= longest and budget.logits_elements <= policy.facts.vocab_size
@@ -143,7 +143,7 @@ def _scores(
     candidates: Tensor | None,
     draws: Draws | None,
     budget: Budget,
-    lanes: Lanes,
+    executor: Executor,
 ) -> PromptScores:
     uniform = _uniform(draws, batch.num_scored)
 
@@ -182,20 +182,20 @@ def _scores(
         return scores
 
     packing = policy.packing(images=batch.images is not None)
-    micros = split(batch, budget.microbatch_tokens, packing, image_cost=budget.image_cost, lanes=lanes.count)
-    own: dict[int, list[dict[str, Tensor]]] = {}
-    with torch.no_grad(), lanes.together("prompts"):
-        for number, repeated in lanes.steps(len(micros)):
-            micro = micros[number]
-            between_micro_batches()
-            scores = empty(0)
-            if micro.batch.num_scored or lanes.in_step:
-                with suited_threads(policy.device, len(micro.batch.input_ids), policy.facts.num_parameters):
-                    scores = policy.compute(partial(compute, micro))
-            if not repeated:
-                own[number] = [scores]
+    micros = split(batch, budget.microbatch_tokens, packing, image_cost=budget.image_cost, lanes=executor.lanes)
+
+    def score(turn: Turn) -> Scored:
+        micro = micros[turn.number]
+        between_micro_batches()
+        if not (micro.batch.num_scored or executor.in_step):
+            return [empty(0)]
+        with suited_threads(policy.device, len(micro.batch.input_ids), policy.facts.num_parameters):
+            return [policy.compute(partial(compute, micro))]
+
+    with torch.no_grad():
+        scored = executor.score("prompts", len(micros), score)
     whole = empty(batch.num_scored)
-    for micro, (computed,) in zip(micros, lanes.gathered(own, len(micros)), strict=True):
+    for micro, (computed,) in zip(micros, scored, strict=True):
         for name, values in computed.items():
             whole[name][micro.tokens] = values
     arrays = {name: values.numpy() for name, values in whole.items()}

@@ -12,8 +12,8 @@ from gradwire_losses.batch import Batch, beside, sent
 from torch import Tensor
 
 from gradwire_server.engine.agreement import Agreement
+from gradwire_server.engine.executor import Scored, Turn, executor_of
 from gradwire_server.engine.interruption import between_micro_batches
-from gradwire_server.engine.lanes import Lanes
 from gradwire_server.engine.model.layers.activations import Activations
 from gradwire_server.engine.model.layers.routers import ROUTER_SCORES
 from gradwire_server.engine.model.policy import LoraPolicy, Policy
@@ -178,15 +178,14 @@ def score_batch(reading: Reading, agreement: Agreement | None = None) -> dict[st
     policy, batch, names, budget = reading.policy, reading.batch, reading.names, reading.budget
     check_scores(policy, names, reading.teacher)
     check_candidates(batch, names)
-    micros, lanes = split_for_scores(policy, batch, budget), Lanes(budget.lanes, agreement)
-    with lanes.together("scores"), torch.no_grad():
-        own = {}
-        for index, repeated in lanes.steps(len(micros)):
-            scores = compute_scores([replace(reading, batch=micros[index].batch)], training=False)
-            if not repeated:
-                own[index] = scores
-    parts = [scores for (scores,) in lanes.gathered(own, len(micros))]
-    return assemble(policy, batch, micros, parts, names)
+    micros = split_for_scores(policy, batch, budget)
+
+    def compute(turn: Turn) -> Scored:
+        return compute_scores([replace(reading, batch=micros[turn.number].batch)], training=False)
+
+    with torch.no_grad():
+        parts = executor_of(budget.lanes, agreement).score("scores", len(micros), compute)
+    return assemble(policy, batch, micros, [scores for (scores,) in parts], names)
 
 
 def compute_scores(

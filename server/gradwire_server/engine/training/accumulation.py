@@ -16,7 +16,8 @@ import torch
 from gradwire_losses import host
 from torch import Tensor, nn
 
-from gradwire_server.engine.lanes import Gradients, Key, Lanes, LaneTree, Sums
+from gradwire_server.engine.executor import Executor
+from gradwire_server.engine.lanes import Gradients, Key, LaneTree, Sums
 from gradwire_server.engine.model.placement import is_sharded, placed_like, total_norm, total_norms
 from gradwire_server.engine.training.columns import BatchParts, is_part
 
@@ -26,7 +27,7 @@ class GradientCollector:
 
     Args:
         parameters: The trained parameters by name.
-        lanes: The run's lanes.
+        executor: Who computes the passes; by default this process alone.
 
     Attributes:
         by_key: Key -> parameter name -> summed gradient of this process; valid once the context has ended without an
@@ -36,13 +37,13 @@ class GradientCollector:
         counts: Whether this process's gradients are not those of another one, too, that are added to them.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], lanes: Lanes | None = None) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], executor: Executor | None = None) -> None:
         self.by_key: Sums = {}
-        self._parameters, self._lanes = parameters, lanes or Lanes()
+        self._parameters, self._executor = parameters, executor or Executor()
         self.divided = any(map(is_sharded, parameters.values()))
-        self.counts = self._lanes.counts or not self.divided
+        self.counts = self._executor.counts or not self.divided
         self._key: Key | None = None
-        self._lane = self._lanes.own.start
+        self._lane = self._executor.own.start
         self._tree = LaneTree(self._lane)
 
     def __enter__(self) -> Self:
@@ -65,18 +66,18 @@ class GradientCollector:
             self.by_key.clear()
         else:
             self._tree.add(self._lane, self.by_key)
-            self.by_key = self._tree.total(self._lanes.own.stop)
+            self.by_key = self._tree.total(self._executor.own.stop)
 
     def share(self, device: torch.device) -> None:
         """Add the gradients of all processes, which are on this device."""
         if not self.divided:
-            self.by_key = self._lanes.total(self.by_key, device)
+            self.by_key = self._executor.reduce(self.by_key, device)
             return
         whole = {
             key: {name: each for name, each in own.items() if not is_sharded(each)} for key, own in self.by_key.items()
         }
         if any(whole.values()):
-            for key, own in self._lanes.total(whole, device, of_all=True).items():
+            for key, own in self._executor.reduce(whole, device, of_all=True).items():
                 self.by_key[key] |= own
 
     def backward(

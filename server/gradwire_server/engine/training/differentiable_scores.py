@@ -10,8 +10,9 @@ import torch
 from gradwire_losses.batch import Batch, beside
 from torch import Tensor
 
+from gradwire_server.engine.executor import Executor, Scored, Turn
 from gradwire_server.engine.generators import generator_states, preserved_rng, set_generator_states
-from gradwire_server.engine.lanes import Key, Lanes
+from gradwire_server.engine.lanes import Key
 from gradwire_server.engine.model.layers.dropout import seeded
 from gradwire_server.engine.model.layers.routers import ROUTER_SCORES, RouterSums
 from gradwire_server.engine.scoring.forward import Reading, assemble, compute_scores
@@ -37,14 +38,14 @@ class DifferentiableScores:
         keep_single: Keep the graph of a batch with one micro-batch, whatever its size. Use it if the gradient follows
             at once, because recomputing would need as much memory.
         dropout_seed: Identifies the run and operation; used if the policy has dropout.
-        lanes: Those of the micro-batches: this process computes the ones of its own lanes, and gets the other scores.
+        executor: Who computes the micro-batches; by default this process alone.
 
     Attributes:
         readings: The same.
         by_name: For each batch: score name -> ``[T]`` or ``[S]``, detached.
         routers: What the routers of a mixture of experts decided; None for another model, or several batches.
-        lanes: The same.
-        own: Number of each micro-batch that this process has computed -> its scores for each batch.
+        executor: The same.
+        by_micro: For each micro-batch its scores for each batch.
         num_microbatches: Number of forwards, without repeated ones.
         recomputed: Whether any micro-batch is computed twice.
         activations: Number of micro-batches by what becomes of their activations.
@@ -57,53 +58,47 @@ class DifferentiableScores:
         *,
         keep_single: bool = False,
         dropout_seed: str = "",
-        lanes: Lanes | None = None,
+        executor: Executor | None = None,
     ) -> None:
         self.readings = readings
-        self.lanes = lanes or Lanes()
+        self.executor = executor or Executor()
         self._parts, self._dropout_seed = parts, dropout_seed
-        self._steps = list(zip(*parts, strict=True))
-        self._own_steps = self.lanes.steps(len(self._steps))
-        self._graphs: list[list[dict[str, Tensor]] | None] = []
+        self._micros = list(zip(*parts, strict=True))
+        self.num_microbatches = len(self._micros)
+        self._unmeasured = keep_single and self.num_microbatches == 1
+        self._graphs: list[list[dict[str, Tensor]] | None] = []  # of each turn
         self._rng: list[dict[str, Tensor]] = []
-        with self.lanes.together("scores"):
-            self.own = self._forward(unmeasured=keep_single and len(self._steps) == 1)
-        recomputed = self.lanes.any_of([graph is None for graph in self._graphs])
-        self._graphs = [None if again else graph for graph, again in zip(self._graphs, recomputed, strict=True)]
-        self.by_name, self.routers = combined(readings, parts, self.lanes.gathered(self.own, len(self._steps)))
-        self.num_microbatches = len(self._steps)
-        self.recomputed = self.lanes.any(any(recomputed))
+        self._kept_bytes, self._bytes_per_token = 0, 0.0
+        self.by_micro = self.executor.score("scores", self.num_microbatches, self._forward)
+        twice, self.recomputed = self.executor.recomputed([graph is None for graph in self._graphs])
+        self._graphs = [None if again else graph for graph, again in zip(self._graphs, twice, strict=True)]
+        self.by_name, self.routers = combined(readings, parts, self.by_micro)
 
     @property
     def activations(self) -> Counter[str]:
         return Counter(micro.activations.label for part in self._parts for micro in part)
 
-    def _forward(self, *, unmeasured: bool) -> dict[int, list[dict[str, Tensor]]]:
+    def _forward(self, turn: Turn) -> Scored:
+        """Compute a micro-batch's scores, detached, and keep its graph if it fits."""
         policy, budget = self.readings[0].policy, self.readings[0].budget.activation_bytes
-        kept_bytes, bytes_per_token = 0, 0.0
-        steps = {}
-        for index, repeated in self._own_steps:
-            micros = self._steps[index]
-            tokens = sum(micro.computed_tokens for micro in micros)
-            self._rng.append({} if unmeasured else generator_states())  # for a second forward
-            keep = unmeasured or kept_bytes + bytes_per_token * tokens <= budget
-            if unmeasured:
+        micros = self._micros[turn.number]
+        tokens = sum(micro.computed_tokens for micro in micros)
+        self._rng.append({} if self._unmeasured else generator_states())  # for a second forward
+        keep = self._unmeasured or self._kept_bytes + self._bytes_per_token * tokens <= budget
+        if self._unmeasured:
+            scores = self._score(micros)
+        elif keep:
+            meter = ActivationMeter(policy)
+            with meter:
                 scores = self._score(micros)
-            elif keep:
-                meter = ActivationMeter(policy)
-                with meter:
-                    scores = self._score(micros)
-                bytes_per_token = max(bytes_per_token, meter.bytes / max(1, tokens))
-                keep = kept_bytes + meter.bytes <= budget
-                kept_bytes += meter.bytes if keep else 0
-            else:
-                with torch.no_grad():
-                    scores = self._score(micros)
-            self._graphs.append(scores if keep else None)
-            if not repeated:
-                steps[index] = [{name: values.detach() for name, values in own.items()} for own in scores]
-            del scores  # with its graph, before the next forward
-        return steps
+            self._bytes_per_token = max(self._bytes_per_token, meter.bytes / max(1, tokens))
+            keep = self._kept_bytes + meter.bytes <= budget
+            self._kept_bytes += meter.bytes if keep else 0
+        else:
+            with torch.no_grad():
+                scores = self._score(micros)
+        self._graphs.append(scores if keep else None)
+        return [{name: values.detach() for name, values in own.items()} for own in scores]
 
     def _score(self, micros: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
         readings = [
@@ -133,34 +128,36 @@ class DifferentiableScores:
             gradients: For each batch: key -> its gradients in the scores, and in :data:`.routers.PROBABILITIES`; a key
                 of another process only has none.
             lane: That of the first micro-batch.
-            repeated: The gradient does not count, as of a :class:`.lanes.Step`.
+            repeated: The gradient does not count, as of a :class:`.executor.Turn`.
         """
         split_model = self.readings[0].policy.split_model
         split_model.expect_images(of_some=self.readings[0].batch.images is not None)
-        with self.lanes.together("backward"):
+
+        def go_back(place: int, turn: Turn) -> None:
+            own_lane = lane + turn.number % self.executor.lanes
             try:
-                for number, (index, again) in enumerate(self._own_steps):
-                    self._backward(
-                        collectors, gradients, number, lane + index % self.lanes.count, counts=not (repeated or again)
-                    )
+                self._backward(collectors, gradients, place, turn, own_lane, counts=not (repeated or turn.repeated))
             except Exception:
                 split_model.recover()
                 raise
+
+        self.executor.backward(self.num_microbatches, go_back)
 
     def _backward(
         self,
         collectors: Sequence[GradientCollector],
         gradients: Sequence[Mapping[Key, Mapping[str, Tensor]]],
-        number: int,
+        place: int,
+        turn: Turn,
         lane: int,
         *,
         counts: bool,
     ) -> None:
-        policy, micros = self.readings[0].policy, self._steps[self._own_steps[number].number]
-        scores, self._graphs[number] = self._graphs[number], None
+        policy, micros = self.readings[0].policy, self._micros[turn.number]
+        scores, self._graphs[place] = self._graphs[place], None
         if scores is None:
             with preserved_rng():
-                set_generator_states(self._rng[number])
+                set_generator_states(self._rng[place])
                 scores = self._score(micros)
         if len(micros) == 1:  # the spans of several are still active
             policy.activate(training=True, activations=micros[0].activations)
@@ -171,7 +168,7 @@ class DifferentiableScores:
                 computed,
                 own,
                 counts=counts and collector.counts,
-                in_step=self.lanes.in_step,
+                in_step=self.executor.in_step,
                 divided=collector.divided,
             )
             for reading, part, collector, micro, computed, own in zip(
@@ -201,21 +198,21 @@ def batch_of(reading: Reading, part: Sequence[MicroBatch]) -> Batch:
 
 
 def combined(
-    readings: Sequence[Reading], parts: Sequence[Sequence[MicroBatch]], steps: Sequence[Sequence[Mapping[str, Tensor]]]
+    readings: Sequence[Reading], parts: Sequence[Sequence[MicroBatch]], by_micro: Sequence[Scored]
 ) -> tuple[list[dict[str, Tensor]], RouterSums | None]:
     """Each batch's scores, of those of all micro-batches, and what the routers of a mixture of experts decided.
 
     Args:
         readings, parts: As of :class:`DifferentiableScores`.
-        steps: For each micro-batch the scores of each batch.
+        by_micro: For each micro-batch the scores of each batch.
     """
     by_name = [
-        assemble(reading.policy, batch_of(reading, part), part, [step[number] for step in steps], reading.names)
+        assemble(reading.policy, batch_of(reading, part), part, [scored[number] for scored in by_micro], reading.names)
         for number, (reading, part) in enumerate(zip(readings, parts, strict=True))
     ]
-    if not steps or readings[0].policy.split_model.routers is None:
+    if not by_micro or readings[0].policy.split_model.routers is None:
         return by_name, None
-    return by_name, RouterSums.of([scores for (scores,) in steps], len(batch_of(readings[0], parts[0]).input_ids))
+    return by_name, RouterSums.of([scores for (scores,) in by_micro], len(batch_of(readings[0], parts[0]).input_ids))
 
 
 @dataclass(frozen=True, eq=False)

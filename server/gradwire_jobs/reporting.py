@@ -13,7 +13,7 @@ from gradwire.recipes.observing import Observer
 
 TOGETHER_S = 0.5
 """Seconds between two reports, so that fast steps share one; the first step is reported at once."""
-MAX_EVENTS = 200
+MAX_EVENTS, MAX_CHARS = 200, 1000
 
 
 class JobReporter(Observer):
@@ -30,6 +30,7 @@ class JobReporter(Observer):
         self._waiting: set[int] = set()
         self._newest: dict[str, float] = {}
         self._checkpoints: list[JobCheckpoint] = []
+        self._said: list[JobEvent] = []
         self._run_id, self._total = "", 0
         self._resolved: Mapping[str, Any] | None = None
         self._changed = asyncio.Event()
@@ -42,6 +43,11 @@ class JobReporter(Observer):
     def resolved(self, settings: Mapping[str, Any]) -> None:
         """Tell the settings as the recipe uses them."""
         self._resolved = settings
+
+    def say(self, warning: str) -> None:
+        """Tell what the training warns of."""
+        self._said.append(JobEvent(0, time.time(), "warn", warning[:MAX_CHARS], "message", 0, {}))
+        self._changed.set()
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         step = iteration + 1 - self._first
@@ -74,12 +80,12 @@ class JobReporter(Observer):
                 self._changed.clear()
                 steps, checkpoints = sorted(self._waiting)[:MAX_EVENTS], list(self._checkpoints)
                 last = len(steps) == len(self._waiting)
-                events = [self._event(step) for step in steps]
+                events, said = [self._event(step) for step in steps], list(self._said[:MAX_EVENTS])
                 await self._jobs.report(
-                    self._job_id, self._attempt, events, checkpoints, run_id=self._run_id, total_steps=self._total,
-                    resolved=self._resolved, end=end if last else None,
+                    self._job_id, self._attempt, [*said, *events], checkpoints, run_id=self._run_id,
+                    total_steps=self._total, resolved=self._resolved, end=end if last else None,
                 )  # fmt: skip
-                del self._checkpoints[: len(checkpoints)]
+                del self._checkpoints[: len(checkpoints)], self._said[: len(said)]
                 for event in events:
                     if self._metrics[event.step] == event.data:  # nothing was added meanwhile
                         self._waiting.discard(event.step)

@@ -77,6 +77,19 @@ def main() -> None:
         raise SystemExit(LOST) from None
 
 
+class _Warnings(logging.Handler):
+    """Tells the job's owner what the SDK and the recipes warn of."""
+
+    def __init__(self, reporter: JobReporter, folder: Path) -> None:
+        super().__init__(logging.WARNING)
+        self._reporter, self._files = reporter, f"{folder / 'files'}/"
+        self._loop = asyncio.get_running_loop()
+        self.addFilter(lambda record: record.name != log.name)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._loop.call_soon_threadsafe(self._reporter.say, record.getMessage().replace(self._files, ""))
+
+
 def _end_with_parent() -> None:
     sys.stdin.read()
     os._exit(LOST)
@@ -88,6 +101,7 @@ async def _run(task: Task) -> int:
         first = 0 if job.recipe != "script" and command.is_on_rewards(job.recipe) else 1
         reporter = JobReporter(service.jobs, task.job_id, task.attempt, first)
         OBSERVER.set(reporter)
+        logging.getLogger("gradwire").addHandler(_Warnings(reporter, Path(task.folder)))
         working = asyncio.create_task(_work(task, job, service, reporter))
         sending = asyncio.create_task(reporter.send_on())
         _on_stop(lambda: _stop(reporter, working))

@@ -182,7 +182,10 @@ async def test_what_a_template_leaves_out_is_said_once(address: str, caplog: pyt
             "llama": (plain, [tool], ["the reasoning of the last message"]),
             "qwen": (TOOL_TALK, [tool], []),
             "mistral": (TOLD, [tool], ["the system message"]),  # which it writes before a last question only
+            "marked": ([TALK[0] | {"at": "noon"}, TALK[1]], None, ["'at' of messages"]),
         }
+        await service.render_turns([TOLD], model="mistral")  # whose rows begin with prompts, which have it
+        assert not caplog.messages
         for form, (talk, tools, parts) in cases.items():
             caplog.clear()
             for _ in range(2):

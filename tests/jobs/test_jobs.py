@@ -68,6 +68,9 @@ async def test_a_job_tells_everything_and_leaves_results(
     events = await service.jobs.events(job.job_id)
     assert [event.number for event in events] == list(range(1, len(events) + 1))
     assert events[-1].message == "The job has successfully completed"
+    file = f"{job.settings['data']}.jsonl"
+    (warned,) = [event.message for event in events if event.level == "warn"]
+    assert warned == f"{file}: rows have id, which is not used (64, first at {file}, line 1)"
     assert "SFT" in await service.jobs.log(job.job_id)
     table = await service.files.download(job.result_files[0], tmp_path / "results.csv")
     rows = list(csv.DictReader(table.read_text().splitlines()))

@@ -31,7 +31,7 @@ def write_data(folder: Path) -> dict[str, Path]:
     """Write sums to learn, right and wrong answers to prefer among, and prompts."""
     asked = [(f"{a} and {b}?", str(a + b)) for a in range(8) for b in range(8)]
     rows: dict[str, list[dict[str, Any]]] = {
-        "talks": [{"question": question, "answer": answer} for question, answer in asked],
+        "talks": [{"question": question, "answer": answer, "id": n} for n, (question, answer) in enumerate(asked, 1)],
         "sums": [{"question": question, "answer": "1"} for question, _ in asked],
         "pairs": [{"prompt": question, "chosen": f"four {x}", "rejected": f"two {x}"} for question, x in asked],
     }

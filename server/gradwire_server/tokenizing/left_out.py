@@ -15,6 +15,13 @@ Written = Callable[[Sequence[Message], list[Any] | None], str]
 """Messages and tools -> text; raises :class:`TemplateError`."""
 
 
+KNOWN = ("role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING)
+"""Keys of messages that are used, or have no text of their own."""
+
+MOST, MOST_KEYS = 10_000, 8
+"""Parts that are remembered, and keys of a conversation that are tried, at most."""
+
+
 class LeftOut:
     """Finds what a template does not write, by writing another word in its place; each part is tried once."""
 
@@ -28,6 +35,8 @@ class LeftOut:
             template: Key of the template with its variables.
         """
         names = []
+        if len(self._known) > MOST:
+            self._known.clear()
         for part, probe, changed, changed_tools in _changed(messages, tools):
             if (template, part) not in self._known:
                 try:
@@ -63,6 +72,9 @@ def _changed(
     if last.get("role") == "assistant" and any(isinstance(last.get(name), str) for name in REASONING):
         reasoning = {name: probe for name in REASONING if name in last}
         yield "the reasoning of the last message", probe, put(len(messages) - 1, **reasoning), tools
+    others = {key: index for index, message in enumerate(messages) for key in message if key not in KNOWN}
+    for key in sorted(others)[:MOST_KEYS]:
+        yield f"{key!r:.40} of messages", probe, put(others[key], **{key: probe}), tools
 
 
 def _named(schema: Any, name: str) -> Any:

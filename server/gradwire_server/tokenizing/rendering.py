@@ -162,12 +162,16 @@ class Renderer:
                     continue
                 turn = chat.find_turn(form, written, text, index, add_generation_prompt=prompt)
                 turns.rows[0].spans.add((turn.start, turn.end))
+
+            def shown(changed: Sequence[chat.Message], others: list[Any] | None) -> str:
+                apart = len(turns.rows) > 1 and changed[:-1]  # a row may have what the whole text has not
+                before = with_tools(changed[:-1], True, others)[0] if apart else ""
+                return with_tools(changed, prompt, others)[0] + before
+
             left_out = self._left_out.parts(
-                f"{name} {messages[-1]['role']} {request.template_kwargs_json}",
-                lambda changed, others: with_tools(changed, prompt, others)[0],
-                written,
-                tools,
-            )
+                f"{name} {messages[-1]['role']} {len(turns.rows) > 1} {request.template_kwargs_json}",
+                shown, written, tools,
+            )  # fmt: skip
             first, *others = turns.rows
             rows = []
             for row in [*([first] if first.spans or not others else []), *others]:

@@ -9,6 +9,8 @@ from typing import Any
 from gradwire.data.sources import Row
 
 Message = Mapping[str, Any]
+"""``role`` (user, assistant, system or tool), ``content`` (a text, or parts where it has images), and where it has them
+``reasoning_content``, ``tool_calls`` with objects as arguments, ``weight``, and other keys that a template may read."""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gradwire.data import DataError, conversations, kind_of, preferences, prompts, ratings, steps
+from gradwire.data import LOADERS, DataError, conversations, kind_of, preferences, prompts, ratings, steps
 from gradwire.data.rows import Conversation
+from gradwire_jobs.check import checked
+from support.drawn_rows import KINDS, ODDITIES, draw, write
 
 Q, GO = {"role": "user", "content": "Q"}, {"role": "user", "content": "go on"}
 STEP, GOOD, BAD = ({"role": "assistant", "content": text} for text in ("step", "good", "bad"))
@@ -174,6 +176,19 @@ def test_a_half_character_is_skipped_and_named(tmp_path: Path) -> None:
     assert len(found) == 1 and found.skipped[0].where.startswith(f"{file}, line 2: completion holds half of a char")
 
 
+def test_uploaded_files_are_read_as_recipes_read_them(tmp_path: Path) -> None:
+    file = tmp_path / "0f1e"
+    rows = [{"prompt": "Q", "completion": "hi\ud83d"}, PAIR | {"chosen": ""}, PAIR, {"messages": [Q, GOOD], "id": 4}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    found = checked(file, ".jsonl")
+    assert [line for line, _ in found["problems"]] == [1, 2] and found["lines"] == 4
+    assert "half of a character" in found["problems"][0][1]
+    file.write_text(json.dumps(rows, indent=1))
+    assert checked(file, ".jsonl")["lines"] == 4
+    file.write_bytes(json.dumps(rows).encode("utf-16"))
+    assert "UTF-16" in checked(file, ".json")["problems"][0][1]
+
+
 def test_columns_that_are_not_used_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "rows.jsonl"
     called = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": None}}]}
@@ -188,3 +203,32 @@ def test_columns_that_are_not_used_are_named_once(tmp_path: Path, caplog: pytest
         f"{file}, line 1); a null in a tool's schema or in a call's arguments, which is learned as null (1, first at "
         f"{file}, line 2)"
     ]
+
+
+DRAWN = [drawn for form in KINDS for oddity in ODDITIES for seed in range(2) if (drawn := draw(form, oddity, seed))]
+
+
+@pytest.mark.parametrize("oddity", ODDITIES)
+def test_drawn_rows_are_read_as_they_are_meant(oddity: str, tmp_path: Path) -> None:
+    for drawn in (each for each in DRAWN if each.oddity == oddity):
+        if oddity == "bad_label" and drawn.kind == "ratings":  # which may be bad
+            continue
+        sources: list[Any] = [[drawn.row], tmp_path / "row.jsonl", tmp_path / "row.json", tmp_path / "row.csv"]
+        for source in sources if drawn.answers is not None else sources[:2]:
+            if isinstance(source, Path):
+                write([drawn.row], source)
+            try:
+                (row,) = LOADERS[drawn.kind](source)
+            except DataError as error:
+                assert drawn.answers is None, (drawn, error)
+                continue
+            assert drawn.answers is not None, drawn
+            if drawn.kind == "conversations":
+                assert list(row.messages) == [*drawn.context, *drawn.answers[0]], drawn
+            else:
+                found = (
+                    [row.chosen, row.rejected] if drawn.kind == "preferences" else [getattr(row, "completion", None)]
+                )
+                assert [list(each) for each in found if each is not None] == drawn.answers, drawn
+                assert list(row.prompt) == drawn.context, drawn
+            assert getattr(row, "tools", drawn.tools) == drawn.tools, drawn

@@ -277,6 +277,12 @@ BAD: list[tuple[str, list[str], str]] = [
     ("model: x\nfolder: ''\n", [], "line 2: folder is empty"),
     ("model: x\nloggers: [wandbb]\n", [], "line 2: loggers has 'wandbb'; there are tensorboard, wandb"),
     ("model: x\ntrain_on: me\n", [], "line 2: train_on is 'me'; it must be one of assistant, last, all"),
+    (
+        "model: x\nmapping: {prompt:q}\n",
+        [],
+        "line 2: mapping has 'prompt:q', without a value: write a blank behind the",
+    ),
+    ("model: x\n", ["--set", "mapping={prompt:q}"], "mapping has 'prompt:q', without a value: write a blank behind"),
     ("model: [\n", [], "line 2: not valid YAML"),
     ("- x\n", [], "settings are a mapping"),
     ("base_model: x\n", [], "line 1: there is no setting 'base_model'; did you mean model?"),

@@ -95,20 +95,35 @@ async def test_a_refused_row_is_skipped(
         await sft.train(sft.SFT(**COMMON, address=server.address, data=bad, folder=str(one), on_error="skip"))
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+async def test_an_argument_that_the_loss_does_not_take_is_the_error(
+    dry_run: bool, server: Server, talks: str, tmp_path: Path
+) -> None:
+    settings = sft.SFT(
+        **COMMON, address=server.address, data=talks, folder=str(tmp_path), on_error="skip", loss={"beta": 0.1}
+    )
+    with pytest.raises(gradwire.GradwireError, match="beta") as raised:
+        await sft.train(settings, dry_run=dry_run)
+    assert "not run" not in str(raised.value)
+
+
 def test_all_unfit_rows_are_listed_before_the_training(server: Server, talks: str, tmp_path: Path) -> None:
     from gradwire.cli.app import app
 
     file = tmp_path / "talks.jsonl"
     long = {"messages": [{"role": "user", "content": "two " * 100}, {"role": "assistant", "content": "1"}]}
     file.write_text(Path(talks).read_text() + '{"question": 1}\n{\n' + json.dumps(long) + "\n")
+    half = {"prompt": "2 and 2?", "completion": "\ud83d"}
+    file.write_text(file.read_text() + json.dumps(half) + "\n")
     runner, more = CliRunner(), ["--model", "gemma", "--address", server.address, "--max-tokens", "64"]
     done = runner.invoke(app, ["data", "check", str(file), *more])
-    assert done.exit_code == 1 and "11 rows, 4 of them unfit" in done.output, done.output
+    assert done.exit_code == 1 and "12 rows, 5 of them unfit" in done.output, done.output
     for words in ("line 9: no column is recognised as completion", "line 10: not valid JSON", "line 3: the chat",
-                  "tokens; max_tokens allows 64"):  # fmt: skip
+                  "tokens; max_tokens allows 64", "line 12: completion holds half of a character"):  # fmt: skip
         assert words in done.output
     shown = runner.invoke(app, ["data", "show", str(file), *more]).output
-    assert "9 conversations, 2 unfit rows" in shown and "trained on" in shown and "#####" in shown, shown
+    assert "9 conversations, 3 unfit rows" in shown and "#####" in shown, shown
+    assert ">>>four<end_of_turn><<<" in shown and "0 and 2?" in shown, shown
     assert runner.invoke(app, ["data", "check", talks]).exit_code == 0
 
 

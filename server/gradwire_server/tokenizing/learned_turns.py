@@ -57,6 +57,7 @@ class Row:
         messages: Those that the template wrote; None for a text that is put together.
         spans: What is learned.
         starts: Where learned turns begin.
+        last: Index of the last message that is learned.
     """
 
     encode: Callable[[str], Encoding]
@@ -65,6 +66,7 @@ class Row:
     messages: Sequence[Message] | None = None
     spans: set[Span] = field(default_factory=set)
     starts: set[int] = field(default_factory=set)
+    last: int = -1
 
     @cached_property
     def encoding(self) -> Encoding:
@@ -92,7 +94,7 @@ class LearnedTurns:
         unroll: Whether a turn may have a row of its own; otherwise one that needs it is not learned.
 
     Attributes:
-        rows: The rows, that of the whole conversation first.
+        rows: The rows, that of the whole conversation first, even if nothing of it is learned.
         remarks: What a person should know of them.
     """
 
@@ -112,6 +114,11 @@ class LearnedTurns:
         self.rows = [Row(encode, text, len(messages), messages)]
         self.remarks: list[str] = []
 
+    @property
+    def learned(self) -> list[Row]:
+        """The rows of which something is learned, that with the last learned turn first; at least one."""
+        return sorted((row for row in self.rows if row.spans), key=lambda row: -row.last) or self.rows[:1]
+
     def learn(self, index: int) -> None:
         """Learn an assistant's message; later messages come first.
 
@@ -124,7 +131,7 @@ class LearnedTurns:
             return
         start, end = self._sampled.get(index, (-1, -1))
         if self.rows[0].text[: max(0, start)] == prompt:
-            self._add(self.rows[0], start, end)
+            self._add(self.rows[0], index, start, end)
             return
         own = self._messages[: index + 1]
         through = self._form.tried(own, False) or ""
@@ -132,7 +139,7 @@ class LearnedTurns:
             for row in self.rows:
                 found = self._end(row.text, through) if row.text.startswith(prompt) else None
                 if found is not None and not (row.starts and row.divides(len(prompt))):  # the tokens of a later prompt
-                    self._add(row, len(prompt), found)
+                    self._add(row, index, len(prompt), found)
                     return
         if not self._unroll:
             self.remarks.append(REWRITTEN)
@@ -145,10 +152,11 @@ class LearnedTurns:
                 raise TurnError(index, prompt, through)
             row = Row(self._encode, text, index + 1)
         self.rows.append(row)
-        self._add(row, len(prompt), self._end(row.text, row.text) or len(row.text))
+        self._add(row, index, len(prompt), self._end(row.text, row.text) or len(row.text))
 
-    def _add(self, row: Row, start: int, end: int) -> None:
+    def _add(self, row: Row, index: int, start: int, end: int) -> None:
         row.starts.add(start)
+        row.last = max(row.last, index)
         if self._marks is None or row.text not in self._marks:
             row.spans.add((start, end))
             return

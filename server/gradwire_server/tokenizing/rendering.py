@@ -172,11 +172,10 @@ class Renderer:
                 f"{name} {messages[-1]['role']} {len(turns.rows) > 1} {request.template_kwargs_json}",
                 shown, written, tools,
             )  # fmt: skip
-            first, *others = turns.rows
             rows = []
-            for row in [*([first] if first.spans or not others else []), *others]:
-                pieces = whole if row is first else [chat.Piece(0, row.text)]
-                if given and row is not first and row.messages is not None:
+            for row in turns.learned:
+                pieces = whole if row is turns.rows[0] else [chat.Piece(0, row.text)]
+                if given and row is not turns.rows[0] and row.messages is not None:
                     pieces = chat.cut(form, messages[: row.count])
                 rows.append(self._encode(pieces, row, request.train_on))
                 rows[-1].num_messages = row.count

@@ -28,7 +28,7 @@ OPENED = """{%- for m in messages %}
 """Prompts open the reasoning: it is written where it is given, or never, as by DeepSeek's templates."""
 TEMPLATES = {
     **{form: template for form, (template, *_) in FORMS.items()},
-    "opened": OPENED.replace("WRITTEN", "m.reasoning_content is string and loop.last"),
+    "opened": OPENED.replace("WRITTEN", "m.reasoning_content is string and (loop.last or keep)"),
     "swallowed": OPENED.replace("WRITTEN", "false"),
 }
 SPECIALS = sorted({word for _, _, words in FORMS.values() for word in words} | {"</s>", "<s>", "<think>", "</think>"})
@@ -128,6 +128,9 @@ CASES: list[tuple[str, Any, dict[str, Any], list[list[str]], list[str]]] = [
     ("opened", [USER[0], SO | WHY, USER[1], SO], {}, [
         ["\n</think>\n\nso<|im_end|>"], ["I add\n</think>\n\nso<|im_end|>"]], [EMPTY]),
     ("swallowed", [USER[0], SO | {"content": f"{THOUGHT}so"}, USER[1]], {}, [["I add\n</think>\n\nso<|im_end|>"]], []),
+    # The row with the last turn comes first, though only the other one is the whole conversation.
+    ("opened", [USER[0], SO | WHY, USER[1], {**SO, "content": f"{THOUGHT}so"}], {"keep": True}, [
+        ["I add\n</think>\n\nso<|im_end|>"], ["I add\n</think>\n\nso<|im_end|>"]], []),
     ("marked", [FOUR, *TALK[:2]], {}, [[" four. <|im_end|>"]], [NO_PROMPT]),
 ]  # fmt: skip
 

@@ -25,24 +25,20 @@ REWRITTEN = (
     "an earlier answer is not learned: in the history the template writes it, or what is before it, otherwise than for"
     " the model that answers"
 )
+UNWRITTEN = "the template writes nothing of this answer"
 CLOSED = "the reasoning of an answer is left out: the prompt for it says that there is none"
 EMPTY = "an answer without reasoning is learned behind an empty one, which the prompt for it begins"
 
 
 class TurnError(Exception):
-    """A turn that cannot be learned, since the template writes it behind another prompt than a sampler is given.
+    """A turn that cannot be learned; the message says why.
 
     Attributes:
         index: Of the message.
     """
 
-    def __init__(self, index: int, prompt: str, written: str) -> None:
-        same = next((at for at, (a, b) in enumerate(zip(prompt, written)) if a != b), min(len(prompt), len(written)))
-        super().__init__(
-            f"the prompt for this answer ends with {prompt[max(0, same - 20) :][-60:]!r}, and the template writes the"
-            f" answer behind {written[max(0, same - 20) : same + 20]!r}: give the answer the reasoning that the prompt"
-            " begins, in its content as the model writes it, or set the template's variables"
-        )
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(reason)
         self.index = index
 
 
@@ -149,12 +145,20 @@ class LearnedTurns:
         else:
             text = self._behind(prompt, through, index)
             if text is None:
-                raise TurnError(index, prompt, through)
+                raise TurnError(index, _difference(prompt, through))
             row = Row(self._encode, text, index + 1)
         self.rows.append(row)
         self._add(row, index, len(prompt), self._end(row.text, row.text) or len(row.text))
 
     def _add(self, row: Row, index: int, start: int, end: int) -> None:
+        written = row.text[start:end]
+        for word in self._form.specials.values():
+            written = written.replace(word, "")
+        if not written.strip() and index not in self._sampled:
+            if self._unroll:
+                raise TurnError(index, f"{UNWRITTEN}: it has no place for calls of tools, or for reasoning alone")
+            self.remarks.append(f"an answer is not learned: {UNWRITTEN}")
+            return
         row.starts.add(start)
         row.last = max(row.last, index)
         if self._marks is None or row.text not in self._marks:
@@ -215,3 +219,13 @@ class LearnedTurns:
         if not through[: turn.start].endswith(prompt[len(before) :]):
             return None
         return prompt + through[turn.start : turn.end]
+
+
+def _difference(prompt: str, written: str) -> str:
+    same = next((at for at, (a, b) in enumerate(zip(prompt, written)) if a != b), min(len(prompt), len(written)))
+    start = max(0, same - 20)
+    return (
+        f"the prompt for this answer ends with {prompt[start:][-60:]!r}, and the template writes it behind"
+        f" {written[start : same + 20]!r}: give the answer the reasoning that the prompt begins, in its content as the"
+        " model writes it, or set the template's variables"
+    )

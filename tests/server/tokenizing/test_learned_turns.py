@@ -154,6 +154,12 @@ def test_a_turn_that_stands_behind_no_prompt_is_refused(tmp_path: Path, tokenize
             rows.rows([USER[0], answer])
 
 
+def test_an_answer_of_which_the_template_writes_nothing_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = Rows(tmp_path, tokenizer, "marked")
+    with pytest.raises(ServiceError, match=r"conversation 0, message 1: the template writes nothing of this answer"):
+        rows.rows([USER[0], {"role": "assistant", "content": "", **CALL}])
+
+
 def test_without_rows_of_their_own_such_turns_are_not_learned(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rows = Rows(tmp_path, tokenizer, "qwen")
     request = pb.RenderRequest(conversations=[pb.Conversation(messages_json=json.dumps(TALK[:4]))])

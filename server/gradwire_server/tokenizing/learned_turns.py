@@ -20,7 +20,7 @@ from tokenizers import Encoding
 from gradwire_server.tokenizing.chat_template import REASONING
 
 _THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
-NO_PROMPT = "an answer is not learned: the template has no prompt for it, as it is the first message"
+NO_PROMPT = "an answer is not learned: the template has no prompt for it, as for one before the first question"
 REWRITTEN = (
     "an earlier answer is not learned: in the history the template writes it, or what is before it, otherwise than for"
     " the model that answers"
@@ -161,10 +161,10 @@ class LearnedTurns:
             return
         row.starts.add(start)
         row.last = max(row.last, index)
-        if self._marks is None or row.text not in self._marks:
+        if self._marks is None or (row.messages is None and row.text not in self._marks):
             row.spans.add((start, end))
             return
-        row.spans |= {(max(a, start), b) for a, b in self._marks[row.text] if a < end and start < b}
+        row.spans |= {(max(a, start), b) for a, b in self._marks.get(row.text, ()) if a < end and start < b}
 
     def _end(self, text: str, through: str) -> int | None:
         """Where the turn that ends one text ends in another that begins with it: behind the token that ends it, as far

@@ -106,7 +106,9 @@ class Disk:
         aside = self._parent / "aside"  # who closes a database changes it
         aside.mkdir(exist_ok=True)
         for name in ("gradwire.db", "gradwire.db-wal"):
-            shutil.copyfile(self.state_dir / name, aside / name)
+            (aside / name).unlink(missing_ok=True)
+            if (self.state_dir / name).exists():  # a server that was starting may have left no log
+                shutil.copyfile(self.state_dir / name, aside / name)
         bring_up_to_date(aside / "gradwire.db", Segments(self.state_dir / "journal"))
         with closing(database.connect(aside / "gradwire.db")) as connection:
             return connection.execute(query).fetchall()

@@ -38,7 +38,7 @@ from gradwire_server.stores.store import CHECKPOINTS, Place, Store, saved_place
 NOTE = "backup.json"
 FILES, JOBS = "files", "jobs"
 DOOR_DATABASES = ("tinker.db",)
-"""What doors keep beside the runs."""
+"""Databases of the doors, beside the runs."""
 EPOCHS = 1 << 20
 """How far the epochs of restored runs are ahead of those in the copy: above any that was given out since."""
 TRIES = 5
@@ -51,7 +51,7 @@ class _Changed(Exception):
 
 @dataclass(frozen=True)
 class Copied:
-    """What a copy holds.
+    """Contents of a copy.
 
     Attributes:
         damaged: Checkpoints and files that are damaged where they are, for which it is not restored.
@@ -248,7 +248,7 @@ def _check(copy: Path, say: Callable[[str], object], *, damaged: bool) -> Copied
 
 
 def _not_whole(store: Store, place: Place) -> str:
-    """What is wrong with a checkpoint in a store, by its manifest and the sizes of its files; empty if nothing is."""
+    """Describe what is wrong with a checkpoint in a store, by its manifest and file sizes; empty if nothing is."""
     try:
         with store.reading(place, MANIFEST) as folder:
             expected = {file: stored.size for file, stored in read_manifest(folder).files.items()}

@@ -1,4 +1,4 @@
-"""What each commit changed in the database, recorded in the segments, and a database that is behind them.
+"""The changes of each commit, recorded in the segments, and how they bring a database up to date.
 
 A commit is durable once its record is: the last of its records in the segment, and synced with them by one call. Its
 rows are in a transaction of SQLite that stays open and is committed with those of many others (:mod:`.database`). A

@@ -85,7 +85,7 @@ CLUSTERED = (
 def history_point(
     run_id: str, operation: pb.Operation, result: pb.OperationResult, step: int
 ) -> pb.HistoryPoint | None:
-    """What an operation measured; None for one that did not succeed.
+    """Make the point of an operation in its run's record; None for one that did not succeed.
 
     Args:
         step: Optimizer steps taken when it was done, its own included.
@@ -233,7 +233,7 @@ def delete(connection: sqlite3.Connection, run_id: str) -> None:
 
 
 def spacing(connection: sqlite3.Connection, run_id: str, at_most: int) -> dict[str, int]:
-    """For each kind of operation, which of its numbers to read so that a record has about this many points; else {}."""
+    """Spacing of the numbers to read, by kind of operation, for about this many points; {} to read all."""
     query = "SELECT operation, kept, every FROM history_kinds WHERE run_id = ?"
     kinds = connection.execute(query, (run_id,)).fetchall()
     more = -(-sum(kept for _, kept, _ in kinds) // at_most)

@@ -1,4 +1,4 @@
-"""What was recorded of runs for people to look at: batches as their losses saw them, and rollouts.
+"""Recordings of runs for people to look at: batches as their losses saw them, and rollouts.
 
 A recording is one file of ``recorded/RUN_ID/`` in the state folder: the length of its description, the description, its
 content. Nothing else depends on these files, so they are not synced, and a backup leaves them out.
@@ -24,7 +24,7 @@ FOLDER = "recorded"
 KINDS = ("batch", "rollouts")
 LENGTH = struct.Struct("<I")
 LEAST_BYTES = 16 << 10
-"""What a file counts for at least, so that there are never so many that looking through them takes long."""
+"""Bytes that a file counts for at least: it bounds the number of files, and so the time to look through them."""
 
 
 class RecordedFiles:

@@ -55,7 +55,7 @@ class _Found:
 
 @dataclass
 class _Log:
-    """What the segments hold, by run and number.
+    """Records found in the segments, by run and number.
 
     Attributes:
         operations: The newest record of each: a number that was refused may have been used again.
@@ -74,7 +74,7 @@ class _Log:
 
 @dataclass(frozen=True)
 class RepairedRun:
-    """What was found of a run.
+    """Summary of a run that was entered.
 
     Attributes:
         run_id: The run.
@@ -401,7 +401,7 @@ Facts = tuple[int, float, str, str]
 
 @dataclass
 class Salvaged:
-    """What a database holds of a run that neither segments nor the run's folder hold.
+    """Rows of a run that neither segments nor the run's folder repeat.
 
     Attributes:
         facts: What the run was computed with, oldest first.

@@ -227,7 +227,7 @@ def digest_of(payload: Sequence[Buffer]) -> bytes:
 
 
 def outcome(result: pb.OperationResult, payload_digest: bytes) -> journal_pb2.Outcome:
-    """What repeating an operation must give again."""
+    """The part of a result that repeating its operation must give again."""
     kept = pb.OperationResult()
     kept.CopyFrom(result)
     for name in ("timings", "tensors", "payload_bytes", "epoch"):

@@ -47,7 +47,7 @@ class RunRecord:
         rewound_epoch: Epoch before the newest rewind.
         num_trainable_parameters: Number of parameters that its optimizer updates.
         num_tokens: Tokens that went through the model; :mod:`.usage` stores them.
-        engine_s: Seconds of the engine, likewise.
+        engine_s: Seconds of the engine; :mod:`.usage` stores them.
         checkpoints: Its checkpoints by name.
         readers: Names of other keys that may read it.
         changes: What changed under it and was accepted, oldest first.
@@ -116,7 +116,7 @@ class RunRecord:
         return max(self.complete_checkpoints, key=lambda checkpoint: checkpoint.seq, default=None)
 
     def description(self) -> journal_pb2.RunDescription:
-        """What of the row does not follow from the run's operations."""
+        """The values of the row that do not follow from the run's operations."""
         return journal_pb2.RunDescription(
             run_id=self.run_id,
             owner=self.owner,

@@ -31,7 +31,7 @@ class RunChanged(Exception):
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What differs, in words; nothing where nothing is known. A loss that is not there any more is told to whoever uses
+    """Name what differs, in words; empty if nothing is known. A loss that is not there any more is told to whoever uses
     it, a new one to nobody."""
     return [
         f"{name} was {before.get(name, 'none')}, is {now.get(name, 'none')}"
@@ -65,7 +65,7 @@ class RunFacts:
         self._consents.pop(run_id, None)
 
     async def of(self, run_id: str) -> list[tuple[int, float, dict[str, str], str]]:
-        """What a run was computed with, oldest first: from which operation on, since when, the facts, what changed."""
+        """The facts of a run, oldest first: from which operation on, since when, the facts, what changed."""
         query = "SELECT seq, at, facts, note FROM computed_with WHERE run_id = ? ORDER BY position"
         rows = await self._store.read(lambda connection: connection.execute(query, (run_id,)).fetchall())
         return [(seq, at, json.loads(facts), note) for seq, at, facts, note in rows]
@@ -118,7 +118,7 @@ def note_facts(
 
 
 def way_out(run_id: str) -> str:
-    """What to do about a run that would not go on as it was, in a sentence."""
+    """Say what to do about a run that would not go on as it was, in a sentence."""
     return (
         f"Put back what changed; or let the run go on with it: its owner by `gradwire runs accept {run_id}` or"
         " accept_changes(), or a start of the server with --accept-changes for all runs"
@@ -193,7 +193,7 @@ def _leaves(content: object, name: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _computed(result: pb.OperationResult) -> pb.OperationResult:
-    """What of a result is computed, and not the way in which it was."""
+    """The computed part of a result, without how it was computed."""
     kept = pb.OperationResult()
     kept.CopyFrom(result)
     if has_loss(kept):

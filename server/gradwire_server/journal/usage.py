@@ -1,4 +1,4 @@
-"""What keys have used: tokens, seconds of the engines and checkpoints, by hour, run and model.
+"""Usage by keys: tokens, seconds of the engines and checkpoints, by hour, run and model.
 
 An operation counts when its result is known, for the owner of its run; sampling outside a run's queue for the key that
 asked, also what was computed before its caller left. What a recovery repeats does not count again. The counts of the
@@ -42,7 +42,7 @@ GROUPS = {
     "run": {"run_id": "run_id", "label": "label"},
     "model": {"base_model": "base_model"},
 }
-"""What usage can be divided by, with the fields of an entry that say it."""
+"""Names by which usage can be grouped, with the fields of an entry that hold them."""
 
 Key = tuple[int, str, str, str, str]
 _KEY = ("hour", "owner", "run_id", "label", "base_model")
@@ -132,7 +132,7 @@ class Usage:
     async def between(
         self, start: float, end: float, by: Sequence[str] = (), owner: str | None = None
     ) -> list[pb.UsageEntry]:
-        """What was used in the hours that begin in ``[start, end)``, the earliest and then the busiest first.
+        """The usage in the hours that begin in ``[start, end)``, the earliest and then the busiest first.
 
         Args:
             by: Keys of :data:`GROUPS`; none for one sum.

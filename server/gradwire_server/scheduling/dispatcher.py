@@ -363,7 +363,7 @@ class Dispatcher:
         heard: _Heard,
         finished: Callable[[pb.OperationResult], None],
     ) -> EngineAnswer:
-        """As :meth:`_outside`, once.
+        """Execute a request of :meth:`_outside` on one engine.
 
         Raises:
             EngineDied: The engine died before it answered.

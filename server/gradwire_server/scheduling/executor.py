@@ -24,8 +24,8 @@ from gradwire_server.journal.segments import Buffer, CorruptRecord
 from gradwire_server.operation_kinds import loss_result, training_call
 from gradwire_server.scheduling.auto_checkpoint import in_use
 from gradwire_server.scheduling.checks import check_room
-from gradwire_server.scheduling.operation import DEATHS, QueuedOperation, failed
-from gradwire_server.scheduling.replay import CannotRestore, Restorer, operation_request
+from gradwire_server.scheduling.operation import DEATHS, QueuedOperation, failed, operation_request
+from gradwire_server.scheduling.replay import CannotRestore, Restorer
 from gradwire_server.scheduling.run_queue import RunQueue
 from gradwire_server.scheduling.spread_samples import SpreadSamples
 from gradwire_server.scheduling.who_is_next import Placement, Visit
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 _OF_THE_START = (pb.ERROR_CODE_UNKNOWN_LOSS, pb.ERROR_CODE_UNKNOWN_MODEL)
 """Errors of an operation accepted at an earlier start that another start may mend: its models and losses differ."""
 LEAST_S = 1e-6
-"""What is left of a timeout that is over."""
+"""Seconds that the engine is told to have left when the timeout is over: 0 means no timeout."""
 
 FULL_PAUSE_S = 1.0
 FULL_PATIENCE_S = 600.0

@@ -16,6 +16,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.quotas import tokens_of
@@ -28,7 +29,7 @@ from gradwire_server.operation_kinds import OperationKind, kind_of, loss_result,
 
 
 class Load(NamedTuple):
-    """What a request is for the engine.
+    """Load of the engine by a request.
 
     Attributes:
         tokens: Tokens that it brings.
@@ -225,7 +226,7 @@ class QueuedOperation:
 
     @property
     def load(self) -> Load:
-        """What it is for the engine; sampled tokens do not count, as they are made one at a time."""
+        """Load of the engine; sampled tokens do not count, as they are made one at a time."""
         call = self.header.operation.sample
         samples = self.row.samples and not call.prompt_logprobs
         return Load(self._tokens, samples, alone=self.deaths > 0)
@@ -297,6 +298,22 @@ def expired(seq: int) -> pb.Error:
     """The error of an operation whose deadline passed before the engine began it."""
     message = f"operation {seq} was not begun when its timeout was over; it was not carried out"
     return pb.Error(code=pb.ERROR_CODE_DEADLINE_EXCEEDED, message=message, field="timeout")
+
+
+def operation_request(header: pb.OperationHeader, dropped_step: int) -> engine_pb2.EngineRequest:
+    """The request to the engine that executes an operation.
+
+    Args:
+        dropped_step: Number of the newest earlier operation that ended an accumulation without succeeding; 0 for none.
+    """
+    operation = engine_pb2.EngineOperation(
+        run_id=header.run_id,
+        seq=header.seq,
+        operation=header.operation,
+        tensors=header.tensors,
+        dropped_step=dropped_step,
+    )
+    return engine_pb2.EngineRequest(operation=operation)
 
 
 async def ended(future: asyncio.Future[Any]) -> None:

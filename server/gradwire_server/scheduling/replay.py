@@ -23,7 +23,7 @@ from gradwire_server.journal.same_state import RunChanged, compare, differences,
 from gradwire_server.journal.segments import CorruptRecord
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.operation_kinds import kind_of, loss_result
-from gradwire_server.scheduling.operation import DEATHS, drops_accumulation, is_replayed_with
+from gradwire_server.scheduling.operation import DEATHS, drops_accumulation, is_replayed_with, operation_request
 from gradwire_server.scheduling.run_queue import RunQueue
 from gradwire_server.scheduling.who_is_next import Placement
 
@@ -56,7 +56,7 @@ class ReplayDied(Exception):
 
 @dataclass(frozen=True)
 class Restored:
-    """What a restore did.
+    """Result of a restore.
 
     Attributes:
         entries: The journal entries with a result, and damaged ones, after the checkpoint from which it started.
@@ -329,22 +329,6 @@ def changed(error: RunChanged) -> CannotRestore:
     return CannotRestore(pb.Error(code=pb.ERROR_CODE_RUN_PARKED, message=str(error)), again=False)
 
 
-def operation_request(header: pb.OperationHeader, dropped_step: int) -> engine_pb2.EngineRequest:
-    """The request to the engine that executes an operation.
-
-    Args:
-        dropped_step: Number of the newest earlier operation that ended an accumulation without succeeding; 0 for none.
-    """
-    operation = engine_pb2.EngineOperation(
-        run_id=header.run_id,
-        seq=header.seq,
-        operation=header.operation,
-        tensors=header.tensors,
-        dropped_step=dropped_step,
-    )
-    return engine_pb2.EngineRequest(operation=operation)
-
-
 BASE = "base model"
 """The fact with the digest of the base model's files."""
 
@@ -355,7 +339,7 @@ class OtherBase(Exception):
 
 @dataclass
 class Verdict:
-    """What executing a record again has shown.
+    """Result of executing a record again.
 
     Attributes:
         compared: Number of operations whose results were compared.

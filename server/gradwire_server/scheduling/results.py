@@ -302,7 +302,7 @@ KEPT_GONE = 1024
 
 @dataclass(frozen=True)
 class Changes:
-    """What came after a revision.
+    """Changes after a revision.
 
     Attributes:
         revision: The newest revision among them.
@@ -385,7 +385,7 @@ class RunFeed:
         return int(number)
 
     def since(self, revision: int) -> Changes | None:
-        """What came after a revision; None if that is too long ago.
+        """The changes after a revision; None if that is too long ago.
 
         Raises:
             ServiceError: The feed is closed.

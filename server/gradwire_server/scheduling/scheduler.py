@@ -46,7 +46,7 @@ SAVED_FROM_S = 2.0
 LOOK_EVERY_S = 30.0
 """Seconds between two looks at whether an engine has too much to do."""
 UNEVEN = 2
-"""So many more runs with operations than another engine, at two looks in a row, and one of them moves there."""
+"""Number of runs with operations that an engine must have more than another, at two looks in a row, for one to move."""
 
 
 class Moves:
@@ -472,7 +472,7 @@ class Scheduler:
         return queue.parked.error if queue is not None and queue.parked is not None else None
 
     def waits_for(self, run_id: str) -> str:
-        """What keeps the next operation of a run, besides its turn; empty if nothing does."""
+        """The reason, besides its turn, for which the next operation of a run waits; empty if there is none."""
         queue = self._queues.get(run_id)
         if queue is None or not queue.pending or queue.parked is not None:
             return ""

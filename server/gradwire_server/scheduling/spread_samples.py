@@ -180,11 +180,11 @@ class SamplesInParts:
         return self._parts[0].there.engine
 
     async def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
-        """As of an engine: it has begun."""
+        """Answer that the samples cannot be withdrawn: they have begun."""
         return False
 
     def interrupt(self, answer: asyncio.Future[EngineAnswer]) -> bool:
-        """As of an engine; outside a run's queue nobody waits for the answer any more."""
+        """Stop the samples; outside a run's queue nobody waits for the answer any more."""
         if self._asked.operation is None:
             return self._work.cancel()
         seq = self._asked.operation.seq

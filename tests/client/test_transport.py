@@ -46,6 +46,19 @@ async def test_a_cancelled_call_leaves_nothing_behind() -> None:
         assert (await service.server_info()).version == "scripted"
 
 
+async def test_calls_beyond_the_streams_of_a_connection_open_another() -> None:
+    async with (
+        scripted_server(Script(), service=Slow, max_concurrent_streams=2) as (address, _),
+        gradwire.connect(address) as service,
+    ):
+        held = [asyncio.create_task(service.list_models()) for _ in range(6)]
+        assert await asyncio.wait_for(service.list_losses(), 30)
+        assert not any(call.done() for call in held)
+        for call in held:
+            call.cancel()
+        await asyncio.wait(held)
+
+
 @pytest.mark.parametrize("address", ["gpu-box", "gpu-box:", ":50051", "gpu-box:http", "127.0.0.1:99999"])
 async def test_an_address_without_a_port_is_refused_at_once(address: str) -> None:
     with pytest.raises(gradwire.InvalidArgumentError, match="has no port: write HOST:PORT"):

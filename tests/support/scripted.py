@@ -240,11 +240,15 @@ ScriptedService.__abstractmethods__ = frozenset()
 
 @contextlib.asynccontextmanager
 async def scripted_server(
-    script: Script, address: str = "", service: type[ScriptedService] = ScriptedService
+    script: Script, address: str = "", service: type[ScriptedService] = ScriptedService, **options: int
 ) -> AsyncIterator[tuple[str, ScriptedService]]:
-    """Start a server in this process, at an address that it can be given again; yield the address and the server."""
+    """Start a server in this process, at an address that it can be given again; yield the address and the server.
+
+    Args:
+        options: Those of gRPC, without ``grpc.``.
+    """
     script.hold.set()
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0), *((f"grpc.{name}", options[name]) for name in options)])
     servicer = service(script)
     add_TrainingServiceServicer_to_server(servicer, server)
     address = address or f"127.0.0.1:{free_port()}"

@@ -47,9 +47,13 @@ class Served:
             yield channel, Keyed(TrainingServiceStub(channel), self.secrets[name])
 
     @contextmanager
-    def steady_calls(self, name: str, file: Path) -> Iterator[Callable[[], list[float]]]:
-        """Have a process call again and again; what is given returns the seconds of each call since the last time."""
-        words = [sys.executable, steady_caller.__file__, self.server.address, self.secrets[name], str(file)]
+    def steady_calls(self, name: str, file: Path, address: str = "") -> Iterator[Callable[[], list[float]]]:
+        """Have a process call again and again; what is given returns the seconds of each call since the last time.
+
+        Args:
+            address: The server's, or that of a proxy before it.
+        """
+        words = [sys.executable, steady_caller.__file__, address or self.server.address, self.secrets[name], str(file)]
         with subprocess.Popen(words) as caller:
             try:
                 while not (file.exists() and file.read_text().count("\n") > 1):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import random
 import time
@@ -41,6 +42,8 @@ SILENT_ATTEMPTS = 6
 """After this many failures in a row (about three seconds) a warning is logged."""
 SAME_WARNING_S = 60.0
 """For so long, a warning for one call is not repeated for another."""
+MAX_CONNECTIONS = 64
+"""A server allows a connection a number of calls at a time; the channel opens another when they are under way."""
 CLOSE_LINGER_S = 0.02
 CLOSE_LATE_TIMES = 10
 MAX_CLOSE_LINGER_S = 1.0
@@ -117,6 +120,7 @@ class Transport:
         self.api_key = api_key or ""
         note_connection()
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        scaling = {"maxConnectionsPerSubchannel": MAX_CONNECTIONS}
         options = [
             ("grpc.max_receive_message_length", 64 << 20),
             ("grpc.max_send_message_length", 64 << 20),
@@ -126,6 +130,8 @@ class Transport:
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.min_reconnect_backoff_ms", 1_000),
             ("grpc.max_reconnect_backoff_ms", 500),
+            ("grpc.service_config", json.dumps({"connectionScaling": scaling})),
+            ("grpc.max_connections_per_subchannel_cap", MAX_CONNECTIONS),
             # Otherwise channels to one address share a connection, and with it one limit on streams.
             ("grpc.use_local_subchannel_pool", 1),
         ]

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
 from gradwire_server.access.key_file import KeyFile
+from support import http2_floods
 from support.front import Client
 from support.keyed import Keyed, code_of, error_of, outcome
 
@@ -132,6 +134,24 @@ async def test_an_unauthenticated_flood_costs_nothing(server: Hostile) -> None:
         seconds = psutil.Process(server.process.pid).cpu_times().user - took
     print(f"3 x {UNAUTHENTICATED_MIB} MiB without a key: {grew:.1f} MiB and {seconds:.2f} s of CPU")
     assert grew < ALLOWED_GROWTH_MIB
+
+
+@pytest.mark.parametrize("name", ["hpack_bomb", "half_messages"])
+async def test_a_connection_of_headers_without_a_key_stops_nobody(server: Hostile, client: Client, name: str) -> None:
+    """For half a second; test_floods.py of tests/faults measures long ones."""
+    before, flood = (
+        peak_mib(server),
+        asyncio.create_task(asyncio.to_thread(http2_floods.flood, server.address, name, 0.5)),
+    )
+    times = []
+    while not flood.done():
+        began = time.monotonic()
+        await client.stub.ListRuns(pb.ListRunsRequest())
+        times.append(time.monotonic() - began)
+        await asyncio.sleep(0.005)
+    assert (await flood)["frames"] > 1000
+    assert peak_mib(server) - before < 200
+    assert len(times) > 5 and max(times) < 4.0  # it was 13 s, and 3,600 MiB
 
 
 def stated(error: pb.Error, server: Hostile) -> None:

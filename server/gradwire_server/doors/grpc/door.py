@@ -19,6 +19,7 @@ from gradwire_server.core.core import Core
 from gradwire_server.doors.certificates import Certificates
 from gradwire_server.doors.door import Door
 from gradwire_server.doors.grpc.engines import EngineService
+from gradwire_server.doors.grpc.headers import HEADER_BYTES
 from gradwire_server.doors.grpc.interceptors import Guard
 from gradwire_server.doors.grpc.jobs import JobService
 from gradwire_server.doors.grpc.service import TrainingService
@@ -28,6 +29,8 @@ SERVICE = "gradwire.v1.TrainingService"
 RUNS = "gradwire.v1.Runs"
 """Name of the health check that fails while a run is parked."""
 STREAMS_GRACE_S = 5.0
+CONNECTION_STREAMS = 64
+"""Calls of a connection at a time; clients open another connection for more, or wait."""
 HANDSHAKE_S = 20.0
 """Time for a connection to begin: TLS and the settings of HTTP/2."""
 IDLE_S = 600.0
@@ -139,7 +142,10 @@ def grpc_options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", -1),
         ("grpc.server.max_pending_requests", 20_000),
         ("grpc.server.max_pending_requests_hard_limit", 40_000),
-        ("grpc.max_concurrent_streams", 20_000),
+        ("grpc.max_concurrent_streams", CONNECTION_STREAMS),
+        ("grpc.max_metadata_size", HEADER_BYTES),
+        ("grpc.absolute_max_metadata_size", 2 * HEADER_BYTES),
+        ("grpc.http2.settings_timeout", int(HANDSHAKE_S * 1e3)),
         ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_ping_strikes", 0),

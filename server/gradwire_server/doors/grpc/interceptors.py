@@ -27,6 +27,7 @@ from gradwire_server.access.calls import RPCS, VIEWED, CallKind
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.doors.grpc.errors import GRPC_STATUS
+from gradwire_server.doors.grpc.headers import Oversized
 from gradwire_server.doors.wire_format import TooManyFieldsError, check_fields
 from gradwire_server.errors import ERROR_METADATA, ServiceError, limit_exceeded
 
@@ -51,13 +52,14 @@ class Guard(grpc.aio.ServerInterceptor):
     errors."""
 
     def __init__(self, core: Core) -> None:
-        self._core = core
+        self._core, self._oversized = core, Oversized()
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        self._oversized.count(details.invocation_metadata)
         handler = await continuation(details)
         if handler is None or details.method.startswith(_OPEN):
             return handler

@@ -321,7 +321,8 @@ STATUSES: Mapping[grpc.StatusCode, type[GradwireError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidArgumentError,
 }
 
-RETRYABLE = (ConnectionLostError, EngineUnavailableError, ShuttingDownError)
+RETRYABLE = (ConnectionLostError, EngineUnavailableError, ShuttingDownError, StorageFullError)
+"""What passes by itself: a call that may be repeated is, for as long as the connection's patience."""
 
 
 REASONS = {

@@ -54,6 +54,26 @@ async def test_no_answer_to_an_acknowledgement_of_results_ends_anything(monkeypa
     assert refused == codes
 
 
+async def test_a_run_is_created_once_a_full_disk_has_room(caplog: pytest.LogCaptureFixture) -> None:
+    keys: list[str] = []
+
+    class Full(ScriptedService):
+        async def CreateRun(self, request: pb.CreateRunRequest, context: Any) -> pb.Run:
+            keys.append(request.idempotency_key)
+            if len(keys) < 3:
+                await refuse(context, pb.ERROR_CODE_STORAGE_FULL)
+            return await super().CreateRun(request, context)
+
+    async with scripted_server(Script(), service=Full) as (address, _):
+        async with gradwire.connect(address) as service:
+            assert (await service.create_run("tiny")).run_id == "run-a"
+            assert len(keys) == 3 and len({*keys}) == 1
+        keys.clear()
+        async with gradwire.connect(address, reconnect_timeout=0.01) as service:
+            with pytest.raises(gradwire.StorageFullError):
+                await service.create_run("tiny")
+
+
 async def test_what_keeps_a_run_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("gradwire.wire.result_stream.PATIENCE_S", 0.01)
     answers = ["", "room", "room", "", "engine 0", "engine 0"]

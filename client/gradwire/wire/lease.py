@@ -9,7 +9,7 @@ import socket
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire.errors import RewoundError, RunBusyError, StaleEpochError, StorageFullError
+from gradwire.errors import RewoundError, RunBusyError, StaleEpochError
 from gradwire.wire.queue import OperationQueue
 from gradwire.wire.transport import Transport
 
@@ -58,12 +58,7 @@ class Lease:
 
     async def _acquire(self, *, takeover: bool) -> pb.OpenRunResponse:
         request = pb.OpenRunRequest(run_id=self._queue.run_id, takeover=takeover, writer=self._writer)
-        backoff = self._transport.backoff()
-        while True:
-            try:
-                return await self._transport.unary(lambda stub: stub.OpenRun, request)
-            except StorageFullError as error:
-                await backoff.pause(error)
+        return await self._transport.unary(lambda stub: stub.OpenRun, request)
 
 
 def _writer() -> str:

@@ -35,7 +35,6 @@ from gradwire.errors import (
     ServerError,
     ServiceClosedError,
     StaleEpochError,
-    StorageFullError,
 )
 from gradwire.futures import Future
 from gradwire.wire.entries import Entry, Request
@@ -51,7 +50,7 @@ OPERATION_TRIES = 3
 SENT_TOGETHER = 64
 MOST_CANCELS = 8
 
-AWAY = (*errors.RETRYABLE, StorageFullError, RunParkedError)
+AWAY = (*errors.RETRYABLE, RunParkedError)
 """Errors of a server that cannot answer now; transient."""
 WRITER = (errors.WriterError, errors.AccessError, errors.UnknownRunError)
 """Errors that refuse the writer: every later operation would meet them as well."""

@@ -7,10 +7,12 @@ reference page. A third party adds a loss with :func:`register_loss` in a file p
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import pkgutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -279,7 +281,14 @@ def load_plugin_losses() -> None:
 
 def load_loss_file(path: Path) -> None:
     """Run a Python file that registers losses."""
-    spec = importlib.util.spec_from_file_location(f"gradwire_user_losses_{path.stem}", path)
+    place = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]  # two files may have one name
+    spec = importlib.util.spec_from_file_location(f"gradwire_user_losses_{path.stem}_{place}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file")
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # where pydantic looks up the names of annotations
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module.__name__]
+        raise

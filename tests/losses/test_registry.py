@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +81,20 @@ def test_an_installed_package_offers_its_losses(file: Path, monkeypatch: pytest.
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry] if group == "gradwire.losses" else [])
     load_plugin_losses()
     works()
+
+
+def test_the_guides_example_is_copied_to_a_file_of_ones_own(tmp_path: Path) -> None:
+    """As docs/guide.md says: copied, with a name of its own; two files may have one name."""
+    root = Path(__file__).parents[2]
+    [named] = re.findall(r"--losses my_losses\.py`\. Copy\n`(losses/\S+\.py)`", (root / "docs/guide.md").read_text())
+    for number in range(2):
+        copy = tmp_path / str(number) / "my_losses.py"
+        copy.parent.mkdir()
+        copy.write_text((root / named).read_text().replace('"causal_lm",', f'"mine_{number}",'))
+        load_loss_file(copy)
+        spec = get_loss(f"mine_{number}")
+        assert spec.config.model_json_schema()["properties"]["loss_type"]["enum"] == ["nll", "dft"]
+        assert spec.config(loss_type="dft").loss_type == "dft"
 
 
 def test_a_name_is_taken_once(file: Path) -> None:

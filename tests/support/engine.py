@@ -179,8 +179,8 @@ class EngineProcess(Driver):
         ours, theirs = socket.socketpair()
         folders = {name: str(path) for name, path in models.items()}
         chosen = EngineSettings(models=folders, state_dir=state_dir, device="cpu", **{"threads": 1} | settings)
-        words = [sys.executable, "-m", "gradwire_server.engine.process", "--fd", str(theirs.fileno())]
-        words += ["--settings", chosen.model_dump_json()]
+        words = [sys.executable, "-m", "gradwire_server.engine.process", str(os.getpid())]
+        words += ["--fd", str(theirs.fileno()), "--settings", chosen.model_dump_json()]
         self.pulses, pulses = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words += ["--pulses", str(pulses.fileno())]
         with theirs, pulses:

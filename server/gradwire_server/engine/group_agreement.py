@@ -75,7 +75,7 @@ class GroupAgreement(Agreement):
         """Wait until all ranks have joined.
 
         Args:
-            store: A file that all ranks know, in a folder that exists until this returns.
+            store: A file that all ranks can open until this returns; empty before.
             sockets: As for :class:`.group_messages.GroupMessages`.
             buffers: As for :class:`.group_buffers.GroupBuffers`.
         """

@@ -203,6 +203,6 @@ def environment(gpus: Sequence[int] | None = None) -> dict[str, str]:
 
 def command(settings: EngineSettings, number: int, engines: int, fd: int, marks_fd: int, pulses_fd: int) -> list[str]:
     """The command line of an engine's process."""
-    words = [sys.executable, "-m", "gradwire_server.engine.process", "--fd", str(fd), "--marks", str(marks_fd)]
-    words += ["--pulses", str(pulses_fd), "--number", str(number), "--engines", str(engines)]
+    words = [sys.executable, "-m", "gradwire_server.engine.process", str(os.getpid()), "--fd", str(fd)]
+    words += ["--marks", str(marks_fd), "--pulses", str(pulses_fd), "--number", str(number), "--engines", str(engines)]
     return [*words, "--settings", settings.model_dump_json()]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from gradwire_proto import codec
 from gradwire_proto.v1 import engine_pb2
@@ -38,6 +39,33 @@ def test_its_threads_spin_for_a_moment_where_nobody_says_otherwise(
         monkeypatch.setenv(name, value)
     found = environment()
     assert (found["OMP_WAIT_POLICY"], found.get("GOMP_SPINCOUNT")) == waiting
+
+
+@pytest.mark.parametrize("module", ["gradwire_server.engine.process", "gradwire_server.engine.process.follower"])
+def test_a_process_whose_parent_is_gone_ends_before_it_imports(module: str) -> None:
+    words = [sys.executable, "-X", "importtime", "-m", module, str(os.getppid())]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    assert ended.returncode == 0 and "process.parent" in ended.stderr and "torch" not in ended.stderr
+
+
+def test_a_process_ends_with_its_parent_while_it_imports() -> None:
+    code = (
+        "import os, subprocess, sys, time\n"
+        "engine = subprocess.Popen([sys.executable, '-m', 'gradwire_server.engine.process', str(os.getpid())])\n"
+        "print(engine.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        engine = psutil.Process(int(parent.stdout.readline()))
+        end = time.monotonic() + 30
+        while "libtorch" not in Path(f"/proc/{engine.pid}/maps").read_text():  # its imports have begun
+            assert time.monotonic() < end and engine.is_running()
+            time.sleep(0.002)
+        parent.kill()
+    end = time.monotonic() + 1
+    while engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")

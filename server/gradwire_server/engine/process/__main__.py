@@ -1,4 +1,4 @@
-"""The engine's process: ``python -m gradwire_server.engine.process --fd N --marks N --settings JSON``.
+"""The engine's process: ``python -m gradwire_server.engine.process PARENT --fd N --settings JSON``.
 
 One thread reads requests ahead and decodes their payloads; this one carries them out (:mod:`.loop`) and replies, and
 another one reads saved checkpoints back (:mod:`.read_back`). The process ends when it is told to, and at once when its
@@ -8,8 +8,12 @@ parent does: a stale engine must not go on writing.
 from __future__ import annotations
 
 import gc
+import sys
 
 if __name__ == "__main__":
+    from gradwire_server.engine.process.parent import end_with
+
+    end_with(int(sys.argv[1]))
     # Until the engine has started: what is made by then stays, and looking for garbage in it is a fifth of the start's
     # CPU time (1.1 of 5.6 s).
     gc.disable()
@@ -112,8 +116,7 @@ def _read_ahead(
         try:
             message, payload = link.receive(engine_pb2.EngineRequest)
         except LinkClosed:
-            # Also where the parent died before prctl was called. What is being computed is nobody's any more.
-            os._exit(0)
+            os._exit(0)  # what is being computed is nobody's any more
         if message.HasField("verify_checkpoint"):
             read_back.submit(message)
             continue
@@ -130,6 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m gradwire_server.engine.process", description="Started by gradwire serve."
     )
+    parser.add_argument("parent", type=int, help="the process that starts it, with which it ends")
     parser.add_argument("--fd", type=int, required=True, help="the socket to the front")
     parser.add_argument("--number", type=int, default=0, help="its number among the server's engines")
     parser.add_argument("--engines", type=int, default=1, help="how many there are, which share the machine")

@@ -5,6 +5,13 @@ It executes the decisions that rank 0 sends, decides nothing, answers nobody, an
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":
+    from gradwire_server.engine.process.parent import end_with
+
+    end_with(int(sys.argv[1]))
+
 import argparse
 import gc
 import logging
@@ -45,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pulse.start(pulses)
     leader = Leader(decisions)
     agreement.join(options.store, [messages], fds[3:])
+    os.close(int(options.store.name))
     engine = Engine(settings, agreement, share=share, rank=options.rank)
     pulse.device = engine.context.pool.device
     samples = SamplesInProgress(engine.context)
@@ -63,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m gradwire_server.engine.process.follower", description="Started by rank 0 of an engine."
     )
+    parser.add_argument("parent", type=int, help="rank 0, with which it ends")
     parser.add_argument("--rank", type=int, required=True, help="this process's number, from 1 on")
     parser.add_argument("--fds", required=True, help="sockets for decisions, messages, pulses; memory of all ranks")
     parser.add_argument("--store", type=Path, required=True, help="the file by which the ranks find each other")

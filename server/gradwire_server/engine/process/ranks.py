@@ -12,7 +12,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,14 +81,16 @@ class Ranks:
     def _start(self, settings: EngineSettings, agreement: GroupAgreement, share: Share, pulses: int) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
         sockets, messages, buffers = [], [], open_buffers(settings.num_ranks)
-        with tempfile.TemporaryDirectory(prefix="gradwire-ranks-") as folder:
-            store = Path(folder) / "store"
+        # In memory: a folder would stay behind where a rank is killed in the start.
+        shared = os.memfd_create("gradwire-ranks")
+        try:
+            store = Path(f"/proc/self/fd/{shared}")
             for rank in range(1, settings.num_ranks):
                 (ours, theirs), (my_messages, their_messages) = socket.socketpair(), socket.socketpair()
                 with theirs, their_messages:
                     fds = [theirs.fileno(), their_messages.fileno(), pulses, *buffers]
                     process = subprocess.Popen(
-                        command(settings, share, rank, fds, store), pass_fds=fds, stdin=subprocess.DEVNULL
+                        command(settings, share, rank, fds, store), pass_fds=[*fds, shared], stdin=subprocess.DEVNULL
                     )
                 threading.Thread(target=self._wait, args=[rank, process], name=f"rank {rank}", daemon=True).start()
                 sockets.append(ours)
@@ -97,6 +98,8 @@ class Ranks:
             os.close(pulses)
             self._followers = Followers(sockets)
             agreement.join(store, messages, buffers)
+        finally:
+            os.close(shared)
 
     def _wait(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
@@ -130,4 +133,4 @@ def command(settings: EngineSettings, share: Share, rank: int, fds: Sequence[int
         "--settings": settings.model_dump_json(),
     }
     words = [str(word) for option in options.items() for word in option]
-    return [sys.executable, "-m", "gradwire_server.engine.process.follower", *words]
+    return [sys.executable, "-m", "gradwire_server.engine.process.follower", str(os.getpid()), *words]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -19,11 +18,9 @@ from gradwire_server.observability import logs
 
 logger = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
-
 
 def set_up(settings: EngineSettings, name: str, share: Share) -> None:
-    """Set up logs, signals and threads. The process ends at once when its parent does.
+    """Set up logs, signals and threads.
 
     Args:
         name: The process's in the log.
@@ -32,7 +29,6 @@ def set_up(settings: EngineSettings, name: str, share: Share) -> None:
     logs.configure(settings.log_level, settings.log_format, name)
     # peft asks transformers by a name that transformers has renamed.
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the front shuts us down in order
     # Also where nobody says how many: once torch has been told, MKL no longer takes fewer as it likes.
     threads = settings.threads or max(1, torch.get_num_threads() // share.engines)

@@ -8,7 +8,7 @@ import logging
 import math
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from google.protobuf import json_format
 from gradwire_proto.v1 import journal_pb2
@@ -17,13 +17,19 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.journal.database import Database
 from gradwire_server.journal.rows import digest_of, outcome, outcome_of
 from gradwire_server.journal.segments import Buffer
-from gradwire_server.operation_kinds import has_loss, loss_result, step_result
+from gradwire_server.operation_kinds import has_loss, loss_call, loss_result, step_result
 
 log = logging.getLogger(__name__)
 
 TOLERANCE = 1e-3
 """Relative difference of losses and gradient norms that counts as rounding, where results are not exact: on a GPU, and
 where an operation was cut into other micro-batches or computed together with other runs."""
+
+
+MAX_CHANGES = 5
+"""So many are told where a run does not go on; its note has all of them once they are accepted."""
+LOSS = "loss "
+"""How the name of a loss's fact begins."""
 
 
 class RunChanged(Exception):
@@ -36,7 +42,7 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return [
         f"{name} was {before.get(name, 'none')}, is {now.get(name, 'none')}"
         for name in sorted({*before, *now} if before else ())
-        if before.get(name) != now.get(name) and not (name.startswith("loss ") and not (name in before and name in now))
+        if before.get(name) != now.get(name) and not (name.startswith(LOSS) and not (name in before and name in now))
     ]
 
 
@@ -85,6 +91,8 @@ class RunFacts:
     async def check(self, run_id: str, seq: int, facts: Mapping[str, str]) -> pb.RunChange | None:
         """Compare what a run was computed with with what it would be computed with now.
 
+        Losses count that it used or has queued.
+
         Args:
             seq: The last operation of the state from which it would go on.
 
@@ -95,16 +103,36 @@ class RunFacts:
             RunChanged: They differ, and changes are not accepted.
         """
         before = await self.of(run_id)
-        changes = differences(before[-1][2], facts) if before else []
-        if before and not changes:
+        known = before[-1][2] if before else {}
+        if before and not differences(known, facts):
             return None
+        used = await self._store.read(lambda connection: _used_losses(connection, run_id))
+        changes = differences(_without_losses(known, used), _without_losses(facts, used))
         by = self.accepted_by(run_id)
         if changes and not by:
-            raise RunChanged(f"it would not go on as it was: {'; '.join(changes)}. {way_out(run_id)}")
+            more = f"; and {len(changes) - MAX_CHANGES} more" if changes[MAX_CHANGES:] else ""
+            told = "; ".join(changes[:MAX_CHANGES]) + more
+            raise RunChanged(f"it would not go on as it was. {way_out(run_id)}. Changed: {told}")
         for change in changes:
             log.warning("run %s goes on after operation %d although its %s (%s)", run_id, seq, change, by)
         noted = await self.note(run_id, seq, facts, f"{'; '.join(changes)} (accepted by {by})" if changes else "")
         return noted if changes else None
+
+
+def _used_losses(connection: sqlite3.Connection, run_id: str) -> set[str]:
+    """Names of the losses that a run's operations call: those in its record, and those whose rows are there."""
+    headers = connection.execute("SELECT header FROM operations WHERE run_id = ?", (run_id,))
+    calls = (loss_call(pb.OperationHeader.FromString(header).operation) for (header,) in headers)
+    points = connection.execute("SELECT point FROM history WHERE run_id = ?", (run_id,))
+    recorded = {pb.HistoryPoint.FromString(point).loss_fn for (point,) in points}
+    return recorded | {call.loss_fn for call in calls if call is not None}
+
+
+def _without_losses(facts: Mapping[str, str], used: Collection[str]) -> dict[str, str]:
+    """Facts without those of losses but these."""
+    return {
+        name: value for name, value in facts.items() if not name.startswith(LOSS) or name.removeprefix(LOSS) in used
+    }
 
 
 def note_facts(

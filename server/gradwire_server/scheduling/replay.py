@@ -313,8 +313,8 @@ async def _repeat(
     if difference and not journal.facts.accepted_by(record.run_id):
         raise changed(
             RunChanged(
-                f"it would not become what it was: its operation {header.seq} was repeated, and"
-                f" {difference}. {way_out(record.run_id)}"
+                f"it would not become what it was. {way_out(record.run_id)}. Its operation {header.seq} was"
+                f" repeated, and {difference}"
             )
         )
     if difference:

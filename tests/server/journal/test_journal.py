@@ -25,6 +25,7 @@ from gradwire_server.journal.rows import RunMarks, identity
 from gradwire_server.journal.run_files import RUN_FILE, read_description
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.run_row import new_record
+from gradwire_server.journal.same_state import RunChanged
 from gradwire_server.journal.schema import FREE_PAGES, GIVEN_BACK_PAGES, connect, give_back_space, newest_commit
 from gradwire_server.journal.segments import CorruptRecord, Location, Segments
 
@@ -63,6 +64,31 @@ async def test_what_was_appended_and_answered_is_there_after_a_restart(tmp_path:
     assert await journal.payload(first.location) == b"abc"
     [stored] = await journal.results(run_id, 1, 10)
     assert (stored.header, stored.payload) == (result, b"def")
+    await journal.close()
+
+
+async def test_a_run_is_compared_with_the_losses_that_it_used_or_has_queued(tmp_path: Path) -> None:
+    journal = await Journal.open(tmp_path)
+    run_id = await new_run(journal, tmp_path)
+    await append(journal, operation(run_id, 1, "used"))
+    made = pb.OperationResult(seq=1, status=pb.STATUS_SUCCEEDED, loss=pb.LossResult(loss=1.0))
+    await journal.put_result(run_id, made, [], MARKS)
+    await append(journal, operation(run_id, 2, "queued"))
+    losses = ("used", "queued", "another", "third")
+    before = {"device": "cpu"} | {f"loss {name}": "1" for name in losses}
+    assert await journal.facts.check(run_id, 0, before) is None
+    unrelated = before | {"loss another": "2"}
+    for _ in range(2):
+        assert await journal.facts.check(run_id, 0, unrelated) is None
+    await append(journal, operation(run_id, 3, "another"))  # by the definition that it had then
+    assert await journal.facts.check(run_id, 0, unrelated) is None
+    for name in ("used", "queued", "another"):
+        with pytest.raises(RunChanged, match=f"loss {name} was") as caught:
+            await journal.facts.check(run_id, 0, unrelated | {f"loss {name}": "3", "loss third": "3"})
+        assert "third" not in str(caught.value)
+    with pytest.raises(RunChanged) as caught:
+        await journal.facts.check(run_id, 0, unrelated | {f"package {number}": "x" * 300 for number in range(30)})
+    assert f"gradwire runs accept {run_id}" in str(caught.value)[:300] and "; and 25 more" in str(caught.value)
     await journal.close()
 
 

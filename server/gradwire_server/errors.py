@@ -12,6 +12,10 @@ ERROR_METADATA = "gradwire-error-bin"
 """Trailing metadata of gRPC in which the whole error travels, serialized."""
 
 
+class NotNow(SystemExit):
+    """A start that failed by what may pass by itself: the same command may succeed later. Its code is the message."""
+
+
 class ServiceError(Exception):
     """An error for the caller, whose message may leave the server.
 

@@ -11,7 +11,7 @@ from gradwire_server.core.core import Core
 from gradwire_server.core.startable import Startable
 from gradwire_server.doors.registered import DOORS
 from gradwire_server.engine_client.client import EngineClient
-from gradwire_server.errors import ServiceError
+from gradwire_server.errors import NotNow, ServiceError
 from gradwire_server.observability.exposition import Exposition
 from gradwire_server.observability.tracing import Tracing
 
@@ -116,7 +116,7 @@ class Server(Startable):
         try:
             self._exposition = Exposition(core.metrics, address, core.scheduler.backlog, lambda: core.engines.engines)
         except OSError as error:
-            raise SystemExit(f"gradwire: cannot serve metrics on {address}: {error}") from error
+            raise NotNow(f"gradwire: cannot serve metrics on {address}: {error}") from error
 
 
 def start_failure(error: ServiceError) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from gradwire_server.cli.saying import MISTAKE
 from gradwire_server.cli.settings import load
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import ENGINE_GRACE_S
@@ -149,5 +150,6 @@ def test_the_service_and_its_settings_agree() -> None:
     config = load({}, DEPLOY / "systemd" / "gradwire.yaml")
     settings = dict(unit())
     assert str(config.state_dir).startswith(f"/var/lib/{settings['StateDirectory']}/")
+    assert (settings["Restart"], settings["RestartPreventExitStatus"]) == ("on-failure", str(MISTAKE))
     assert settings["ExecStart"].endswith(" serve --config /etc/gradwire/gradwire.yaml")
     assert "/etc/gradwire/gradwire.yaml" in (DEPLOY / "README.md").read_text()

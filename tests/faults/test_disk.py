@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import shutil
@@ -10,7 +11,7 @@ import sqlite3
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ import gradwire
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import ServerConfig
-from gradwire_server.errors import ServiceError
+from gradwire_server.errors import NotNow, ServiceError
 from gradwire_server.journal.commit_log import bring_up_to_date
 from gradwire_server.journal.journal import Journal
+from gradwire_server.journal.repair import repair
 from gradwire_server.journal.rows import RunMarks
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.segments import Segments
+from gradwire_server.journal.state_folder import unusable
+from gradwire_server.journal.storage import Storage
 from gradwire_server.scheduling.replay import behind
 from gradwire_server.server import Server
 from support.blocking import DETECTOR
@@ -197,6 +201,63 @@ async def test_flipped_bits_load_nothing_wrong(memory: Path, rng: random.Random)
 @pytest.mark.timeout(3600)
 async def test_many_flipped_bits_load_nothing_wrong(memory: Path, rng: random.Random) -> None:
     await flip_bytes(memory, rng, 3000)
+
+
+# ------------------------------------------------------------------ a start that must fail
+
+
+async def refused(state: Path) -> SystemExit:
+    """How a server does not start on a folder."""
+    storage = Storage(ServerConfig(address="127.0.0.1:0", state_dir=state, models={"tiny": "x"}))
+    with pytest.raises(SystemExit) as caught:
+        await storage.open()
+    await storage.close()
+    return caught.value
+
+
+def remount(folder: Path, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", folder], check=True)
+
+
+async def test_a_start_says_what_is_wrong_with_the_disk_and_blames_no_database(tmp_path: Path) -> None:
+    with disk(tmp_path / "disk", 6) as folder:
+        (folder / "ballast").write_bytes(bytes(6 << 20))
+        new = await refused(folder / "state")
+        (folder / "ballast").unlink()
+        await written(folder, 1)
+        shutil.rmtree(folder / "before")
+        with contextlib.suppress(OSError), (folder / "ballast").open("wb", buffering=0) as ballast:
+            while ballast.write(bytes(1 << 12)):
+                pass
+        full = await refused(folder / "after")
+        with pytest.raises((sqlite3.OperationalError, OSError)):
+            repair(folder / "after", "", lambda sentence: None)
+        assert not list((folder / "after").glob("*.new*"))
+        (folder / "ballast").unlink()
+        remount(folder, "ro")
+        read_only = await refused(folder / "after")
+        remount(folder, "rw")
+        for error, what in ((new, "is full"), (full, "is full"), (read_only, "cannot be written to")):
+            assert isinstance(error, NotNow) and what in str(error), error
+            assert "restore" not in str(error) and "repair" not in str(error)
+        await (await Journal.open(folder / "after")).close()  # which is as it was
+
+
+async def test_a_start_on_a_locked_or_damaged_database_says_which_it_is(memory: Path) -> None:
+    await written(memory, 1, in_file=True)
+    database = memory / "after" / "gradwire.db"
+    with closing(sqlite3.connect(database)) as shell, closing(sqlite3.connect(database, timeout=0)) as ours:
+        shell.execute("PRAGMA locking_mode = EXCLUSIVE")
+        shell.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(sqlite3.OperationalError) as caught:
+            ours.execute("SELECT * FROM runs")
+        locked = unusable(caught.value, memory / "after")
+    assert isinstance(locked, NotNow) and "locked by another program" in str(locked) and "restore" not in str(locked)
+    for suffix in ("-wal", "-shm"):
+        database.with_name(database.name + suffix).unlink(missing_ok=True)
+    database.write_bytes(os.urandom(20_000))
+    damaged = await refused(memory / "after")
+    assert not isinstance(damaged, NotNow) and "is damaged" in str(damaged) and "gradwire repair" in str(damaged)
 
 
 # ------------------------------------------------------------------ a disk that fills, and one that fails

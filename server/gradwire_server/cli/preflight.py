@@ -27,17 +27,17 @@ def check(config: ServerConfig) -> None:
     Raises:
         SettingsError: Some of them cannot be used.
     """
-    sentences = [
-        *_packages(config),
+    mistakes = [*_packages(config), *_mirror(config)]
+    absent = [
         *_files(config),
         *(_models(config) if config.engines != 0 else ()),  # the engines elsewhere have models of their own
         *_port("--address", config.address),
         *_port("--http", config.http),
-        *_mirror(config),
     ]
-    sentences = sentences or [*_folder("--state-dir", config.state_dir), *_folder("--mirror", config.mirror)]
-    if sentences:
-        raise SettingsError(*sentences)
+    if not (mistakes or absent):
+        absent = [*_folder("--state-dir", config.state_dir), *_folder("--mirror", config.mirror)]
+    if mistakes or absent:
+        raise SettingsError(*mistakes, *absent, may_pass=not mistakes)
 
 
 def _mirror(config: ServerConfig) -> Iterator[str]:

@@ -9,6 +9,7 @@ import gc
 import os
 import resource
 import signal
+import sqlite3
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,12 +23,12 @@ from typer.core import TyperCommand
 from gradwire_server.cli.event_loop import loop_factory
 from gradwire_server.cli.parent import outlived
 from gradwire_server.cli.preflight import check
-from gradwire_server.cli.saying import console, fail, say
+from gradwire_server.cli.saying import MISTAKE, NOT_NOW, console, fail, say
 from gradwire_server.cli.settings import load, misspelled_variables, with_settings
 from gradwire_server.cli.settings_file import SettingsError
 from gradwire_server.cli.trained import Trained
 from gradwire_server.config import ServerConfig
-from gradwire_server.durable_files import replace_text
+from gradwire_server.durable_files import is_full, replace_text
 from gradwire_server.observability import logs
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def serve(
         settings = load({**(trained.flags() if trained else {}), **flags}, config)
         check(settings)
     except SettingsError as error:
-        fail(*error.sentences)
+        fail(*error.sentences, status=NOT_NOW if error.may_pass else MISTAKE)
     if feedback and not console_page:
         fail("--feedback is the console's: give --console too")
     if console_page and settings.tls_cert is not None:
@@ -166,7 +167,7 @@ async def _serve(
     console_page: bool,
     feedback: str,
 ) -> int:
-    from gradwire_server.errors import ServiceError
+    from gradwire_server.errors import NotNow, ServiceError
     from gradwire_server.server import Server, start_failure
 
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -181,9 +182,9 @@ async def _serve(
     try:
         await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
-            if refusal := starting.result():
-                console.print(refusal, style="red", markup=False)
-                return 2
+            if refused := starting.result():
+                console.print(str(refused.code), style="red", markup=False)
+                return NOT_NOW if isinstance(refused, NotNow) else MISTAKE
             _announce(server, ready_file)
             if console_page:
                 page = await _start_console(server.address, feedback)
@@ -195,7 +196,7 @@ async def _serve(
             await asyncio.gather(starting, return_exceptions=True)
     except ServiceError as error:
         console.print(start_failure(error), style="red", markup=False)
-        return 2 if error.code in SETTINGS_AT_FAULT else 1
+        return MISTAKE if error.code in SETTINGS_AT_FAULT else NOT_NOW
     finally:
         if page is not None and page.returncode is None:
             page.terminate()
@@ -225,13 +226,19 @@ def _be_told(stop: asyncio.Event, grace_s: float) -> None:
     stop.set()
 
 
-async def _start(server: Server) -> str:
+async def _start(server: Server) -> SystemExit | None:
     """Start a server; returns the reason if it must not: a SystemExit may not leave a task."""
+    from gradwire_server.journal.state_folder import unusable
+
     try:
         await server.start()
     except SystemExit as error:
-        return str(error.code)
-    return ""
+        return error
+    except (OSError, sqlite3.Error) as error:
+        if isinstance(error, OSError) and not is_full(error):
+            raise
+        return unusable(error, server.config.state_dir)
+    return None
 
 
 async def _watch_parent(parent: int, stop: asyncio.Event) -> None:

@@ -10,11 +10,15 @@ import yaml
 
 
 class SettingsError(Exception):
-    """Settings that cannot be used: a sentence for each fault."""
+    """Settings that cannot be used: a sentence for each fault.
 
-    def __init__(self, *sentences: str) -> None:
+    Attributes:
+        may_pass: Whether what they name is only missing or taken now, as a folder that is not mounted yet.
+    """
+
+    def __init__(self, *sentences: str, may_pass: bool = False) -> None:
         super().__init__("\n".join(sentences))
-        self.sentences = sentences
+        self.sentences, self.may_pass = sentences, may_pass
 
 
 @dataclass(frozen=True)

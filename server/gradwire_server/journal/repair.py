@@ -125,19 +125,23 @@ def repair(state_dir: Path, owner: str, say: Callable[[str], object], *, tidy: b
         new = state_dir / f"{DATABASE}.new"
         _remove(new)
         repaired = []
-        with closing(connect(new)) as connection:
-            migrate(connection)
-            connection.execute("BEGIN IMMEDIATE")
-            for folder in sorted((state_dir / RUNS).glob("*")):
-                description = _description(store, folder, owner, say)
-                if description is not None:
-                    kept = salvaged.get(description.run_id, Salvaged())
-                    repaired.append(_enter(connection, store, description, log, kept, say))
-            for table, rows in salvage_jobs(state_dir).items():
-                for row in rows:
-                    connection.execute(f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * len(row))})", row)
-            connection.execute("UPDATE state SET commits = ?", (log.commits + 1,))
-            connection.execute("COMMIT")
+        try:
+            with closing(connect(new)) as connection:
+                migrate(connection)
+                connection.execute("BEGIN IMMEDIATE")
+                for folder in sorted((state_dir / RUNS).glob("*")):
+                    description = _description(store, folder, owner, say)
+                    if description is not None:
+                        kept = salvaged.get(description.run_id, Salvaged())
+                        repaired.append(_enter(connection, store, description, log, kept, say))
+                for table, rows in salvage_jobs(state_dir).items():
+                    for row in rows:
+                        connection.execute(f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * len(row))})", row)
+                connection.execute("UPDATE state SET commits = ?", (log.commits + 1,))
+                connection.execute("COMMIT")
+        except BaseException:
+            _remove(new)
+            raise
         _put_aside(state_dir / DATABASE, say)
         new.rename(state_dir / DATABASE)
         sync(state_dir)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from gradwire_server.durable_files import is_full
+from gradwire_server.errors import NotNow
 from gradwire_server.journal.commit_log import bring_up_to_date
 from gradwire_server.journal.run_files import described_runs
 from gradwire_server.journal.schema import NewerDatabase, check_version, connect, newest_commit, version_of
@@ -20,6 +24,59 @@ RUNS = "runs"
 
 class StateFolderError(Exception):
     """A state folder cannot be used; the message says why and what to do."""
+
+
+class FolderInUse(StateFolderError):
+    """Another process holds the folder now."""
+
+
+DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+READ_ONLY = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM)
+FULL_BYTES = 1 << 20
+"""A disk with less room counts as full: SQLite reports other errors then, too."""
+
+
+def unusable(error: Exception, state_dir: Path) -> SystemExit:
+    """What to tell an operator whose server met an error of the disk, the database or its files at its start.
+
+    Only a damaged database is to be replaced: where the disk is full, or another program holds the file, nothing is
+    wrong with it.
+    """
+    database = state_dir / DATABASE
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code in DAMAGED or isinstance(error, UnicodeDecodeError):  # sqlite3 can fail to decode its own message
+        return SystemExit(
+            f"gradwire: {database} is damaged ({error}); put its newest copy back (`gradwire restore`), or build it"
+            f" again from what the folder holds: gradwire repair --state-dir {state_dir}"
+        )
+    if code in LOCKED:
+        return NotNow(
+            f"gradwire: {database} is locked by another program, such as a shell of sqlite3 or a copy that is"
+            " being made: end it, and start again; nothing is wrong with the database"
+        )
+    if code == sqlite3.SQLITE_FULL or is_full(error) or _room(state_dir) < FULL_BYTES:
+        return NotNow(
+            f"gradwire: the disk of {state_dir} is full ({error}): make room, and start again; nothing is wrong with"
+            " the database"
+        )
+    if code in READ_ONLY or getattr(error, "errno", 0) in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return NotNow(
+            f"gradwire: {state_dir} cannot be written to ({error}): mount its disk for writing, or give its files to"
+            " the server's user, and start again; nothing is wrong with the database"
+        )
+    return NotNow(
+        f"gradwire: {state_dir} cannot be read or written ({error}): look at its disk (`dmesg`), and start again"
+    )
+
+
+def _room(folder: Path) -> int:
+    """Bytes that are free on a folder's disk; many if that is not known."""
+    try:
+        found = os.statvfs(next(each for each in (folder, *folder.absolute().parents) if each.exists()))
+    except OSError:
+        return FULL_BYTES
+    return found.f_bavail * found.f_frsize
 
 
 def lock(state_dir: Path) -> int:
@@ -35,7 +92,7 @@ def lock(state_dir: Path) -> int:
         number = os.pread(descriptor, 20, 0).decode()
         holder = f"process {number}" if number else "another process"
         os.close(descriptor)
-        raise StateFolderError(f"the state folder {state_dir} is in use by {holder}") from None
+        raise FolderInUse(f"the state folder {state_dir} is in use by {holder}") from None
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, str(os.getpid()).encode(), 0)
     return descriptor

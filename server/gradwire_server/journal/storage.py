@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from gradwire_server.config import ServerConfig
 from gradwire_server.durable_files import make_folder
+from gradwire_server.errors import NotNow
 from gradwire_server.journal import state_folder
 from gradwire_server.journal.checkpoint_records import CheckpointRecords
 from gradwire_server.journal.job_records import FileRecords, JobRecords
@@ -16,10 +17,10 @@ from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.mirror import reconcile
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.run_row import RunRecord
-from gradwire_server.journal.state_folder import StateFolderError
+from gradwire_server.journal.state_folder import FolderInUse, StateFolderError, unusable
 from gradwire_server.journal.usage import Usage
 from gradwire_server.stores.claim import claimed
-from gradwire_server.stores.store import Store, StoreError
+from gradwire_server.stores.store import Store, StoreError, StoreFull, StoreUnreachable
 
 
 class Storage:
@@ -47,8 +48,8 @@ class Storage:
             SystemExit: The folder is in use or cannot be read; with a message.
         """
         config = self._config
-        make_folder(config.state_dir, 0o700)
         try:
+            make_folder(config.state_dir, 0o700)
             self._locks.append(state_folder.lock(config.state_dir))
             if config.mirror is not None:
                 make_folder(config.mirror, 0o700)
@@ -68,13 +69,12 @@ class Storage:
             self.checkpoints = CheckpointRecords(self.records, self.journal.store, self.folders)
             self.jobs, self.files = JobRecords(self.journal.store), FileRecords(self.journal.store)
             return await self.records.load()
+        except (FolderInUse, StoreFull, StoreUnreachable) as error:
+            raise NotNow(f"gradwire: {error}") from error
         except (StateFolderError, StoreError) as error:
             raise SystemExit(f"gradwire: {error}") from error
-        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # sqlite3 can fail to decode its own message
-            raise SystemExit(
-                f"gradwire: {config.state_dir / 'gradwire.db'} cannot be read ({error}); restore a backup, or build it"
-                f" again from what the folder holds: gradwire repair --state-dir {config.state_dir}"
-            ) from error
+        except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
+            raise unusable(error, config.state_dir) from error
 
     async def close(self) -> None:
         """Finish the writes, close the files and unlock the folders. A second call does nothing."""

@@ -18,7 +18,7 @@ import obstore
 from obstore import exceptions
 from obstore.store import from_url
 
-from gradwire_server.stores.store import StoreError
+from gradwire_server.stores.store import StoreError, StoreUnreachable
 
 T = TypeVar("T")
 
@@ -191,7 +191,7 @@ class Bucket:
                 waited = time.monotonic() - began
                 if self._given_up or waited + pause > self._patience_s:
                     self._given_up = True
-                    raise StoreError(
+                    raise StoreUnreachable(
                         f"the store {self.url} did not {verb} {key} within {waited:.0f} s (--store-patience):"
                         f" {_first_line(error)}. Nothing was lost: try again once it answers"
                     ) from error

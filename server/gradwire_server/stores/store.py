@@ -33,6 +33,10 @@ class StoreFull(StoreError):
     """There is no room on the disk."""
 
 
+class StoreUnreachable(StoreError):
+    """The store does not answer now."""
+
+
 class Superseded(StoreError):
     """The writer is no longer the holder of the run, and nothing was written."""
 

@@ -121,7 +121,7 @@ def test_what_the_front_sets_for_itself(tmp_path: Path) -> None:
 
 def test_it_says_why_it_does_not_start(tmp_path: Path) -> None:
     missing = subprocess.run(command(tmp_path / "nothing", tmp_path), capture_output=True, text=True, timeout=120)
-    assert missing.returncode == 2 and "gradwire:" in missing.stderr and "nothing" in missing.stderr
+    assert missing.returncode == 75 and "gradwire:" in missing.stderr and "nothing" in missing.stderr
     address = subprocess.run(
         [*command(tmp_path, tmp_path), "--address", "nowhere"], capture_output=True, text=True, timeout=120
     )

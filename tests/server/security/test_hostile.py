@@ -151,7 +151,7 @@ async def test_a_connection_of_headers_without_a_key_stops_nobody(server: Hostil
         await asyncio.sleep(0.005)
     assert (await flood)["frames"] > 1000
     assert peak_mib(server) - before < 200
-    assert len(times) > 5 and max(times) < 4.0  # it was 13 s, and 3,600 MiB
+    assert max(times) < 4.0  # it was 13 s, and 3,600 MiB
 
 
 def stated(error: pb.Error, server: Hostile) -> None:

@@ -23,6 +23,7 @@ from gradwire_server.doors.grpc.headers import HEADER_BYTES
 from gradwire_server.doors.grpc.interceptors import Guard
 from gradwire_server.doors.grpc.jobs import JobService
 from gradwire_server.doors.grpc.service import TrainingService
+from gradwire_server.errors import NotNow
 from gradwire_server.limits import Limits
 
 SERVICE = "gradwire.v1.TrainingService"
@@ -79,7 +80,7 @@ class GrpcDoor(Door):
             else:
                 port = self._grpc.add_secure_port(config.address, credentials(config))
         except RuntimeError as error:
-            raise SystemExit(f"gradwire: cannot listen on {config.address}: {error}") from error
+            raise NotNow(f"gradwire: cannot listen on {config.address}: {error}") from error
         await self._grpc.start()
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self._set_ready(True)

@@ -31,6 +31,7 @@ from gradwire_server.doors.http.openai import errors as openai_errors
 from gradwire_server.doors.http.openai import tokens
 from gradwire_server.doors.http.protocol import HttpProtocol
 from gradwire_server.doors.http.tinker import app as tinker
+from gradwire_server.errors import NotNow
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class HttpDoor(Door):
         started.cancel()
         if self._serving.done():
             listener.close()
-            raise SystemExit(f"gradwire: HTTP cannot be served on {config.http}: {self._serving.exception()}")
+            raise NotNow(f"gradwire: HTTP cannot be served on {config.http}: {self._serving.exception()}")
 
     def protocols(self) -> tuple[HttpProtocol, ...]:
         """Build every protocol's routes, which takes FastAPI a few tenths of a second."""
@@ -210,7 +211,7 @@ def _listener(address: str) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise SystemExit(f"gradwire: cannot listen on --http {address}: {error.strerror or error}") from error
+        raise NotNow(f"gradwire: cannot listen on --http {address}: {error.strerror or error}") from error
     listener.setblocking(False)
     return listener
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gradwire_server.cli.saying import MISTAKE, NOT_NOW
 
 LOOPBACK = ("--address", "127.0.0.1:0")
 MISTAKES = {
@@ -134,6 +135,13 @@ SLOW = ("device misspelt", "device of another kind", "folder of an impossible mo
 """As "no GPU", the engine says them."""
 
 
+MAY_PASS = (
+    "certificate missing", "losses missing", "model misspelt", "folder misspelt", "folder without a model",
+    "port in use", "state folder below a file", "state folder in use",
+)  # fmt: skip
+"""What may be there, or free, a moment later: a folder of a disk that is not mounted yet is missing or empty."""
+
+
 @pytest.mark.parametrize(
     "mistake", [pytest.param(each, marks=pytest.mark.slow) if each in SLOW else each for each in MISTAKES]
 )
@@ -149,7 +157,7 @@ def test_a_mistake_costs_one_sentence(mistake: str, here: Path) -> None:
             capture_output=True, text=True, timeout=120, check=False, cwd=here,
             env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(here), "CUDA_VISIBLE_DEVICES": ""},
         )  # fmt: skip
-    assert (result.returncode, result.stdout) == (2, ""), result.stderr
+    assert (result.returncode, result.stdout) == (NOT_NOW if mistake in MAY_PASS else MISTAKE, ""), result.stderr
     (line,) = result.stderr.splitlines()
     start, _, end = f"gradwire: {sentence.format(**facts)}".partition("*")
     assert line.startswith(start) and line.endswith(end), line

@@ -296,7 +296,7 @@ def test_an_error_keeps_what_it_was_given() -> None:
 
 async def test_a_database_that_cannot_be_read_is_said_in_a_sentence(start: Start, tmp_path: Path) -> None:
     (tmp_path / "gradwire.db").write_bytes(b"this is no database" * 100)
-    with pytest.raises(SystemExit, match="cannot be read"):
+    with pytest.raises(SystemExit, match="is damaged"):
         async with start():
             pass
 

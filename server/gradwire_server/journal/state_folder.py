@@ -83,7 +83,8 @@ def lock(state_dir: Path) -> int:
     """Lock a state folder for this process; returns the descriptor whose closing unlocks it.
 
     Raises:
-        StateFolderError: Another process holds it.
+        FolderInUse: Another process holds it.
+        OSError: The disk has no room, or cannot be written to.
     """
     descriptor = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -93,8 +94,12 @@ def lock(state_dir: Path) -> int:
         holder = f"process {number}" if number else "another process"
         os.close(descriptor)
         raise FolderInUse(f"the state folder {state_dir} is in use by {holder}") from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    except OSError:  # the disk is full
+        os.close(descriptor)
+        raise
     return descriptor
 
 

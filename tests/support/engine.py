@@ -131,7 +131,7 @@ class LocalEngine(Driver):
     """
 
     def __init__(self, models: Mapping[str, Path], state_dir: Path, **settings: Any) -> None:
-        from gradwire_server.engine.operations.samples_in_progress import SamplesInProgress
+        from gradwire_server.engine.operations.samples import SamplesInProgress
         from gradwire_server.engine.process.engine import Engine
         from gradwire_server.engine.process.read_back import ReadBack
 

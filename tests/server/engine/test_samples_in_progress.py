@@ -17,7 +17,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import EngineSettings
 from gradwire_server.engine.operations.lifecycle import Answer
 from gradwire_server.engine.operations.request import Request
-from gradwire_server.engine.operations.samples_in_progress import SamplesInProgress
+from gradwire_server.engine.operations.samples import SamplesInProgress
 from gradwire_server.engine.process.loop import Loop
 from gradwire_server.engine.process.ranks import Ranks
 from support.engine import LocalEngine, token_rows

@@ -43,7 +43,7 @@ HANDLERS: Mapping[str, Handler] = {
     "update_reference": training.update_reference,
     "export": checkpoints.export,
 }
-"""Handlers by kind, except samples, which are generated one token at a time: see :mod:`.samples_in_progress`."""
+"""Handlers by kind, except samples, which are generated one token at a time: see :mod:`.samples`."""
 SHARED_HANDLERS: Mapping[str, SharedHandler] = {
     "forward_backward": training.train,
     "train_step": training.train,

@@ -36,7 +36,7 @@ from gradwire_server.engine.failures import to_error
 from gradwire_server.engine.machine import Share
 from gradwire_server.engine.operations.images_ahead import ImagesAhead
 from gradwire_server.engine.operations.request import Request
-from gradwire_server.engine.operations.samples_in_progress import SamplesInProgress
+from gradwire_server.engine.operations.samples import SamplesInProgress
 from gradwire_server.engine.process.activity import Activity
 from gradwire_server.engine.process.engine import Engine
 from gradwire_server.engine.process.heartbeat import Heartbeat

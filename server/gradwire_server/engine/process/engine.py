@@ -59,7 +59,7 @@ _DTYPES: Mapping[str | None, Dtype | None] = {
 class Engine:
     """Answer one ordered stream of requests, except samples and the verification of checkpoints.
 
-    Samples go to :class:`gradwire_server.engine.operations.samples_in_progress.SamplesInProgress`, checkpoints to
+    Samples go to :class:`gradwire_server.engine.operations.samples.SamplesInProgress`, checkpoints to
     :class:`.read_back.ReadBack`.
 
     Args:

@@ -24,7 +24,7 @@ from gradwire_server.config import EngineSettings
 from gradwire_server.crash_points import set_rank
 from gradwire_server.engine.group_agreement import GroupAgreement
 from gradwire_server.engine.machine import Share
-from gradwire_server.engine.operations.samples_in_progress import SamplesInProgress
+from gradwire_server.engine.operations.samples import SamplesInProgress
 from gradwire_server.engine.process.activity import Activity
 from gradwire_server.engine.process.decision_link import Leader
 from gradwire_server.engine.process.engine import Engine

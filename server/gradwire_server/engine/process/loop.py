@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, suppress
 from gradwire_server.engine.operations.decisions import Decision, Decisions
 from gradwire_server.engine.operations.lifecycle import Answer
 from gradwire_server.engine.operations.request import Request
-from gradwire_server.engine.operations.samples_in_progress import SamplesInProgress
+from gradwire_server.engine.operations.samples import SamplesInProgress
 from gradwire_server.engine.process.engine import Engine
 from gradwire_server.engine.process.ranks import Ranks
 

@@ -49,7 +49,6 @@ class Executor:
         lanes: Number of lanes, a power of two.
 
     Attributes:
-        lanes: The same.
         own: The lanes of this process. Of fewer lanes than ranks, several ranks compute the same one.
         counts: Whether no process before this one computes the same lanes.
         in_step: Whether each forward and backward is one of all processes, because models are divided among them.

@@ -6,7 +6,8 @@
                                                    into the weights; knows no run but through its step
     commit       Passed -> LossEvaluation          adds the gradient to the run's accumulation, the only change there is
 
-A run alone is a group of one; several LoRA runs on one base share the forward and the backward of the trunk.
+A run alone is a group of one; several LoRA runs on one base share the forward and the backward of the trunk. The
+optimizer's step, which ends an accumulation, is in :mod:`.training.optimizer_step`.
 
 The result always equals that of one call of the loss on the whole batch. A streaming loss is evaluated micro-batch by
 micro-batch, and each graph is used and freed at once. Any other loss is evaluated once, on the scores of the whole
@@ -130,7 +131,7 @@ class Step:
         return [[micro] for micro in self.micros] if self.streams else [self.micros]
 
     @property
-    def joins(self) -> bool:
+    def can_join(self) -> bool:
         """Whether others may share its pass: one micro-batch with scored tokens, without images or an added head."""
         alone = self.adds_head or self.batch.images is not None
         return not alone and len(self.micros) == 1 and len(self.reading.positions) > 0
@@ -146,6 +147,8 @@ def resolve(
     agreement: Agreement | None = None,
 ) -> Step:
     """Find all that a run's training operation needs; the columns may be the last part of a batch.
+
+    A run that compares with its moving average for the first time gets one, which an operation that fails drops.
 
     Raises:
         OperationError: The call or its batch is invalid.
@@ -214,7 +217,7 @@ def checked(
     if adds_head:
         needed = _needed_scores(loss, config, batch, "value")
     own, further = needed - {"ref_logprobs"}, set(outputs) - {ADVANTAGES}
-    there = {"values"} if adds_head else set()
+    added = {"values"} if adds_head else set()
     temperature = config.temperature if isinstance(config, TemperatureConfig) else 1.0
     compared: Teacher | None = None
     if "divergence" in needed:
@@ -225,8 +228,8 @@ def checked(
         if teacher is None or config.reference_model is None:
             raise _no_reference(loss)
         compared = Teacher(teacher, config.beta)
-    check_scores(policy, further - there, compared)
-    check_scores(policy, own - there, compared, field="loss_fn")
+    check_scores(policy, further - added, compared)
+    check_scores(policy, own - added, compared, field="loss_fn")
     check_candidates(batch, own | further)
     ref_logprobs = None
     if "ref_logprobs" in needed:
@@ -286,7 +289,7 @@ def pass_over(steps: Sequence[Step]) -> list[Passed | None]:
     """Compute losses and their gradients.
 
     Args:
-        steps: One step, or several that :attr:`Step.joins` and that :func:`fit`, of policies that satisfy
+        steps: One step, or several that :attr:`Step.can_join` and that :func:`fit`, of policies that satisfy
             :func:`.shared_forward.can_go_together`.
 
     Returns:
@@ -310,7 +313,7 @@ def pass_over(steps: Sequence[Step]) -> list[Passed | None]:
         gradients: list[Mapping[Key, Mapping[str, Tensor]]] = [{}] * len(steps)
         with inner.together("loss"):
             if not turn.repeated:
-                values[turn.number] = _evaluated(steps, part, scores.by_name, scores.routers, turn.number)
+                values[turn.number] = _losses_on(steps, part, scores.by_name, scores.routers, turn.number)
                 gradients = [{} if value is None else value.gradients for value in values[turn.number]]
         scores.backward(collectors, outer.in_all(gradients), lane=turn.number % outer.lanes, repeated=turn.repeated)
         recomputed |= scores.recomputed
@@ -323,7 +326,7 @@ def pass_over(steps: Sequence[Step]) -> list[Passed | None]:
     norms = shared_norms(collectors, first.policy.device)
     for number, theirs in enumerate(scored):  # the loss on the parts of other processes follows from their scores
         if number not in values:
-            values[number] = _evaluated(steps, parts[number], *combined(readings, parts[number], [theirs]), number)
+            values[number] = _losses_on(steps, parts[number], *combined(readings, parts[number], [theirs]), number)
     by_step = zip(*map(values.__getitem__, range(len(parts))), strict=True)
     return [
         tried(partial(_summed_up, step, own, collector, norm, recomputed=recomputed), alone=len(steps) == 1)
@@ -372,7 +375,7 @@ class LossOnPart:
             check_finite(batch, gradients, rows, f"{step.loss.name} has a non-finite gradient for")
 
 
-def _evaluated(
+def _losses_on(
     steps: Sequence[Step],
     parts: Sequence[Sequence[MicroBatch]],
     by_name: Sequence[Mapping[str, Tensor]],
@@ -388,12 +391,12 @@ def _evaluated(
 
     def evaluate(step: Step, part: Sequence[MicroBatch], computed: Mapping[str, Tensor]) -> LossOnPart:
         with step.rng(number):
-            return _evaluate(step, part, computed, routers)
+            return _loss_on(step, part, computed, routers)
 
     return [tried(partial(evaluate, *each), alone=len(steps) == 1) for each in zip(steps, parts, by_name, strict=True)]
 
 
-def _evaluate(
+def _loss_on(
     step: Step, part: Sequence[MicroBatch], computed: Mapping[str, Tensor], routers: RouterSums | None
 ) -> LossOnPart:
     """Evaluate the loss on a part, and compute the gradient of each of its units.
@@ -437,7 +440,7 @@ def _evaluate(
     return LossOnPart(step, micro, scores, output, outputs, routers, by_key, totals)
 
 
-def value(step: Step, computed: Mapping[str, Tensor]) -> LossOutput:
+def loss_on_batch(step: Step, computed: Mapping[str, Tensor]) -> LossOutput:
     """Evaluate a step's loss on the whole batch, without gradients, given the scores of :attr:`Step.reading`.
 
     Raises:
@@ -519,7 +522,7 @@ def _summed_up(
 
 
 def fit(steps: Sequence[Step], most_tokens: int) -> bool:
-    """Whether steps that :attr:`Step.joins` compute at most ``most_tokens`` together."""
+    """Whether steps that :attr:`Step.can_join` compute at most ``most_tokens`` together."""
     micros = [step.micros[0] for step in steps]
     if steps[0].policy.packing(training=True) is not Packing.PADDED:
         return sum(micro.computed_tokens for micro in micros) <= most_tokens
@@ -532,8 +535,7 @@ def fit(steps: Sequence[Step], most_tokens: int) -> bool:
 
 def commit(run: EngineRun, step: Step, passed: Passed) -> LossEvaluation:
     """Add the gradient of a pass to its run's accumulation; returns the report with hints about the run."""
-    before = run.accumulator.merge(passed.gradients, passed.counts, norm=passed.norm)
-    run.accumulator.parts = None
+    before = run.accumulator.counts
     loss, report = step.loss, passed.report
     hints = list(run.advisor.hints(loss.name, loss.hints, report.metrics, run.step))
     if run.step == 0 and not before:
@@ -550,6 +552,8 @@ def commit(run: EngineRun, step: Step, passed: Passed) -> LossEvaluation:
             f"{loss.name} takes a statistic of its batch ({loss.whole_batch}), and took one of each call since the "
             "last step; to take one of all, send them as one batch, or all but the last with accumulate=True"
         )
+    run.accumulator.merge(passed.gradients, passed.counts, norm=passed.norm)
+    run.accumulator.parts = None
     return replace(report, warnings=[*report.warnings, *hints])
 
 

@@ -142,7 +142,7 @@ def test_a_run_whose_images_are_being_read_waits_and_others_do_not() -> None:
     reading: Future[None] = Future()
     stage = Stage()
     told, stage.told = stage.told, lambda answer: (told(answer), answer.reply.id == 4 and reading.set_result(None))
-    log = stage.run(replace(step(1, "a"), reading=reading), step(2, "a"), sample(3, "b", 1), step(4, "c"), END)
+    log = stage.run(replace(step(1, "a"), images=reading), step(2, "a"), sample(3, "b", 1), step(4, "c"), END)
     assert [line for line in log if line.startswith("told")] == ["told 3", "told 4", "told 1", "told 2", "told 99"]
 
 

@@ -364,7 +364,7 @@ def test_images_are_read_before_the_engine_comes_to_them(plain: Plain, engine: L
         operation=engine_pb2.EngineOperation(run_id="run-a", operation=operation, tensors=tensors)
     )
     request = ahead.begin(Request.read(message, memoryview(b"".join(payload))))
-    assert request.reading is not None and request.reading.exception(60) is None and request.is_read
+    assert request.images is not None and request.images.exception(60) is None and request.ready
     vision = engine.engine.context.runs["run-a"].policy.split_model.vision
     assert vision is not None and len(vision.processor._kept) == 3
 

@@ -7,7 +7,7 @@ finds it; images beyond what it keeps are read by the request itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from gradwire_proto.codec import IMAGE_BYTES
@@ -35,8 +35,7 @@ class ImagesAhead:
         vision = self._vision(request) if contents else None
         if vision is None:
             return request
-        reading: Future[None] = self._threads.submit(_read, vision, contents)
-        return replace(request, reading=reading)
+        return replace(request, images=self._threads.submit(_read, vision, contents))
 
     def _vision(self, request: Request) -> Vision | None:
         context = self._context

@@ -25,10 +25,10 @@ class Request:
         columns: Tensors of its payload; empty unless it is an operation.
         error: Why the payload could not be decoded; None if it could.
         payload: The bytes of the columns, as they arrived.
-        reading: Done when its images are read; None if nothing of it is read ahead.
+        images: Done when its images are read ahead; None if they are not.
         run_id: The run that the request reads or changes; empty if none.
         samples: Whether it asks for samples, of a run or outside one.
-        reads: Whether it leaves its run as it is, so that it may be executed while samples of it are in progress.
+        leaves_run: Whether it leaves its run as it is, so that it may be executed while samples of it are in progress.
         ends: Whether the engine ends once it is answered.
     """
 
@@ -36,17 +36,17 @@ class Request:
     columns: Columns
     error: codec.CodecError | None
     payload: bytes | memoryview = b""
-    reading: Future[None] | None = None
+    images: Future[None] | None = None
     run_id: str = field(init=False)
     samples: bool = field(init=False)
-    reads: bool = field(init=False)
+    leaves_run: bool = field(init=False)
     ends: bool = field(init=False)
 
     def __post_init__(self) -> None:
         message, kind = self.message, self.message.WhichOneof("kind")
         self.run_id, self.ends = _run_of(message, kind), kind == "shutdown"
         self.samples = kind == "sample" or (kind == "operation" and kind_of(message.operation.operation).samples)
-        self.reads = self.samples or kind == "share_weights"
+        self.leaves_run = self.samples or kind == "share_weights"
 
     @classmethod
     def read(cls, message: engine_pb2.EngineRequest, payload: memoryview) -> Request:
@@ -66,9 +66,9 @@ class Request:
         return max((len(column.values) for column in self.columns.values()), default=1)
 
     @property
-    def is_read(self) -> bool:
-        """Whether nothing of it is still being read."""
-        return self.reading is None or self.reading.done()
+    def ready(self) -> bool:
+        """Whether none of its images is still being read."""
+        return self.images is None or self.images.done()
 
 
 def _run_of(message: engine_pb2.EngineRequest, kind: str | None) -> str:

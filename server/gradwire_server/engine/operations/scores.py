@@ -27,7 +27,7 @@ from gradwire_server.engine.scoring.forward import Reading, score_batch
 from gradwire_server.engine.scoring.planner import Budget, split_for_scores, split_for_training
 from gradwire_server.engine.scoring.score_types import SEQUENCE_SCORES, check_candidates, check_scores
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.step import ADVANTAGES, Step, checked, compared_with, value
+from gradwire_server.engine.step import ADVANTAGES, Step, checked, compared_with, loss_on_batch
 from gradwire_server.engine.training.accumulation import GradientAccumulator, GradientCollector
 from gradwire_server.engine.training.columns import PLAIN, read_columns, read_loss, refuse_part
 from gradwire_server.engine.training.differentiable_scores import DifferentiableScores
@@ -148,7 +148,7 @@ def evaluate(
     sums = LossSums(step.loss.name if step is not None else "")
     scores = score_batch(reading, agreement=agreement)
     if step is not None:
-        output = value(step, scores)
+        output = loss_on_batch(step, scores)
         sums.add(output)
         if output.advantages is not None:
             scores[ADVANTAGES] = output.advantages

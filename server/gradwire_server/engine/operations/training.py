@@ -93,7 +93,7 @@ def _resolved(context: EngineContext, executions: Sequence[Execution], group_tok
             step.rng = partial(_rng, execution.run)
             others = [*resolved.values(), step]
             most_tokens = min(group_tokens, *(each.reading.budget.microbatch_tokens for each in others))
-            if not (step.joins and fit(others, most_tokens)):
+            if not (step.can_join and fit(others, most_tokens)):
                 continue
         resolved[execution] = step
     return resolved

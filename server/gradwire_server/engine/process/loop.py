@@ -114,9 +114,9 @@ class Loop:
                 if request is self._waiting[0] and not len(self._samples):
                     ready.append(request)
                 break
-            waits = run_id in changed or (not request.reads and (run_id in read or self._samples.of(run_id)))
-            if request.is_read and not (run_id and waits):
+            waits = run_id in changed or (not request.leaves_run and (run_id in read or self._samples.of(run_id)))
+            if request.ready and not (run_id and waits):
                 ready.append(request)
             if run_id:  # a sample whose images are being read is not overtaken by the next, as answers are in order
-                (read if request.reads and request.is_read else changed).add(run_id)
+                (read if request.leaves_run and request.ready else changed).add(run_id)
         return ready

@@ -192,18 +192,14 @@ class GradientAccumulator:
         *,
         scale: float = 1.0,
         norm: Tensor | None = None,
-    ) -> Mapping[Key, float]:
+    ) -> None:
         """Add an operation's gradients, times ``scale``, and its counts; takes ownership of the given buffers.
 
         A sum stays a sum: the count of unit ``"sum"`` does not grow.
 
         Args:
             norm: Norm of the gradients without ``scale``, 0-d, if it is known.
-
-        Returns:
-            The counts before.
         """
-        before = dict(self._counts)
         self.num_operations += 1
         alone = self.num_operations == 1 and len(gradients) == 1 and scale == 1.0
         self._norm = norm if alone else None
@@ -217,7 +213,6 @@ class GradientAccumulator:
             held |= {name: gradient for name, gradient in buffers.items() if name not in held}
         for key, count in counts.items():
             self._counts[key] = count if key[1] == "sum" else self._counts.get(key, 0.0) + count
-        return before
 
     def normalised(self) -> tuple[Gradients, float]:
         """Gradients by parameter name, and the factor still to multiply them by.

@@ -41,10 +41,8 @@ class DifferentiableScores:
         executor: Who computes the micro-batches; by default this process alone.
 
     Attributes:
-        readings: The same.
         by_name: For each batch: score name -> ``[T]`` or ``[S]``, detached.
         routers: What the routers of a mixture of experts decided; None for another model, or several batches.
-        executor: The same.
         by_micro: For each micro-batch its scores for each batch.
         num_microbatches: Number of forwards, without repeated ones.
         recomputed: Whether any micro-batch is computed twice.

@@ -30,7 +30,8 @@ ODDITIES = (
 REFUSED = ("number", "object", "empty", "half_character", "python_text", "bad_label")
 """Oddities with which nothing should be learned of a row."""
 CITIES = ("Bern", "Zürich", "Genève", "東京", "😀 city")
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+PROPERTIES = {"city": {"type": "string"}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": PROPERTIES}}}
 
 
 @dataclass(frozen=True)

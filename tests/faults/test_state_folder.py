@@ -221,7 +221,7 @@ def test_a_folder_of_an_earlier_version_goes_on(
     with tarfile.open(STATES / f"{version}.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     expected = json.loads((tmp_path / "expected.json").read_text())
-    server = begin(Server(tiny_model_path, tmp_path / "state", "--threads", "1"))
+    server = begin(Server(tiny_model_path, tmp_path / "state", "--threads", "1", "--accept-changes"))
     with gradwire.sync.connect(server.address) as service:
         runs = {info.run_id: info for info in service.list_runs()}
         assert set(runs) == {expected["run_id"], expected["other_run_id"]}

@@ -72,6 +72,7 @@ class Manifest:
         versions: Versions of the code that wrote it.
         files: Stored files by name.
         weights_only: Whether it holds weights alone, and not the whole state of the run.
+        format: Number of the form that it is written in.
     """
 
     run_id: str
@@ -84,6 +85,7 @@ class Manifest:
     versions: Mapping[str, str]
     files: Mapping[str, StoredFile]
     weights_only: bool = False
+    format: int = 1
 
     @property
     def path(self) -> str:
@@ -127,6 +129,7 @@ def read_manifest(folder: Path) -> Manifest:
             versions=content["versions"],
             files={name: StoredFile(**stored) for name, stored in content["files"].items()},
             weights_only=content.get("weights_only", False),
+            format=content.get("format", 1),
         )
     except FileNotFoundError:
         if folder.exists():

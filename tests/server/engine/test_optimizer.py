@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import math
+import re
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from architecture_configs import CONFIGURATIONS, SIZES
 from gradwire_losses.registry import get_loss
 from gradwire_proto.v1 import training_pb2
-from gradwire_proto.v1.training_pb2 import OptimStep
+from gradwire_proto.v1.training_pb2 import OptimStep, RunConfig
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.training.accumulation import GradientAccumulator
+from gradwire_server.engine.training.update_rules import Kind, parameter_kinds
+from make_architectures import save_model
 from support.training import take_step, train_on
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def settings(**changes: Any) -> OptimStep:
@@ -129,7 +138,7 @@ def test_a_parameter_without_gradient_is_left_alone(make_run: Any, batches: Any)
     accumulate(run, batches)
     take_step(run, settings(weight_decay=0.5))
     after = weights(run)
-    assert torch.equal(after["head.weight"], before["head.weight"])
+    assert torch.equal(after[".head.weight"], before[".head.weight"])
     assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
 
 
@@ -190,6 +199,60 @@ def test_accumulated_state_round_trips() -> None:
     assert_equal(other.state_tensors(), accumulator.state_tensors())
 
 
+KEPT = re.compile(r"(bias|A_log|\.D|time_\w+|[Nn]orm\w*\.weight)$")
+"""Parameters of two dimensions or more that are no weights."""
+ROUTER = re.compile(r"router|\.(gate|wg|classifier|shared_expert_gate)\.weight$|(gate|input_linear)\.layer\.weight$")
+SEVERAL = ("GPT-2", "MPT", "CTRL", "DBRX", "gpt-oss", "Mamba", "Zamba", "ERNIE 4.5 MoE", "JetMoE", "RWKV")
+
+
+@pytest.mark.parametrize(
+    "name", [each if each in SEVERAL else pytest.param(each, marks=pytest.mark.slow) for each in CONFIGURATIONS]
+)
+def test_kinds_of_parameters_are_those_of_their_modules(name: str) -> None:
+    """Of what has the size of the vocabulary nothing goes to Muon, nor of experts and routers; nothing else decays."""
+    kind, own = CONFIGURATIONS[name]
+    sizes = {key: value for key, value in ({**SIZES, **own, "vocab_size": 67}).items() if value is not None}
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    parameters = dict(model.named_parameters())
+    policy: Any = SimpleNamespace(model=model, masters=lambda: parameters)
+    kinds = parameter_kinds(policy)
+    assert kinds.keys() == parameters.keys() and Kind.MATRIX in kinds.values()
+    for each, parameter in parameters.items():
+        kept = parameter.ndim < 2 or KEPT.search(each) is not None
+        assert (kinds[each] is Kind.OTHER) == kept, each
+        if kinds[each] is Kind.MATRIX:
+            assert parameter.ndim == 2 and 67 not in parameter.shape and not ROUTER.search(each), each
+            assert not re.search(r"embed|wpe|position|experts\.[a-z_]+$|\.[vw]\d$|conv1d", each), each
+        elif not kept and parameter.ndim == 2 and 67 not in parameter.shape:
+            assert re.search(r"embed|wpe|position|experts|\.[vw]\d$|_proj_weight$", each) or ROUTER.search(each), each
+
+
+def test_adapters_on_ends_and_routers_are_no_matrices(make_run: Any) -> None:
+    run = make_run(lora={"rank": 2, "target_modules": ["q_proj", "embed_tokens", "lm_head"]}, head="reward")
+    for each, kind in parameter_kinds(run.policy).items():
+        assert kind is (Kind.MATRIX if ".q_proj." in each else Kind.WEIGHT), each
+
+
+def test_a_models_own_head_is_not_the_runs(tmp_path: Path) -> None:
+    """RWKV calls its output head ``head``."""
+    save_model("RWKV", tmp_path / "model")
+    pool = ModelPool({"rwkv": str(tmp_path / "model")})
+    config = RunConfig(base_model="rwkv", head="value")
+    run = EngineRun(pool, "run-a", config)
+    before = weights(run)
+    assert {"head.weight", ".head.weight"} < before.keys()
+    gradients = gradient_of(run, 0)
+    run.accumulator.merge({("a", "tokens"): gradients}, {("a", "tokens"): 1.0})
+    take_step(run, settings(head_learning_rate=0.0))
+    after = weights(run)
+    assert [name for name in after if torch.equal(after[name], before[name])] == [
+        name for name in after if name.startswith(".head.")
+    ]
+    run.close()
+
+
 @pytest.mark.parametrize("rule", ["adamw", "sgd", "muon"])
 def test_rules_and_groups_are_those_of_torch(make_run: Any, rule: str) -> None:
     """Trunk and head with rates of their own, no decay for norms and biases; Muon leaves all but matrices to AdamW."""
@@ -197,7 +260,7 @@ def test_rules_and_groups_are_those_of_torch(make_run: Any, rule: str) -> None:
     reference = {name: tensor.clone().requires_grad_() for name, tensor in run.policy.state_tensors().items()}
     optimizers = []
     for name, parameter in reference.items():
-        head = name.startswith("head.")
+        head = name.startswith(".head.")
         rate, decay = (1e-3 if head else 1e-2), (0.1 if parameter.ndim >= 2 else 0.0)
         inner = parameter.ndim == 2 and not head and "embed" not in name and "lm_head" not in name
         if rule == "sgd":

@@ -200,7 +200,7 @@ def test_bfloat16_weights_have_masters_that_keep_small_updates(
     name, parameter = next(iter(run.policy.trainable_parameters().items()))
     master = run.policy.masters()[name]
     assert (parameter.dtype, master.dtype) == (torch.bfloat16, torch.float32)
-    assert run.policy.trainable_parameters()["head.weight"].dtype == torch.float32
+    assert run.policy.trainable_parameters()[".head.weight"].dtype == torch.float32
     before = master.clone()
     batch = batches.batch(get_loss("causal_lm"))
     for _ in range(3):

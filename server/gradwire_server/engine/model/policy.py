@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gradwire_losses.images import ImageTokens
     from peft import LoraConfig
 
-HEAD_PREFIX = "head."
+HEAD_PREFIX = ".head."
 
 T = TypeVar("T")
 
@@ -194,7 +194,8 @@ class Policy:
     def trainable_parameters(self) -> Mapping[str, nn.Parameter]:
         """Name -> parameter that the model computes with, in an order that depends only on the configuration.
 
-        Names do not contain the run, so that one run's tensors load into another. The head's begin with "head.".
+        Names do not contain the run, so that one run's tensors load into another. The head's begin with
+        :data:`HEAD_PREFIX`.
         """
         return self._parameters
 

@@ -29,7 +29,8 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.placement import whole_tensors
 from gradwire_server.stores.store import CHECKPOINTS, EXPORTS, PASSED, Place, Store, passing_place, saved_place
 
-FORMAT = 1
+FORMAT = 2
+"""Until 1 the tensors of a run's own head were called ``head.``, as those of a model may be."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -131,7 +132,8 @@ class CheckpointStore:
         try:
             with self._store.reading(self.place(path), name) as folder:
                 stored.check(folder / name)
-                return load_file(folder / name)
+                tensors = load_file(folder / name)
+                return tensors if manifest.format >= FORMAT else _with_names_of_heads(tensors, manifest.config)
         except FileNotFoundError:  # deleted at this moment
             raise _unknown(path) from None
         except DamagedCheckpoint as error:
@@ -178,6 +180,14 @@ class CheckpointStore:
     def _replacing(self, place: Place) -> Iterator[Path]:
         with self._store.replacing(place, self.fences.get(place.owner.partition("/")[2], 0)) as folder:
             yield folder
+
+
+def _with_names_of_heads(tensors: dict[str, Tensor], config: training_pb2.RunConfig) -> dict[str, Tensor]:
+    """Tensors of a checkpoint of format 1 with the present names of the run's own head."""
+    if not config.head:
+        return tensors
+    parted = ((key.rpartition("|"), tensor) for key, tensor in tensors.items())
+    return {f"{of}{bar}{'.' * name.startswith('head.')}{name}": tensor for (of, bar, name), tensor in parted}
 
 
 def _named(run_id: str, kind: str, name: str) -> Place:

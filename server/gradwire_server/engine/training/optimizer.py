@@ -25,6 +25,7 @@ from gradwire_server.engine.training.update_rules import (
     fuses,
     is_head,
     parameter_groups,
+    parameter_kinds,
     rule_of,
     set_groups,
 )
@@ -118,6 +119,7 @@ class Optimizer:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._masters = policy.masters()
+        self._kinds = parameter_kinds(policy)
         self._made: dict[str, torch.optim.Optimizer] = {}
         self._added: list[torch.optim.Optimizer] = []
 
@@ -129,9 +131,10 @@ class Optimizer:
     def add(self, parameters: Sequence[Tensor]) -> None:
         """Update these of the policy's masters from now on as well."""
         self._added.clear()
+        self._kinds = parameter_kinds(self._policy)
         new = {name: master for name, master in self._masters.items() if any(master is each for each in parameters)}
         for rule, optimizer in self._made.items():
-            groups = parameter_groups(new, rule)
+            groups = parameter_groups(new, self._kinds, rule)
             for group in groups:
                 optimizer.add_param_group(group)
             self._added += [optimizer] * len(groups)
@@ -177,7 +180,7 @@ class Optimizer:
         named = step.settings.optimizer or "adamw"
         if named == "adamw" and len(self._of(named).state) == len(self._masters):
             return dict.fromkeys(step.gradients, named)  # of a rule for all of them, with all of its moments
-        rules = {name: rule_of(named, name, self._masters[name]) for name in step.gradients}
+        rules = {name: rule_of(named, self._kinds[name]) for name in step.gradients}
         for name, rule in rules.items():
             self._prepare(rule, self._masters[name])
         return rules
@@ -253,7 +256,7 @@ class Optimizer:
 
     def _of(self, rule: str) -> torch.optim.Optimizer:
         if rule not in self._made:
-            self._made[rule] = RULES[rule].make(parameter_groups(self._masters, rule))
+            self._made[rule] = RULES[rule].make(parameter_groups(self._masters, self._kinds, rule))
         return self._made[rule]
 
     def _prepare(self, rule: str, master: Tensor) -> None:

@@ -1,25 +1,32 @@
 """Update rules that a step may name: AdamW, SGD with momentum and Muon of ``torch.optim``, AdamW with 8-bit moments.
 
 A rule says which of its tensors it keeps per parameter, so that their memory is allocated before anything is changed
-and checkpoints hold them. Muon orthogonalises updates of matrices only: embeddings, heads, biases and norms are left to
-AdamW, and its update has the size of AdamW's (``match_rms_adamw``), so that one learning rate suits both.
+and checkpoints hold them. Muon orthogonalises the updates of linear layers' weights only (:class:`Kind`): it leaves the
+rest to AdamW, and its update has the size of AdamW's (``match_rms_adamw``), so that one learning rate suits both.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from gradwire_proto.v1 import training_pb2
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
+from transformers.pytorch_utils import Conv1D
 
-from gradwire_server.engine.model.policy import HEAD_PREFIX
+from gradwire_server.engine.model.policy import HEAD_PREFIX, Policy
 from gradwire_server.engine.training import eight_bit
 
 Groups = list[dict[str, Any]]
+OF_ROUTERS = re.compile(r"Router|Gating|MoE\w*Gate")
+"""In the name of a router's class, or of the class that holds its only layer."""
+OF_WEIGHTS = re.compile(r"^[vw]\d$|(weight|proj)$")
+"""Names of weights, in modules that are neither linear layers nor norms: experts, routers, convolutions, embeddings."""
 
 
 @dataclass(frozen=True)
@@ -91,18 +98,66 @@ RULES = {
 """Name -> rule; ``optim_step(optimizer=...)`` takes these names."""
 
 
-def rule_of(optimizer: str, name: str, master: Tensor) -> str:
-    """Name the rule that updates a parameter when a step names this optimizer."""
-    inner_matrix = master.ndim == 2 and not is_head(name) and "embed" not in name and "lm_head" not in name
-    return "adamw" if optimizer == "muon" and not inner_matrix else optimizer
+class Kind(Enum):
+    """What a parameter is for an update rule.
+
+    Attributes:
+        MATRIX: The weight of a linear layer within the model, or of an adapter on one: Muon orthogonalises its updates.
+        WEIGHT: Another weight that decays: of an embedding, an output head, a router, a convolution, experts.
+        OTHER: A norm, a bias or a constant such as Mamba's ``A_log``: it does not decay with ``decay="matrices"``.
+    """
+
+    MATRIX = "matrix"
+    WEIGHT = "weight"
+    OTHER = "other"
 
 
-def parameter_groups(masters: Mapping[str, Tensor], rule: str) -> Groups:
+def parameter_kinds(policy: Policy) -> dict[str, Kind]:
+    """The kind of each parameter, by the module that computes with it."""
+    model: Any = policy.model
+    modules = dict(model.named_modules())
+    ends = [_base(model.get_input_embeddings()), _base(model.get_output_embeddings())]
+
+    def kind_of(name: str, master: Tensor) -> Kind:
+        if is_head(name):
+            return Kind.WEIGHT if master.ndim >= 2 else Kind.OTHER
+        adapted, _, of_adapter = name.partition(".lora_")
+        path, _, leaf = (adapted.replace(".base_layer", ""), "", "weight") if of_adapter else name.rpartition(".")
+        module = _base(modules[path])
+        parent = modules[path.rpartition(".")[0]]
+        if isinstance(module, nn.Linear | Conv1D) and leaf == "weight":
+            inner = not any(module is end for end in ends) and not _is_router(path, module, parent)
+            return Kind.MATRIX if inner else Kind.WEIGHT
+        if of_adapter:  # of an embedding or of experts
+            return Kind.WEIGHT
+        shaped = master.ndim >= 2 and "Norm" not in type(module).__name__
+        return Kind.WEIGHT if shaped and OF_WEIGHTS.search(leaf) else Kind.OTHER
+
+    return {name: kind_of(name, master) for name, master in policy.masters().items()}
+
+
+def _base(module: Any) -> Any:
+    """The module itself, or the one below an adapter."""
+    return getattr(module, "base_layer", module)
+
+
+def _is_router(path: str, module: nn.Module, parent: nn.Module) -> bool:
+    own = path.rpartition(".")[2]
+    typed = any(OF_ROUTERS.search(type(each).__name__) for each in (module, parent))
+    return typed or "router" in own or ("gate" in own and hasattr(parent, "experts"))
+
+
+def rule_of(optimizer: str, kind: Kind) -> str:
+    """Name the rule that updates a parameter of this kind when a step names this optimizer."""
+    return "adamw" if optimizer == "muon" and kind is not Kind.MATRIX else optimizer
+
+
+def parameter_groups(masters: Mapping[str, Tensor], kinds: Mapping[str, Kind], rule: str) -> Groups:
     """Group the parameters that a rule may update: trunk and head, each with and without weight decay."""
     groups: dict[tuple[bool, bool], list[str]] = {}
-    for name, master in masters.items():
-        if rule_of(rule, name, master) == rule:
-            groups.setdefault((is_head(name), master.ndim >= 2), []).append(name)
+    for name in masters:
+        if rule_of(rule, kinds[name]) == rule:
+            groups.setdefault((is_head(name), kinds[name] is not Kind.OTHER), []).append(name)
     return [
         {"params": [masters[name] for name in names], "names": names, "head": head, "matrices": matrices}
         for (head, matrices), names in groups.items()

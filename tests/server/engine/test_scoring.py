@@ -80,6 +80,18 @@ def test_equals_plain_softmax(
         torch.testing.assert_close(mine, reference)
 
 
+@pytest.mark.parametrize("chunk_elements", [1, 3 * V, 10**6])
+@pytest.mark.parametrize("kept_elements", [0, T * V])
+def test_a_tie_is_not_correct(chunk_elements: int, kept_elements: int) -> None:
+    """A model whose logits are all equal knows nothing. Ties are within a tile and between tiles."""
+    bias = torch.zeros(V)
+    bias[[2, V - 1]] = 1.0
+    ids, where = torch.tensor([[2], [V - 1], [0]]), {"chunk_elements": chunk_elements, "kept_elements": kept_elements}
+    for given, expected in ((torch.zeros(V), [False] * 3), (bias, [False] * 3), (bias.cumsum(0), [False, True, False])):
+        head = OutputHead(torch.zeros(V, H), given, 1.0, None)
+        assert score_tokens(torch.randn(3, H), head, ids, correct=True, **where).correct.tolist() == expected
+
+
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("softcap", [None, 4.0])

@@ -46,7 +46,7 @@ class TokenScores:
         entropy: ``[T]``, differentiable.
         mean_logprobs: ``[T]`` mean over the vocabulary, differentiable.
         collision: ``[T]``, not differentiable.
-        correct: ``[T]`` bool: no id is more probable than the first of those given.
+        correct: ``[T]`` bool: every other id is less probable than the first of those given.
     """
 
     logprobs: Tensor
@@ -143,7 +143,8 @@ class _ScoreTokens(torch.autograd.Function):
             chosen = log_p.gather(1, ids[part])
             logprobs[part] = chosen
             if request.correct:
-                correct[part] = chosen[:, 0] >= log_p.amax(dim=-1)
+                top = log_p.amax(dim=-1, keepdim=True)
+                correct[part] = (chosen[:, :1] >= top)[:, 0] & ((log_p == top).sum(dim=-1) == 1)
             if request.mean:
                 mean[part] = log_p.mean(dim=-1)
             if request.entropy or request.collision:

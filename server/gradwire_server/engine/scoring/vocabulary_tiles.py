@@ -103,7 +103,9 @@ class ScoreTiles(torch.autograd.Function):
             mean_logprobs = torch.cat([each.total for each in sums]) / len(weight) - top - log_sum
         if request.collision:
             collision = torch.cat([each.squares for each in sums]).log() - 2 * log_sum
-        correct = (chosen[:, 0] >= top) if request.correct else empty.bool()
+        correct = empty.bool()
+        if request.correct:
+            correct = (chosen[:, 0] >= top) & (torch.cat([each.num_top for each in sums]) == 1)
         for mean in means:
             mean.div_(total[:, None])
         ctx.save_for_backward(ids, entropy, top, log_sum, bias, tiles.kept, *tops, *means, *operands)
@@ -228,6 +230,7 @@ class _RunningSoftmax:
         self._ids, self._request = ids, request
         self.top = states.new_full((len(ids),), -torch.inf, dtype=dtype)
         self.sum = torch.zeros_like(self.top)
+        self.num_top = torch.zeros_like(self.top)
         self.weighted = torch.zeros_like(self.top)
         self.squares = torch.zeros_like(self.top)
         self.total = torch.zeros_like(self.top)
@@ -252,6 +255,8 @@ class _RunningSoftmax:
         scale = change.exp()
         shifted = logits.sub_(top[:, None])
         p = torch.exp(shifted, out=place)
+        if self._request.correct:
+            self.num_top = torch.where(change < 0, 0.0, self.num_top) + (p == 1).sum(dim=1)
         if self._request.entropy:
             self.weighted = scale * (self.weighted + change * self.sum) + shifted.mul_(p).sum(dim=1)
         if self._request.collision:

@@ -81,11 +81,13 @@ CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|"
 
 
 def check_form(form: str) -> None:
-    """Check that matrices can be written in a form.
+    """Check that a file can be written, with matrices in this form.
 
     Raises:
-        UnsupportedError: They cannot.
+        UnsupportedError: It cannot.
+        ImportError: The extra for GGUF files is not installed.
     """
+    require("gguf", "gguf", "a GGUF file")
     if form not in FORMS:
         raise UnsupportedError(
             f"GGUF files are written in {', '.join(FORMS)}, not in {form!r}; "
@@ -93,11 +95,12 @@ def check_form(form: str) -> None:
         )
 
 
-def write_gguf(folder: Path, file: Path, form: str) -> None:
+def write_gguf(folder: Path, file: Path, form: str, name: str = "") -> None:
     """Write a whole model's folder, as ``export(..., "merged")`` makes it, to a GGUF file.
 
     Args:
         form: One of :data:`FORMS`, of matrices; vectors stay in 32 bits.
+        name: The model's name in the file; by default its family's.
 
     Raises:
         UnsupportedError: The model is of no covered family, or the form is unknown; names what is not covered.
@@ -113,6 +116,7 @@ def write_gguf(folder: Path, file: Path, form: str) -> None:
     rope = _rope(config, family)
     architecture = getattr(gguf.MODEL_ARCH, family.name)
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
+    writer.add_name(name or str(config.get("_name_or_path") or kind))
     _write_config(writer, gguf, config, family, rope, form)
     _write_tokenizer(writer, folder, config)
     if rope.get("rope_type") == "llama3":
@@ -223,7 +227,6 @@ def _write_config(
 ) -> None:
     heads, size = config["num_attention_heads"], _head_size(config)
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    writer.add_name(str(config.get("_name_or_path") or config["model_type"]))
     context = config["max_position_embeddings"]
     if window and family.full_every:
         writer.add_sliding_window(window)

@@ -13,6 +13,12 @@ from gradwire.descriptions import LossInfo
 from gradwire.errors import InvalidArgumentError, UnknownLossError, did_you_mean, type_of
 from gradwire.results import Checkpoint
 
+CALLED_ELSEWHERE = {
+    **dict.fromkeys(("sft", "nll", "ce", "lm", "language_modeling", "clm"), "causal_lm"),
+    **dict.fromkeys(("reward", "rm", "bradley_terry", "reward_model"), "reward_modeling"),
+}
+"""Names of losses in other trainers, and of recipes -> ours."""
+
 
 class LossCatalogue:
     """Losses by name; refreshed whenever the server's list is fetched."""
@@ -32,9 +38,9 @@ class LossCatalogue:
         if not isinstance(name, str):
             raise InvalidArgumentError(f"loss_fn is the name of a loss, not {type_of(name)}", field="loss_fn")
         if name not in self._losses:
-            known = ", ".join(sorted(self._losses)) or "none"
+            known, meant = ", ".join(sorted(self._losses)) or "none", CALLED_ELSEWHERE.get(name.lower(), name)
             raise UnknownLossError(
-                f"there is no loss {name!r}{did_you_mean(name, self._losses)}; the server has: {known}",
+                f"there is no loss {name!r}{did_you_mean(meant, self._losses)}; the server has: {known}",
                 field="loss_fn",
                 rule="a registered loss",
             )

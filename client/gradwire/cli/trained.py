@@ -45,7 +45,8 @@ def export(
                 file = to / f"model-{gguf}.gguf"
                 with tempfile.TemporaryDirectory(dir=to) as whole:
                     await run.export(Path(whole) / "merged", "merged")
-                    await asyncio.to_thread(write_gguf, Path(whole) / "merged", file, gguf)
+                    name = f"{(await run.info()).base_model} {source}"
+                    await asyncio.to_thread(write_gguf, Path(whole) / "merged", file, gguf, name)
                 print(f"{source} is in {file}")
                 return
             path = await run.export(to, "merged" if merged else "auto")

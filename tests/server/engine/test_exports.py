@@ -75,6 +75,18 @@ def test_a_folder_loads_and_gives_the_same_logprobs(
     assert again.size_bytes == export.size_bytes
 
 
+def test_a_merged_model_has_its_bases_dtype(tiny_model_path: Path, tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    engine = LocalEngine({"tiny": tmp_path / "base"}, tmp_path / "state")
+    engine.create("run-a", lora=4)
+    engine.do("run-a", export=pb.ExportModel(name="out", format="merged"))
+    folder = tmp_path / "state" / "runs" / "run-a" / "exports" / "out"
+    weights = load_file(folder / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("lora", [None, 4])
 def test_a_run_on_an_exported_folder_starts_with_its_head(
     engine: LocalEngine, tiny_model_path: Path, tmp_path: Path, lora: int | None

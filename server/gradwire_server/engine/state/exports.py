@@ -15,7 +15,7 @@ from peft import PeftModel, set_peft_model_state_dict
 from peft.tuners.lora.layer import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.adapters.lora_settings import lora_config, only_the_head_of_tied
@@ -111,6 +111,7 @@ def export_run(
             merged = _merged(pool, run)
             if pool.quantize is not None:
                 difference = _logprob_difference(policy, merged)
+            merged.to(_stored_dtype(policy.facts.path))
             _save_model(merged, merged.state_dict(), policy.head, folder)
     else:
         _save_model(policy.model, weights or whole_weights(run), policy.head, folder)
@@ -158,6 +159,12 @@ def _merged(pool: ModelPool, run: EngineRun) -> PreTrainedModel:
     _refuse_shared(merged)
     model: PreTrainedModel = merged.merge_and_unload(adapter_names=["merged"])
     return model
+
+
+def _stored_dtype(path: str) -> torch.dtype:
+    """The dtype in which a model's own weights are stored, which a merged model keeps."""
+    config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    return config.dtype or config.get_text_config().dtype or torch.float32
 
 
 def _refuse_shared(model: nn.Module) -> None:

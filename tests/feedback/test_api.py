@@ -268,7 +268,7 @@ def test_preferences_train_a_version(service: FeedbackService, api: httpx.Client
     assert api.post("/rankings/pairs", json=rows).status_code == 201
     refused = api.post("/train_policy/pairs", json=settings)
     assert refused.status_code == 422 and "9 preferences" in refused.json()["detail"]
-    more = api.post("/rankings/pairs", json=[{"prompt": "Say 9", "responses": ["yes", "yes?", "no"], "notes": "short"}])
+    more = api.post("/rankings/pairs", json={"prompt": "Say 9", "responses": ["yes", "yes?", "no"], "notes": "short"})
     assert more.json()[0]["ranks"] == [1, 2, 3]
     assert len(api.get("/pairs/pairs").json()) == 12
     for settings_of_ppo, name in (({"ppoEpochs": 2}, "ppoEpochs"), ({"rewardModel": "reuse"}, "rewardModel")):

@@ -133,6 +133,8 @@ async def _counted_lines(body: bytes) -> tuple[list[FeedbackIn], bool]:
 def _parse(text: bytes | str, place: str) -> Any:
     try:
         return json.loads(text)
+    except UnicodeDecodeError as error:
+        raise UnprocessableError(f"{place} is not UTF-8: {error.reason} at byte {error.start}") from None
     except (json.JSONDecodeError, RecursionError) as error:
         raise UnprocessableError(f"{place} is not JSON: {error}") from None
     except ValueError:  # Python reads no more digits

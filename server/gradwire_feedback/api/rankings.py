@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Body
+from pydantic import Field
 
 from gradwire_feedback.api.access import Rater, Reader, TheContext
 from gradwire_feedback.api.bodies import CountedRoute
@@ -20,11 +21,13 @@ router = APIRouter(prefix="/api/policies", tags=["rankings"], responses=PROBLEMS
 @router.post("/rankings/{agent_id}", status_code=201)
 def submit_rankings(
     agent_id: AgentId,
-    rows: Annotated[list[RankingIn], Body(min_length=1, max_length=LIMITS.batch_rows)],
+    given: Annotated[RankingIn | Annotated[list[RankingIn], Field(min_length=1, max_length=LIMITS.batch_rows)], Body()],
     context: TheContext,
     caller: Rater,
 ) -> list[RankingOut]:
-    """Stores answers in the order that people gave them, best first; if one is invalid, none is stored."""
+    """Stores answers in the order that people gave them, best first: one ranking, or a list, of which none is stored if
+    one is invalid."""
+    rows = given if isinstance(given, list) else [given]
     with context.database.write() as session:
         for row in rows:
             rankings.add_ranking(session, agent_id, row.prompt, row.responses, row.notes)

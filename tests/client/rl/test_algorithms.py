@@ -10,6 +10,7 @@ import pytest
 from gradwire.rl import (
     Algorithm,
     AlgorithmConfig,
+    GiGPOAlgorithm,
     GramCluster,
     GRPOAlgorithm,
     HICRAAlgorithm,
@@ -90,6 +91,12 @@ async def test_what_an_algorithm_cannot_begin_with(
     given |= {"inference": rule_inference(walk)} | changes
     with pytest.raises((TypeError, ValueError), match=error):
         REINFORCEAlgorithm(None, **given)
+
+
+@pytest.mark.parametrize("algorithm", [GRPOAlgorithm, GiGPOAlgorithm])
+async def test_what_compares_within_a_group_needs_one(algorithm: Any, rule_inference: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="compares within a group: set group_size to at least 2"):
+        algorithm(None, CheckingRun(), ["a"], arrived, config(group_size=1), inference=rule_inference(walk))
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ class Algorithm(ABC):
     needs_head: str | None = None
     replays: bool = False
     corrects: bool = False
+    compares_groups: bool = False
     straggler_s: float | None = 5.0
 
     def __init__(
@@ -113,6 +114,8 @@ class Algorithm(ABC):
         self.config = config or AlgorithmConfig()
         if self.config.replay_fraction and not self.replays:
             raise ValueError(f"{type(self).__name__} learns from its own samples only: replay_fraction must be 0")
+        if self.compares_groups and self.config.group_size == 1:
+            raise ValueError(f"{type(self).__name__} compares within a group: set group_size to at least 2")
         if isinstance(run, sync.TrainingClient):
             raise TypeError(
                 "the run comes from gradwire.sync, but algorithms need the asynchronous client: use "

@@ -189,6 +189,7 @@ class GiGPOAlgorithm(Algorithm):
     """
 
     corrects = True
+    compares_groups = True
 
     def __init__(
         self,

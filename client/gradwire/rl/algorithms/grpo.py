@@ -44,6 +44,7 @@ class GRPOAlgorithm(Algorithm):
 
     loss_fn = "grpo"
     corrects = True
+    compares_groups = True
 
     async def training_batch(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
         kwargs = self._loss_kwargs()

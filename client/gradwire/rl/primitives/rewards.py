@@ -12,7 +12,7 @@ from gradwire.rl.primitives.background import wait_for
 from gradwire.rl.rewards import ParetoRewardComputer as AsyncParetoRewardComputer
 from gradwire.rl.rewards import RewardComputer as AsyncRewardComputer
 from gradwire.rl.rewards import SVRLRewardComputer as AsyncSVRLRewardComputer
-from gradwire.rl.rewards.computer import normalised_ranks
+from gradwire.rl.rewards.computer import by_name, normalised_ranks
 from gradwire.rl.rewards.functions import to_result
 from gradwire.rl.threads import called
 from gradwire.rl.types import EvaluateResult, Trajectory
@@ -113,7 +113,7 @@ class ParetoRewardComputer:
         objectives: Sequence[Objective] = (),
     ) -> None:
         functions = [*objective_functions, *objectives]
-        names = list(objective_names) if objective_names is not None else [_name(each) for each in functions]
+        names = list(objective_names) if objective_names is not None else list(by_name(functions))
         if not functions:
             raise ValueError("pass at least one objective: objective_functions=[...]")
         if len(names) != len(functions) or len(set(names)) != len(names):
@@ -161,10 +161,6 @@ def answered(trajectory: Trajectory) -> float:
         raise ValueError("the task has no ground_truth; use prompts with one, or SVRLRewardComputer(quality=...)")
     answer = trajectory.state.data.get("answer") if trajectory.state is not None else None
     return float(answer is not None and str(answer).strip() == str(trajectory.ground_truth).strip())
-
-
-def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _checked(method: str) -> str:

@@ -180,7 +180,7 @@ class ParetoRewardComputer(RewardComputer):
         *,
         default_step_reward: float = 0.0,
     ) -> None:
-        named = objectives if isinstance(objectives, Mapping) else _by_name(objectives)
+        named = objectives if isinstance(objectives, Mapping) else by_name(objectives)
         if objective_names is not None:
             if isinstance(objectives, Mapping) or len({*objective_names}) != len(objectives):
                 raise ValueError(
@@ -219,7 +219,7 @@ class ParetoRewardComputer(RewardComputer):
             close_scorer(scorer)
 
 
-def _by_name(scorers: Sequence[Scorer | Callable[..., Any]]) -> dict[str, Scorer | Callable[..., Any]]:
+def by_name(scorers: Sequence[Scorer | Callable[..., Any]]) -> dict[str, Scorer | Callable[..., Any]]:
     """Name objectives after their functions, with a number if the name is missing or ambiguous."""
     result: dict[str, Scorer | Callable[..., Any]] = {}
     for number, scorer in enumerate(scorers):

@@ -111,7 +111,7 @@ def export_run(
             merged = _merged(pool, run)
             if pool.quantize is not None:
                 difference = _logprob_difference(policy, merged)
-            merged.to(_stored_dtype(policy.facts.path))
+            nn.Module.to(merged, _stored_dtype(policy.facts.path))
             _save_model(merged, merged.state_dict(), policy.head, folder)
     else:
         _save_model(policy.model, weights or whole_weights(run), policy.head, folder)

@@ -235,6 +235,9 @@ def test_pareto(policy: Any) -> None:
     assert trajectories[0].evaluation.metrics == {"accuracy": 2, "efficiency": -2, "safety": 0}
     assert computer.compute_rewards(trajectories, method="absolute") == pytest.approx([0, 0, -1, -2 / 3])
     assert ParetoRewardComputer(objectives=[accuracy_fn, efficiency_fn]).compute_rewards(trajectories) == rewards
+    unnamed = ParetoRewardComputer(objectives=[lambda t: t.response.count("a"), lambda t: -len(t.response)])
+    assert unnamed.compute_rewards(trajectories) == rewards
+    assert trajectories[0].evaluation.metrics == {"<lambda>_0": 2, "<lambda>_1": -2}
     with pytest.raises(ValueError, match="need as many different names"):
         ParetoRewardComputer([accuracy_fn], ["a", "b"])
     with pytest.raises(ValueError, match='method must be "absolute"'):

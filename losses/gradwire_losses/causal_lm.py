@@ -50,7 +50,7 @@ def _scores(config: CausalLMConfig, present: frozenset[str]) -> frozenset[ScoreN
     metrics={
         "perplexity": "exp of the mean negative log-likelihood of a learned token",
         "num_tokens": "number of learned tokens, without those of weight 0",
-        "token_accuracy": "share of learned tokens that were more probable than every other token",
+        "token_accuracy": "share of learned tokens that were the most probable one",
     },
     reference="Radford et al. 2018, Improving Language Understanding by Generative Pre-Training; dft: Wu et al. 2025 "
     "(arXiv 2508.05629)",

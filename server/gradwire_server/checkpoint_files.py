@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from google.protobuf import json_format
 from gradwire_proto.v1 import training_pb2
 
 MANIFEST = "manifest.json"
+SUMS = ".checksums.json"
+"""Size and checksum of each file of an export, beside them."""
 _BLOCK = 8 << 20
 
 
@@ -137,6 +139,37 @@ def read_manifest(folder: Path) -> Manifest:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, json_format.ParseError) as error:
         raise DamagedCheckpoint(f"{MANIFEST} cannot be read: {error}") from error
+
+
+def write_sums(folder: Path) -> None:
+    """Write the sizes and checksums of an export's files beside them."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    (folder / SUMS).write_text(sealed({str(path.relative_to(folder)): asdict(StoredFile.of(path)) for path in files}))
+
+
+def check_files(folder: Path, kind: str, only: str = "") -> None:
+    """Compare the files of a checkpoint's or an export's folder with what was stored, byte by byte.
+
+    Args:
+        kind: ``"checkpoints"`` or ``"exports"``. Without a manifest, or checksums, which exports of earlier versions do
+            not have, there is nothing to compare with.
+        only: A file that is enough.
+
+    Raises:
+        DamagedCheckpoint: One differs, or is missing.
+    """
+    if not (folder / (MANIFEST if kind == "checkpoints" else SUMS)).exists():
+        return
+    if kind == "checkpoints":
+        files = read_manifest(folder).files
+    else:
+        try:
+            files = {name: StoredFile(**stored) for name, stored in read_sealed(folder / SUMS).items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedCheckpoint(f"{SUMS} cannot be read: {error}") from error
+    for name, stored in files.items():
+        if only in ("", name):
+            stored.check(folder / name)
 
 
 def sealed(content: Any) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from gradwire_server.durable_files import make_folder, replace_text
 
@@ -99,8 +99,10 @@ class KeyFile:
         """
         try:
             content = json.loads(self._path.read_bytes())
-            if set(content) - {"keys"}:
+            if set(content) - {"keys", "checksum"}:
                 raise ValueError(f"{self._path} is not a file of keys")
+            if "checksum" in content and content["checksum"] != _checksum(content["keys"]):
+                raise ValueError(f"{self._path} is damaged: its checksum does not match")
             return tuple(Key(**{**key, "quota": Quota(**key.get("quota", {}))}) for key in content.get("keys", ()))
         except FileNotFoundError:
             return ()
@@ -160,9 +162,14 @@ class KeyFile:
             fcntl.flock(lock, fcntl.LOCK_EX)
             keys = list(self.read())
             yield keys
-            replace_text(self._path, json.dumps({"keys": [asdict(key) for key in keys]}, indent=1), 0o600)
+            told = [asdict(key) for key in keys]
+            replace_text(self._path, json.dumps({"keys": told, "checksum": _checksum(told)}, indent=1), 0o600)
         finally:
             os.close(lock)
+
+
+def _checksum(keys: Any) -> str:
+    return hashlib.blake2b(json.dumps(keys, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def digest_of(secret: str) -> str:

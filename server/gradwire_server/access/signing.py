@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import secrets
 from pathlib import Path
 
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
@@ -20,6 +21,7 @@ SIGNING_KEY = "signing_key.pem"
 """File in the state folder with the private key of records."""
 URL_SECRET = "url_secret"
 """File in the state folder with the secret of URLs."""
+_SECRET = re.compile(r"[0-9a-f]{64}")
 RAW = serialization.Encoding.Raw, serialization.PublicFormat.Raw
 
 
@@ -36,7 +38,10 @@ def sign(state_dir: Path, content: bytes) -> dict[str, str]:
     file = state_dir / SIGNING_KEY
     if not file.exists():
         _make_key(state_dir)
-    key = serialization.load_pem_private_key(file.read_bytes(), None)
+    try:
+        key = serialization.load_pem_private_key(file.read_bytes(), None)
+    except (ValueError, UnsupportedAlgorithm):
+        key = None
     if not isinstance(key, Ed25519PrivateKey):
         raise ValueError(f"{file} is not an Ed25519 key; move it away, and a new one is made")
     public = key.public_key().public_bytes(*RAW)
@@ -63,12 +68,15 @@ class UrlSecret:
 
     @property
     def value(self) -> str:
-        """The secret as it is now."""
+        """The secret as it is now; a new one where there is none, or what is there is none."""
         if not self._file.exists():
             _make_url_secret(self._state_dir)
         status = self._file.stat()
         if (seen := (status.st_ino, status.st_mtime_ns)) != self._seen:
-            self._secret, self._seen = self._file.read_text(), seen
+            self._secret, self._seen = self._file.read_bytes().decode(errors="replace"), seen
+            if not _SECRET.fullmatch(self._secret):
+                _make_url_secret(self._state_dir)
+                return self.value
         return self._secret
 
 

@@ -286,11 +286,16 @@ class Runs:
         await self._checkpoints.change(place, write)
 
     @asynccontextmanager
-    async def folder(self, caller: Caller, *, checkpoint: str = "", export: str = "") -> AsyncGenerator[Path]:
+    async def folder(
+        self, caller: Caller, *, checkpoint: str = "", export: str = "", check: str | None = ""
+    ) -> AsyncGenerator[Path]:
         """Provide the folder of a checkpoint or of an export, given as ``"RUN_ID/NAME"``, for a door to read.
 
+        Args:
+            check: The file that will be read, and is compared with its checksum; "": all files, None: none.
+
         Raises:
-            ServiceError: UNKNOWN_RUN, UNKNOWN_CHECKPOINT; INVALID_ARGUMENT for a name that is none.
+            ServiceError: UNKNOWN_RUN, UNKNOWN_CHECKPOINT; INVALID_ARGUMENT for a name that is none; CHECKPOINT_CORRUPT.
         """
         if export:
             run_id, _, name = export.partition("/")
@@ -298,7 +303,7 @@ class Runs:
         else:
             record, found = self._checkpoints.get(checkpoint, caller)
             place = self._checkpoints.place(record.run_id, CHECKPOINTS, found.name)
-        async with self._checkpoints.reading(place, named=export or checkpoint) as folder:
+        async with self._checkpoints.reading(place, named=export or checkpoint, check=check) as folder:
             yield folder
 
     def described(self, record: RunRecord) -> pb.Run:

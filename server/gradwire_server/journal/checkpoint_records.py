@@ -12,7 +12,7 @@ from pathlib import Path
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
-from gradwire_server.checkpoint_files import DamagedCheckpoint
+from gradwire_server.checkpoint_files import DamagedCheckpoint, check_files, write_sums
 from gradwire_server.errors import ServiceError, unknown_checkpoint
 from gradwire_server.journal import history
 from gradwire_server.journal.database import Database
@@ -132,11 +132,12 @@ class CheckpointRecords:
             raise store_failed(error) from error
 
     @asynccontextmanager
-    async def reading(self, place: Place, *, named: str = "") -> AsyncGenerator[Path]:
+    async def reading(self, place: Place, *, named: str = "", check: str | None = None) -> AsyncGenerator[Path]:
         """Provide the folder of a checkpoint or export, to be read only.
 
         Args:
             named: What its reader calls it, for errors.
+            check: The file whose bytes are compared with its checksum first; "": of all files.
 
         Raises:
             ServiceError: UNKNOWN_CHECKPOINT; CHECKPOINT_CORRUPT; or the store cannot be used.
@@ -147,11 +148,15 @@ class CheckpointRecords:
         except FileNotFoundError:
             raise unknown_checkpoint(named or str(place)) from None
         except DamagedCheckpoint as error:
-            raise ServiceError(pb.ERROR_CODE_CHECKPOINT_CORRUPT, f"{named or place} is damaged: {error}") from error
+            raise _damaged(named or str(place), error) from error
         except StoreError as error:
             raise store_failed(error) from error
         try:
+            if check is not None:
+                await self.folders.in_thread(check_files, folder, place.name.partition("/")[0], check)
             yield folder
+        except DamagedCheckpoint as error:
+            raise _damaged(named or str(place), error) from error
         finally:
             await self.folders.in_thread(reading.__exit__, None, None, None)
 
@@ -161,6 +166,7 @@ class CheckpointRecords:
         def change() -> None:
             with self.folders.reading(place) as old, self.folders.replacing(place) as new:
                 write(old, new)
+                write_sums(new)
 
         try:
             await self.folders.in_thread(change)
@@ -228,6 +234,10 @@ class CheckpointRecords:
             lambda connection: connection.execute(query, values).fetchone()
         )
         return user
+
+
+def _damaged(named: str, error: DamagedCheckpoint) -> ServiceError:
+    return ServiceError(pb.ERROR_CODE_CHECKPOINT_CORRUPT, f"{named} is damaged: {error}")
 
 
 def store_failed(error: StoreError) -> ServiceError:

@@ -1,11 +1,13 @@
 """Recordings of runs for people to look at: batches as their losses saw them, and rollouts.
 
 A recording is one file of ``recorded/RUN_ID/`` in the state folder: the length of its description, the description, its
-content. Nothing else depends on these files, so they are not synced, and a backup leaves them out.
+content, and a digest of both, which earlier versions did not write. Nothing else depends on these files, so they are
+not synced, and a backup leaves them out.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import struct
@@ -51,7 +53,7 @@ class RecordedFiles:
             make_folder(folder, 0o700)
             try:
                 with part.open("wb") as written:
-                    written.writelines([LENGTH.pack(len(head)), head, *content])
+                    written.writelines([LENGTH.pack(len(head)), head, *content, _digest(head, *content)])
                 part.replace(file)
             finally:
                 part.unlink(missing_ok=True)
@@ -72,7 +74,7 @@ class RecordedFiles:
         """The recordings of a run, the oldest first, without their tensors' descriptions."""
         recordings = []
         for file in sorted((self._root / run_id).glob("*-*")):
-            if not file.suffix and (read := self._open(file)) is not None:
+            if not file.suffix and (read := self._open(file, content=False)) is not None:
                 recording = read[0]
                 recording.ClearField("tensors")
                 recording.ClearField("outputs")
@@ -83,28 +85,41 @@ class RecordedFiles:
         """A recording and its content.
 
         Raises:
-            ServiceError: UNKNOWN_FILE if there is no such recording.
+            ServiceError: UNKNOWN_FILE if there is no such recording; CHECKPOINT_CORRUPT if it is damaged.
         """
         file = self._root / run_id / f"{kind}-{number:020d}"
-        read = self._open(file, content=True) if kind in KINDS else None
-        if read is None:
+        read = self._open(file) if kind in KINDS else None
+        if read is None and not (kind in KINDS and file.exists()):
             message = (
                 f"there is no recording {kind[:50]} {number} of {run_id}: it was not made, or a newer took its room"
             )
             raise ServiceError(pb.ERROR_CODE_UNKNOWN_FILE, message, field="number")
-        return read
+        recording, head, rest = read or (pb.Recording(size_bytes=1), b"", b"")
+        content, digest = rest[: recording.size_bytes], rest[recording.size_bytes :]
+        if len(content) < recording.size_bytes or digest not in (b"", _digest(head, content)):
+            message = f"the recording {kind} {number} of {run_id} is damaged: {FOLDER}/{run_id}/{file.name}"
+            raise ServiceError(pb.ERROR_CODE_CHECKPOINT_CORRUPT, message, field="number")
+        return recording, content
 
     @staticmethod
-    def _open(file: Path, *, content: bool = False) -> tuple[pb.Recording, bytes] | None:
-        """None for a file that is gone, or that a killed server left unfinished."""
+    def _open(file: Path, *, content: bool = True) -> tuple[pb.Recording, bytes, bytes] | None:
+        """A description, its bytes and what follows; None for a file that is gone, or whose description is damaged."""
         try:
             with file.open("rb") as opened:
                 (length,) = LENGTH.unpack(opened.read(LENGTH.size))
-                recording = pb.Recording.FromString(opened.read(length))
-                return recording, opened.read() if content else b""
+                if len(head := opened.read(length)) < length:
+                    return None
+                return pb.Recording.FromString(head), head, opened.read() if content else b""
         except (FileNotFoundError, struct.error, DecodeError):
             return None
 
     def delete(self, run_id: str) -> None:
         """Delete the recordings of a run."""
         shutil.rmtree(self._root / run_id, ignore_errors=True)
+
+
+def _digest(*parts: Buffer) -> bytes:
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        state.update(part)
+    return state.digest()

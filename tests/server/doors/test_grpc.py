@@ -18,6 +18,7 @@ import grpc.aio
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import ANYONE, Caller
+from gradwire_server.checkpoint_files import MANIFEST, sealed
 from gradwire_server.config import EngineSettings, ServerConfig, parse_model
 from gradwire_server.core.core import PROTOCOL
 from gradwire_server.doors.grpc.door import SERVICE
@@ -289,6 +290,8 @@ async def test_a_checkpoint_downloads_whole(door: Door, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / client.run_id / "checkpoints" / "c"
     (folder / "link").symlink_to(secret)
     (folder / "empty").touch()
+    manifest = {"run_id": client.run_id, "name": "c", "step": 0, "seq": 2, "created_at": 0.0, "note": "", "config": {}}
+    (folder / MANIFEST).write_text(sealed(manifest | {"versions": {}, "files": {}}))
     found: dict[str, bytes] = {}
     async for frame in client.stub.Download(pb.DownloadRequest(checkpoint=f"{client.run_id}/c")):
         if frame.file:
@@ -296,6 +299,7 @@ async def test_a_checkpoint_downloads_whole(door: Door, tmp_path: Path) -> None:
             size = frame.size_bytes
         found[name] += frame.chunk
         assert len(frame.chunk) <= 1 << 20 and len(found[name]) <= size
+    assert found.pop(MANIFEST)
     assert {name: len(data) for name, data in found.items()} == {"deep/big": 3 << 20, "empty": 0, "history": 6}
     for export in (f"{client.run_id}/../checkpoints/c", f"{client.run_id}/nothing"):
         with pytest.raises(grpc.RpcError):

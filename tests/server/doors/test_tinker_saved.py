@@ -137,6 +137,14 @@ async def test_exported_weights_are_downloaded_by_signed_urls(
         _, (ours,) = outputs(await tinker.done("forward_backward", body))
         np.testing.assert_allclose(ours, log_p[np.arange(4), [17, 40, 8, 9]], atol=1e-5)
 
+        [stored] = tinker_server.state_dir.glob("runs/*/exports/external_weights.out/adapter_model.safetensors")
+        whole = stored.read_bytes()
+        stored.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        refused = await nobody.get(url)
+        assert refused.status_code == 422 and "adapter_model.safetensors has changed" in refused.json()["detail"]
+        stored.write_bytes(whole)
+        assert (await nobody.get(url)).content == whole
+
         again = await tinker.done("save_weights_external", asked | {"seq_id": 5})
         assert "delete them first" in again["error"]
         await tinker.send("DELETE", f"{exports}/out")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.checkpoint_files import SUMS
 from gradwire_server.config import CHUNK_BYTES
 
 
@@ -22,7 +23,9 @@ async def frames(
     """
 
     def list_files() -> list[tuple[Path, int]]:
-        found = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+        found = sorted(
+            path for path in folder.rglob("*") if path.is_file() and not path.is_symlink() and path.name != SUMS
+        )
         return [(path, path.stat().st_size) for path in found]
 
     async with turn():

@@ -23,6 +23,7 @@ from gradwire_server.checkpoint_files import (
     StoredFile,
     read_manifest,
     sealed,
+    write_sums,
 )
 from gradwire_server.crash_points import crash_point
 from gradwire_server.engine.errors import OperationError
@@ -75,6 +76,7 @@ class CheckpointStore:
         """Provide an empty folder that becomes an export, as :meth:`.Store.replacing`."""
         with self._replacing(_named(run_id, EXPORTS, name)) as folder:
             yield folder
+            write_sums(folder)
 
     def has(self, path: str) -> bool:
         """Whether ``"RUN_ID/NAME"`` exists, valid or not."""

@@ -125,7 +125,7 @@ def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights) 
         if record is None:
             raise unknown_checkpoint(str(path))
         async with AsyncExitStack() as used:
-            folder = await used.enter_async_context(_folder(Caller(record.owner), path))
+            folder = await used.enter_async_context(_folder(Caller(record.owner), path, file))
             if file not in await asyncio.to_thread(_files, folder):
                 raise ServiceError(pb.ERROR_CODE_UNKNOWN_CHECKPOINT, f"{path} has no file {file[:200]!r}", field="file")
             sent = BackgroundTask(used.pop_all().aclose)
@@ -136,13 +136,13 @@ def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights) 
             return await asyncio.to_thread(_files, folder)
 
     @asynccontextmanager
-    async def _folder(caller: Caller, path: TinkerPath) -> AsyncGenerator[Path]:
+    async def _folder(caller: Caller, path: TinkerPath, check: str | None = None) -> AsyncGenerator[Path]:
         stored = saved.export(caller, path)
         async with AsyncExitStack() as used:
             try:
-                folder = await used.enter_async_context(core.runs.folder(caller, export=stored))
+                folder = await used.enter_async_context(core.runs.folder(caller, export=stored, check=check))
             except ServiceError as error:
-                if error.code == pb.ERROR_CODE_INTERNAL:  # the store's, which says what to do
+                if error.code in (pb.ERROR_CODE_INTERNAL, pb.ERROR_CODE_CHECKPOINT_CORRUPT):  # these say what to do
                     raise
                 raise unknown_checkpoint(str(path)) from None
             yield folder

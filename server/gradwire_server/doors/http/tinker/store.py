@@ -7,6 +7,7 @@ before an earlier number did are kept there too, until the core has journaled th
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import sqlite3
 import time
@@ -173,6 +174,22 @@ class AuditRecord(OwnedRecord):
     details: dict[str, Any] = {}
 
 
+def _checksum(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _checked(row: str) -> str:
+    """A record's JSON without the checksum behind it, which earlier versions did not write.
+
+    Raises:
+        ValueError: It does not match.
+    """
+    text, end, checksum = row.rpartition("}")
+    if not end or (checksum and checksum != _checksum(text + end)):
+        raise ValueError(f"the checksum of {row[:80]!r} does not match")
+    return text + end
+
+
 R = TypeVar("R", bound=OwnedRecord)
 T = TypeVar("T")
 
@@ -214,7 +231,11 @@ class TinkerStore:
         self._connection: sqlite3.Connection | None = None
 
     async def open(self) -> None:
-        """Read every record, and make what a new folder lacks."""
+        """Read every record, and make what a new folder lacks.
+
+        Raises:
+            SystemExit: The file is damaged.
+        """
 
         def run() -> list[tuple[str, str]]:
             self._connection = connection = sqlite3.connect(self._path, check_same_thread=False)
@@ -229,9 +250,17 @@ class TinkerStore:
             return connection.execute("SELECT kind, record FROM records").fetchall()
 
         tables: dict[str, Table[Any]] = {table.kind: table for table in self._tables()}
-        for kind, text in await self._run(run):
-            record = tables[kind].model.model_validate_json(text)
-            tables[kind][tables[kind].key(record)] = record
+        try:
+            for kind, text in await self._run(run):
+                record = tables[kind].model.model_validate_json(_checked(text))
+                tables[kind][tables[kind].key(record)] = record
+        except (sqlite3.DatabaseError, KeyError, ValueError) as error:
+            if isinstance(error, sqlite3.OperationalError):  # it is locked, or the disk is full
+                raise
+            raise SystemExit(
+                f"gradwire: {self._path} is damaged ({error}); restore a backup, or move it away: sessions,"
+                " samplers and what clients said of models and checkpoints are gone then, and the runs stay"
+            ) from error
         self._counts.update(record.owner for table in self._counted() for record in table.values())
         self.models_by_run.update((model.run_id, model) for model in self.models.values() if model.run_id)
 
@@ -260,7 +289,8 @@ class TinkerStore:
             raise limit_exceeded(what, "key_records", self._key_records, "session_id")
         self._counts[record.owner] += counts
         try:
-            await self._execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", (table.kind, key, text))
+            row = (table.kind, key, text + _checksum(text))
+            await self._execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", row)
         except ServiceError:
             self._counts[record.owner] -= counts
             raise

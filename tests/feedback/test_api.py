@@ -268,6 +268,9 @@ def test_preferences_train_a_version(service: FeedbackService, api: httpx.Client
     assert api.post("/rankings/pairs", json=rows).status_code == 201
     refused = api.post("/train_policy/pairs", json=settings)
     assert refused.status_code == 422 and "9 preferences" in refused.json()["detail"]
+    alike = {"prompt": "p", "response": "yes", "others": [{"response": "yes"}], "ask": "ranking"}
+    refused = api.post("/items/pairs", json=alike)
+    assert refused.status_code == 422 and "two of the answers are the same" in refused.text
     more = api.post("/rankings/pairs", json={"prompt": "Say 9", "responses": ["yes", "yes?", "no"], "notes": "short"})
     assert more.json()[0]["ranks"] == [1, 2, 3]
     assert len(api.get("/pairs/pairs").json()) == 12

@@ -177,6 +177,9 @@ class ItemIn(Body):
     def _has_answers_to_rank(self) -> Self:
         if self.ask == "ranking" and not self.others:
             raise ValueError("a ranking needs two answers or more: add others")
+        answers = [self.response, *(other.response for other in self.others)]
+        if self.ask == "ranking" and len(set(answers)) < len(answers):
+            raise ValueError("two of the answers are the same, and nobody can say which is better: leave one out")
         return self
 
 

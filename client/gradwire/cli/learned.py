@@ -48,17 +48,20 @@ async def learned(tokens: Tokens, rows: Sequence[Any], train_on: str = "assistan
     return [Learned("prompt", ids, [0] * len(ids)) for ids in await tokens.prompts(rows, room=0)]
 
 
+async def texts(service: gradwire.ServiceClient, model: str, row: Learned) -> list[tuple[str, bool]]:
+    """The text of a sequence in stretches, each with whether it is learned."""
+    marked = zip(map(int, row.ids), map(bool, row.mask))
+    stretches = [(on, [token for token, _ in part]) for on, part in itertools.groupby(marked, lambda each: each[1])]
+    decoded = await service.decode(model, [ids for _, ids in stretches])
+    return [("\n".join(map(plain, text.split("\n"))), on) for text, (on, _) in zip(decoded, stretches)]
+
+
 async def show(out: Console, service: gradwire.ServiceClient, model: str, place: str, rows: Sequence[Learned]) -> None:
     """Print the text of the tokens, the learned ones in green, or between >>> and <<< where there are no colours."""
     for row in rows:
         name = f", {row.name}" if row.name else ""
         out.print(Text(f"{place}{name}: {len(row.ids)} tokens, {int(sum(row.mask))} trained on", "bold"))
-        marked = zip(list(row.ids), [bool(on) for on in row.mask])
-        stretches = [
-            (on, [int(token) for token, _ in part]) for on, part in itertools.groupby(marked, lambda each: each[1])
-        ]
         text = Text()
-        for (on, _), decoded in zip(stretches, await service.decode(model, [ids for _, ids in stretches])):
-            lines = "\n".join(map(plain, decoded.split("\n")))
-            text.append(lines if out.is_terminal or not on else f">>>{lines}<<<", "green" if on else "dim")
+        for shown, on in await texts(service, model, row):
+            text.append(shown if out.is_terminal or not on else f">>>{shown}<<<", "green" if on else "dim")
         out.print(text)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 import gradwire
 from gradwire.cli.data import As, File, model_of, pair
-from gradwire.cli.learned import learned, show
+from gradwire.cli.learned import learned, show, texts
 from gradwire.cli.service import Access, told, with_access
 from gradwire.cli.text import plain, warnings_to_stderr
 
@@ -32,7 +32,11 @@ def render(
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Number of rows to show.")] = 1,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print an object with input_ids and loss_mask a line.")
+        bool,
+        typer.Option(
+            "--json",
+            help="Print an object a line: input_ids, loss_mask, and texts with whether each is trained on.",
+        ),
     ] = False,
 ) -> None:
     """Show rows as a training gets them: the model's tokens, those that are trained on in green.
@@ -68,6 +72,7 @@ async def _show(access: Access, model: str, train_on: str, rows: Sequence[Any], 
             if not as_json:
                 await show(out, service, info.name, each.place, found)
                 continue
-            for name, ids, mask in found:
-                said = {"row": name} if name else {}
-                print(json.dumps({**said, "input_ids": list(map(int, ids)), "loss_mask": list(map(int, mask))}))
+            for row in found:
+                said: dict[str, Any] = {"row": row.name} if row.name else {}
+                said |= {"input_ids": list(map(int, row.ids)), "loss_mask": list(map(int, row.mask))}
+                print(json.dumps(said | {"texts": await texts(service, info.name, row)}))

@@ -30,8 +30,8 @@ from gradwire_shell.components import (
 from gradwire_shell.frame import page_at
 from nicegui import events, ui
 
-from gradwire_console.dry_run import dry_run
-from gradwire_console.pages.common import act, ago, ask, opened, told
+from gradwire_console.pages.common import FAILURES, act, ago, ask, opened, told
+from gradwire_console.preview import SHOWN_CHARS, FirstRow, dry_run, first_rows
 from gradwire_console.workspace import EVENTS, FollowedJob, Workspace, Workspaces
 
 COLUMNS = (
@@ -90,10 +90,17 @@ async def _list(workspaces: Workspaces, workspace: Workspace) -> None:
     with ui.element("div").classes("gw-head"):
         title("Jobs")
         ui.element("div").classes("grow")
-        button("New training", lambda: form.set_visibility(not form.visible), kind="primary")
-    with panel("New training") as form:
-        await _Form(workspaces, workspace).show()
-    form.set_visibility(False)
+        button("New training", lambda: open_form(), kind="primary")
+    with panel("New training") as panel_of_form:
+        form = _Form(workspaces, workspace)
+        await form.show()
+    panel_of_form.set_visibility(False)
+
+    async def open_form() -> None:
+        panel_of_form.set_visibility(not panel_of_form.visible)
+        if panel_of_form.visible:
+            await form.preview()
+
     failed = ui.element("div")
     none = ui.element("div")
     with none:
@@ -120,6 +127,7 @@ class _Form:
         self._fields: dict[str, tuple[Any, Any]] = {}
         self._models: list[str] = []
         self._files: dict[str, str] = {}
+        self._previews = 0
 
     async def show(self) -> None:
         try:
@@ -129,7 +137,7 @@ class _Form:
             error(str(failure))
             return
         with ui.element("div").classes("gw-head"):
-            self._recipe = ui.select(list(RECIPES), value="sft", label="Recipe", on_change=self._build).props(
+            self._recipe = ui.select(list(RECIPES), value="sft", label="Recipe", on_change=self._build_anew).props(
                 "outlined dense options-dense"
             ).style("min-width: 9rem")  # fmt: skip
             self._name = ui.input("Name").props("outlined dense")
@@ -137,7 +145,7 @@ class _Form:
             picker.style("display: none")  # the button opens it; an element without visibility takes no upload
             button("Upload data…", lambda: picker.run_method("pickFiles"))
         self._body = ui.element("div").classes("gw-grid")
-        self._code = ui.element("div")
+        self._rows = ui.element("div").props('role=region aria-label="First rows"')
         self._build()
         with ui.element("div").classes("gw-actions"):
             button("Start the training", self._submit, kind="primary")
@@ -163,6 +171,10 @@ class _Form:
 
         cast(ui.upload, event.sender).reset()  # else it leaves out a file that is chosen again after a failure
         await act(self._workspaces, work, "The file is on the server.")
+
+    async def _build_anew(self) -> None:
+        self._build()
+        await self.preview()
 
     def _build(self) -> None:
         kind = settings_kind(self._recipe.value)
@@ -191,6 +203,37 @@ class _Form:
         if isinstance(made, ui.select):
             made.props("hide-bottom-space")
         self._fields[name] = made, hint
+        if name in ("model", "data", "train_on"):
+            made.on_value_change(self.preview)
+
+    async def preview(self) -> None:
+        """Show the first rows of the data as they are learned, or why they cannot be."""
+        self._previews += 1
+        number = self._previews
+        if not self._fields["data"][0].value or self._workspaces.read_only:
+            return
+        self._rows.clear()
+        with self._rows:
+            skeleton("4rem")
+        rows: list[FirstRow] = []
+        try:
+            settings = self._given()
+            rows, said = await first_rows(
+                self._workspaces.server, self._workspace.service, self._recipe.value, settings
+            )
+        except FAILURES as failure:
+            said = str(failure)
+        if number != self._previews:
+            return  # another choice was made meanwhile
+        self._rows.clear()
+        with self._rows:
+            if rows:
+                plain("The first rows as the model gets them; what is marked is learned.", "quiet")
+            for row in rows:
+                _show_row(row)
+            if said:
+                with ui.element("div").classes("gw-note").props("role=status"):
+                    plain(said, "text")
 
     def _given(self) -> dict[str, Any]:
         defaults = settings_kind(self._recipe.value)()
@@ -260,6 +303,17 @@ class _Form:
             "Start the training", f"The server runs {self._recipe.value} on {settings['model']} by itself.",
             f'job = await service.jobs.submit("{self._recipe.value}", {settings!r})', "Start", start,
         )  # fmt: skip
+
+
+def _show_row(row: FirstRow) -> None:
+    name = f"{row.name}: " if row.name else ""
+    plain(f"{name}{row.num_tokens:,} tokens, {row.num_learned:,} learned", "quiet", tag="div")
+    left = SHOWN_CHARS
+    with ui.element("div").classes("gw-tokens").props("dir=auto tabindex=0"):
+        for text, on in row.texts:
+            shown, left = text[:left], max(0, left - len(text))
+            if shown:
+                plain(shown + ("…" if not left else ""), "", tag="mark" if on else "span")
 
 
 class _Job:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import gradwire
@@ -13,6 +18,7 @@ import httpx
 import pytest
 from gradwire import sync
 from playwright.sync_api import Browser, Page, expect
+from support.chats import chat_model
 from support.console import Console, page_of
 from support.server import Server
 
@@ -124,6 +130,8 @@ def test_mistyped_addresses_are_answered_by_a_page(console: Console, service: sy
         (f"{here}/batches?n=abc", 422, "n in the address is 'abc'"),
         (f"{here}/rollouts?n=1.5", 422, "n in the address is '1.5'"),
         ("playground?temperature=warm&chat=perhaps", 422, "temperature in the address is 'warm'"),
+        ("playground?temperature=nan", 422, "temperature in the address is 'nan'"),
+        ("playground?top_p=inf", 422, "top_p in the address is 'inf'"),
         (f"{here}/batches?n=-4&page=-9", 200, ""),
         (f"{here}/batches?n={10**30}", 200, ""),
         (f"{here}/rollouts?n={10**30}", 200, "No rollouts of this run"),
@@ -232,6 +240,31 @@ def test_strings_of_runs_and_models_are_texts(console: Console, service: sync.Se
     expect(page.locator(".gw-answer span")).to_have_count(3)
     assert page.locator(".gw-answer").inner_text() == answer, "a link has the settings too"
     expect(page.locator(".gw-main img, .gw-main svg[onload]")).to_have_count(0)
+
+
+def test_the_playgrounds_lines_do_what_the_page_did(tmp_path: Path, page: Page) -> None:
+    """Of two models, as a chat, with all settings."""
+    model = chat_model(tmp_path / "model", "qwen")
+    with (
+        Server(model, tmp_path / "state", "--model", f"other={model}") as server,
+        Console(server.address) as console,
+    ):
+        asked = "models=tiny,other&prompt=what+is+one&chat=true&tokens=5&temperature=0.7&top_p=0.9&seed=3"
+        page.goto(f"{console.url}/playground?{asked}")
+        page.get_by_role("button", name="Generate").click()
+        code = page.locator(".gw-sdk code").inner_text()
+        expect(page.locator(".gw-answer").nth(1).locator("span")).to_have_count(5)
+        answers = [page.locator(".gw-answer").nth(n).inner_text() for n in range(2)]
+        scope: dict[str, Any] = {}
+        exec("async def main(service):\n" + indent(code, "    "), scope)
+
+        async def main() -> None:
+            async with gradwire.connect(server.address) as service:
+                await scope["main"](service)
+
+        with redirect_stdout(StringIO()) as printed, ThreadPoolExecutor(1) as thread:
+            thread.submit(asyncio.run, main()).result()  # the browser's driver has a loop in this thread
+        assert printed.getvalue().split() == " ".join(answers).split()
 
 
 def test_a_read_only_console_changes_nothing(server: Server, service: sync.ServiceClient, page: Page) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
@@ -15,6 +16,7 @@ from gradwire_shell.components import button, copy, empty, error, panel, plain, 
 from gradwire_shell.frame import page_at
 from nicegui import ui
 from nicegui.element import Element
+from pydantic import FiniteFloat
 
 from gradwire_console.feedback import Feedback, offer_url
 from gradwire_console.pages.common import opened
@@ -34,8 +36,8 @@ def register(workspaces: Workspaces) -> None:
         prompt: str = "",
         chat: bool = False,
         tokens: int = 64,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
+        temperature: FiniteFloat = 1.0,
+        top_p: FiniteFloat = 1.0,
         seed: int = 0,
     ) -> RedirectResponse | None:
         asked = _Asked(
@@ -64,6 +66,31 @@ class _Asked:
     @property
     def query(self) -> str:
         return urlencode(vars(self) | {"models": ",".join(self.models)})
+
+
+def code_of(asked: _Asked, base_models: Mapping[str, str]) -> str:
+    """The lines of Python that do what the page does.
+
+    Args:
+        base_models: Base model of each model, whose chat template a chat takes.
+    """
+    options = f"max_tokens={asked.tokens}, temperature={asked.temperature}, top_p={asked.top_p}, seed={asked.seed}"
+    lines = [f"prompt = {asked.prompt!r}", f"for model in {asked.models!r}:"]
+    given = "prompt"
+    if asked.chat:
+        bases = {path: base_models.get(path, "") for path in asked.models}
+        messages = "[{'role': 'user', 'content': prompt}]"
+        lines.append(
+            f"    row = await service.render({messages}, train_on=None, add_generation_prompt=True,"
+            f" model={bases!r}[model])"
+        )
+        given = "list(row['input_ids'])"
+    lines += [
+        f"    async for token in service.sampling_client(model).stream({given}, {options}):",
+        '        print(token.text, end="")',
+        "    print()",
+    ]
+    return "\n".join(lines)
 
 
 class _Playground:
@@ -148,9 +175,7 @@ class _Playground:
                     places.append((path, ui.element("div").classes("text gw-answer").props("aria-live=polite")))
         self._code.clear()
         with self._code:
-            sdk_line(
-                f"async for token in service.sampling_client({chosen[-1]!r}).stream({prompt!r}): print(token.text)"
-            )
+            sdk_line(code_of(asked, self._base))
         tasks = self._tasks = [asyncio.create_task(self._answer(path, place, asked)) for path, place in places]
         texts = await asyncio.gather(*tasks, return_exceptions=True)
         answers = {path: text for path, text in zip(chosen, texts) if isinstance(text, str) and text}

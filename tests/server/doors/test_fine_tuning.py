@@ -561,6 +561,8 @@ def test_files(client: openai.OpenAI, other: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.files.content(file.id)
     bad = client.files.create(file=("b.jsonl", content + b'\n{"messages": []}\nno json'), purpose="fine-tune")
+    nothing = client.files.create(file=("n.jsonl", b"[]"), purpose="fine-tune")
+    assert nothing.status == "error" and not re.search(r"of 0|line 0", nothing.status_details or "of 0")
     assert bad.status == "error" and "2 of 14 rows cannot be used: line 13: " in (bad.status_details or "")
 
 
@@ -598,6 +600,7 @@ MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
     ({"metadata": {str(key): "" for key in range(17)}}, 400, "metadata", "there are 17 pairs; 16 at most"),
     ({"metadata": {"a": "x" * 513}}, 400, "metadata", "no text of at most 512 characters"),
     ({"hyperparameters": {"n_epochs": 0}}, 400, "hyperparameters.n_epochs", "a whole number from 1 to 50"),
+    ({"hyperparameters": {"n_epochs": "2"}}, 400, "hyperparameters.n_epochs", 'is "2"; it must be'),
     ({"hyperparameters": {"n_epochs": 51}}, 400, "hyperparameters.n_epochs", "is 51"),
     ({"hyperparameters": {"batch_size": 1.5}}, 400, "hyperparameters.batch_size", 'must be "auto" or a whole number'),
     ({"hyperparameters": {"learning_rate_multiplier": 0}}, 400, "hyperparameters.learning_rate_multiplier", "above 0"),

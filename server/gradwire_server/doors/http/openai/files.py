@@ -97,8 +97,8 @@ def problems(file: jobs.File) -> str:
     """The lines of a file that nothing can be trained on, as a sentence; empty if there are none."""
     if not file.num_problems:
         return ""
-    lines = "; ".join(f"line {each.line}: {each.reason}" for each in file.problems)
-    return f"{file.num_problems} of {file.num_lines} rows cannot be used: {lines}"
+    said = "; ".join(f"line {each.line}: {each.reason}" if each.line else each.reason for each in file.problems)
+    return f"{file.num_problems} of {file.num_lines} rows cannot be used: {said}" if file.num_lines else said
 
 
 def listing(data: list[dict[str, Any]], more: bool) -> dict[str, Any]:

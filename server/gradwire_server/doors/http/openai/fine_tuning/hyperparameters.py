@@ -14,6 +14,7 @@ parameters:
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -60,7 +61,7 @@ class Bounds:
             bounds += (
                 "" if math.isinf(self.most) else f" to {self.most:g}" if self.whole else f", {self.most:g} at most"
             )
-            raise invalid(f'{name} is {str(value)[:50]}; it must be "auto" or {number} {bounds}', name)
+            raise invalid(f'{name} is {json.dumps(value)[:50]}; it must be "auto" or {number} {bounds}', name)
 
 
 SHARED = {

@@ -227,7 +227,9 @@ DEFECTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "a recovery begins one operation too late": lambda: replaced(replay, "behind", one_too_late),
     "a result goes to whoever waits for its number": lambda: replaced(queue.OperationQueue, "_settle", own_at_once),
     "a client that reads results again skips one": lambda: replaced(SimulatedTransport, "results", skips_one),
-    "a full disk ends a client": lambda: mock.patch.object(link, "AWAY", errors.RETRYABLE),
+    "a full disk ends a client": lambda: mock.patch.object(
+        link, "AWAY", tuple(each for each in link.AWAY if each is not errors.StorageFullError)
+    ),
     "a run that an engine lets go counts as held": lambda: replaced(RunQueue, "let_go", lambda real: lambda run: None),
     "an agent's engine that is given up still writes": lambda: replaced(remote, "give_up", lambda real: str),
     "a server leaves the agents' engines of the one before it": lambda: replaced(

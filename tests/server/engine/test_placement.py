@@ -166,7 +166,7 @@ SEAM = {
     },
     "save_file": {"model/layers/head_files.py", "state/checkpoints.py", "state/exports.py", "state/shared_weights.py"},
     # The adapter's settings ask for its name, quantization and the search for read weights leave it out; an export
-    # unties the heads of a copy.
+    # unties the heads of a copy, and an optimizer asks which parameters are those of the ends.
     "get_output_embeddings": {
         "model/adapters/lora_settings.py",
         "model/layers/read_weights.py",
@@ -174,6 +174,7 @@ SEAM = {
         "model/split_check.py",
         "model/split_model.py",
         "state/exports.py",
+        "training/update_rules.py",
     },
     "get_input_embeddings": {
         "model/loading/packing_check.py",
@@ -181,6 +182,7 @@ SEAM = {
         "model/trunk.py",
         "model/vision/image_tokens.py",
         "state/exports.py",
+        "training/update_rules.py",
     },  # the check hooks its output, the trunk is what holds it, and the vision part calls it
 }
 

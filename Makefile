@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTO_BIN := .venv-proto/bin
 PROTO_OUT ?= proto
 
-.PHONY: setup openai fine-tuning-clients demo feedback-demo console-demo notebook test test-slow test-vllm test-faults test-ranks test-end-to-end test-fleet parity gguf bench rivals architectures lint docs proto site
+.PHONY: setup openai fine-tuning-clients demo feedback-demo console-demo notebook test test-slow test-vllm test-faults test-ranks test-end-to-end test-fleet parity data-parity gguf bench rivals architectures lint docs proto site
 
 setup: .venv/.installed
 
@@ -65,6 +65,10 @@ test-vllm: .venv-vllm/.installed
 # Losses compared with TRL, verl and Liger, in a separate environment because they pin other versions.
 parity: .venv-parity/.installed
 	.venv-parity/bin/python -m pytest tests/parity -m ""
+
+# Rows drawn at random, in files that TRL reads and renders, too: the same tokens are learned; 5 minutes.
+data-parity: .venv-parity/.installed
+	.venv-parity/bin/python -m pytest tests/parity/test_data.py -m ""
 
 .venv-parity/.installed: pyproject.toml tests/parity/requirements.txt
 	test -x .venv-parity/bin/python || $(PYTHON) -m venv .venv-parity

@@ -66,8 +66,9 @@ test-vllm: .venv-vllm/.installed
 parity: .venv-parity/.installed
 	.venv-parity/bin/python -m pytest tests/parity -m ""
 
-# Rows drawn at random, in files that TRL reads and renders, too: the same tokens are learned; 5 minutes.
-data-parity: .venv-parity/.installed
+# Rows drawn at random, in files that TRL and Axolotl read and render, too: the same tokens are learned; 5 minutes.
+# GRADWIRE_QWEN3_TOKENIZER=FOLDER also tries Qwen3's own tokenizer.
+data-parity: .venv-parity/.installed .venv-axolotl/.installed
 	.venv-parity/bin/python -m pytest tests/parity/test_data.py -m ""
 
 .venv-parity/.installed: pyproject.toml tests/parity/requirements.txt

@@ -1,14 +1,17 @@
-"""The same files, read and rendered by gradwire and by TRL with their own loaders: the same tokens are learned.
+"""The same files, read and rendered by gradwire, TRL and Axolotl with their own loaders: the same is learned.
 
-Rows are drawn over formats and oddities (:mod:`support.drawn_rows`), those of one kind to a file. Where TRL does
+Rows are drawn over formats and oddities (:mod:`support.drawn_rows`), those of one kind to a file. Where one does
 otherwise, a :class:`Difference` says how and why. One that is not listed fails, and so does a listed one that no longer
-occurs. ``tests/client/data`` has the formats that TRL does not read.
+occurs. ``tests/client/data`` has the formats that they do not read.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +31,9 @@ import datasets
 import trl
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-QWEN = Path("/work/models/qwen3-tokenizer")
+AXOLOTL_PYTHON = Path(__file__).parents[2] / ".venv-axolotl" / "bin" / "python"
+QWEN = os.environ.get("GRADWIRE_QWEN3_TOKENIZER", "")
+"""Folder with Qwen3's tokenizer, if there is one."""
 MOST = 1024
 """Longest row in tokens."""
 ROWS = 6
@@ -57,8 +62,8 @@ Sequences = list[tuple[list[int], list[int]]]
 def model_of(folder: Path, name: str) -> Path:
     """A model in a folder: with the template above, with Qwen3's own tokenizer, or in the form of a family."""
     if name == "qwen3":
-        if not QWEN.exists():
-            pytest.skip(f"Qwen3's tokenizer is not in {QWEN}")
+        if not QWEN:
+            pytest.skip("GRADWIRE_QWEN3_TOKENIZER names no folder with Qwen3's tokenizer")
         shutil.copytree(QWEN, folder)
         vocabulary = len(AutoTokenizer.from_pretrained(folder))
         sizes = {
@@ -116,6 +121,13 @@ def the_last(made: Sequences) -> Sequences:
 
 
 PAIRS = ("chosen_rejected", "whole_pairs")
+AXOLOTL = (
+    Difference(
+        "Axolotl learns what stands in place of a text, an empty answer, half a character, a bad answer",
+        lambda model, form, oddity: oddity in ("number", "object", "empty", "half_character", "bad_label"),
+        refused=True,
+    ),
+)
 TRL = (
     Difference(
         "TRL learns what stands in place of a text, an empty answer, what is left of half a character, a bad answer",
@@ -162,6 +174,50 @@ TRL = (
         mask=to_the_end,
     ),
 )  # fmt: skip
+
+
+BY_AXOLOTL = """
+import json, sys, yaml
+from axolotl.cli.config import load_cfg
+from axolotl.common.datasets import load_datasets
+from axolotl.utils.data import sft
+
+sft.save_preprocessed_dataset = lambda *given, **more: None  # it starts a process for each of them
+for line in sys.stdin:
+    try:
+        with open("axolotl.yaml", "w") as file:
+            yaml.safe_dump(json.loads(line), file)
+        rows = load_datasets(cfg=load_cfg("axolotl.yaml")).train_dataset
+        print("MADE", json.dumps([(row["input_ids"], [int(on != -100) for on in row["labels"]]) for row in rows]))
+    except BaseException as error:
+        print("MADE", json.dumps(f"{type(error).__name__}: {error!s:.200}"))
+"""
+"""Settings of a run for each line -> what is learned of its rows, or its error."""
+
+
+def by_axolotl(model: Path, folder: Path, paths: Sequence[Path]) -> list[Any]:
+    """What is learned of each file's rows, or with what Axolotl ends; one process, as it imports for half a minute."""
+    settings = {
+        "base_model": str(model), "chat_template": "tokenizer_default", "sequence_len": MOST,
+        "excess_length_strategy": "truncate", "shuffle_merged_datasets": False, "dataset_num_proc": 1,
+        "micro_batch_size": 1, "gradient_accumulation_steps": 1, "num_epochs": 1, "learning_rate": 0.001,
+        "optimizer": "adamw_torch", "bf16": False, "output_dir": "out",
+    }  # fmt: skip
+    lines = [
+        settings | {
+            "datasets": [{"path": str(path), "ds_type": "json", "type": "chat_template"}],
+            "dataset_prepared_path": f"prepared/{path.stem}",
+        }
+        for path in paths
+    ]  # fmt: skip
+    own = {"AXOLOTL_DO_NOT_TRACK": "1", "AXOLOTL_IS_PREPROCESS": "1", "PYTHONPATH": ""}
+    done = subprocess.run(
+        [AXOLOTL_PYTHON, "-c", BY_AXOLOTL], input="\n".join(map(json.dumps, lines)), capture_output=True, text=True,
+        cwd=folder, env=os.environ | own, check=False,
+    )  # fmt: skip
+    found = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("MADE ")]
+    assert len(found) == len(paths), done.stdout[-2000:] + done.stderr[-3000:]
+    return found
 
 
 def drawn_file(folder: Path, form: str, oddity: str, suffix: str) -> tuple[Path, list[Drawn]]:
@@ -256,6 +312,20 @@ async def test_trl_learns_the_same(served: Any, tmp_path: Path, form: str, oddit
     await compare(TRL, served, (form, oddity), path, rows, theirs)
 
 
+@pytest.mark.skipif(not AXOLOTL_PYTHON.exists(), reason=f"{AXOLOTL_PYTHON} is made by `make data-parity`")
+@pytest.mark.holds_loop("Axolotl prepares the data meanwhile")
+async def test_axolotl_learns_the_same(served: Any, tmp_path: Path) -> None:
+    if served[2].name == "qwen3":
+        pytest.skip("Axolotl learns the text of a turn behind an empty block for reasoning, which the model writes")
+    files = {oddity: drawn_file(tmp_path, "messages", oddity, ".jsonl") for oddity in ODDITIES}
+    files = {oddity: each for oddity, each in files.items() if each[1]}
+    found = by_axolotl(served[2], tmp_path, [path for path, _ in files.values()])
+    for (oddity, (path, rows)), made in zip(files.items(), found):
+        theirs = [made] * len(rows) if isinstance(made, str) else [[(ids, mask)] for ids, mask in made]
+        assert len(theirs) == len(rows), (oddity, len(theirs))
+        await compare(AXOLOTL, served, ("messages", oddity), path, rows, theirs)
+
+
 async def compare(
     differences: Sequence[Difference], served: Any, case: tuple[str, str], path: Path, rows: Sequence[Drawn],
     theirs: Sequence[Sequences | str],
@@ -291,5 +361,5 @@ async def compare(
 
 
 def test_every_difference_occurs() -> None:
-    for each in TRL:
+    for each in (*TRL, *AXOLOTL):
         assert any(each.where("marked", form, oddity) for form, oddity, _ in CASES if draw(form, oddity)), each.reason

@@ -65,17 +65,10 @@ def model_of(folder: Path, name: str) -> Path:
         if not QWEN:
             pytest.skip("GRADWIRE_QWEN3_TOKENIZER names no folder with Qwen3's tokenizer")
         shutil.copytree(QWEN, folder)
-        vocabulary = len(AutoTokenizer.from_pretrained(folder))
-        sizes = {
-            "vocab_size": vocabulary,
-            "hidden_size": 8,
-            "intermediate_size": 8,
-            "num_attention_heads": 1,
-            "num_hidden_layers": 1,
-        }
-        config = LlamaConfig(
-            **sizes, max_position_embeddings=MOST, eos_token_id=AutoTokenizer.from_pretrained(folder).eos_token_id
-        )
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        sizes: dict[str, Any] = dict.fromkeys(("num_attention_heads", "num_hidden_layers"), 1)
+        sizes |= {"vocab_size": len(tokenizer), "hidden_size": 8, "intermediate_size": 8}
+        config = LlamaConfig(**sizes, max_position_embeddings=MOST, eos_token_id=tokenizer.eos_token_id)
         LlamaForCausalLM(config).save_pretrained(folder)
         return folder
     chat_model(folder, "qwen" if name == "marked" else name)
@@ -350,7 +343,8 @@ async def compare(
     elif others := [each.learns for each in there if each.learns]:
         for drawn, one, other in zip(rows, ours, theirs):
             assert not isinstance(one, str) and not isinstance(other, str) and one != other, (drawn.row, one, other)
-            assert others[0](drawn.row, tokenizer.decode(other[0][0])), (drawn.row, tokenizer.decode(other[0][0]))
+            text = str(tokenizer.decode(other[0][0]))
+            assert others[0](drawn.row, text), (drawn.row, text)
     else:
         for each in there:
             if each.mask is not None and not all(isinstance(made, str) for made in ours):

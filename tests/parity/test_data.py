@@ -105,14 +105,6 @@ def to_the_end(made: Sequences) -> Sequences:
     return [(ids, [int(at >= mask.index(1)) for at in range(len(mask))] if 1 in mask else mask) for ids, mask in made]
 
 
-def the_last(made: Sequences) -> Sequences:
-    """Only the last stretch of the first sequence is learned."""
-    ids, mask = made[0]
-    end = max(at for at, on in enumerate(mask) if on)
-    start = max((at for at in range(end) if not mask[at]), default=-1)
-    return [(ids, [int(start < at <= end) for at in range(len(mask))])]
-
-
 PAIRS = ("chosen_rejected", "whole_pairs")
 AXOLOTL = (
     Difference(
@@ -155,11 +147,6 @@ TRL = (
         "TRL does not read the column system",
         lambda model, form, oddity: oddity == "system_column",
         as_if=lambda row: {name: each for name, each in row.items() if name != "system"},
-    ),
-    Difference(
-        "of a prompt with earlier answers TRL learns the completion alone",
-        lambda model, form, oddity: form == "prompt_completion",
-        mask=the_last,
     ),
     Difference(
         "TRL also learns the line break behind <|im_end|>, which the model does not write",

@@ -116,9 +116,12 @@ def conversation(fields: Fields) -> Conversation:
         asked, answer = _question(fields), fields.pick("completion", *ANSWERS)
         if asked is None or answer is None:
             raise fields.missing(*_absent(prompt=asked, completion=answer))
-        before = _begun(fields, turn_of(asked, "user", "prompt", images))
+        prompt = turn_of(asked, "user", "prompt", images)
+        before = _begun(fields, prompt)
         context, (rest,) = _split(before, turn_of(answer, "assistant", "completion", images))
-        messages = [*context, *rest]
+        own = len(before) - len(prompt)  # of history, whose answers are learned; those of the prompt are not
+        given = [{"weight": 0, **each} if each["role"] == "assistant" else each for each in context[own:]]
+        messages = [*context[:own], *given, *rest]
     if not any(message["role"] == "assistant" for message in messages):
         raise OtherKind("there is no message of the assistant to learn from")
     _check_learned(messages)

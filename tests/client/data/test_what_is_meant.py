@@ -49,7 +49,7 @@ def test_pairs_keep_what_comes_before_the_messages_they_share(row: Any, context:
 @pytest.mark.parametrize("completion", [[GOOD], [Q, STEP, GO, GOOD], json.dumps([Q, STEP, GO, GOOD])], ids=str)
 def test_an_answer_may_repeat_its_prompt(completion: Any) -> None:
     row = {"system": "S", "prompt": [Q, STEP, GO], "completion": completion}
-    assert list(conversations([row])[0].messages) == [S, Q, STEP, GO, GOOD]
+    assert list(conversations([row])[0].messages) == [S, Q, {**STEP, "weight": 0}, GO, GOOD]
     (rated,) = ratings([row | {"label": "good"}])
     assert (list(rated.prompt), list(rated.completion), rated.label) == ([S, Q, STEP, GO], [GOOD], True)
 
@@ -225,7 +225,11 @@ def test_drawn_rows_are_read_as_they_are_meant(oddity: str, tmp_path: Path) -> N
                 continue
             assert drawn.answers is not None, drawn
             if drawn.kind == "conversations":
-                assert list(row.messages) == [*drawn.context, *drawn.answers[0]], drawn
+                own = drawn.format == "prompt_completion"  # answers within a prompt are not learned
+                context = [
+                    {"weight": 0, **each} if own and each["role"] == "assistant" else each for each in drawn.context
+                ]
+                assert list(row.messages) == [*context, *drawn.answers[0]], drawn
             else:
                 found = (
                     [row.chosen, row.rejected] if drawn.kind == "preferences" else [getattr(row, "completion", None)]

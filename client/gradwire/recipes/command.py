@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         epilog="gradwire train --example sft > sft.yaml writes a configuration with a comment on every setting.",
     )
     parser.add_argument("recipe", nargs="?", choices=RECIPES, help="what to train")
-    parser.add_argument("config", nargs="?", help="a YAML file")
+    parser.add_argument("config", nargs="?", help="a YAML file; without one, what --set says")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="override; may be repeated")
     parser.add_argument(
         "--dry-run",
@@ -49,8 +49,8 @@ def _carry_out(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -
         if arguments.example:
             sys.stdout.write(example(_recipe(arguments.example)[0]))
             return
-        if not arguments.recipe or not arguments.config:
-            parser.error("name a recipe and its configuration: gradwire train sft sft.yaml")
+        if not arguments.recipe or not (arguments.config or arguments.set):
+            parser.error("name a recipe and its configuration: gradwire train sft sft.yaml, or --set NAME=VALUE")
         kind, module = _recipe(arguments.recipe)
         settings = load(kind, arguments.config, arguments.set)
         estimate = asyncio.run(module.train(settings, dry_run=arguments.dry_run))

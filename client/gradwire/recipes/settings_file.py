@@ -40,18 +40,18 @@ class Checked(Protocol):
     def check(self) -> None: ...
 
 
-def load(kind: type[S], path: Path | str, overrides: Sequence[str] = ()) -> S:
+def load(kind: type[S], path: Path | str | None, overrides: Sequence[str] = ()) -> S:
     """Load settings from a YAML file.
 
     Args:
         kind: The settings of a recipe.
-        path: The file; settings that it leaves out have their defaults.
+        path: The file; settings that it leaves out have their defaults. None: the overrides are all that is set.
         overrides: ``"name=value"`` or ``"section.name=value"``, which override the file.
 
     Raises:
         SettingsError: The file or an override has a mistake; names the line.
     """
-    return built(kind, *read_yaml(path, overrides))
+    return built(kind, *(_overridden({}, {}, overrides) if path is None else read_yaml(path, overrides)))
 
 
 def read_yaml(
@@ -91,6 +91,12 @@ def read_yaml(
         if key.value in places:
             raise SettingsError(f"{place}: {key.value} is set a second time")
         places[key.value] = place
+    return _overridden(values, places, overrides)
+
+
+def _overridden(
+    values: dict[str, Any], places: dict[str, str], overrides: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, str]]:
     for override in overrides:
         set_by(values, override)
         places[override.partition("=")[0].partition(".")[0]] = f"--set {override}"

@@ -413,3 +413,9 @@ def test_an_example_is_a_valid_configuration(recipe: str, tmp_path: Path, capsys
     overrides = ["loss.reduction=sum", "learning_rate=1e-3", *needed]
     settings = load(kind, tmp_path / "c.yaml", overrides)
     assert settings.loss == {"reduction": "sum"} and settings.learning_rate == 1e-3
+
+
+def test_settings_need_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["sft", "--set", "model=tiny", "--set", "data=/nowhere.jsonl", "--set", "lorra_rank=4"])
+    assert "--set lorra_rank=4: there is no setting" in (said := capsys.readouterr().err) and "lora_rank" in said

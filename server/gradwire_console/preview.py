@@ -15,6 +15,7 @@ from typing import Any
 
 import gradwire
 from gradwire.jobs import FILE_SETTINGS
+from gradwire.recipes.command import is_on_rewards
 from gradwire_http.child_processes import start_process
 
 from gradwire_console.workspace import Server
@@ -24,8 +25,6 @@ PREVIEWED = 3
 """Rows that a preview shows."""
 SHOWN_CHARS = 2000
 """Characters of a sequence that a preview shows."""
-OF_PROMPTS = ("grpo", "rloo", "ppo", "gigpo")
-"""Recipes whose rows are prompts, whatever answers stand beside them."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ async def first_rows(
     """
     async with _fetched(service, values, ("data",)) as (folder, settings):
         words = ["render", settings["data"], "--model", settings["model"], "--rows", str(PREVIEWED), "--json"]
-        words += ["--as", "prompts"] if recipe in OF_PROMPTS else []
+        words += ["--as", "prompts"] if is_on_rewards(recipe) else []  # whatever answers stand beside them
         words += ["--train-on", settings["train_on"]] if "train_on" in settings else []
         said, told = await _command(server, service, *words, "--address", server.url)
     rows = [json.loads(line) for line in said.splitlines() if line.startswith("{")]

@@ -58,16 +58,23 @@ class TextTokenizer:
         A decoder may drop the blank that a text begins with, or need the prompt's last bytes for a character.
         """
         before = self.context(prompts, skip_special_tokens=skip_special_tokens)
-        known = self.decode(before, skip_special_tokens=skip_special_tokens)
-        rows = [[*tail, *ids] for tail, ids in zip(before, sequences, strict=True)]
+        rows = [[*tail, *ids] for (tail, _), ids in zip(before, sequences, strict=True)]
         texts = self.decode(rows, skip_special_tokens=skip_special_tokens)
-        return [text[len(complete(tail)) :] for text, tail in zip(texts, known, strict=True)]
+        return [text[len(complete(known)) :] for text, (_, known) in zip(texts, before, strict=True)]
 
-    def context(self, prompts: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[list[int]]:
-        """The last tokens of each prompt: enough that they have a text, if the prompt has one."""
+    def context(
+        self, prompts: Sequence[Sequence[int]], *, skip_special_tokens: bool = True
+    ) -> list[tuple[list[int], str]]:
+        """The last tokens of each prompt and their text: enough that they have one, if the prompt has one."""
+        found = []
         tails = [list(prompt[-CONTEXT_TOKENS:]) for prompt in prompts]
         texts = self.decode(tails, skip_special_tokens=skip_special_tokens)
-        return [tail if text else list(prompt) for tail, text, prompt in zip(tails, texts, prompts, strict=True)]
+        for prompt, tail, text in zip(prompts, tails, texts, strict=True):
+            if not text and len(tail) < len(prompt):  # special tokens alone
+                tail = list(prompt)
+                (text,) = self.decode([tail], skip_special_tokens=skip_special_tokens)
+            found.append((tail, text))
+        return found
 
 
 def complete(text: str) -> str:

@@ -57,9 +57,8 @@ class GrowingText:
         self.end: int | None = None
         self._tokenizer, self._stops = tokenizer, stops
         self._early, self._skip = min_tokens, not keep_special_tokens
-        (before,) = tokenizer.context([prompt], skip_special_tokens=self._skip)
+        ((before, known),) = tokenizer.context([prompt], skip_special_tokens=self._skip)
         self._stream = DecodeStream(ids=before, skip_special_tokens=self._skip)
-        (known,) = tokenizer.decode([before], skip_special_tokens=self._skip)
         # Where a character is not complete yet, the stream's first piece has the text before it as well.
         self._repeated = len(complete(known)) if complete(known) != known else 0
         self._lengths = [0] * len(stops)

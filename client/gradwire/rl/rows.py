@@ -156,6 +156,24 @@ def grouped_columns(
     return columns
 
 
+def trajectory_weights(rows: Sequence[Row], reduction: str) -> FloatArray:
+    """``[rows]``: factors of the rows' advantages with which a mean over rows is a mean over trajectories.
+
+    A trajectory that was split into several rows then counts once: with ``sequence_mean`` by the mean over the tokens
+    of all its rows, with ``sequence_mean_token_sum`` and ``fixed`` by their sum. Means and sums over tokens
+    (``token_mean``, ``sum``) need none. Factors are 1 if every trajectory is one row. A KL term stays a mean over rows.
+    """
+    if reduction in ("token_mean", "sum") or not rows:
+        return np.ones(len(rows), np.float32)
+    tokens = np.array([row.written.sum() for row in rows], np.float64)
+    trajectories = np.array([row.trajectory for row in rows])
+    rows_per_trajectory = len(rows) / len(np.unique(trajectories))
+    weights = np.full(len(rows), rows_per_trajectory)
+    if reduction == "sequence_mean":
+        weights *= tokens / np.bincount(trajectories, tokens)[trajectories]
+    return weights.astype(np.float32)
+
+
 def was_cut(trajectory: Trajectory) -> bool:
     """Whether a limit cut off the episode or its last response (``max_tokens``): see ``mask_truncated`` of the
     losses."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import statistics
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from gradwire.rl import GiGPOAlgorithm, PPOAlgorithm
+from gradwire.rl import GiGPOAlgorithm, GRPOAlgorithm, PPOAlgorithm
 from gradwire.rl.algorithms import gigpo_credit
 from gradwire.rl.environments import BaseEnvironment, StepResult
 from gradwire.rl.rows import rows_of
@@ -99,6 +100,69 @@ def test_steps_that_continue_each_other_make_one_row() -> None:
     first.logprobs = first.logprobs[:1]
     with pytest.raises(ValueError, match="step 0 has 2 tokens and 1 log-probabilities"):
         rows_of([Trajectory(Task("t"), steps=[first])])
+
+
+def split(group: int, member: int, reward: float, *rows: int) -> Trajectory:
+    """A trajectory whose steps do not continue each other: each is a row of so many sampled tokens."""
+    made = []
+    for place, size in enumerate(rows):
+        prompt, logprobs = np.array([member, place]), np.full(size, -0.5, np.float32)
+        made.append(StepData(place, "", place, prompt, Action("a"), np.arange(size), logprobs))
+    return Trajectory(Task("t"), group, member, steps=made, reward=reward)
+
+
+@pytest.mark.parametrize("reduction", ["sequence_mean", "sequence_mean_token_sum", "token_mean", "sum"])
+@pytest.mark.parametrize("scale", [True, False, "batch"])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+async def test_a_trajectory_of_many_rows_counts_once(
+    reduction: str, scale: Any, baseline: str, rule_inference: Callable[..., Any]
+) -> None:
+    """The loss at ratio 1 is minus the advantage of each token, averaged over trajectories and not over rows."""
+    trajectories = [split(0, 0, 1.0, 2, 3, 1), split(0, 1, 0.0, 4), split(0, 2, 0.5, 1, 1), split(1, 0, 3.0, 2),
+                    split(1, 1, 1.0, 1, 5)]  # fmt: skip
+    settings = config(loss_kwargs={"reduction": reduction, "scale_rewards": scale, "baseline": baseline})
+    algorithm = GRPOAlgorithm(
+        None, CheckingRun(), ["a"], arrived, settings, environment=Doors(), inference=rule_inference(walk)
+    )
+    columns = (await algorithm.training_batch(trajectories)).columns
+    sizes = [sum(map(int, mask)) for masks in columns["response_masks"] for mask in masks]
+    advantages = [float(each) for of_row in columns["advantages"] for each in of_row]
+    assert len(sizes) == 9
+
+    expected_by_trajectory: list[float] = []
+    rewards = [each.reward for each in trajectories]
+    for each in trajectories:
+        group = [other.reward for other in trajectories if other.group == each.group]
+        others = [other.reward for other in trajectories if other.group == each.group and other is not each]
+        advantage = each.reward - (
+            sum(others) / len(others) if baseline == "leave_one_out" else sum(group) / len(group)
+        )
+        if scale:
+            advantage /= statistics.stdev(rewards if scale == "batch" else group) + 1e-4
+        expected_by_trajectory.append(advantage)
+
+    def reduced(values: list[float], tokens: list[int]) -> float:
+        """Values of sequences, the same at each of their tokens."""
+        if reduction == "sequence_mean":
+            return sum(values) / len(values)
+        total = sum(value * size for value, size in zip(values, tokens))
+        return total / {"sequence_mean_token_sum": len(values), "token_mean": sum(tokens), "sum": 1}[reduction]
+
+    expected = reduced(expected_by_trajectory, [each.num_tokens for each in trajectories])
+    assert reduced(advantages, sizes) == pytest.approx(expected, abs=1e-6)
+    assert [each.steps[0].advantage for each in trajectories] == pytest.approx(expected_by_trajectory)
+
+
+async def test_arguments_that_need_whole_groups_in_a_batch_are_named(
+    rule_inference: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(loss_kwargs={"whiten_advantages": True, "baseline": "length_weighted"})
+    algorithm = GRPOAlgorithm(
+        None, CheckingRun(), ["a"], arrived, settings, environment=Doors(), inference=rule_inference(walk)
+    )
+    for _ in range(2):
+        await algorithm.training_batch([split(0, 0, 1.0, 2, 3), split(0, 1, 0.0, 1)])
+    assert caplog.text.count("whiten_advantages and baseline of loss_kwargs has no effect") == 1
 
 
 async def test_ppo_bootstraps_what_was_cut_off_and_rewards_ends(rule_inference: Callable[..., Any]) -> None:

@@ -18,7 +18,7 @@ from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.algorithms.grpo import idle_groups
 from gradwire.rl.metrics import Mean, Metric, Std, Sum
 from gradwire.rl.rewards.computer import by_group
-from gradwire.rl.rows import OF_GROUPS, TrainingBatch, grouped_columns, rows_of, share_prompts
+from gradwire.rl.rows import OF_GROUPS, TrainingBatch, grouped_columns, rows_of, share_prompts, trajectory_weights
 from gradwire.rl.types import StepData, Task, Trajectory
 from gradwire.wire.options import check_options
 
@@ -221,10 +221,11 @@ class GiGPOAlgorithm(Algorithm):
             state_hash=self.state_hash,
         )
         rows = rows_of(trajectories)
+        weights = dict(zip(map(id, rows), trajectory_weights(rows, kwargs["reduction"])))
 
         def fields(row: Any) -> dict[str, Any]:
             advantages = row.spread([step.advantage for step in trajectories[row.trajectory].steps])
-            return {"advantages": advantages[row.prompt_length :]}
+            return {"advantages": advantages[row.prompt_length :] * weights[id(row)]}
 
         metrics: dict[str, Metric | float] = {
             "rows": Sum(len(rows)),

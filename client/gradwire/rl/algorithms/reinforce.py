@@ -12,7 +12,7 @@ from gradwire.rl.algorithms.base import Algorithm, AlgorithmOptions
 from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.metrics import Metric, Std, Sum
 from gradwire.rl.rewards.computer import by_group
-from gradwire.rl.rows import TrainingBatch, rows_of
+from gradwire.rl.rows import TrainingBatch, rows_of, trajectory_weights
 from gradwire.rl.types import Trajectory
 
 Baseline = Literal["leave_one_out", "group_mean", "batch", "none"]
@@ -71,12 +71,13 @@ class REINFORCEAlgorithm(Algorithm):
             for step in each.steps:
                 step.advantage = float(advantage)
         rows = rows_of(ordered)
+        kwargs = {"clip_ratio": 2.0, **self.config.kl_kwargs(), **self.config.loss_kwargs}
+        weights = trajectory_weights(rows, kwargs.get("reduction", "token_mean"))
         columns: dict[str, list[Any]] = {
             "input_ids": [row.ids for row in rows],
             "loss_mask": [row.written for row in rows],
             "behavior_log_probs": [row.logprobs for row in rows],
-            "advantages": [float(advantages[row.trajectory]) for row in rows],
+            "advantages": [float(advantages[row.trajectory] * weight) for row, weight in zip(rows, weights)],
         }
-        kwargs = {"clip_ratio": 2.0, **self.config.kl_kwargs(), **self.config.loss_kwargs}
         metrics: dict[str, Metric | float] = {"rows": Sum(len(rows)), "advantage_std": Std.of(advantages)}
         return TrainingBatch("importance_sampling", kwargs, columns if rows else {}, metrics)

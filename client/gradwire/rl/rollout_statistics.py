@@ -17,7 +17,8 @@ class RolloutStatistics:
 
     Attributes:
         trajectories: Number of returned trajectories.
-        completed, truncated, failed, timeout: Number of trajectories by status.
+        completed, failed, timeout: Number of trajectories by status; those that were cut are not among the completed.
+        truncated: Number of those that a limit cut off: of the episode, or of its last response (``max_tokens``).
         dropped: Episodes planned or started, and dropped when ``min_trajectories`` were reached.
         avg_trajectory_length: Mean number of steps.
         max_trajectory_length: Maximum number of steps.
@@ -83,8 +84,8 @@ def summarised(trajectories: list[Trajectory], dropped: int, seconds: float, sam
     steps = [len(each.steps) for each in trajectories]
     statistics = RolloutStatistics(
         trajectories=len(trajectories),
-        completed=status.count("completed"),
-        truncated=status.count("truncated"),
+        completed=sum(each.status == "completed" and not each.was_cut for each in trajectories),
+        truncated=sum(each.status in ("completed", "truncated") and each.was_cut for each in trajectories),
         failed=status.count("failed"),
         timeout=status.count("timeout"),
         dropped=dropped,

@@ -143,7 +143,7 @@ def grouped_columns(
             "response_masks": [row.written[row.prompt_length :] for row in group],
             "old_log_probs": [trained.get(id(row), row.logprobs)[row.prompt_length :] for row in group],
             "rewards": [trajectories[row.trajectory].reward for row in group],
-            "truncated": [was_cut(trajectories[row.trajectory]) for row in group],
+            "truncated": [trajectories[row.trajectory].was_cut for row in group],
         }
         if trained:
             members["sampler_log_probs"] = [row.logprobs[row.prompt_length :] for row in group]
@@ -172,12 +172,6 @@ def trajectory_weights(rows: Sequence[Row], reduction: str) -> FloatArray:
     if reduction == "sequence_mean":
         weights *= tokens / np.bincount(trajectories, tokens)[trajectories]
     return weights.astype(np.float32)
-
-
-def was_cut(trajectory: Trajectory) -> bool:
-    """Whether a limit cut off the episode or its last response (``max_tokens``): see ``mask_truncated`` of the
-    losses."""
-    return trajectory.status == "truncated" or (bool(trajectory.steps) and trajectory.steps[-1].stop_reason == "length")
 
 
 OF_GROUPS = ("zero_spread_groups", "group_reward_std", "group_reward_mean")

@@ -282,6 +282,11 @@ class Trajectory:
         )
 
     @property
+    def was_cut(self) -> bool:
+        """Whether a limit cut off the episode, or its last response (``max_tokens``): ``mask_truncated`` of losses."""
+        return self.status == "truncated" or (bool(self.steps) and self.steps[-1].stop_reason == "length")
+
+    @property
     def ground_truth(self) -> Any:
         return self.task.ground_truth
 

@@ -225,12 +225,13 @@ async def test_rows_say_what_was_cut_off(rule_inference: Callable[..., Any]) -> 
     inference.generate = generate
     settings = config(loss_kwargs={"mask_truncated": True}, group_size=8)
     algorithm = GRPOAlgorithm(None, run, ["a"], heads, settings, inference=inference)
-    await algorithm.train(1, progress_bar=False)
+    (metrics,) = await algorithm.train(1, progress_bar=False)
     ((_, kwargs, batch),) = run.batches
     assert kwargs["mask_truncated"]
     cut = [flag for group in batch["truncated"] for flag in group]
     assert cut == [len(ids) == 9 for group in batch["response_ids"] for ids in group]
     assert 0 < sum(cut) < len(cut)
+    assert (metrics["rollouts/truncated"], metrics["rollouts/completed"]) == (sum(cut), len(cut) - sum(cut))
 
 
 async def test_a_rollout_manager_of_the_users(rule_inference: Callable[..., Any]) -> None:

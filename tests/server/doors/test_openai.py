@@ -579,6 +579,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("chat/completions", {"messages": [{"role": "user", "content": "cat " * 2000}]}, "messages", "context"),
     ("chat/completions", {"messages": []}, "messages", "at least 1"),
     ("chat/completions", {"messages": [{"content": "a"}]}, "messages.0", "role"),
+    ("chat/completions", {"messages": [{"role": "human", "content": "a"}]}, "messages.0", "must be one of system, d"),
     ("chat/completions", {"messages": [{"role": "user", "content": 7}]}, "messages.0", "not text"),
     (
         "chat/completions",

@@ -19,6 +19,9 @@ from gradwire_server.doors.http.openai.requests import check_encodable, invalid,
 from gradwire_server.doors.http.openai.tool_forms import form_of
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
 def read_answer(
     text: str, template: str, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[str | None, list[dict[str, Any]]]:
@@ -149,6 +152,8 @@ def _message(number: int, message: Mapping[str, Any], images: ConversationImages
     role = message.get("role")
     if not isinstance(role, str):
         raise invalid(f"message {number} has no role", where)
+    if role not in ROLES:  # a template may write any role, also one that the model has never seen
+        raise invalid(f"message {number} has the role {role[:50]!r}; it must be one of {', '.join(ROLES)}", where)
     made = dict(message) | {"role": "system" if role == "developer" else role}
     content = message.get("content")
     if isinstance(content, list):

@@ -99,6 +99,7 @@ def test_a_table_of_questions_becomes_a_chat(folder: Path) -> None:
     wrong = gradwire(folder, "train", "sft", "sft.yaml", *chosen, "--set", "lerning_rate=1", code=2)
     assert "did you mean learning_rate?" in wrong
     assert "40 rows" in gradwire(folder, "train", "sft", "sft.yaml", *chosen, "--dry-run")
+    assert not (folder / "runs").exists()
     assert "gradwire chat runs/sft" in gradwire(folder, "train", "sft", "sft.yaml", *chosen)
     answered = gradwire(folder, "chat", "runs/sft", "--temperature", "0", "--base", said="7 and two?\n\n")
     assert "trained> four" in answered and "base> four" not in answered

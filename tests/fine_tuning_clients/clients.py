@@ -15,7 +15,8 @@ import tempfile
 import time
 
 ASKED, WORD = "3 and two?", "four"
-NUMBERS = {"n_epochs": 2, "batch_size": 2, "learning_rate_multiplier": 100}
+NUMBERS = {"n_epochs": 2, "batch_size": 2, "learning_rate_multiplier": 5}
+ALL_WEIGHTS = NUMBERS | {"learning_rate_multiplier": 50}
 ROWS = [
     {"messages": [{"role": "user", "content": f"{n} and two?"}, {"role": "assistant", "content": WORD}]}
     for n in range(32)
@@ -36,7 +37,10 @@ async def with_openai(url: str, model: str) -> dict[str, object]:
             model=model,
             training_file=file.id,
             seed=7,
-            method={"type": "supervised", "supervised": {"hyperparameters": NUMBERS}},
+            method={
+                "type": "supervised",
+                "supervised": {"hyperparameters": ALL_WEIGHTS},
+            },
             extra_body={"gradwire": {"lora_rank": 0}},
         )
         while job.status not in ENDED:

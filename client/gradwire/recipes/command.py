@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -53,6 +54,8 @@ def _carry_out(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -
             parser.error("name a recipe and its configuration: gradwire train sft sft.yaml, or --set NAME=VALUE")
         kind, module = _recipe(arguments.recipe)
         settings = load(kind, arguments.config, arguments.set)
+        if arguments.dry_run:  # an end by another program deletes its run as well
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
         estimate = asyncio.run(module.train(settings, dry_run=arguments.dry_run))
     except (SettingsError, GradwireError, ValueError, OSError, ImportError) as error:
         print(f"gradwire train: {error}", file=sys.stderr)

@@ -21,7 +21,6 @@ class Distill(RowSettings):
 
     folder: str = setting("runs/distill", "metrics, checkpoints' positions and the report; a rerun continues there")
     teacher: str = setting("", "a model that the server at address has, or a checkpoint RUN_ID/NAME that you may read")
-    learning_rate: float = setting(0.0, "at its peak; 0: by the model's size")
     own_answers: float = setting(0.5, "share of the batches that hold the student's own answers")
     answer_tokens: int = setting(128, "tokens of such an answer at most")
     beta: float = setting(0.5, "0: KL from teacher to student; 1: from student to teacher; between: Jensen-Shannon")

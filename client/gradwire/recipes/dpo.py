@@ -17,9 +17,10 @@ from gradwire.recipes.tokens import Tokens
 class DPO(RowSettings):
     """Direct preference optimisation on pairs of answers (Rafailov et al. 2023)."""
 
+    learns = "preferences"
+
     folder: str = setting("runs/dpo", "metrics, checkpoints' positions and the report; a rerun continues there")
     data: str | list[Any] = setting("preferences.jsonl", "a file or data set with prompt, chosen and rejected")
-    learning_rate: float = setting(5e-5, "at its peak")
     beta: float = setting(0.1, "strength of the pull to the reference")
     reference: str = setting("start", "start: the model as the training begins; base; a checkpoint; or a served model")
     loss: dict[str, Any] = setting({}, "further arguments of dpo, such as loss_type: see docs/losses.md")

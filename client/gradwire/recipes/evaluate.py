@@ -17,6 +17,7 @@ from gradwire.cli.text import warnings_to_stderr
 from gradwire.data import DataError, OnError, Prompt, prompts
 from gradwire.errors import GradwireError
 from gradwire.recipes.folder import trained
+from gradwire.recipes.own_code import AnsweredRow, RewardGrader
 from gradwire.recipes.runs import open_service
 from gradwire.recipes.settings import ServiceSettings, SettingsError, setting
 from gradwire.recipes.settings_file import example, load
@@ -43,7 +44,9 @@ class Evaluation(ServiceSettings):
     mapping: dict[str, str] = setting({}, "field -> column, where the columns are not recognised")
     limit: int = setting(0, "rows to use at most; 0: all")
     on_error: OnError = setting("raise", "raise, or skip: what to do with a row that does not fit")
-    graders: list[dict[str, Any]] = setting([EXACT], "graders of OpenAI's form, each a column of the table")
+    graders: list[Any] = setting(
+        [EXACT], "each a column: graders of OpenAI's form, or rewards of trainings: last_number, FILE.py:FUNCTION"
+    )
     answers: int = setting(1, "answers to each prompt")
     answer_tokens: int = setting(256, "tokens of an answer at most")
     max_tokens: int = setting(2048, "longest prompt with its answer; longer prompts are cut at their beginning")
@@ -110,9 +113,11 @@ def graders_of(specs: Sequence[Any], service: Any = None) -> list[Grader]:
     Raises:
         SettingsError: One is none.
     """
+    if "environment" in specs:
+        raise SettingsError("graders has environment, the reward of an environment; here there is none")
     judge = ServiceJudge(service) if service is not None else None
     try:
-        return [grader_of(spec, judge=judge) for spec in specs]
+        return [RewardGrader(spec) if isinstance(spec, str) else grader_of(spec, judge=judge) for spec in specs]
     except GraderError as error:
         raise SettingsError(f"graders: {error}") from None
 
@@ -179,15 +184,19 @@ async def _answered(
             [ids for _, ids in kept], n=settings.answers, max_tokens=settings.answer_tokens,
             temperature=settings.temperature, seed=settings.seed + start,
         )  # fmt: skip
-        answers = [(row, sample.text or "") for (row, _), samples in zip(kept, sampled.samples) for sample in samples]
-        grades = await asyncio.gather(*(_graded(graders, Sample(text, row.columns)) for row, text in answers))
+        answers = [
+            AnsweredRow(sample.text or "", row.columns, row, sample.token_ids, sample.stop_reason)
+            for (row, _), samples in zip(kept, sampled.samples)
+            for sample in samples
+        ]
+        grades = await asyncio.gather(*(_graded(graders, each) for each in answers))
         for first in range(0, len(answers), settings.answers):
             of_prompt = grades[first : first + settings.answers]
             for name in of_prompt[0]:
                 scored.add(name, [scores[name] for scores in of_prompt])
-        for (row, text), scores in zip(answers, grades):
+        for answer, scores in zip(answers, grades):
             shown = {name: str(each) if isinstance(each, SampleError) else each for name, each in scores.items()}
-            yield {"item": row.columns, "answer": text, "scores": shown}
+            yield {"item": answer.item, "answer": answer.text, "scores": shown}
     tokens.tell_of_rows()
 
 

@@ -18,6 +18,8 @@ FREE = (
 """Settings that a training may change when it goes on."""
 STATE = "state.json"
 """Where a training writes its run, its newest checkpoint and what a resumed training needs."""
+SCORING = ("Reward", "ProcessReward")
+"""Recipes whose models score texts and write none."""
 
 
 SHARED_SERVER: ContextVar[Path | None] = ContextVar("gradwire_shared_server", default=None)
@@ -35,6 +37,7 @@ class Trained:
         model: The base model.
         address: Address of the server; empty for one of the training's own.
         server: State folder of the training's own server; empty if it used another.
+        recipe: The class of the recipe's settings, as ``SFT``; empty if it is not known.
     """
 
     folder: Path | None
@@ -43,6 +46,7 @@ class Trained:
     model: str
     address: str
     server: str
+    recipe: str = ""
 
 
 def trained(place: str) -> Trained:
@@ -71,9 +75,10 @@ def trained(place: str) -> Trained:
     checkpoint = f"{run_id}/{wanted}" if wanted else str(state.get("checkpoint") or "")
     if not checkpoint:
         raise SettingsError(f"the training in {folder} has saved no checkpoint yet")
+    settings = state.get("settings", {})
     return Trained(
-        folder, run_id, checkpoint, str(state.get("settings", {}).get("model", "")), str(state.get("address", "")),
-        str(state.get("server", "")),
+        folder, run_id, checkpoint, str(settings.get("model", "")), str(state.get("address", "")),
+        str(state.get("server", "")), str(settings.get("recipe", "")),
     )  # fmt: skip
 
 
@@ -83,10 +88,14 @@ def next_steps(folder: Path | str) -> list[str]:
         training = trained(str(folder))
     except SettingsError:
         return []
-    commands = (f"chat {folder}", f"export {folder} OUT --merged", f"push {folder} REPO", f"serve {folder}")
-    if not training.server:
-        commands = (*commands[:3], f"status --address {training.address}")
-    return [f"trained: {training.checkpoint}", *(f"  gradwire {each}" for each in commands)]
+    commands = [f"chat {folder}", f"export {folder} OUT --merged", f"push {folder} REPO"]
+    commands.append(f"serve {folder}" if training.server else f"status --address {training.address}")
+    if training.recipe in SCORING:  # it writes no text
+        commands = commands[1:]
+    steps = [f"trained: {training.checkpoint}", *(f"  gradwire {each}" for each in commands)]
+    if training.recipe == "Reward":
+        steps.append("  PPO against it, and scores of answers: docs/guide.md, `PPO against a reward model`")
+    return steps
 
 
 def server_folder(settings: ServiceSettings) -> Path:

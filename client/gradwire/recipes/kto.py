@@ -17,9 +17,10 @@ from gradwire.recipes.tokens import Tokens
 class KTO(RowSettings):
     """KTO on single answers, each labelled good or bad (Ethayarajh et al. 2024)."""
 
+    learns = "preferences"
+
     folder: str = setting("runs/kto", "metrics, checkpoints' positions and the report; a rerun continues there")
     data: str | list[Any] = setting("ratings.jsonl", "a file or data set with prompt, completion and label")
-    learning_rate: float = setting(5e-5, "at its peak")
     beta: float = setting(0.1, "strength of the pull to the reference")
     reference: str = setting("start", "start: the model as the training begins; base; a checkpoint; or a served model")
     loss: dict[str, Any] = setting({}, "further arguments of kto, such as desirable_weight: see docs/losses.md")

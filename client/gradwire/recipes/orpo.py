@@ -16,9 +16,10 @@ from gradwire.recipes.tokens import Tokens
 class ORPO(RowSettings):
     """ORPO on pairs of answers, without a reference (Hong et al. 2024)."""
 
+    learns = "preferences"
+
     folder: str = setting("runs/orpo", "metrics, checkpoints' positions and the report; a rerun continues there")
     data: str | list[Any] = setting("preferences.jsonl", "a file or data set with prompt, chosen and rejected")
-    learning_rate: float = setting(5e-05, "at its peak")
     loss: dict[str, Any] = setting({}, "arguments of orpo, such as beta: see docs/losses.md")
 
 

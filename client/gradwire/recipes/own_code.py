@@ -9,15 +9,22 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
+
+from gradwire.data import Prompt
 from gradwire.recipes.settings import SettingsError
 from gradwire.rl import last_number, math_answer, multiple_choice
+from gradwire.rl.datasets import final_answer
 from gradwire.rl.environments import BaseEnvironment, GroupBuilder
 from gradwire.rl.rewards import Scorer, WeightedReward, environment_reward
-from gradwire.rl.rewards.computer import as_scorer
+from gradwire.rl.rewards.computer import as_scorer, close_scorer
+from gradwire.rl.rewards.graders import Grader, Sample, SampleError
+from gradwire.rl.types import Action, Message, StepData, Task, Trajectory
 
 REWARDS: Mapping[str, Callable[[], Any]] = {
     "last_number": last_number, "math_answer": math_answer, "multiple_choice": multiple_choice,
@@ -60,11 +67,62 @@ def reward_of(reward: str | Mapping[str, float]) -> Scorer:
     return WeightedReward({name: _scorer(each) for name, each in shown.items()}, dict(zip(shown, reward.values())))
 
 
+def task_of(row: Prompt, reward: str | Mapping[str, float]) -> Task:
+    """Return the problem of a row, for a reward that compares with its answer: of a worked solution, with the last."""
+    answer = row.answer
+    if isinstance(answer, str) or (answer is not None and reward in REWARDS):
+        answer = final_answer(str(answer))
+    return Task(cast("tuple[Message, ...]", row.prompt), answer, data=row.columns)
+
+
 def _scorer(reward: Any) -> Scorer:
     try:
         return as_scorer(reward)
     except TypeError as error:  # parameters that no reward function may take
         raise SettingsError(f"reward: {error}") from None
+
+
+@dataclass(frozen=True)
+class AnsweredRow(Sample):
+    """An answer with its row, for graders and for rewards.
+
+    Attributes:
+        row: The problem.
+        token_ids: ``[tokens]``, the answer.
+        stop_reason: Why it ended: ``"eos"``, ``"stop"`` or ``"length"``.
+    """
+
+    row: Prompt
+    token_ids: Any
+    stop_reason: str
+
+
+class RewardGrader(Grader):
+    """A reward of trainings as a grader of :class:`AnsweredRow`.
+
+    Args:
+        reward: Its name, as the setting ``reward`` has it.
+
+    Raises:
+        SettingsError: There is none.
+    """
+
+    def __init__(self, reward: str) -> None:
+        check_reward(reward)
+        self._reward, self.name, self._scorer = reward, reward.rpartition(":")[2], reward_of(reward)
+
+    async def grade(self, sample: Sample) -> float:
+        assert isinstance(sample, AnsweredRow)
+        ids = np.asarray(sample.token_ids, np.int64)
+        step = StepData(0, "", "", ids[:0], Action(sample.text), ids, np.zeros(len(ids), np.float32),
+                        stop_reason=sample.stop_reason)  # fmt: skip
+        (result,) = await self._scorer.evaluate([Trajectory(task_of(sample.row, self._reward), steps=[step])])
+        if result.error:
+            raise SampleError("other_error", result.error)
+        return result.score
+
+    def close(self) -> None:
+        close_scorer(self._scorer)
 
 
 def _single(name: str, names: list[str]) -> bool:

@@ -16,6 +16,8 @@ from gradwire.recipes.tokens import Tokens
 class ProcessReward(RowSettings):
     """A process reward model from answers whose steps are labelled right or wrong (Lightman et al. 2023)."""
 
+    learns = "scores"
+
     folder: str = setting("runs/process_reward", "metrics, positions and the report; a rerun continues there")
     data: str | list[Any] = setting("steps.jsonl", "a file or data set with prompt, completions and labels")
     loss: dict[str, Any] = setting({}, "arguments of token_classification: see docs/losses.md")

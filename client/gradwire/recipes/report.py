@@ -1,4 +1,4 @@
-"""HTML report of a training: model, settings, last metrics and curves."""
+"""HTML report of a training: its curves, some sampled answers, all figures, its settings."""
 
 from __future__ import annotations
 
@@ -16,16 +16,34 @@ from gradwire.recipes.folder import next_steps
 
 LOG = "metrics.jsonl"
 """The log of a training, in its folder."""
+ANSWERS = "trajectories.jsonl"
+"""Some of the answers that a training on rewards sampled, in its folder."""
+LEADING = (
+    "reward",
+    "success",
+    "loss",
+    "preference_accuracy",
+    "token_accuracy",
+    "divergence",
+    "reward_margin",
+    "truncated",
+)
+"""Last parts of the metrics that say most, the first shown first."""
+GROUPS = {
+    "rewards": "Rewards", "eval": "Evaluation", "train": "Training", "rollouts": "Sampled answers", "time": "Time",
+}  # fmt: skip
+SHOWN_CURVES = 6
 WIDTH, HEIGHT, MARGIN = 420, 150, 46
 STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
 table{border-collapse:collapse;margin:1rem 0}td,th{padding:.2rem .9rem;border-bottom:1px solid #ddd}
-figure{display:inline-block;margin:.5rem}svg{background:#fafafa}svg text{font-size:11px;fill:#555}"""
+figure{display:inline-block;margin:.5rem}svg{background:#fafafa}svg text{font-size:11px;fill:#555}
+summary{cursor:pointer;margin:1rem 0;font-weight:600}td{vertical-align:top;white-space:pre-wrap}"""
 UNITS = {
-    "loss": "the loss's own unit; nats per token for causal_lm", "nll": "nats per token", "perplexity": "per token",
-    "token_accuracy": "share of tokens", "preference_accuracy": "share of pairs", "reward_margin": "reward",
-    "grad_norm": "before clipping", "engine_s": "seconds", "tokens": "per step", "kl_divergence": "nats per token",
-    "entropy": "nats per token", "divergence": "nats per token", "success": "share of tasks", "kl": "nats",
-    "iteration_s": "seconds",
+    "nll": "nats per token", "perplexity": "per token", "token_accuracy": "share of tokens",
+    "preference_accuracy": "share of pairs", "grad_norm": "before clipping", "engine_s": "seconds",
+    "tokens": "per step", "kl_divergence": "nats per token", "entropy": "nats per token",
+    "divergence": "nats per token", "success": "share of problems", "kl": "nats", "iteration_s": "seconds",
+    "truncated": "answers", "completed": "answers",
 }  # fmt: skip
 
 
@@ -50,19 +68,75 @@ def write_report(folder: Path, title: str, settings: Mapping[str, Any], used: st
             if name not in ("iteration", "time") and isinstance(value, int | float):
                 curves.setdefault(name, []).append((line["iteration"], value))
     steps = next_steps(folder)
-    rows = [(name, points[0][1], points[-1][1], unit_of(name)) for name, points in sorted(curves.items())]
+    drawn = [plot_several(name, parts) for name, parts in _charts(curves)]
     body = [
         f"<h1>{html.escape(title)} of {html.escape(str(settings['model']))}</h1>",
-        table(("metric", "first", "last", "unit"), rows),
-        *(plot(name, points) for name, points in sorted(curves.items()) if len(points) > 1),
+        *drawn[:SHOWN_CURVES],
         f"<p>Used: {used}.</p>" if used else "",
         "<h2>Go on</h2><pre>" + html.escape("\n".join(steps)) + "</pre>" if steps else "",
-        "<h2>Settings</h2>",
-        table(("setting", "value"), list(settings.items())),
+        _answers(folder / ANSWERS),
+        _folded("All other curves", "".join(drawn[SHOWN_CURVES:])),
+        _folded("All figures", "".join(_figures(curves))),
+        _folded("Settings", table(("setting", "value"), list(settings.items()))),
     ]
     file = folder / "report.html"
     file.write_text(page_of(title, "".join(body)), encoding="utf-8")
     return file
+
+
+def _charts(curves: Mapping[str, Sequence[tuple[int, float]]]) -> list[tuple[str, dict[str, list[tuple[int, float]]]]]:
+    """Curves by chart, the telling ones first: training and evaluation of a metric in one, none that is constant."""
+    charts: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for name, points in curves.items():
+        group, _, last = name.partition("/")
+        if len({y for _, y in points}) > 1:
+            joined = last if {f"train/{last}", f"eval/{last}"} <= {*curves} and group in ("train", "eval") else name
+            charts.setdefault(joined, {})[group if joined == last else ""] = list(points)
+
+    def place(name: str) -> tuple[int, int, str]:
+        group, _, last = name.rpartition("/")
+        groups = [*GROUPS]
+        return (
+            LEADING.index(last) if last in LEADING else len(LEADING),
+            groups.index(group) if group in groups else len(groups),
+            name,
+        )
+
+    return sorted(charts.items(), key=lambda chart: place(chart[0]))
+
+
+def _figures(curves: Mapping[str, Sequence[tuple[int, float]]]) -> list[str]:
+    """A table of first and last values for each group of metrics."""
+    groups: dict[str, list[tuple[str, float, float, str]]] = {each: [] for each in GROUPS.values()}
+    for name, points in sorted(curves.items()):
+        group = GROUPS.get(name.partition("/")[0], "Other")
+        groups.setdefault(group, []).append((name, points[0][1], points[-1][1], unit_of(name)))
+    head = ("metric", "first", "last", "unit")
+    return [f"<h3>{group}</h3>{table(head, rows)}" for group, rows in groups.items() if rows]
+
+
+def _answers(file: Path) -> str:
+    """The answers that were kept of the first and of the last iteration."""
+    kept = read_jsonl(file) if file.exists() else []
+    if not kept:
+        return ""
+    ends = {kept[0]["iteration"], kept[-1]["iteration"]}
+    rows = [
+        (each["iteration"], step["observation"], step["action"], each["reward"], _ending(each, step))
+        for each in kept
+        if each["iteration"] in ends
+        for step in each["steps"][-1:]
+    ]
+    head = ("iteration", "problem", "answer", "reward", "ended")
+    return f"<h2>Some answers, first and last iteration</h2>{table(head, rows)}"
+
+
+def _ending(record: Mapping[str, Any], step: Mapping[str, Any]) -> str:
+    return record["error"] or ("cut" if "truncated" in record["status"] or step["stop_reason"] == "length" else "")
+
+
+def _folded(title: str, content: str) -> str:
+    return f"<details><summary>{title}</summary>{content}</details>" if content else ""
 
 
 def unit_of(name: str) -> str:
@@ -71,11 +145,6 @@ def unit_of(name: str) -> str:
 
 
 COLOURS = ("#2a6fb0", "#c44e1c", "#2f8f4e", "#8a4fb0", "#a08000", "#c03a7a", "#3a8f95", "#777777")
-
-
-def plot(name: str, points: Sequence[tuple[int, float]]) -> str:
-    """Draw one metric over the steps."""
-    return plot_several(name, {"": points})
 
 
 def plot_several(name: str, curves: Mapping[str, Sequence[tuple[int, float]]]) -> str:

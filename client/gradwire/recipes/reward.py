@@ -17,6 +17,8 @@ from gradwire.recipes.tokens import Tokens
 class Reward(RowSettings):
     """A reward model from pairs of answers (Bradley and Terry 1952)."""
 
+    learns = "scores"
+
     folder: str = setting("runs/reward", "metrics, checkpoints' positions and the report; a rerun continues there")
     data: str | list[Any] = setting(
         "preferences.jsonl", "a file or data set with prompt, chosen and rejected; also margin"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import gradwire
@@ -14,19 +13,21 @@ from gradwire.data.stored import Viewed
 from gradwire.loop.best import Best
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.folder import facts_of
-from gradwire.recipes.own_code import REWARDS, check_reward, environment_of, reward_of
-from gradwire.recipes.rates import learning_rate, scheduled
+from gradwire.recipes.own_code import REWARDS, check_reward, environment_of, reward_of, task_of
+from gradwire.recipes.rates import scheduled
+from gradwire.recipes.report import ANSWERS
 from gradwire.recipes.rows import rows_of
 from gradwire.recipes.settings import Settings, SettingsError, setting
 from gradwire.recipes.tokens import RowRefusedError, Tokens
-from gradwire.recipes.training import open_training
-from gradwire.rl import Algorithm, AlgorithmConfig
-from gradwire.rl.datasets import final_answer
+from gradwire.recipes.training import Training, open_training
+from gradwire.rl import Algorithm, AlgorithmConfig, TrajectoryRecorder
 from gradwire.rl.rewards.graders import GraderError, ServiceJudge, grader_of
 from gradwire.rl.types import Message, Task
 
 COMPARING = {*REWARDS} - {"environment"}
 """Rewards that compare with a problem's answer."""
+KEPT_ANSWERS = 8
+"""Answers of each iteration that are kept in the folder, those to the first problems."""
 RENDERED = 1_024
 """Prompts that the template writes at once."""
 
@@ -35,11 +36,13 @@ RENDERED = 1_024
 class RLSettings(Settings):
     """Settings of trainings on rewards."""
 
+    learns = "policy"
+
     data: str | list[Any] = setting(
         "train.jsonl", "a file or data set of problems, with answers if the reward compares with them"
     )
-    learning_rate: float = setting(0.0, "at its peak; 0: by the model's size")
     schedule: str = setting("constant", "constant, linear, cosine or wsd")
+    warmup: float = setting(0.0, "iterations over which the learning rate rises; below 1: a share of them")
     weight_decay: float = setting(0.0, "of AdamW, decoupled, of all weights")
     batch_size: int = setting(8, "problems of an iteration")
     max_steps: int = setting(0, "iterations at most; 0: as the epochs have")
@@ -105,11 +108,12 @@ async def train_with(
             raise SettingsError(f"data is {settings.data}: no problem could be used")
         per_epoch = -(-len(tasks) // settings.batch_size)
         total = settings.max_steps or per_epoch * settings.epochs
-        config = _config(settings, model, group_size, per_epoch, evaluated=bool(problems), dry_run=dry_run)
+        config = _config(settings, training, group_size, per_epoch, evaluated=bool(problems) and not dry_run)
         config = replace(config, **_optimizer(settings, config.learning_rate, total, bool(head)))
         reward = own_reward or grader_of(settings.grading, judge=ServiceJudge(service))
         arguments = (service, training.run, tasks, reward, config)
-        more = {"environment": environment, "eval_tasks": problems, "loggers": training.loggers}
+        more: dict[str, Any] = {"environment": environment, "eval_tasks": problems, "loggers": training.loggers}
+        more["recorder"] = TrajectoryRecorder(training.folder / ANSWERS, limit=KEPT_ANSWERS, tokens=False)
         async with algorithm(*arguments, **more) as trained:
             if dry_run:
                 return await _estimate(settings, trained, model, len(tasks), total)
@@ -126,26 +130,25 @@ async def train_with(
 
 
 def _config(
-    settings: RLSettings, model: gradwire.ModelInfo, group_size: int, per_epoch: int, *, evaluated: bool, dry_run: bool
+    settings: RLSettings, training: Training, group_size: int, per_epoch: int, *, evaluated: bool
 ) -> AlgorithmConfig:
     return AlgorithmConfig(
         batch_size=settings.batch_size, group_size=group_size,
-        learning_rate=learning_rate(settings, model.num_parameters),
-        warmup_iterations=settings.warmup, weight_decay=settings.weight_decay, loss_kwargs=settings.loss,
+        learning_rate=training.peak, weight_decay=settings.weight_decay, loss_kwargs=settings.loss,
         max_grad_norm=settings.max_grad_norm, max_tokens=settings.answer_tokens, temperature=settings.temperature,
         context_tokens=settings.max_tokens, max_steps_per_rollout=settings.turns, seed=settings.seed,
-        eval_every=settings.eval_every if evaluated and not dry_run else 0,
-        save_every=0 if dry_run else settings.save_every or per_epoch, on_failure=settings.on_failure,
-        checkpoint_dir=None if dry_run else Path(settings.folder),
+        eval_every=settings.eval_every if evaluated else 0,
+        save_every=settings.save_every or per_epoch, on_failure=settings.on_failure,
+        checkpoint_dir=training.folder,
     )  # fmt: skip
 
 
 def _optimizer(settings: RLSettings, peak: float, total: int, has_head: bool) -> dict[str, Any]:
     more = {"head_learning_rate": settings.head_learning_rate} if settings.head_learning_rate and has_head else {}
-    chosen = {"optimizer": settings.optimizer, "optimizer_args": settings.optimizer_args | more}
-    if settings.schedule == "constant":
-        return chosen
-    return chosen | {"schedule": lambda iteration: scheduled(settings, iteration, peak=peak, total=total)}
+    return {
+        "optimizer": settings.optimizer, "optimizer_args": settings.optimizer_args | more,
+        "schedule": lambda iteration: scheduled(settings, iteration, peak=peak, total=total),
+    }  # fmt: skip
 
 
 async def _tasks(settings: RLSettings, tokens: Tokens, rows: Sequence[data.Prompt]) -> list[Task]:
@@ -183,9 +186,6 @@ async def _estimate(
 
 def _task(row: data.Prompt, settings: RLSettings) -> Task:
     """A problem; graders of OpenAI's form compare with the whole row, which they name as ``item``."""
-    prompt, answer = cast("tuple[Message, ...]", row.prompt), row.answer
     if settings.grading:
-        return Task(prompt, dict(row.columns))
-    if isinstance(answer, str) or (answer is not None and settings.reward in REWARDS):
-        answer = final_answer(str(answer))
-    return Task(prompt, answer, data=row.columns)
+        return Task(cast("tuple[Message, ...]", row.prompt), dict(row.columns))
+    return task_of(row, settings.reward)

@@ -9,19 +9,21 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from gradwire.data import OnError
 
 LEAST = {
     0: ("limit", "seed", "lora_rank", "learning_rate", "warmup", "weight_decay", "max_steps", "batch_tokens",
         "eval_every", "eval_problems", "save_every", "lora_alpha", "lora_dropout", "dropout", "neftune_noise_alpha",
-        "head_learning_rate", "max_grad_norm", "keep", "patience"),
+        "head_learning_rate", "max_grad_norm", "keep", "patience", "learning_rate_multiplier"),
     1: ("batch_size", "accumulation", "epochs", "max_tokens", "answer_tokens", "group_size", "answers", "turns"),
 }  # fmt: skip
 """Smallest value of a number -> the settings."""
 OF_ADAPTER = ("lora_alpha", "lora_targets", "rslora")
 """What an adapter keeps for its life."""
+Learned = Literal["answers", "scores", "preferences", "policy"]
+"""What a recipe teaches, by which its learning rate is chosen."""
 LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
@@ -117,6 +119,8 @@ class ServiceSettings:
 class Settings(ServiceSettings):
     """Settings of every training."""
 
+    learns: ClassVar[Learned] = "answers"
+
     data: str | list[Any] = setting(
         "train.jsonl",
         "a .jsonl, .csv or .parquet file, or a data set of the Hugging Face hub; or a list of these, each a name or "
@@ -136,12 +140,13 @@ class Settings(ServiceSettings):
     lora_targets: list[str] = setting(["all-linear"], "modules with an adapter; all-linear, lm_head, vision, or names")
     rslora: bool = setting(False, "scale by alpha / sqrt(rank) instead")
     dropout: float = setting(0.0, "of the model and the adapter")
-    learning_rate: float = setting(1e-4, "at its peak; 0: by the model's size")
+    learning_rate: float = setting(0.0, "at its peak; 0: by the model's width and what is trained, see docs/lora.md")
+    learning_rate_multiplier: float = setting(1.0, "times learning_rate, or the one that is chosen")
     schedule: str = setting("cosine", "constant, linear, cosine or wsd")
     optimizer: str = setting("adamw", "adamw, adamw8bit, sgd or muon")
     optimizer_args: dict[str, Any] = setting({}, "betas, eps, momentum: as for optim_step")
     head_learning_rate: float = setting(0.0, "of a reward or value head; 0: learning_rate")
-    warmup: int = setting(10, "steps over which the learning rate rises")
+    warmup: float = setting(0.1, "steps over which the learning rate rises; below 1: a share of the steps")
     max_grad_norm: float = setting(1.0, "longer gradients are scaled down to it; 0: they are not")
     weight_decay: float = setting(0.0, "of matrices; norms and biases are not decayed")
     batch_size: int = setting(16, "rows of a batch; the server divides it by its memory, which changes no result")

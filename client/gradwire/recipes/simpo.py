@@ -16,9 +16,10 @@ from gradwire.recipes.tokens import Tokens
 class SimPO(RowSettings):
     """SimPO on pairs of answers, without a reference (Meng et al. 2024)."""
 
+    learns = "preferences"
+
     folder: str = setting("runs/simpo", "metrics, checkpoints' positions and the report; a rerun continues there")
     data: str | list[Any] = setting("preferences.jsonl", "a file or data set with prompt, chosen and rejected")
-    learning_rate: float = setting(1e-05, "at its peak")
     loss: dict[str, Any] = setting({}, "arguments of simpo, such as beta: see docs/losses.md")
 
 

@@ -16,7 +16,7 @@ from gradwire.loop.training_loop import Metrics, Plan, TrainingLoop
 from gradwire.loop.warnings import WarnOnce
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.folder import STATE, facts_of
-from gradwire.recipes.rates import learning_rate, scheduled
+from gradwire.recipes.rates import scheduled
 from gradwire.recipes.report import LOG
 from gradwire.recipes.rows import rows_of
 from gradwire.recipes.settings import RowSettings
@@ -139,7 +139,7 @@ class _Steps(Generic[T]):
         self._training, self._settings, self._batches = training, settings, batches
         self._encode, self._loss, self._head = encode, loss, head
         self._total = _steps(settings, batches)
-        self._peak = learning_rate(settings, training.model.num_parameters)
+        self._peak = training.peak
         self._warn_once = WarnOnce("gradwire.recipes")
 
     async def take(self, evaluate: Callable[[], Awaitable[Metrics]] | None) -> None:
@@ -251,8 +251,7 @@ async def estimate(
         for batch in both:
             began = time.monotonic()
             result = await loss(batch)
-            peak = learning_rate(settings, training.model.num_parameters)
-            whole, _ = await in_order(result, training.run.optim_step(peak, optimizer=settings.optimizer))
+            whole, _ = await in_order(result, training.run.optim_step(training.peak, optimizer=settings.optimizer))
             measured = time.monotonic() - began
             tokens += share * whole.num_tokens / len(both)
         seconds += share * measured

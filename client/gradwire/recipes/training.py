@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import gradwire
 from gradwire.loop.loggers import MetricLogger, MlflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 from gradwire.recipes.folder import STATE, open_folder
 from gradwire.recipes.observing import OBSERVER
+from gradwire.recipes.rates import learning_rate
 from gradwire.recipes.report import LOG, used_by, write_report
 from gradwire.recipes.runs import new_run, open_service
 from gradwire.recipes.settings import Settings
@@ -31,6 +33,7 @@ class Training:
         model: What the server says of the model.
         loggers: Those that the settings name, and the observer if there is one.
         state: What an earlier call in the folder wrote with its newest checkpoint; {} if none did.
+        peak: The learning rate at its peak.
     """
 
     settings: Settings
@@ -39,6 +42,7 @@ class Training:
     model: gradwire.ModelInfo
     loggers: list[MetricLogger]
     state: Mapping[str, Any]
+    peak: float
 
     @property
     def folder(self) -> Path:
@@ -50,7 +54,7 @@ class Training:
             observer.began(self.run.run_id, total)
         if self.settings.warmup > total:
             logger.warning(
-                "warmup is %d steps and the training has %d: the learning rate ends below its peak; set warmup to a "
+                "warmup is %g steps and the training has %d: the learning rate ends below its peak; set warmup to a "
                 "part of the steps, or to 0",
                 self.settings.warmup, total,
             )  # fmt: skip
@@ -67,26 +71,29 @@ async def open_training(
     Raises:
         SettingsError: The folder belongs to a training with other settings.
     """
-    folder, used = Path(settings.folder), ""
-    state = {} if dry_run else open_folder(folder / STATE, settings)
-    async with open_service(settings) as (service, model):
-        if state:
-            run = service.get_training_client(state["run_id"])
-            print(f"{folder}: going on at step {state['step']}", flush=True)
-        else:
-            run = await new_run(settings, service, model, head, kind=kind, num_labels=num_labels)
-        training = Training(settings, service, run, model, [] if dry_run else loggers_of(settings), state)
-        try:
-            yield training
-            if not dry_run:
-                used = await used_by(service, run)
-                print(f"used: {used}", flush=True)
-        finally:
-            if (folder / LOG).exists() and not dry_run:
-                await asyncio.to_thread(write_report, folder, type(settings).__name__, asdict(settings), used)
-            if dry_run or not (folder / STATE).exists():  # nothing refers to the run
-                with suppress(gradwire.GradwireError, TimeoutError):
-                    await asyncio.wait_for(service.delete_run(run.run_id), DELETE_PATIENCE_S)
+    with TemporaryDirectory() if dry_run else nullcontext(settings.folder) as place:  # a dry run leaves nothing
+        settings = replace(settings, folder=place)
+        folder, used = Path(settings.folder), ""
+        state = {} if dry_run else open_folder(folder / STATE, settings)
+        async with open_service(settings) as (service, model):
+            if state:
+                run = service.get_training_client(state["run_id"])
+                print(f"{folder}: going on at step {state['step']}", flush=True)
+            else:
+                run = await new_run(settings, service, model, head, kind=kind, num_labels=num_labels)
+            peak = learning_rate(settings, model.hidden_size, adapter=(await run.info()).lora is not None)
+            training = Training(settings, service, run, model, [] if dry_run else loggers_of(settings), state, peak)
+            try:
+                yield training
+                if not dry_run:
+                    used = await used_by(service, run)
+                    print(f"used: {used}", flush=True)
+            finally:
+                if (folder / LOG).exists() and not dry_run:
+                    await asyncio.to_thread(write_report, folder, type(settings).__name__, asdict(settings), used)
+                if dry_run or not (folder / STATE).exists():  # nothing refers to the run
+                    with suppress(gradwire.GradwireError, TimeoutError):
+                        await asyncio.wait_for(service.delete_run(run.run_id), DELETE_PATIENCE_S)
 
 
 def loggers_of(settings: Settings) -> list[MetricLogger]:

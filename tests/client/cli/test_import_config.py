@@ -39,7 +39,7 @@ num_epochs: 3
 optimizer: adamw_bnb_8bit
 lr_scheduler: cosine
 learning_rate: 2e-4
-warmup_ratio: 0.1
+warmup_ratio: 0.03
 evals_per_epoch: 4
 bf16: auto
 flash_attention: true
@@ -91,7 +91,7 @@ def test_an_axolotl_configuration(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "sft.yaml").read_text()) == {
         "model": "org/model", "held_out": 0.05, "max_tokens": 4096, "lora_rank": 32, "lora_alpha": 16.0,
         "batch_tokens": 32768, "epochs": 3, "optimizer": "adamw8bit", "schedule": "cosine", "learning_rate": 2e-4,
-        "folder": "./out", "neftune_noise_alpha": 5.0,
+        "folder": "./out", "neftune_noise_alpha": 5.0, "warmup": 0.03,
         "data": [
             {"path": "talks.jsonl", "mapping": {"messages": "turns"}},
             {"path": "org/set", "split": "test", "mapping": {"prompt": "ask", "completion": "say"}},
@@ -101,7 +101,6 @@ def test_an_axolotl_configuration(tmp_path: Path) -> None:
     for words in (
         "adapter: qlora: the base is quantized by the server",
         "sample_packing: the server packs rows",
-        "warmup_ratio: set warmup to 0.1 of the steps",
         "evals_per_epoch: no counterpart is known; '4' is left out",
         "datasets: org/set: format: no counterpart is known",
         "gradient_accumulation_steps: batch_tokens is micro_batch_size times it, times the longest row",

@@ -12,19 +12,28 @@ from typing import Any
 import gradwire
 import pytest
 from gradwire.recipes import distill, grpo, ppo, sft
-from gradwire.recipes.rates import learning_rate
+from gradwire.recipes.rates import learning_rate, warmup_steps
 from support.chats import chat_model
 from support.server import Server
 
 COMMON: dict[str, Any] = {"held_out": 0.0, "eval_every": 0, "save_every": 0}
 
 
-def test_the_learning_rate_follows_the_size_of_the_model() -> None:
-    settings = grpo.GRPO()
-    assert learning_rate(settings, 600_000_000) == pytest.approx(1e-4)
-    assert learning_rate(settings, 8_000_000_000) == pytest.approx(6.5e-5, rel=0.01)
-    assert learning_rate(grpo.GRPO(lora_rank=0), 600_000_000) == pytest.approx(1e-5)
-    assert learning_rate(grpo.GRPO(learning_rate=3e-6), 1) == 3e-6
+def test_the_learning_rate_follows_what_is_learned_and_the_models_width() -> None:
+    settings = sft.SFT()
+    assert learning_rate(settings, 2000, adapter=True) == 5e-4
+    assert learning_rate(settings, 8000, adapter=True) == 2.5e-4
+    assert learning_rate(settings, 2000, adapter=False) == pytest.approx(5e-5)
+    for hidden_size in (2048, 4096, 8192):  # between Tinker's rules for Qwen and for Llama
+        qwen, llama = (5e-4 * (2000 / hidden_size) ** power for power in (0.0775, 0.781))
+        assert llama < learning_rate(settings, hidden_size, adapter=True) < qwen
+    assert learning_rate(grpo.GRPO(), 2000, adapter=True) < learning_rate(settings, 2000, adapter=True)
+    assert learning_rate(grpo.GRPO(learning_rate=3e-6, learning_rate_multiplier=2), 1, adapter=True) == 6e-6
+
+
+def test_the_warmup_is_a_tenth_of_the_steps_at_most() -> None:
+    assert [warmup_steps(sft.SFT(), total) for total in (8, 10, 32, 1000)] == [0, 1, 3, 100]
+    assert warmup_steps(sft.SFT(warmup=5), 8) == 5
 
 
 def data(file: Path, rows: list[dict[str, str]]) -> str:

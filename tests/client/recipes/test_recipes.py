@@ -16,7 +16,7 @@ import pytest
 from gradwire.data import Conversation, DataError
 from gradwire.recipes import command, distill, dpo, grpo, ppo, reward, sft
 from gradwire.recipes.estimate import Estimate
-from gradwire.recipes.folder import facts_of, open_folder
+from gradwire.recipes.folder import facts_of, next_steps, open_folder
 from gradwire.recipes.settings import SettingsError
 from gradwire.recipes.tokens import Tokens
 from support.chats import chat_model
@@ -179,6 +179,8 @@ async def test_preferences_are_learned(server: Server, sums: dict[str, str], tmp
         await recipe.train(settings)
         assert near(estimate, tmp_path / name, 8), estimate
         assert curve(tmp_path / name, "eval/preference_accuracy")[-1] == 1.0, name
+        going_on = "\n".join(next_steps(tmp_path / name))
+        assert ("gradwire chat" in going_on) == (name == "dpo") and ("PPO against" in going_on) == (name == "reward")
 
 
 async def test_a_teacher_is_approached(server: Server, sums: dict[str, str], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,11 @@ async def test_schedule_optimizer_and_checkpoints_are_followed(server: Server) -
     rates = [line["train/learning_rate"] for line in lines if "train/learning_rate" in line]
     assert rates == [schedules.linear(step, peak=1e-2, total=4, warmup=1) for step in range(4)]
     assert lines[0]["iteration"] == 0 and "eval/success" in lines[0]
+    kept = read_jsonl("run/trajectories.jsonl")
+    assert [each["iteration"] for each in kept] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    report = await asyncio.to_thread(Path("run/report.html").read_text)
+    assert all(html.escape(each["steps"][0]["action"]) in report for each in (kept[0], kept[-1]))
+    assert report.index("<figcaption>rewards/reward") < report.index("Some answers") < report.index("All figures")
     async with gradwire.connect(server.address) as service:
         run = service.get_training_client(trained("run").run_id)
         names = {each.name for each in await run.list_checkpoints()}

@@ -19,14 +19,10 @@ import httpx
 import openai
 import pytest
 from gradwire.recipes import evaluate
-from gradwire.recipes.dpo import DPO
-from gradwire.recipes.grpo import GRPO
-from gradwire.recipes.rates import learning_rate
-from gradwire.recipes.sft import SFT
 from gradwire_proto.v1 import jobs_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.key_file import KeyFile, Quota
-from gradwire_server.doors.http.openai.fine_tuning.hyperparameters import RATES, default_rate, resolve
+from gradwire_server.doors.http.openai.fine_tuning.hyperparameters import resolve
 from openai.types.fine_tuning import FineTuningJob
 from support.chats import chat_model
 from support.server import free_port
@@ -35,13 +31,13 @@ from support.web import Quiet, serving
 
 DOCUMENTED = "Qwen/Qwen3-0.6B"
 WORD = "four"
-NUMBERS = {"n_epochs": 2, "batch_size": 8, "learning_rate_multiplier": 100}
+NUMBERS = {"n_epochs": 2, "batch_size": 8, "learning_rate_multiplier": 8}
 QUOTA = 300_000
 """Bytes of dora's files."""
-LEARNED = {"n_epochs": 2, "batch_size": 2, "learning_rate_multiplier": 100}
+LEARNED = {"n_epochs": 2, "batch_size": 2, "learning_rate_multiplier": 50}
 """All weights learn the word in 32 steps: each token of it is over 6 nats likelier than any other, whatever the seed.
 
-At a multiplier of 200 or 300 the loss jumps, and rounding decides whether it has come down again by the last step.
+At two or three times the multiplier the loss jumps, and rounding decides whether it has come down again at the end.
 """
 
 
@@ -222,25 +218,30 @@ def test_evaluate_compares_a_checkpoint_with_its_base(
     monkeypatch.setenv("GRADWIRE_API_KEY", keys["anna"])
     checkpoint = supervised.model_extra["gradwire"]["checkpoints"][-1]  # type: ignore[index]
     (tmp_path / "prompts.jsonl").write_bytes(lines([{"prompt": f"{n} and two?", "answer": WORD} for n in range(4)]))
+    (tmp_path / "own.py").write_text("def size(response, ground_truth):\n    return len(response) / 100\n")
     needs = {"type": "python", "name": "needs", "source": "def grade(sample, item): return item['absent']"}
     config = {
         "model": "org/marked", "checkpoints": [checkpoint], "data": str(tmp_path / "prompts.jsonl"),
-        "folder": str(tmp_path / "out"), "graders": [{**RIGHT, "operation": "eq"}, needs], "answer_tokens": 8,
-        "address": server.address,
+        "folder": str(tmp_path / "out"), "answer_tokens": 8, "address": server.address,
+        "graders": [{**RIGHT, "operation": "eq"}, needs, "last_number", f"{tmp_path}/own.py:size"],
     }  # fmt: skip
     file = tmp_path / "evaluate.yaml"
     file.write_text(json.dumps(config))
     evaluate.main([str(file)])
     told = capsys.readouterr()
     columns, base, trained = (line.split() for line in told.out.splitlines()[:3])
-    assert columns == ["model", "right", "needs"]
-    assert base == ["org/marked", "0.000", "±0.000", "-"] and trained == [checkpoint, "1.000", "±0.000", "-"]
+    assert columns == ["model", "right", "needs", "last_number", "size"]
+    assert base[:5] == ["org/marked", "0.000", "±0.000", "-", "-"]
+    assert trained == [checkpoint, "1.000", "±0.000", "-", "-", "0.040", "±0.000"]
+    assert "last_number could not grade 4 answers, the first because last_number: ValueError: the ground tr" in told.err
     assert "org/marked: needs could not grade 4 answers, the first because " in told.err and "KeyError" in told.err
     answers = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
     assert [each["answer"] for each in answers if each["model"] == checkpoint] == [WORD] * 4
     for wrong, sentence in [
         ("graders=[]", "graders is empty"),
         ("graders=[{type: magic}]", "graders: type is 'magic'"),
+        ("graders=[last_numbr]", "reward has 'last_numbr'; it must be one of last_number"),
+        ("graders=[environment]", "here there is none"),
         ("model=gpt-9", "has no model 'gpt-9'"),
         ("checkpoints=[run-none/a]", "run-none"),
         ("answer=3", "did you mean answers?"),
@@ -298,7 +299,7 @@ def reinforced(client: openai.OpenAI, count: int, grader: Any, hyperparameters: 
 
 
 def test_reinforcement_learns_by_its_graders(client: openai.OpenAI) -> None:
-    numbers = {"n_epochs": 4, "batch_size": 8, "learning_rate_multiplier": 1000}
+    numbers = {"n_epochs": 4, "batch_size": 8, "learning_rate_multiplier": 6500}
     job = reinforced(client, 16, BOTH, numbers, answer_tokens=8, lora_rank=0)
     method = job.method
     assert method is not None and method.reinforcement is not None
@@ -392,7 +393,7 @@ def test_what_a_job_made_is_shared_and_trained_further(
     job = other.fine_tuning.jobs.create(
         model=name,
         training_file=mine,
-        hyperparameters={"n_epochs": 2, "batch_size": 5, "learning_rate_multiplier": 300},
+        hyperparameters={"n_epochs": 2, "batch_size": 5, "learning_rate_multiplier": 150},
     )
     job = ended(other, job.id)
     assert job.model == name and str(job.fine_tuned_model).startswith("ft:org/marked:bert:")
@@ -708,19 +709,15 @@ def test_the_code_of_the_page_runs(
 
 
 def test_auto_follows_the_written_rules() -> None:
-    assert (SFT().learning_rate, DPO().learning_rate) == (RATES["supervised"], RATES["dpo"])
-    for size in (30_000, 600_000_000, 70_000_000_000):
-        rate = default_rate("reinforcement", pb.ModelInfo(num_parameters=size))
-        assert math.isclose(rate, learning_rate(GRPO(), size))
-    for rows, tokens, parameters, batch, epochs, rate in [
-        (10_000, 200, 3_000_000_000, 32, 1, 1e-4),  # 8192 / 200 = 41 rows, at most 32
-        (10_000, 2_000, 600_000_000, 4, 1, 2e-4),
-        (100, 10, 70_000_000_000, 8, 8, 5e-5),  # an eighth of the rows; ceil(100 / 13)
-        (10, 9_000, 3_000_000_000, 1, 10, 1e-4),
+    for rows, tokens, batch, epochs in [
+        (10_000, 200, 32, 1),  # 8192 / 200 = 41 rows, at most 32
+        (10_000, 2_000, 4, 1),
+        (100, 10, 8, 8),  # an eighth of the rows; ceil(100 / 13)
+        (10, 9_000, 1, 10),
     ]:
         file = jobs_pb2.File(num_lines=rows, size_bytes=rows * tokens * 4)
-        model = pb.ModelInfo(num_parameters=parameters, context_length=4096)
+        model = pb.ModelInfo(context_length=4096)
         found = resolve("supervised", {}, file, model, "hyperparameters", evaluates=True)
         assert (found.numbers["batch_size"], found.numbers["n_epochs"]) == (batch, epochs)
-        assert math.isclose(found.settings["learning_rate"], rate)
+        assert found.settings["learning_rate_multiplier"] == 1 and "learning_rate" not in found.settings
         assert found.settings["eval_every"] == math.ceil(rows / batch)

@@ -29,7 +29,7 @@ from transformers import AutoModelForImageTextToText
 
 CAT = png(picture(1, 16, 24))
 CAT_TOKENS = 6
-NUMBERS = {"n_epochs": 3, "batch_size": 6, "learning_rate_multiplier": 100}
+NUMBERS = {"n_epochs": 3, "batch_size": 6, "learning_rate_multiplier": 5}
 WORDS = tokenizer()
 IMAGE, START, END = WORDS.convert_tokens_to_ids(["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"])
 BEFORE, AFTER = [1, 40, 41, START], [END, 50, 51, 52]

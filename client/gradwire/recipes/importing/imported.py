@@ -53,9 +53,9 @@ SAME: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "learning_rate": ("learning_rate", float), "weight_decay": ("weight_decay", float),
     "neftune_noise_alpha": ("neftune_noise_alpha", float), "max_grad_norm": ("max_grad_norm", float),
     "seed": ("seed", int), "max_steps": ("max_steps", lambda n: max(0, int(n))),
-
     "num_epochs": ("epochs", math.ceil), "num_train_epochs": ("epochs", lambda n: math.ceil(float(n))),
-    "warmup_steps": ("warmup", int), "output_dir": ("folder", str), "save_total_limit": ("keep", int),
+    "warmup_steps": ("warmup", float), "warmup_ratio": ("warmup", float), "output_dir": ("folder", str),
+    "save_total_limit": ("keep", int),
     "lora_alpha": ("lora_alpha", float), "lora_dropout": ("lora_dropout", float), "temperature": ("temperature", float),
 }  # fmt: skip
 """Key -> the setting of the same meaning, and how its value is written."""
@@ -89,12 +89,6 @@ class Imported:
             self.settings.setdefault("optimizer_args", {})["betas"] = [float(each) for each in betas]
         if (eps := config.pop("adam_epsilon", None)) is not None:
             self.settings.setdefault("optimizer_args", {})["eps"] = float(eps)
-        if (share := config.pop("warmup_ratio", None)) is not None:
-            steps = self.settings.get("max_steps")
-            if steps:
-                self.settings["warmup"] = round(float(share) * steps)
-            else:
-                self.notes["warmup_ratio"] = f"set warmup to {share} of the steps, which --dry-run says"
         for key in ("eval_steps", "save_steps"):
             value = config.pop(key, None)
             if isinstance(value, int) or (isinstance(value, float) and value >= 1):

@@ -18,7 +18,6 @@ from gradwire_server.doors.http.openai.images import IMAGE_PART, ConversationIma
 from gradwire_server.doors.http.openai.requests import check_encodable, invalid, unsupported
 from gradwire_server.doors.http.openai.tool_forms import form_of
 
-
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 

@@ -1,13 +1,11 @@
 """How OpenAI's hyperparameters become settings of our recipes, and what ``auto`` means.
 
-The rules of ``auto``, for R rows with T tokens together (four bytes of the file count as one) and a model of P
-parameters:
+The rules of ``auto``, for R rows with T tokens together (four bytes of the file count as one):
 
 * ``batch_size``: the power of two whose rows have about 8192 tokens, at most 32, and at most an eighth of the rows;
   with ``reinforcement`` at most 8 problems;
 * ``n_epochs``: as many as make 100 steps, from 1 to 10;
-* ``learning_rate_multiplier``: 1. It multiplies the recipe's default rate, which is doubled below a billion parameters
-  and halved from 15 billion on;
+* ``learning_rate_multiplier``: 1. It multiplies the rate that the recipe chooses for the model;
 * ``beta``: 0.1; ``eval_interval``: once an epoch; ``eval_samples``: 64; ``compute_multiplier``: 1, which is 8
   answers to each problem.
 """
@@ -29,13 +27,8 @@ BYTES_PER_TOKEN = 4
 STEP_TOKENS = 8192
 MOST_ROWS, MOST_PROBLEMS = 32, 8
 AIMED_STEPS, MOST_EPOCHS = 100, 10
-WARMUP_STEPS = 10
 GROUP_SIZE = 8
 RECIPES = {"supervised": "sft", "dpo": "dpo", "reinforcement": "grpo"}
-RATES = {"supervised": 1e-4, "dpo": 5e-5, "reinforcement": 1e-4}
-"""The recipes' default learning rates of adapters; that of reinforcement is for :data:`RATED_PARAMETERS`."""
-RATED_PARAMETERS = 600_000_000
-SMALL, LARGE = 1_000_000_000, 15_000_000_000
 AUTO = "auto"
 
 
@@ -135,8 +128,7 @@ def resolve(
     multiplier = chosen("learning_rate_multiplier", 1.0)
     numbers = {"n_epochs": epochs, "batch_size": batch, "learning_rate_multiplier": multiplier}
     settings = {
-        "epochs": epochs, "batch_size": batch, "learning_rate": multiplier * default_rate(method, model),
-        "warmup": min(WARMUP_STEPS, per_epoch * epochs // 10), "held_out": 0.0, "save_every": 0,
+        "epochs": epochs, "batch_size": batch, "learning_rate_multiplier": multiplier, "held_out": 0.0, "save_every": 0,
         "eval_every": per_epoch if evaluates else 0, "max_tokens": model.context_length,
     }  # fmt: skip
     if method == "dpo":
@@ -148,14 +140,6 @@ def resolve(
         settings["group_size"] = max(2, round(GROUP_SIZE * numbers["compute_multiplier"]))
         settings["eval_every"] = numbers["eval_interval"] if evaluates else 0
     return Resolved(numbers, settings, warnings)
-
-
-def default_rate(method: str, model: pb.ModelInfo) -> float:
-    """The learning rate at a multiplier of 1; of reinforcement it is the recipe's for a model of this size."""
-    size = model.num_parameters
-    if method == "reinforcement":
-        return RATES[method] * math.pow(RATED_PARAMETERS / max(size, 1), 1 / 6)
-    return RATES[method] * (2.0 if size < SMALL else 0.5 if size >= LARGE else 1.0)
 
 
 def _auto_batch(rows: int, size_bytes: int, method: str) -> int:

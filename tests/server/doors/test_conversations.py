@@ -223,14 +223,18 @@ def test_tokenizers_are_vllms(openai_server: HttpServer, client: openai.OpenAI) 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"input": []}, "input", "at least 1"),
-    ({"input": [{"type": "web_search_call"}]}, "input", "web_search_call"),
+    ({"input": [{"type": "computer_call"}]}, "input", "computer_call"),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input", "input_file"),
     ({"input": [{"type": "item_reference", "id": "msg_x"}]}, "input", "no item"),
     ({"previous_response_id": "resp_x"}, "previous_response_id", "no response"),
-    ({"tools": [{"type": "web_search"}]}, "tools", "web_search"),
-    ({"background": True}, "background", "False"),
+    ({"tools": [{"type": "web_search"}]}, "tools", "web_search is not served here; it is the only tool"),
+    ({"tools": [{"type": "mcp", "server_label": "a"}, ADD]}, "tools", "connect to the server in the client"),
+    ({"tools": [{"type": "web_search"}, ADD], "tool_choice": {"type": "web_search"}}, "tool_choice", "web_search"),
+    ({"tools": [ADD, {"type": "custom", "name": "add"}]}, "tools", "two tools have the name"),
+    ({"background": True}, "background", "as a stream"),
+    ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
+    ({"client_meta": {}}, "client_meta", "not a parameter"),
     ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "no"}}}}, "text", "Invalid type"),
-    ({"reasoning": {"effort": "high"}}, "reasoning", "reasoning_effort"),
     ({"input": "cat " * 2000}, "input", "context"),
 ]
 

@@ -603,7 +603,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
         "tool_choice",
         "or a tool: {",
     ),
-    ("chat/completions", {"messages": HELLO, "tools": [{"type": "web_search"}]}, "tools", "functions"),
+    ("chat/completions", {"messages": HELLO, "tools": [{"type": "web_search"}]}, "tools", "the only tool"),
     ("chat/completions", {"messages": HELLO, "response_format": {"type": "xml"}}, "response_format", "json_schema"),
     (
         "chat/completions",

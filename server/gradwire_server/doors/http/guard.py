@@ -34,7 +34,7 @@ from gradwire_server.doors.http.bodies import (
     unknown_encoding,
 )
 from gradwire_server.doors.http.errors import LOGGED, error_response, internal_error
-from gradwire_server.doors.http.protocol import DirectCall, ErrorBody, HttpProtocol
+from gradwire_server.doors.http.protocol import IGNORED, DirectCall, ErrorBody, HttpProtocol
 from gradwire_server.errors import ServiceError
 
 DISCARD_BYTES, DISCARD_S = 1 << 30, 20.0
@@ -197,6 +197,9 @@ class _Answer:
             return
         if message["type"] == "http.response.start":
             self._started = True
+            if ignored := self._scope.get(IGNORED):
+                named = (b"gradwire-ignored", ", ".join(ignored).encode())
+                message = {**message, "headers": [*message["headers"], named]}
             self._of_events = media_type(headers_of(message["headers"]).get("content-type", "")) == "text/event-stream"
         elif message["type"] == "http.response.body":
             self._ended = not message.get("more_body", False)

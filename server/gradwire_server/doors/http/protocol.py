@@ -12,6 +12,9 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
 
+IGNORED = "gradwire.ignored"
+"""Key of a request's scope with the names of what it asks for in vain, which its answer's ``gradwire-ignored`` has."""
+
 ErrorBody = Callable[[int, pb.Error], Mapping[str, Any]]
 """``(status, error)`` -> the JSON object that the protocol answers with."""
 

@@ -20,10 +20,12 @@ from gradwire_server.doors.http.openai.conversations import Conversation
 from gradwire_server.doors.http.openai.errors import invalid_field
 from gradwire_server.doors.http.openai.events import event_stream
 from gradwire_server.doors.http.openai.requests import named
+from gradwire_server.doors.http.openai.unserved import tell_ignored
 from gradwire_server.doors.http.protocol import CallerOf, HttpProtocol
 
 PARAMETERS = dict.fromkeys(("prompts", "texts", "conversations", "images"), "messages")
 PARAMETERS |= {"stop": "stop_sequences", "json_schema": "tool_choice"}
+PARAMETERS |= {"enable_thinking": "thinking", "reasoning_effort": "output_config.effort"}
 KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
@@ -56,8 +58,10 @@ def protocol(core: Core) -> HttpProtocol:
     @app.post("/messages", response_model=None)
     async def create_message(asked: MessagesRequest, http: Request, caller: CallerOf) -> Response | dict[str, Any]:
         with named(PARAMETERS):
-            conversation = Conversation(core, caller, asked.chat())
+            chat = asked.chat()
+            conversation = Conversation(core, caller, chat)
             call = await conversation.request()
+            tell_ignored(http, chat, PARAMETERS)
             writing = Writing(asked, len(call.prompt_ids[0].ids))
             if asked.stream:
                 events = writing.events(conversation.parts(call))
@@ -65,9 +69,11 @@ def protocol(core: Core) -> HttpProtocol:
             return await unless_left(lambda begun: writing.whole(writing.events(conversation.parts(call, begun))), http)
 
     @app.post("/messages/count_tokens")
-    async def count_tokens(asked: CountRequest, caller: CallerOf) -> dict[str, int]:
+    async def count_tokens(asked: CountRequest, http: Request, caller: CallerOf) -> dict[str, int]:
         with named(PARAMETERS):
-            call = await Conversation(core, caller, asked.chat()).request()
+            chat = asked.chat()
+            call = await Conversation(core, caller, chat).request()
+            tell_ignored(http, chat, PARAMETERS)
         return {"input_tokens": len(call.prompt_ids[0].ids)}
 
     return HttpProtocol("anthropic", "/v1", app, error_body, paths=("/messages",))

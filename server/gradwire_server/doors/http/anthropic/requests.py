@@ -17,12 +17,13 @@ from gradwire_server.doors.http.openai.requests import (
     invalid,
     unsupported,
 )
+from gradwire_server.doors.http.openai.unserved import DoorRequest
 
 Text = str | list[dict[str, Any]]
 
 
 class ToolChoice(BoundedModel):
-    """Whether tools are called; ``disable_parallel_tool_use`` has no effect."""
+    """Whether tools are called."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -31,7 +32,7 @@ class ToolChoice(BoundedModel):
 
 
 class Thinking(BoundedModel):
-    """Whether the model is to think first: its template's ``enable_thinking``. A budget has no effect."""
+    """Whether the model is to think first: its template's ``enable_thinking``."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -39,11 +40,12 @@ class Thinking(BoundedModel):
 
 
 class OutputConfig(BoundedModel):
-    """The form of the text; ``effort`` has no effect."""
+    """The form of the text, and how much to think."""
 
     model_config = ConfigDict(extra="ignore")
 
     format: dict[str, Any] | None = None
+    effort: str | None = None
 
     def response_format(self) -> ResponseFormat | None:
         """The same as chat completions have it.
@@ -59,8 +61,10 @@ class OutputConfig(BoundedModel):
         return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=form["schema"]))
 
 
-class CountRequest(BoundedModel):
+class CountRequest(DoorRequest):
     """``POST /v1/messages/count_tokens``, and what messages share with it."""
+
+    door = "count_tokens"
 
     model_config = ConfigDict(extra="forbid")
 
@@ -71,9 +75,6 @@ class CountRequest(BoundedModel):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    # Without effect.
-    cache_control: Any = None
-    context_management: Any = None
 
     def chat(self, **options: Any) -> ChatRequest:
         """The same as a request for a chat completion, with these options.
@@ -84,21 +85,25 @@ class CountRequest(BoundedModel):
         system = [] if self.system is None else [{"role": "system", "content": _text(self.system, "system")}]
         choice = self.tool_choice
         prefilled = self.messages[-1].get("role") == "assistant"
-        variables = {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
-        return ChatRequest.model_construct(
+        chat = ChatRequest.model_construct(
             model=self.model,
             messages=[*system, *(found for each in self.messages for found in _messages(each))],
             tools=[_tool(tool) for tool in self.tools or []] or None,
             tool_choice=None if choice is None else _choice(choice),
-            chat_template_kwargs=variables,
+            enable_thinking=None if self.thinking is None else self.thinking.type != "disabled",
+            reasoning_effort=None if self.output_config is None else self.output_config.effort,
             response_format=None if self.output_config is None else self.output_config.response_format(),
             continue_final_message=prefilled or None,
             **options,
         )
+        chat.ignore(self.ignored)
+        return chat
 
 
 class MessagesRequest(CountRequest):
     """``POST /v1/messages``."""
+
+    door = "messages"
 
     max_tokens: int = Field(ge=1, lt=MAX_TOKENS)
     temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
@@ -106,14 +111,6 @@ class MessagesRequest(CountRequest):
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
-    # Without effect.
-    metadata: Any = None
-    service_tier: str | None = None
-    inference_geo: str | None = None
-    diagnostics: Any = None
-    speed: str | None = None
-    user_profile_id: str | None = None
-    workspace_id: str | None = None
 
     def chat(self, **options: Any) -> ChatRequest:
         """See :meth:`CountRequest.chat`."""
@@ -186,9 +183,8 @@ def _text(content: Text, field: str) -> str:
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    kind = tool.get("type")
-    if kind not in (None, "custom"):
-        raise unsupported(f"a tool is of type {str(kind)[:50]!r}; there are tools that the client calls", "tools")
+    if tool.get("type") not in (None, "custom"):
+        return dict(tool)
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
     if isinstance(tool.get("description"), str):
         function["description"] = tool["description"]

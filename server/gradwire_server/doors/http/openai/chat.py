@@ -17,6 +17,7 @@ from gradwire_server.doors.http.openai.completions import usage
 from gradwire_server.doors.http.openai.conversations import Conversation, Counts, Part
 from gradwire_server.doors.http.openai.events import event_stream
 from gradwire_server.doors.http.openai.requests import ChatRequest, invalid, named
+from gradwire_server.doors.http.openai.unserved import tell_ignored
 from gradwire_server.doors.http.protocol import CallerOf, ErrorBody
 
 PARAMETERS = dict.fromkeys(("prompts", "texts", "conversations", "images"), "messages")
@@ -34,6 +35,7 @@ def routes(core: Core, error_body: ErrorBody) -> APIRouter:
                 raise invalid("top_logprobs come with logprobs: true", "top_logprobs")
             conversation = Conversation(core, caller, asked)
             call = await conversation.request()
+            tell_ignored(http, asked, {})
             texts = TokenTexts(core, caller, conversation.base, as_ids=bool(asked.return_tokens_as_token_ids))
             chat = Chat(texts, asked, call.prompt_ids[0].ids)
             if asked.stream:
@@ -62,11 +64,10 @@ class Chat:
             message: dict[str, Any] = {"role": "assistant", "refusal": None, "content": part.content}
             if part.reasoning:
                 message["reasoning_content"] = part.reasoning
-            if part.calls:
-                message["tool_calls"] = part.calls
+            message |= self._calls(part.calls)
             if not part.content and (part.calls or part.reasoning):
                 message["content"] = None
-            choice = {"index": part.row, "message": message, "finish_reason": part.finish_reason}
+            choice = {"index": part.row, "message": message, "finish_reason": self._reason(part)}
             choice["logprobs"] = await self._logprobs(part)
             choices.append(choice | self._token_ids(part))
         answer = self._head("chat.completion") | {"choices": choices, "usage": usage(counts.prompt, counts.sampled)}
@@ -91,11 +92,29 @@ class Chat:
                     begun.add(part.row)
                     first = self._chunk(part.row, {"role": "assistant", "content": ""})
                     yield first | ({"prompt_token_ids": list(self._prompt_ids)} if self._asked.return_token_ids else {})
-                delta = _delta(part)
+                delta = self._delta(part)
                 if delta or part.finish_reason is not None or self._asked.logprobs or self._asked.return_token_ids:
-                    chunk = self._chunk(part.row, delta, part.finish_reason, await self._logprobs(part))
+                    chunk = self._chunk(part.row, delta, self._reason(part), await self._logprobs(part))
                     chunk["choices"][0] |= self._token_ids(part)
                     yield chunk
+
+    def _delta(self, part: Part) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        if part.reasoning:
+            delta["reasoning_content"] = part.reasoning
+        if part.content:
+            delta["content"] = part.content
+        return delta | self._calls([{**call, "index": number} for number, call in enumerate(part.calls)])
+
+    def _calls(self, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The calls; for a request with ``functions``, the first, as its answer has place for one."""
+        if not calls:
+            return {}
+        return {"function_call": calls[0]["function"]} if self._asked.functions else {"tool_calls": calls}
+
+    def _reason(self, part: Part) -> str | None:
+        called = part.finish_reason == "tool_calls" and self._asked.functions
+        return "function_call" if called else part.finish_reason
 
     async def _logprobs(self, part: Part) -> dict[str, Any] | None:
         if not self._asked.logprobs:
@@ -113,17 +132,6 @@ class Chat:
     ) -> dict[str, Any]:
         choice = {"index": row, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
-
-
-def _delta(part: Part) -> dict[str, Any]:
-    delta: dict[str, Any] = {}
-    if part.reasoning:
-        delta["reasoning_content"] = part.reasoning
-    if part.content:
-        delta["content"] = part.content
-    if part.calls:
-        delta["tool_calls"] = [{**call, "index": number} for number, call in enumerate(part.calls)]
-    return delta
 
 
 async def token_entries(texts: TokenTexts, tokens: Tokens) -> list[dict[str, Any]]:

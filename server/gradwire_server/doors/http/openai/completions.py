@@ -26,6 +26,7 @@ from gradwire_server.doors.http.openai.answers import (
 from gradwire_server.doors.http.openai.events import event_stream
 from gradwire_server.doors.http.openai.names import find_model
 from gradwire_server.doors.http.openai.requests import CompletionRequest, check_encodable, invalid, named, unsupported
+from gradwire_server.doors.http.openai.unserved import tell_ignored
 from gradwire_server.doors.http.protocol import CallerOf, ErrorBody
 
 MAX_TOKENS = 16
@@ -45,6 +46,7 @@ def routes(core: Core, error_body: ErrorBody) -> APIRouter:
         with named(PARAMETERS):
             completion = Completion(core, caller, asked)
             call = await completion.request()
+            tell_ignored(http, asked, {})
             if asked.stream:
                 return await event_stream(completion.events(call), error_body, http.url.path)
             return await completion.answer(call, http)

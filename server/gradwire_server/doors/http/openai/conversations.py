@@ -24,7 +24,7 @@ from gradwire_server.doors.http.openai.reading import AnswerReader, Form, whole
 from gradwire_server.doors.http.openai.reasoning_forms import reasoning_form_of
 from gradwire_server.doors.http.openai.requests import ChatRequest, invalid, unsupported
 from gradwire_server.doors.http.openai.tool_forms import form_of
-from gradwire_server.doors.http.openai.tools import checked_tools, forced, forced_schema, messages_for_template
+from gradwire_server.doors.http.openai.tools import OfferedTools, forced_schema, messages_for_template, offered_tools
 
 OPENING_TOKENS = 16
 """Tokens at the end of a prompt in which the mark may be with which reasoning begins."""
@@ -37,7 +37,7 @@ class Part:
     Attributes:
         row: The sample's number.
         content, reasoning: Text.
-        calls: Calls of tools in OpenAI's form, with the last part.
+        calls: Calls of tools in the form of chat completions, with the last part.
         finish_reason: ``"stop"``, ``"length"`` or ``"tool_calls"``, with the last part.
         stop_string: The stop string that ended the sample, with the last part.
         tokens: The new tokens.
@@ -81,7 +81,7 @@ class Conversation:
         self._core, self._caller, self._asked = core, caller, asked
         model = find_model(core, caller, asked.model)
         self.base, self._source = model.base, model.source
-        self._tools: list[dict[str, Any]] = []
+        self._offered = OfferedTools()
         self._form = Form()
 
     async def request(self) -> pb.SampleRequest:
@@ -92,26 +92,25 @@ class Conversation:
         """
         asked = self._asked
         info = await self._core.texts.tokenizer_info(self._caller, self.base)
-        tools = checked_tools(asked.tools)
-        must = forced(asked.tool_choice, tools)
-        if asked.tool_choice != "none":
-            self._tools = tools
-        template = (info.tool_template if self._tools else "") or info.chat_template
-        if self._tools and "tools" not in template:
+        offered = self._offered = offered_tools(*asked.offered)
+        asked.ignore(offered.ignored)
+        tools, must = offered.functions, offered.forced
+        template = (info.tool_template if tools else "") or info.chat_template
+        if tools and "tools" not in template:
             raise unsupported(f"the chat template of {self.base} takes no tools", "tools")
         schema = asked.response_format.json_schema_text() if asked.response_format is not None else ""
         if must:
             schema = forced_schema(must, template)
         call = asked.call(asked.max_completion_tokens or asked.max_tokens, schema)
         call.top_logprobs = asked.top_logprobs or 0
-        if self._tools and (stop := form_of(template).stop):
+        if tools and (stop := form_of(template).stop):
             call.stop.append(stop)
         ids, images = await self._prompt(template)
         begun = await self._reasoning_begun(template, ids)
         guided = call.json_schema or call.regex or call.grammar  # which hold the answer from its first character on
         specials = () if guided or call.keep_special_tokens else self._marking(template, info.special_token_ids)
         call.keep_special_tokens |= bool(specials)
-        self._form = Form(template, self._tools, must, not guided, begun, specials)
+        self._form = Form(template, tools, must, not guided, begun, specials)
         request = pb.SampleRequest(model=self._source, call=call, prompt_ids=[pb.TokenIds(ids=ids)])
         if images.numbers:
             request.images.extend(images.contents)
@@ -122,7 +121,7 @@ class Conversation:
         """The special tokens, if some of them mark reasoning or calls: they are read, and taken away afterwards."""
         reasoning = reasoning_form_of(template)
         form = form_of(template)
-        marks = [*form.begins, form.stop] if self._tools else []
+        marks = [*form.begins, form.stop] if self._offered.functions else []
         if reasoning is not None:
             marks += [reasoning.opens, reasoning.closes]
         return tuple(specials) if any(special in mark for special in specials for mark in marks) else ()
@@ -133,8 +132,9 @@ class Conversation:
         parts = []
         for number, row in enumerate(answer.rows):
             read = whole(row.text, self._form)
-            reason = _reason(row.finish_reason, read.calls)
-            parts.append(Part(number, read.content, read.reasoning, read.calls, reason, None, row.tokens, row.prompt))
+            calls = [self._offered.as_offered(call) for call in read.calls]
+            reason = _reason(row.finish_reason, calls)
+            parts.append(Part(number, read.content, read.reasoning, calls, reason, None, row.tokens, row.prompt))
         return parts, Counts(answer.num_prompt_tokens, answer.num_sampled_tokens, 0)
 
     async def parts(self, call: pb.SampleRequest, on_start: OnStart | None = None) -> AsyncGenerator[Part | Counts]:
@@ -154,7 +154,8 @@ class Conversation:
                 calls: Sequence[dict[str, Any]] = ()
                 if reason is not None:
                     read = reader.end()
-                    content, thought, calls = content + read.content, thought + read.reasoning, read.calls
+                    content, thought = content + read.content, thought + read.reasoning
+                    calls = [self._offered.as_offered(call) for call in read.calls]
                     reason = _reason(reason, calls)
                 ids[delta.row] += delta.token_ids
                 stop = await self._stop_string(call, ids[delta.row]) if delta.stop_reason == "stop" else None
@@ -179,15 +180,7 @@ class Conversation:
         messages = messages_for_template(asked.messages, images)
         if images.numbers and not self._core.model_info(self.base).takes_images:
             raise unsupported(f"the messages have images, and the model {self.base} takes none", "messages")
-        variables = dict(asked.chat_template_kwargs or {})
-        if asked.reasoning_effort is not None:
-            if "reasoning_effort" not in template:
-                message = (
-                    f"the chat template of {self.base} knows no reasoning_effort; set what it has, with"
-                    " chat_template_kwargs"
-                )
-                raise unsupported(message, "reasoning_effort")
-            variables.setdefault("reasoning_effort", asked.reasoning_effort)
+        variables = self._variables(template)
         continued = ""
         if asked.continue_final_message:
             continued = _continued(messages, asked)
@@ -195,7 +188,7 @@ class Conversation:
         request = pb.RenderRequest(
             model=self.base,
             conversations=[pb.Conversation(messages_json=json.dumps(messages))],
-            tools_json=json.dumps(self._tools) if self._tools else "",
+            tools_json=json.dumps(self._offered.functions) if self._offered.functions else "",
             template_kwargs_json=json.dumps(variables),
             train_on=pb.TRAIN_ON_NOTHING,
             add_generation_prompt=bool(continued) or asked.add_generation_prompt is not False,
@@ -206,6 +199,22 @@ class Conversation:
             (more,) = await self._core.texts.encode(self._caller, self.base, [continued], add_special_tokens=False)
             ids += more.ids
         return ids, images
+
+    def _variables(self, template: str) -> dict[str, Any]:
+        """The template's variables: those of the request, and how much to think, if the template has a word for it."""
+        asked = self._asked
+        thinks = asked.enable_thinking
+        if thinks is None and asked.reasoning_effort is not None:
+            thinks = asked.reasoning_effort != "none"
+        wanted = {"reasoning_effort": asked.reasoning_effort, "enable_thinking": thinks}
+        known = {name: value for name, value in wanted.items() if value is not None and name in template}
+        if asked.enable_thinking is not None and "enable_thinking" not in known:
+            asked.ignore(["enable_thinking"])
+        if asked.reasoning_effort not in (None, "none" if "enable_thinking" in known else None) and (
+            "reasoning_effort" not in known
+        ):
+            asked.ignore(["reasoning_effort"])
+        return known | (asked.chat_template_kwargs or {})
 
     async def _reasoning_begun(self, template: str, ids: Sequence[int]) -> bool:
         """Whether a prompt ends with the mark that opens the reasoning."""

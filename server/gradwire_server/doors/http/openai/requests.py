@@ -4,8 +4,7 @@ Beside OpenAI's own fields: ``top_k``, ``min_p``, ``repetition_penalty``, ``stop
 ``min_tokens``, ``guided_json``, ``guided_regex``, ``guided_choice``, ``guided_grammar``, ``structured_outputs``,
 ``skip_special_tokens``, ``prompt_logprobs``, ``return_token_ids``, ``return_tokens_as_token_ids``,
 ``add_generation_prompt`` and ``continue_final_message``, as other servers name them (``extra_body`` of the ``openai``
-package). A field that is not known is refused. Fields that say something about the caller, or how to bill, cache or
-compile, are taken and have no effect.
+package). A field that is not known is refused; :mod:`.unserved` has those that are known and not served.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from gradwire_http.models import BoundedModel
 from gradwire_proto.v1 import training_pb2 as pb
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
+from gradwire_server.doors.http.openai.unserved import DoorRequest
 from gradwire_server.errors import ServiceError
 
 GREEDY_BELOW = 1e-5
@@ -48,7 +48,7 @@ class StructuredOutputs(BoundedModel):
     json_object: Literal[True] | None = None
 
 
-class SamplingRequest(BoundedModel):
+class SamplingRequest(DoorRequest):
     """What completions and chat completions share."""
 
     model_config = ConfigDict(extra="forbid")
@@ -79,21 +79,6 @@ class SamplingRequest(BoundedModel):
     prompt_logprobs: int | None = Field(default=None, ge=0, lt=2**31)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    # Without effect.
-    user: str | None = None
-    metadata: Any = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
-    request_id: str | None = None
-    guided_decoding_backend: str | None = None
-    spaces_between_special_tokens: bool | None = None
-    length_penalty: float | None = None  # of beams
-    use_beam_search: Literal[False] | None = None
 
     def call(self, max_tokens: int | None, json_schema: str = "") -> pb.SampleCall:
         """What the sampler is asked.
@@ -177,6 +162,8 @@ Prompt = Annotated[
 class CompletionRequest(SamplingRequest):
     """``POST /v1/completions``."""
 
+    door = "completions"
+
     prompt: Prompt
     max_tokens: int | None = Field(default=None, ge=0, lt=MAX_TOKENS)
     echo: bool | None = None
@@ -220,6 +207,8 @@ class ResponseFormat(BoundedModel):
 class ChatRequest(SamplingRequest):
     """``POST /v1/chat/completions``."""
 
+    door = "chat"
+
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1, lt=MAX_TOKENS)
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=MAX_TOKENS)
@@ -228,12 +217,26 @@ class ChatRequest(SamplingRequest):
     response_format: ResponseFormat | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
+    web_search_options: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    modalities: list[Literal["text"]] | None = None
     reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+
+    @property
+    def offered(self) -> tuple[list[dict[str, Any]], str | dict[str, Any] | None]:
+        """The tools and the choice among them, with those that have fields of their own."""
+        tools, choice = [*(self.tools or [])], self.tool_choice
+        if self.functions:
+            tools += [{"type": "function", "function": function} for function in self.functions]
+            called = self.function_call
+            choice = {"type": "function", "function": called} if isinstance(called, dict) else called
+        if self.web_search_options is not None:
+            tools.append({"type": "web_search"})
+        return tools, choice
 
 
 def invalid(message: str, field: str) -> ServiceError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,10 +19,16 @@ from gradwire_server.doors.http.openai.requests import (
     invalid,
     unsupported,
 )
+from gradwire_server.doors.http.openai.unserved import ITEMS
 
 Item = dict[str, Any]
 PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal", "summary_text": "text"}
 """Types of parts that are text, and the field that has it."""
+INCLUDED = (
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
+    "message.input_image.image_url", "web_search_call.results", "web_search_call.action.sources",
+)  # fmt: skip
+"""What ``include`` may name and no response has."""
 
 
 class TextFormat(BoundedModel):
@@ -34,7 +42,7 @@ class TextFormat(BoundedModel):
 
 
 class TextOptions(BoundedModel):
-    """What the text is to be; ``verbosity`` has no effect."""
+    """What the text is to be."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -42,7 +50,7 @@ class TextOptions(BoundedModel):
 
 
 class ReasoningOptions(BoundedModel):
-    """How much to think; ``summary`` has no effect, as the reasoning itself is returned."""
+    """How much to think. The reasoning itself is returned, no summary of it."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -52,6 +60,8 @@ class ReasoningOptions(BoundedModel):
 class ResponseRequest(SamplingRequest):
     """``POST /v1/responses``."""
 
+    door = "responses"
+
     input: str | list[dict[str, Any]] = Field(min_length=1)
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -59,15 +69,14 @@ class ResponseRequest(SamplingRequest):
     max_output_tokens: int | None = Field(default=None, ge=1, lt=MAX_TOKENS)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     top_logprobs: int | None = Field(default=None, ge=0, lt=2**31)
     include: list[str] | None = None
-    truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
-    max_tool_calls: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    user: str | None = None
+    metadata: Any = None
+    store: bool | None = None
 
     @property
     def own_items(self) -> list[Item]:
@@ -93,18 +102,39 @@ class ResponseRequest(SamplingRequest):
             raise invalid("text.format of type json_schema needs a schema", "text")
         shared = {name: getattr(self, name) for name in SamplingRequest.model_fields if name != "stream_options"}
         named = JsonSchemaFormat(name=form.name, schema=form.schema_ or {}) if form is not None else None
-        return ChatRequest.model_construct(
+        chat = ChatRequest.model_construct(
             **shared,
             messages=[*system, *messages_of(items)],
             max_completion_tokens=self.max_output_tokens,
             logprobs=self.wants_logprobs,
             top_logprobs=self.top_logprobs,
             response_format=ResponseFormat(type=form.type, json_schema=named) if form is not None else None,
-            tools=[_tool(number, tool) for number, tool in enumerate(self.tools or [])] or None,
-            tool_choice=_choice(self.tool_choice),
+            tools=[_tool(tool) for tool in self.tools or []] or None,
+            tool_choice=self.tool_choice,
             chat_template_kwargs=self.chat_template_kwargs,
             reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
         )
+        chat.ignore(self.ignored)
+        chat.ignore(f"include.{each}" for each in INCLUDED if each in (self.include or []))
+        chat.ignore(f"input.{kind}" for kind in ITEMS if any(item.get("type") == kind for item in items))
+        return chat
+
+
+def sealed(text: str) -> str:
+    """Reasoning as ``encrypted_content``, in which clients without stored responses carry it; no secret from them."""
+    return base64.b64encode(_SEAL + text.encode(errors="replace")).decode()
+
+
+def unsealed(content: Any) -> str:
+    """The text of :func:`sealed`; empty for what another server made."""
+    try:
+        text = base64.b64decode(content if isinstance(content, str) else "", validate=True)
+    except (binascii.Error, ValueError):
+        return ""
+    return text.removeprefix(_SEAL).decode(errors="replace") if text.startswith(_SEAL) else ""
+
+
+_SEAL = b"gradwire:"
 
 
 def with_references(items: Sequence[Item], find: Callable[[str], Item]) -> list[Item]:
@@ -123,7 +153,8 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
     for number, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "reasoning":
-            reasoning += _text(item.get("content") or item.get("summary") or [], number)
+            reasoning += _text(item.get("content") or [], number) or unsealed(item.get("encrypted_content"))
+            reasoning = reasoning or _text(item.get("summary") or [], number)
         elif kind == "message":
             message = {"role": item.get("role"), "content": _content(item.get("content"), number)}
             if message["role"] == "assistant":
@@ -132,18 +163,19 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
                 if reasoning:
                     message["reasoning_content"], reasoning = reasoning, ""
             messages.append(message)
-        elif kind == "function_call":
+        elif kind in ("function_call", "custom_tool_call"):
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             if reasoning:
                 messages[-1]["reasoning_content"], reasoning = reasoning, ""
-            call = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
+            of_kind = "function" if kind == "function_call" else "custom"
+            call = {name: item[name] for name in ("name", "namespace", "arguments", "input") if name in item}
             calls = messages[-1].setdefault("tool_calls", [])
-            calls.append({"id": item.get("call_id"), "type": "function", "function": call})
-        elif kind == "function_call_output":
+            calls.append({"id": item.get("call_id"), "type": of_kind, of_kind: call})
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             content = _content(item.get("output"), number)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
-        else:
+        elif kind not in ITEMS:
             known = "messages, function calls, their outputs and reasoning"
             raise unsupported(f"item {number} of input is of type {str(kind)[:50]!r}; there are {known}", "input")
     return messages
@@ -178,15 +210,11 @@ def _text(parts: Any, number: int) -> str:
     return "".join(texts)
 
 
-def _tool(number: int, tool: Mapping[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        kind = str(tool.get("type"))[:50]
-        raise unsupported(f"tool {number} is of type {kind!r}; there are functions, which the client calls", "tools")
-    known = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in known if tool.get(name) is not None}}
-
-
-def _choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
-    if isinstance(choice, Mapping):
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    kind = tool.get("type")
+    if kind == "namespace" and isinstance(tool.get("tools"), list):
+        return {**tool, "tools": [_tool(each) for each in tool["tools"] if isinstance(each, Mapping)]}
+    if kind not in ("function", "custom"):
+        return dict(tool)
+    known = ("name", "description", "parameters", "strict", "format")
+    return {"type": kind, kind: {name: tool[name] for name in known if tool.get(name) is not None}}

@@ -17,10 +17,11 @@ from gradwire_server.doors.http.openai.requests import named
 from gradwire_server.doors.http.openai.responses.kept import KeptResponses
 from gradwire_server.doors.http.openai.responses.requests import Item, ResponseRequest, with_references
 from gradwire_server.doors.http.openai.responses.writing import Writing
+from gradwire_server.doors.http.openai.unserved import tell_ignored
 from gradwire_server.doors.http.protocol import CallerOf
 
 PARAMETERS = dict.fromkeys(("prompts", "texts", "conversations", "images", "messages"), "input")
-PARAMETERS |= {"json_schema": "text", "reasoning_effort": "reasoning", "response_format": "text"}
+PARAMETERS |= {"json_schema": "text", "reasoning_effort": "reasoning.effort", "response_format": "text"}
 
 
 def routes(core: Core) -> APIRouter:
@@ -34,8 +35,10 @@ def routes(core: Core) -> APIRouter:
             before = kept.get(caller.name, asked.previous_response_id, "previous_response_id")
             items = [*before.all_items(), *items]
         with named(PARAMETERS):
-            conversation = Conversation(core, caller, asked.chat(items))
+            chat = asked.chat(items)
+            conversation = Conversation(core, caller, chat)
             call = await conversation.request()
+            tell_ignored(http, chat, PARAMETERS)
             writing = Writing(asked, TokenTexts(core, caller, conversation.base))
 
             async def events() -> AsyncGenerator[Mapping[str, Any]]:

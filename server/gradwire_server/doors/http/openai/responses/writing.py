@@ -14,11 +14,18 @@ from gradwire_server.doors.http.openai.answers import TokenTexts
 from gradwire_server.doors.http.openai.chat import token_entries
 from gradwire_server.doors.http.openai.conversations import Counts, Part
 from gradwire_server.doors.http.openai.errors import error_body
-from gradwire_server.doors.http.openai.responses.requests import ResponseRequest
+from gradwire_server.doors.http.openai.responses.requests import ResponseRequest, sealed
 
 Event = dict[str, Any]
 TEXTS = {"reasoning": ("reasoning_text", "response.reasoning_text"), "message": ("output_text", "response.output_text")}
 """Type of an item -> type of its part, and how the events of its text begin."""
+
+
+CALLS = {
+    "function": ("function_call", "fc", "arguments", "response.function_call_arguments"),
+    "custom": ("custom_tool_call", "ctc", "input", "response.custom_tool_call_input"),
+}
+"""Kind of a call -> type of its item, beginning of its id, field with what the model wrote, and of its events."""
 
 
 class Writing:
@@ -50,7 +57,7 @@ class Writing:
             "metadata": asked.metadata or {},
             "model": asked.model,
             "output": [],
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "parallel_tool_calls": True,
             "previous_response_id": asked.previous_response_id,
             "reasoning": {"effort": asked.reasoning.effort if asked.reasoning is not None else None, "summary": None},
             "store": asked.store is not False,
@@ -124,7 +131,7 @@ class Writing:
             yield from self._in("message")  # an answer has a message, if an empty one
         for call in part.calls:
             yield from self._closed("completed")
-            yield from self._called(call["id"], call["function"]["name"], call["function"]["arguments"])
+            yield from self._called(call)
 
     def _in(self, kind: str) -> Iterator[Event]:
         """Begin an item, if it is not begun."""
@@ -154,17 +161,24 @@ class Writing:
         yield self._event("response.content_part.done", **place, content_index=0, part=part)
         yield self._done(item, status)
 
-    def _called(self, call_id: str, name: str, arguments: str) -> Iterator[Event]:
-        item = {"id": _id("fc"), "type": "function_call", "call_id": call_id, "name": name}
-        begun = item | {"arguments": "", "status": "in_progress"}
+    def _called(self, call: Mapping[str, Any]) -> Iterator[Event]:
+        kind = call["type"]
+        of_item, of_id, field, event = CALLS[kind]
+        called = call[kind]
+        item = {"id": _id(of_id), "type": of_item, "call_id": call["id"], **called, field: ""}
         place = {"item_id": item["id"], "output_index": len(self._output)}
-        yield self._event("response.output_item.added", output_index=len(self._output), item=begun)
-        yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
-        yield self._event("response.function_call_arguments.done", **place, name=name, arguments=arguments)
-        yield self._done(item | {"arguments": arguments}, "completed")
+        yield self._event(
+            "response.output_item.added", output_index=len(self._output), item=item | {"status": "in_progress"}
+        )
+        yield self._event(f"{event}.delta", **place, delta=called[field])
+        name = {"name": called["name"]} if kind == "function" else {}
+        yield self._event(f"{event}.done", **place, **name, **{field: called[field]})
+        yield self._done(item | {field: called[field]}, "completed")
 
     def _done(self, item: dict[str, Any], status: str) -> Event:
         item = item | {"status": status}
+        if item["type"] == "reasoning" and "reasoning.encrypted_content" in (self._asked.include or []):
+            item["encrypted_content"] = sealed(item["content"][0]["text"])
         self._output.append(item)
         return self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 

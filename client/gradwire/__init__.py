@@ -69,6 +69,7 @@ from gradwire.errors import (
     UnknownModelError,
     UnknownOperationError,
     UnknownRunError,
+    UnknownSessionError,
     UnsupportedError,
     WouldDeadlockError,
     WriterError,
@@ -99,6 +100,14 @@ from gradwire.results import (
 )
 from gradwire.sampling import SamplingClient, TokenStream
 from gradwire.service import ServiceClient
+from gradwire.sessions import (
+    RolloutSession,
+    RolloutSessions,
+    SessionInfo,
+    SessionLimits,
+    SessionOptions,
+    SessionSampling,
+)
 from gradwire.training import TrainingClient
 from gradwire.wire.requests import OptimizerOptions
 from gradwire.wire.sample_calls import SamplingOptions
@@ -158,6 +167,8 @@ __all__ = [
     "RenderedTurns",
     "ResultReleasedError",
     "RewoundError",
+    "RolloutSession",
+    "RolloutSessions",
     "RunActivity",
     "RunBusyError",
     "RunChange",
@@ -177,6 +188,10 @@ __all__ = [
     "ServerStartError",
     "ServiceClient",
     "ServiceClosedError",
+    "SessionInfo",
+    "SessionLimits",
+    "SessionOptions",
+    "SessionSampling",
     "ShuttingDownError",
     "StaleEpochError",
     "StorageFullError",
@@ -193,6 +208,7 @@ __all__ = [
     "UnknownModelError",
     "UnknownOperationError",
     "UnknownRunError",
+    "UnknownSessionError",
     "UnsupportedError",
     "Upload",
     "Usage",

@@ -12,6 +12,7 @@
     │   │   ├── UnknownRunError
     │   │   ├── UnknownCheckpointError
     │   │   ├── UnknownFileError
+    │   │   ├── UnknownSessionError
     │   │   ├── UnknownJobError
     │   │   └── UnknownOperationError
     │   ├── AlreadyExistsError
@@ -126,6 +127,10 @@ class UnknownJobError(NotFoundError):
 
 class UnknownFileError(NotFoundError):
     """No file has this id, or no recording this number."""
+
+
+class UnknownSessionError(NotFoundError):
+    """No rollout session has this id."""
 
 
 class AlreadyExistsError(InvalidRequestError):
@@ -307,6 +312,7 @@ EXCEPTIONS: Mapping[pb.ErrorCode.ValueType, type[GradwireError]] = {
     pb.ERROR_CODE_DEADLINE_EXCEEDED: DeadlineExceededError,
     pb.ERROR_CODE_UNKNOWN_JOB: UnknownJobError,
     pb.ERROR_CODE_UNKNOWN_FILE: UnknownFileError,
+    pb.ERROR_CODE_UNKNOWN_SESSION: UnknownSessionError,
 }
 
 # A gRPC status without details comes from a proxy, from grpc itself, or from another kind of server.

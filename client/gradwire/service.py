@@ -9,7 +9,7 @@ import os
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 from gradwire_proto.v1 import training_pb2 as pb
 
@@ -24,8 +24,10 @@ from gradwire.recordings import KeyInfo, QueuedRun
 from gradwire.rendering import Conversation, Rendered, RenderedTurns, TrainOn, is_one, requests, row_of
 from gradwire.results import Checkpoint
 from gradwire.sampling import SamplingClient, token_ids
+from gradwire.sessions import RolloutSession, RolloutSessions, SessionOptions
 from gradwire.training import TrainingClient
 from gradwire.wire.link import RunLink
+from gradwire.wire.options import check_options
 from gradwire.wire.processes import Connected
 from gradwire.wire.requests import message
 from gradwire.wire.transport import Transport
@@ -59,6 +61,7 @@ class ServiceClient(Connected):
         self._said: dict[str, set[str]] = {}
         self._files = Files(transport)
         self._jobs = Jobs(transport, self._files)
+        self._sessions = RolloutSessions(transport)
 
     @property
     def jobs(self) -> Jobs:
@@ -69,6 +72,11 @@ class ServiceClient(Connected):
     def files(self) -> Files:
         """The files that jobs train on."""
         return self._files
+
+    @property
+    def sessions(self) -> RolloutSessions:
+        """The rollout sessions of agents."""
+        return self._sessions
 
     @property
     def address(self) -> str:
@@ -424,6 +432,20 @@ class ServiceClient(Connected):
     def sampling_client(self, model: str | Checkpoint) -> SamplingClient:
         """Return a client that samples from a model of the server, or from a checkpoint."""
         return SamplingClient(self._transport, self._loop, model)
+
+    async def rollout_session(self, model: str | Checkpoint, **options: Unpack[SessionOptions]) -> RolloutSession:
+        """Create a session in which an agent samples from a model, a checkpoint, or a run's current weights.
+
+        Args:
+            model: One of ``list_models``, ``"RUN_ID/NAME"`` or ``"RUN_ID"``.
+            options: See :class:`gradwire.SessionOptions`.
+
+        Raises:
+            UnsupportedError: The server has no HTTP door.
+            LimitExceededError: The key has too many sessions.
+        """
+        check_options(SessionOptions, options, self.rollout_session)
+        return await self._sessions.create(model, options)
 
     async def encode(self, model: str, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Convert texts to rows of token ids with the model's own tokenizer."""

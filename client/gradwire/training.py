@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from gradwire_proto.v1 import training_pb2 as pb
 
@@ -21,8 +21,10 @@ from gradwire.losses import model_path
 from gradwire.operations import Operations
 from gradwire.recordings import RecordedBatch, Recording, RunActivity, rollouts_json
 from gradwire.results import Checkpoint, Columns, LossResult, OptimStepResult, SampleResult, TrainStepResult
+from gradwire.sessions import RolloutSession, RolloutSessions, SessionOptions
 from gradwire.whole_files import write_tar
 from gradwire.wire.files import check_folder, download
+from gradwire.wire.options import check_options
 
 ROLLOUTS_BYTES = 4 << 20
 """Most bytes of an iteration's rollouts that are recorded."""
@@ -72,6 +74,23 @@ class TrainingClient(Operations):
         """
         request = pb.ListOperationsRequest(run_id=self.run_id, limit=limit)
         return RunActivity.from_message(await self._transport.unary(lambda stub: stub.ListOperations, request))
+
+    async def rollout_session(
+        self, model: str | Checkpoint | None = None, **options: Unpack[SessionOptions]
+    ) -> RolloutSession:
+        """Create a session in which an agent samples from this run: a base URL, and a record of what it did there.
+
+        Args:
+            model: None: at each call the weights that the run has then. Else a checkpoint.
+            options: See :class:`gradwire.SessionOptions`.
+
+        Raises:
+            UnsupportedError: The server has no HTTP door.
+            LimitExceededError: The key has too many sessions.
+        """
+        check_options(SessionOptions, options, self.rollout_session)
+        source = self.run_id if model is None else self._path_of(model)
+        return await RolloutSessions(self._transport).create(source, options)
 
     async def list_recordings(self) -> list[Recording]:
         """List what was recorded of the run, oldest first: batches (``record_batches``) and rollouts."""

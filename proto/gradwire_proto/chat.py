@@ -14,11 +14,12 @@ import secrets
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
 """First character, and the one behind the last."""
+History = Literal["as written", "unless dropped", "kept"]
 SAMPLED = "token_ids"
 """Key of an assistant's message: the tokens that were sampled for it, kept where its text is."""
 KNOWN_ROLES = ("system", "user", "assistant")
@@ -215,11 +216,17 @@ def _common(one: str, other: str) -> int:
     return next(at for at, (a, b) in enumerate(zip(one, other)) if a != b)
 
 
-def cut(chat: Chat, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> list[Piece]:
+def cut(
+    chat: Chat, messages: Sequence[Message], *, add_generation_prompt: bool = False, history: History = "as written"
+) -> list[Piece]:
     """The conversation as pieces, with the sampled tokens of messages that have them.
 
     A message's tokens are kept as far as the template keeps its text: whole, or from behind the reasoning that it
     drops. Where its content is no longer what was sampled, or a token reaches over that border, its text is encoded.
+
+    Args:
+        history: ``"unless dropped"``: a message's tokens stand for it in whatever form the template writes it, unless
+            that drops the reasoning. ``"kept"``: they do also then, behind the prompt that the model had.
 
     Raises:
         TemplateError: where the template cannot write the conversation.
@@ -236,30 +243,83 @@ def cut(chat: Chat, messages: Sequence[Message], *, add_generation_prompt: bool 
             turn = find_turn(chat, written, text, index, add_generation_prompt=add_generation_prompt)
         except UnclearTurnError:
             continue
-        kept = _kept(chat, [int(token) for token in sampled], text[turn.start : turn.stop])
+        ids = [int(token) for token in sampled]
+        whole = history == "kept" or (history != "as written" and has_reasoning(message, text[turn.start : turn.end]))
+        kept = ids if whole else _kept(chat, ids, text[turn.start : turn.stop])
         if kept is None:
             continue
-        pieces += [Piece(at, text[at : turn.start]), Piece(turn.start, "", tuple(kept), index)]
+        opening = _opening(chat, written[:index], text[at : turn.start]) if history == "kept" else ""
+        pieces += [Piece(at, text[at : turn.start] + opening), Piece(turn.start, "", tuple(kept), index)]
         at = turn.end if kept and kept[-1] in chat.specials else turn.stop
+        if whole:
+            at = len(text) - len(behind(chat, text, turn.end, kept[-1] if kept else None))
     pieces.append(Piece(at, text[at:]))
     return [piece for piece in pieces if piece.text or piece.token_ids]
 
 
+def has_reasoning(message: Message, written: str) -> bool:
+    """Whether what a template wrote of a message has its reasoning, if it has any. Blanks make no difference."""
+    reasoning = message.get("reasoning_content")
+    return not isinstance(reasoning, str) or _bare(reasoning) in _bare(written)
+
+
+def turn_end(chat: Chat, messages: Sequence[Message], text: str, index: int) -> int:
+    """Where an assistant's message ends, with the token that ends it, in a conversation with an opened next turn.
+
+    Args:
+        messages: as :func:`plain` gives them.
+        text: what the template writes for all of them.
+
+    Raises:
+        UnclearTurnError: as for :func:`find_turn`.
+    """
+    through = chat.tried(messages[: index + 1], False)
+    if through is not None and text.startswith(through):
+        return len(through.rstrip())
+    return find_turn(chat, messages, text, index, add_generation_prompt=True).end
+
+
+def behind(chat: Chat, text: str, end: int, last: int | None) -> str:
+    """The text behind a turn, whose end token is in it unless it was sampled.
+
+    Args:
+        end: where the turn ends in the text, with the token that ends it.
+        last: the last sampled token.
+    """
+    held = text[:end]
+    closing = max((word for word in chat.specials.values() if word and held.endswith(word)), key=len, default="")
+    if last is None or last not in chat.specials:
+        return text[end - len(closing) :]
+    rest = text[end:]
+    return rest if closing else rest.removeprefix(chat.specials[last])
+
+
+def _opening(chat: Chat, before: Sequence[Message], written: str) -> str:
+    """What the prompt for an assistant's turn has at its end, and the template does not write before it in the history:
+    the mark that opens the reasoning."""
+    prompt, alone = chat.tried(before, True), chat.tried(before, False)
+    if prompt is None or alone is None or not prompt.startswith(alone):
+        return ""
+    opened = prompt[len(alone) :]
+    size = next((size for size in range(len(opened), 0, -1) if written.endswith(opened[:size])), 0)
+    return opened[size:] if size else ""
+
+
+def _bare(text: str) -> str:
+    return re.sub(r"\s+", "", text)
+
+
 def _kept(chat: Chat, sampled: list[int], written: str) -> list[int] | None:
     """The sampled tokens whose text the template wrote; None where it wrote another. Blanks make no difference."""
-
-    def bare(text: str) -> str:
-        return re.sub(r"\s+", "", text)
-
-    wrote, text = bare(written), bare(chat.decode(sampled))
+    wrote, text = _bare(written), _bare(chat.decode(sampled))
     if not wrote:
         return sampled if not text else None
     place = text.rfind(wrote)
     if place <= 0:
         return sampled if place == 0 or (text and wrote.endswith(text)) else None
     rest = text[place:]
-    first = bisect_left(range(len(sampled)), -len(rest) + 1, key=lambda at: -len(bare(chat.decode(sampled[at:])))) - 1
-    return sampled[first:] if first >= 0 and bare(chat.decode(sampled[first:])) == rest else None
+    first = bisect_left(range(len(sampled)), -len(rest) + 1, key=lambda at: -len(_bare(chat.decode(sampled[at:])))) - 1
+    return sampled[first:] if first >= 0 and _bare(chat.decode(sampled[first:])) == rest else None
 
 
 def covered(offsets: Sequence[Span], spans: Sequence[Span], shift: int = 0) -> list[bool]:

@@ -69,6 +69,12 @@ def unknown_job(job_id: str) -> ServiceError:
     return ServiceError(pb.ERROR_CODE_UNKNOWN_JOB, f"there is no job {job_id[:100]!r}", field="job_id")
 
 
+def unknown_session(session_id: str) -> ServiceError:
+    """UNKNOWN_SESSION, also for a session of another key."""
+    message = f"there is no rollout session {session_id[:100]!r}"
+    return ServiceError(pb.ERROR_CODE_UNKNOWN_SESSION, message, field="session_id")
+
+
 def key_reused(made: str, content: str, field: str = "idempotency_key") -> ServiceError:
     """ALREADY_EXISTS for an idempotency key that has made something of another content.
 

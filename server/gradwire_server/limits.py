@@ -86,4 +86,14 @@ class Limits(BaseModel):
     key_streams: int = Field(
         default=1024, ge=1, description="streams of operations and results of one key, and HTTP requests"
     )
+    max_session_turns: int = Field(default=100_000, ge=1, description="answered calls of one rollout session")
+    max_session_seconds: int = Field(default=7 * 86_400, ge=1, description="seconds from a rollout session's creation")
+    max_session_calls: int = Field(default=64, ge=1, description="calls of one rollout session at a time; others wait")
+    session_idle_seconds: int = Field(
+        default=3600, ge=1, description="seconds without a call after which a rollout session ends"
+    )
+    key_sessions: int = Field(default=4096, ge=0, description="rollout sessions of one key that have not ended")
+    key_session_bytes: int = Field(
+        default=16 << 30, ge=0, description="turns of one key's rollout sessions; the oldest ended ones go beyond it"
+    )
     key_tokens_per_minute: int = Field(default=0, ge=0, description="tokens that one key submits a minute; 0: no limit")

@@ -16,13 +16,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
-from gradwire_proto.v1 import jobs_pb2
+from gradwire_proto.v1 import jobs_pb2, sessions_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.jobs_pb2_grpc import JobServiceStub
+from gradwire_proto.v1.sessions_pb2_grpc import SessionServiceStub
 from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
 
 if TYPE_CHECKING:  # the stub files have this class; the generated module has one class for sync and async
     from gradwire_proto.v1.jobs_pb2_grpc import JobServiceAsyncStub
+    from gradwire_proto.v1.sessions_pb2_grpc import SessionServiceAsyncStub
     from gradwire_proto.v1.training_pb2_grpc import TrainingServiceAsyncStub
 
 from gradwire import errors
@@ -142,6 +144,7 @@ class Transport:
         # The stub's constructor is generated once for both kinds of channel.
         self._stub: TrainingServiceAsyncStub = TrainingServiceStub(self._channel)
         self._jobs: JobServiceAsyncStub = JobServiceStub(self._channel)
+        self._sessions: SessionServiceAsyncStub = SessionServiceStub(self._channel)
         self._closed = False
         self._warned: dict[str, float] = {}
         self._loop = running_loop()
@@ -198,6 +201,23 @@ class Transport:
     ) -> R:
         """Make one call of the job service, likewise."""
         return await self._repeated(lambda: method(self._jobs), request, 60.0, None)
+
+    async def session_call(
+        self, method: Callable[[SessionServiceAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Q, R]], request: Q
+    ) -> R:
+        """Make one call of the session service, likewise."""
+        return await self._repeated(lambda: method(self._sessions), request, 60.0, None)
+
+    async def session_delete(
+        self, method: Callable[[SessionServiceAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Q, R]], request: Q
+    ) -> None:
+        """Make a call of it that deletes something, likewise."""
+        await self._deleted(lambda: method(self._sessions), request)
+
+    def rollout(self, request: sessions_pb2.GetRolloutRequest) -> AsyncGenerator[sessions_pb2.RolloutFrame]:
+        """Yield a session and its turns."""
+        self.check_loop()
+        return frames_of(self._sessions.GetRollout(request, metadata=self._metadata), self.address)
 
     async def upload_file(self, frames: Callable[[], AsyncIterator[jobs_pb2.UploadFileFrame]]) -> jobs_pb2.File:
         """Send a file; from its first frame again while the server is away."""

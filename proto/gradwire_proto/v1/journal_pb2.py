@@ -23,30 +23,33 @@ _sym_db = _symbol_database.Default()
 
 
 from gradwire_proto.v1 import engine_pb2 as gradwire__proto_dot_v1_dot_engine__pb2
+from gradwire_proto.v1 import sessions_pb2 as gradwire__proto_dot_v1_dot_sessions__pb2
 from gradwire_proto.v1 import training_pb2 as gradwire__proto_dot_v1_dot_training__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fgradwire_proto/v1/journal.proto\x12\x0bgradwire.v1\x1a\x1egradwire_proto/v1/engine.proto\x1a gradwire_proto/v1/training.proto\"\xe1\x03\n\rJournalRecord\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\n\n\x02\x61t\x18\x03 \x01(\x01\x12/\n\toperation\x18\x04 \x01(\x0b\x32\x1c.gradwire.v1.OperationHeader\x12,\n\x06result\x18\x05 \x01(\x0b\x32\x1c.gradwire.v1.OperationResult\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x13\n\x0b\x66\x61ilure_seq\x18\x07 \x01(\x04\x12\x0f\n\x07\x66\x61ilure\x18\x08 \x01(\t\x12#\n\x06status\x18\t \x01(\x0e\x32\x13.gradwire.v1.Status\x12%\n\x07outcome\x18\n \x01(\x0b\x32\x14.gradwire.v1.Outcome\x12*\n\nstatements\x18\x0b \x03(\x0b\x32\x16.gradwire.v1.Statement\x12\x10\n\x08stored_s\x18\x0c \x01(\x01\x12(\n\x05point\x18\r \x01(\x0b\x32\x19.gradwire.v1.HistoryPoint\x12\x1f\n\x04kept\x18\x0e \x01(\x0e\x32\x11.gradwire.v1.Kept\x12\r\n\x05saved\x18\x0f \x01(\x08\x12\x0e\n\x06\x63onfig\x18\x10 \x01(\x0c\x12 \n\x18num_trainable_parameters\x18\x11 \x01(\x04\"f\n\tStatement\x12\x0b\n\x03sql\x18\x01 \x01(\t\x12\"\n\x06values\x18\x02 \x03(\x0b\x32\x12.gradwire.v1.Value\x12(\n\x06record\x18\x03 \x01(\x0b\x32\x18.gradwire.v1.RecordPlace\".\n\x0bRecordPlace\x12\x0f\n\x07segment\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"R\n\x05Value\x12\x11\n\x07integer\x18\x01 \x01(\x03H\x00\x12\x0e\n\x04real\x18\x02 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x0e\n\x04\x62lob\x18\x04 \x01(\x0cH\x00\x42\x06\n\x04kind\"\x8b\x02\n\x0eRunDescription\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12&\n\x06\x63onfig\x18\x03 \x01(\x0b\x32\x16.gradwire.v1.RunConfig\x12\x12\n\ncreated_at\x18\x04 \x01(\x01\x12,\n\x06origin\x18\x05 \x01(\x0b\x32\x1c.gradwire.v1.EngineCreateRun\x12\x13\n\x0b\x66orked_from\x18\x06 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x07 \x01(\t\x12\x0f\n\x07request\x18\x08 \x01(\x0c\x12 \n\x18num_trainable_parameters\x18\t \x01(\x04\x12\x0f\n\x07readers\x18\n \x03(\t\"X\n\x11UploadDescription\x12#\n\x06upload\x18\x01 \x01(\x0b\x32\x13.gradwire.v1.Upload\x12\r\n\x05owner\x18\x02 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x03 \x01(\t\"O\n\x07Outcome\x12,\n\x06result\x18\x01 \x01(\x0b\x32\x1c.gradwire.v1.OperationResult\x12\x16\n\x0epayload_digest\x18\x02 \x01(\x0c*P\n\x04Kept\x12\x14\n\x10KEPT_UNSPECIFIED\x10\x00\x12\x11\n\rKEPT_REPLAYED\x10\x01\x12\x11\n\rKEPT_RECORDED\x10\x02\x12\x0c\n\x08KEPT_NOT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fgradwire_proto/v1/journal.proto\x12\x0bgradwire.v1\x1a\x1egradwire_proto/v1/engine.proto\x1a gradwire_proto/v1/sessions.proto\x1a gradwire_proto/v1/training.proto\"\xe1\x03\n\rJournalRecord\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\n\n\x02\x61t\x18\x03 \x01(\x01\x12/\n\toperation\x18\x04 \x01(\x0b\x32\x1c.gradwire.v1.OperationHeader\x12,\n\x06result\x18\x05 \x01(\x0b\x32\x1c.gradwire.v1.OperationResult\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x13\n\x0b\x66\x61ilure_seq\x18\x07 \x01(\x04\x12\x0f\n\x07\x66\x61ilure\x18\x08 \x01(\t\x12#\n\x06status\x18\t \x01(\x0e\x32\x13.gradwire.v1.Status\x12%\n\x07outcome\x18\n \x01(\x0b\x32\x14.gradwire.v1.Outcome\x12*\n\nstatements\x18\x0b \x03(\x0b\x32\x16.gradwire.v1.Statement\x12\x10\n\x08stored_s\x18\x0c \x01(\x01\x12(\n\x05point\x18\r \x01(\x0b\x32\x19.gradwire.v1.HistoryPoint\x12\x1f\n\x04kept\x18\x0e \x01(\x0e\x32\x11.gradwire.v1.Kept\x12\r\n\x05saved\x18\x0f \x01(\x08\x12\x0e\n\x06\x63onfig\x18\x10 \x01(\x0c\x12 \n\x18num_trainable_parameters\x18\x11 \x01(\x04\"f\n\tStatement\x12\x0b\n\x03sql\x18\x01 \x01(\t\x12\"\n\x06values\x18\x02 \x03(\x0b\x32\x12.gradwire.v1.Value\x12(\n\x06record\x18\x03 \x01(\x0b\x32\x18.gradwire.v1.RecordPlace\".\n\x0bRecordPlace\x12\x0f\n\x07segment\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"R\n\x05Value\x12\x11\n\x07integer\x18\x01 \x01(\x03H\x00\x12\x0e\n\x04real\x18\x02 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x0e\n\x04\x62lob\x18\x04 \x01(\x0cH\x00\x42\x06\n\x04kind\"\x8b\x02\n\x0eRunDescription\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12&\n\x06\x63onfig\x18\x03 \x01(\x0b\x32\x16.gradwire.v1.RunConfig\x12\x12\n\ncreated_at\x18\x04 \x01(\x01\x12,\n\x06origin\x18\x05 \x01(\x0b\x32\x1c.gradwire.v1.EngineCreateRun\x12\x13\n\x0b\x66orked_from\x18\x06 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x07 \x01(\t\x12\x0f\n\x07request\x18\x08 \x01(\x0c\x12 \n\x18num_trainable_parameters\x18\t \x01(\x04\x12\x0f\n\x07readers\x18\n \x03(\t\"X\n\x11UploadDescription\x12#\n\x06upload\x18\x01 \x01(\x0b\x32\x13.gradwire.v1.Upload\x12\r\n\x05owner\x18\x02 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x03 \x01(\t\"\xf1\x01\n\nStoredTurn\x12&\n\x04turn\x18\x01 \x01(\x0b\x32\x18.gradwire.v1.SessionTurn\x12\r\n\x05\x61sked\x18\x02 \x01(\x0c\x12\x10\n\x08\x61nswered\x18\x03 \x01(\x0c\x12\x14\n\x0cnum_messages\x18\x04 \x01(\r\x12\r\n\x05\x63hain\x18\x05 \x03(\x0c\x12\x13\n\x0b\x63hain_start\x18\x06 \x01(\r\x12\x14\n\x0cprompt_chars\x18\x07 \x01(\x04\x12\x15\n\rprompt_digest\x18\x08 \x01(\x0c\x12\x0c\n\x04seen\x18\t \x03(\r\x12\x0c\n\x04\x62ody\x18\n \x01(\x0c\x12\x17\n\x0fidempotency_key\x18\x0b \x01(\t\"O\n\x07Outcome\x12,\n\x06result\x18\x01 \x01(\x0b\x32\x1c.gradwire.v1.OperationResult\x12\x16\n\x0epayload_digest\x18\x02 \x01(\x0c*P\n\x04Kept\x12\x14\n\x10KEPT_UNSPECIFIED\x10\x00\x12\x11\n\rKEPT_REPLAYED\x10\x01\x12\x11\n\rKEPT_RECORDED\x10\x02\x12\x0c\n\x08KEPT_NOT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gradwire_proto.v1.journal_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KEPT']._serialized_start=1275
-  _globals['_KEPT']._serialized_end=1355
-  _globals['_JOURNALRECORD']._serialized_start=115
-  _globals['_JOURNALRECORD']._serialized_end=596
-  _globals['_STATEMENT']._serialized_start=598
-  _globals['_STATEMENT']._serialized_end=700
-  _globals['_RECORDPLACE']._serialized_start=702
-  _globals['_RECORDPLACE']._serialized_end=748
-  _globals['_VALUE']._serialized_start=750
-  _globals['_VALUE']._serialized_end=832
-  _globals['_RUNDESCRIPTION']._serialized_start=835
-  _globals['_RUNDESCRIPTION']._serialized_end=1102
-  _globals['_UPLOADDESCRIPTION']._serialized_start=1104
-  _globals['_UPLOADDESCRIPTION']._serialized_end=1192
-  _globals['_OUTCOME']._serialized_start=1194
-  _globals['_OUTCOME']._serialized_end=1273
+  _globals['_KEPT']._serialized_start=1553
+  _globals['_KEPT']._serialized_end=1633
+  _globals['_JOURNALRECORD']._serialized_start=149
+  _globals['_JOURNALRECORD']._serialized_end=630
+  _globals['_STATEMENT']._serialized_start=632
+  _globals['_STATEMENT']._serialized_end=734
+  _globals['_RECORDPLACE']._serialized_start=736
+  _globals['_RECORDPLACE']._serialized_end=782
+  _globals['_VALUE']._serialized_start=784
+  _globals['_VALUE']._serialized_end=866
+  _globals['_RUNDESCRIPTION']._serialized_start=869
+  _globals['_RUNDESCRIPTION']._serialized_end=1136
+  _globals['_UPLOADDESCRIPTION']._serialized_start=1138
+  _globals['_UPLOADDESCRIPTION']._serialized_end=1226
+  _globals['_STOREDTURN']._serialized_start=1229
+  _globals['_STOREDTURN']._serialized_end=1470
+  _globals['_OUTCOME']._serialized_start=1472
+  _globals['_OUTCOME']._serialized_end=1551
 # @@protoc_insertion_point(module_scope)

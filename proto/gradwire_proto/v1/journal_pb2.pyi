@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from gradwire_proto.v1 import engine_pb2 as _engine_pb2
+from gradwire_proto.v1 import sessions_pb2 as _sessions_pb2
 from gradwire_proto.v1 import training_pb2 as _training_pb2
 import builtins as _builtins
 import sys
@@ -295,6 +296,73 @@ class UploadDescription(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UploadDescription: _TypeAlias = UploadDescription  # noqa: Y015
+
+@_typing.final
+class StoredTurn(_message.Message):
+    """A turn of a rollout session, with what later requests are recognized by. Digests are BLAKE2b-128."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TURN_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
+    ANSWERED_FIELD_NUMBER: _builtins.int
+    NUM_MESSAGES_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    CHAIN_START_FIELD_NUMBER: _builtins.int
+    PROMPT_CHARS_FIELD_NUMBER: _builtins.int
+    PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
+    SEEN_FIELD_NUMBER: _builtins.int
+    BODY_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    asked: _builtins.bytes
+    """digest of the conversation that was asked"""
+    answered: _builtins.bytes
+    """digest of it with the answer"""
+    num_messages: _builtins.int
+    """of the conversation that was asked"""
+    chain_start: _builtins.int
+    """messages of the first of them"""
+    prompt_chars: _builtins.int
+    """what the template wrote for it"""
+    prompt_digest: _builtins.bytes
+    body: _builtins.bytes
+    """digest of the request"""
+    idempotency_key: _builtins.str
+    """of the request"""
+    @_builtins.property
+    def turn(self) -> _sessions_pb2.SessionTurn:
+        """without what follows from other turns: used"""
+
+    @_builtins.property
+    def chain(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """digests of its beginnings that were new: with its settings alone, with a message..."""
+
+    @_builtins.property
+    def seen(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the turns that were recognized in it"""
+
+    def __init__(
+        self,
+        *,
+        turn: _sessions_pb2.SessionTurn | None = ...,
+        asked: _builtins.bytes = ...,
+        answered: _builtins.bytes = ...,
+        num_messages: _builtins.int = ...,
+        chain: _abc.Iterable[_builtins.bytes] | None = ...,
+        chain_start: _builtins.int = ...,
+        prompt_chars: _builtins.int = ...,
+        prompt_digest: _builtins.bytes = ...,
+        seen: _abc.Iterable[_builtins.int] | None = ...,
+        body: _builtins.bytes = ...,
+        idempotency_key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["turn", b"turn"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "asked", b"asked", "body", b"body", "chain", b"chain", "chain_start", b"chain_start", "idempotency_key", b"idempotency_key", "num_messages", b"num_messages", "prompt_chars", b"prompt_chars", "prompt_digest", b"prompt_digest", "seen", b"seen", "turn", b"turn"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredTurn: _TypeAlias = StoredTurn  # noqa: Y015
 
 @_typing.final
 class Outcome(_message.Message):

@@ -134,6 +134,8 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     """does not exist or belongs to another key; not distinguished"""
     ERROR_CODE_UNKNOWN_FILE: _ErrorCode.ValueType  # 35
     """likewise"""
+    ERROR_CODE_UNKNOWN_SESSION: _ErrorCode.ValueType  # 36
+    """likewise"""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """============================================================ errors
@@ -200,7 +202,33 @@ ERROR_CODE_UNKNOWN_JOB: ErrorCode.ValueType  # 34
 """does not exist or belongs to another key; not distinguished"""
 ERROR_CODE_UNKNOWN_FILE: ErrorCode.ValueType  # 35
 """likewise"""
+ERROR_CODE_UNKNOWN_SESSION: ErrorCode.ValueType  # 36
+"""likewise"""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
+
+class _SampledHistory:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SampledHistoryEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SampledHistory.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SAMPLED_AS_WRITTEN: _SampledHistory.ValueType  # 0
+    """they stand where the template writes their text"""
+    SAMPLED_UNLESS_DROPPED: _SampledHistory.ValueType  # 1
+    """where it writes the message with its reasoning, in whatever form"""
+    SAMPLED_KEPT: _SampledHistory.ValueType  # 2
+    """always, also where it drops reasoning"""
+
+class SampledHistory(_SampledHistory, metaclass=_SampledHistoryEnumTypeWrapper):
+    """What becomes of the "token_ids" of an assistant's message."""
+
+SAMPLED_AS_WRITTEN: SampledHistory.ValueType  # 0
+"""they stand where the template writes their text"""
+SAMPLED_UNLESS_DROPPED: SampledHistory.ValueType  # 1
+"""where it writes the message with its reasoning, in whatever form"""
+SAMPLED_KEPT: SampledHistory.ValueType  # 2
+"""always, also where it drops reasoning"""
+Global___SampledHistory: _TypeAlias = SampledHistory  # noqa: Y015
 
 class _TrainOn:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -1033,6 +1061,8 @@ class RenderRequest(_message.Message):
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
     UNROLL_FIELD_NUMBER: _builtins.int
+    BEHIND_FIELD_NUMBER: _builtins.int
+    SAMPLED_HISTORY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """empty: the server's only one"""
     tools_json: _builtins.str
@@ -1045,8 +1075,15 @@ class RenderRequest(_message.Message):
     """number of the first conversation, for messages"""
     unroll: _builtins.bool
     """a learned turn has a row of its own where no other has it behind its prompt;"""
+    sampled_history: Global___SampledHistory.ValueType
     @_builtins.property
     def conversations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Conversation]: ...
+    @_builtins.property
+    def behind(self) -> Global___Behind:
+        """otherwise it is not learned
+        of one conversation whose beginning has its tokens: only those behind it
+        """
+
     def __init__(
         self,
         *,
@@ -1058,14 +1095,49 @@ class RenderRequest(_message.Message):
         add_generation_prompt: _builtins.bool = ...,
         first: _builtins.int = ...,
         unroll: _builtins.bool = ...,
+        behind: Global___Behind | None = ...,
+        sampled_history: Global___SampledHistory.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["behind", b"behind"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_generation_prompt", b"add_generation_prompt", "conversations", b"conversations", "first", b"first", "model", b"model", "template_kwargs_json", b"template_kwargs_json", "tools_json", b"tools_json", "train_on", b"train_on", "unroll", b"unroll"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_generation_prompt", b"add_generation_prompt", "behind", b"behind", "conversations", b"conversations", "first", b"first", "model", b"model", "sampled_history", b"sampled_history", "template_kwargs_json", b"template_kwargs_json", "tools_json", b"tools_json", "train_on", b"train_on", "unroll", b"unroll"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RenderRequest: _TypeAlias = RenderRequest  # noqa: Y015
+
+@_typing.final
+class Behind(_message.Message):
+    """The beginning of a conversation, up to and with the turn of an assistant's message."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    LAST_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_CHARS_FIELD_NUMBER: _builtins.int
+    PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
+    message: _builtins.int
+    last_id: _builtins.int
+    """its last token"""
+    prompt_chars: _builtins.int
+    """what the template wrote for the prompt of that message,"""
+    prompt_digest: _builtins.bytes
+    """BLAKE2b-128; compared unless the sampled history is kept"""
+    def __init__(
+        self,
+        *,
+        message: _builtins.int = ...,
+        last_id: _builtins.int = ...,
+        prompt_chars: _builtins.int = ...,
+        prompt_digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_id", b"last_id", "message", b"message", "prompt_chars", b"prompt_chars", "prompt_digest", b"prompt_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Behind: _TypeAlias = Behind  # noqa: Y015
 
 @_typing.final
 class Conversation(_message.Message):
@@ -1123,12 +1195,23 @@ class RenderedConversation(_message.Message):
     CONVERSATION_FIELD_NUMBER: _builtins.int
     NUM_MESSAGES_FIELD_NUMBER: _builtins.int
     REMARKS_FIELD_NUMBER: _builtins.int
+    LEAVES_FIELD_NUMBER: _builtins.int
+    PROMPT_CHARS_FIELD_NUMBER: _builtins.int
+    PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
     loss_mask: _builtins.bytes
     """a byte a token, 0 or 1; empty for TRAIN_ON_NOTHING"""
     conversation: _builtins.int
     """number of its conversation in the request"""
     num_messages: _builtins.int
     """of the conversation's messages, which it begins with"""
+    leaves: _builtins.str
+    """why the conversation does not begin with what Behind says, and ids has nothing:"""
+    prompt_chars: _builtins.int
+    """"reasoning" or "other"
+    of all that the template wrote,
+    """
+    prompt_digest: _builtins.bytes
+    """for SAMPLED_UNLESS_DROPPED"""
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1148,10 +1231,13 @@ class RenderedConversation(_message.Message):
         conversation: _builtins.int = ...,
         num_messages: _builtins.int = ...,
         remarks: _abc.Iterable[_builtins.str] | None = ...,
+        leaves: _builtins.str = ...,
+        prompt_chars: _builtins.int = ...,
+        prompt_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "ids", b"ids", "left_out", b"left_out", "loss_mask", b"loss_mask", "num_messages", b"num_messages", "remarks", b"remarks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "ids", b"ids", "leaves", b"leaves", "left_out", b"left_out", "loss_mask", b"loss_mask", "num_messages", b"num_messages", "prompt_chars", b"prompt_chars", "prompt_digest", b"prompt_digest", "remarks", b"remarks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4170,8 +4256,11 @@ class SampleResult(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     num_sampled_tokens: _builtins.int
+    step: _builtins.int
+    """Of a run's current weights, sampled outside its queue: after so many optimizer steps. They do not change meanwhile."""
     @_builtins.property
     def stop_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """per sample, prompt-major: "eos", "stop", "length" """
@@ -4192,12 +4281,15 @@ class SampleResult(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         num_sampled_tokens: _builtins.int = ...,
         parts: _abc.Iterable[Global___SamplePart] | None = ...,
+        step: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_prompt_tokens", b"num_prompt_tokens", "num_sampled_tokens", b"num_sampled_tokens", "parts", b"parts", "stop_reasons", b"stop_reasons", "texts", b"texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "num_prompt_tokens", b"num_prompt_tokens", "num_sampled_tokens", b"num_sampled_tokens", "parts", b"parts", "step", b"step", "stop_reasons", b"stop_reasons", "texts", b"texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
 Global___SampleResult: _TypeAlias = SampleResult  # noqa: Y015
 

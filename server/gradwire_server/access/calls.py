@@ -119,8 +119,14 @@ RPCS: dict[str, CallKind] = {
     "ListFiles": CallKind.READ,
     "DeleteFile": CallKind.WRITE,
     "ReadFile": CallKind.PAGES,
+    "CreateRolloutSession": CallKind.WRITE,
+    "GetRolloutSession": CallKind.READ,
+    "ListRolloutSessions": CallKind.READ,
+    "EndRolloutSession": CallKind.WRITE,
+    "DeleteRolloutSession": CallKind.WRITE,
+    "GetRollout": CallKind.PAGES,
 }
-"""The kind of each RPC of ``training.proto`` and ``jobs.proto``."""
+"""The kind of each RPC of ``training.proto``, ``jobs.proto`` and ``sessions.proto``."""
 
 VIEWED = frozenset({CallKind.READ, CallKind.CONVERT, CallKind.PAGES, CallKind.RESULTS})
 """Kinds of the calls that a viewer's key may make: they change nothing, and take nothing of an engine."""

@@ -40,6 +40,25 @@ ALONE = Quota(memory_percent=100)
 
 
 @dataclass(frozen=True)
+class SessionCall:
+    """A call under the URL of a rollout session.
+
+    Attributes:
+        session_id: The session.
+        path: The path of the call, without the session's.
+        body: Digest of its body; empty before that was read.
+        idempotency_key: What the client says of a call that it may repeat.
+        repeated: Whether the client says that it repeats a call.
+    """
+
+    session_id: str
+    path: str
+    body: bytes = b""
+    idempotency_key: str = ""
+    repeated: bool = False
+
+
+@dataclass(frozen=True)
 class Caller:
     """The name and role behind a call.
 
@@ -47,17 +66,19 @@ class Caller:
 
     Attributes:
         lent: Whether it is a process that this server started, which works in the name of the key's owner.
+        session: The call, of an agent in a rollout session of this key.
     """
 
     name: str
     role: Role = "user"
     sha256: str = ""
     lent: bool = dataclasses.field(default=False, compare=False)
+    session: SessionCall | None = dataclasses.field(default=None, compare=False)
 
     @property
     def sees_all(self) -> bool:
         """Whether it reads what belongs to other keys."""
-        return self.role in ("admin", "viewer")
+        return self.role in ("admin", "viewer") and self.session is None
 
     def check_may_change(self) -> None:
         """Check that it may call something other than what reads.
@@ -82,6 +103,9 @@ class Keys:
         open_door: Whether calls need no key as long as no key was ever created.
         own_key: Secret of the program that started the server, which nobody else knows and no file holds: its caller
             has the name of the callers of a server without keys. Empty for none.
+
+    Attributes:
+        check_session: Called with each check of a call in a rollout session; raises if that has ended.
     """
 
     def __init__(self, state_dir: Path, *, open_door: bool, own_key: str = "") -> None:
@@ -95,6 +119,7 @@ class Keys:
         self._lent: dict[str, str] = {}
         self._quotas_alone: dict[str, Quota] = {}
         self._are_several = False
+        self.check_session: Callable[[SessionCall], object] = lambda call: None
         self._watched: dict[object, tuple[Caller, Callable[[], object]]] = {}
         self._watching = False
         self._refresh()
@@ -157,6 +182,18 @@ class Keys:
         finally:
             del self._lent[digest]
 
+    def of(self, name: str) -> Caller:
+        """The caller of this name.
+
+        Raises:
+            ServiceError: UNAUTHENTICATED if calls in this name are not let in.
+        """
+        self._refresh()
+        caller = self._of(name) if self.required else ANYONE
+        if caller is None:
+            raise _unauthenticated()
+        return caller
+
     def may_call(self, name: str) -> bool:
         """Whether calls in this name are let in: it has a valid key, or calls need none."""
         self._refresh()
@@ -173,6 +210,8 @@ class Keys:
         self._refresh(LOOK_AGAIN_S)
         if self.required and caller != self._of(caller.name):
             raise _unauthenticated()
+        if caller.session is not None:
+            self.check_session(caller.session)
 
     @contextmanager
     def watched(self, caller: Caller, revoked: Callable[[], object]) -> Iterator[None]:

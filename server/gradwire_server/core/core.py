@@ -31,6 +31,7 @@ from gradwire_server.core.jobs.webhook import Webhook
 from gradwire_server.core.jobs.workers import JobWorkers
 from gradwire_server.core.observed import Observed
 from gradwire_server.core.recordings import Recordings
+from gradwire_server.core.rollouts.sessions import RolloutSessions, Source
 from gradwire_server.core.runs import Runs
 from gradwire_server.core.sampling import Sampling
 from gradwire_server.core.session import Session
@@ -82,6 +83,7 @@ class Core(Startable):
         observed: What people see of runs beside their results; available after :meth:`start`.
         recordings: Records of runs, to be executed again elsewhere; available after :meth:`start`.
         uploads: Uploaded weights that runs can start from; available after :meth:`start`.
+        rollouts: The sessions of agents; available after :meth:`start`.
         jobs, files: Trainings that the server runs by itself, and their data; available after :meth:`start`.
         file_parts: Files that arrive in parts.
         job_turns: Which job starts next, and what its worker reports.
@@ -172,6 +174,8 @@ class Core(Startable):
         self.job_workers = JobWorkers(self.jobs, self.job_turns, self.keys, config.job_workers)
         self._webhook = Webhook(self.jobs, config.webhook, config.state_dir / "webhook.secret")
         await states.load()
+        self.rollouts = RolloutSessions(config.limits, self.keys, storage.sessions, self.source)
+        await self.rollouts.start()
         self._sampling = Sampling(
             config, storage.records, storage.checkpoints, self._models, self.scheduler, storage.usage
         )
@@ -187,6 +191,7 @@ class Core(Startable):
         running, self._running = self._running, False
         if running:
             await self._webhook.stop()
+            await self.rollouts.stop()
             self.left = await self.scheduler.drain(self.config.grace)
 
     async def stop(self) -> None:
@@ -249,6 +254,19 @@ class Core(Startable):
             ServiceError: UNKNOWN_MODEL.
         """
         return self._models.find(name, "base_model")
+
+    def source(self, caller: Caller, name: str) -> Source:
+        """What a caller may sample from by this name: a base model, a run's current weights, or a checkpoint of a run.
+
+        Raises:
+            ServiceError: UNKNOWN_RUN, UNKNOWN_CHECKPOINT.
+        """
+        if (base := self.known_model(name)) is not None:
+            return Source(base, base)
+        run_id, step = name.partition("/")[0], None
+        if "/" in name and run_id.startswith("run-"):
+            step = self.storage.checkpoints.get(name, caller)[1].step
+        return Source(name, self.runs.get(caller, run_id).config.base_model, run_id, step)
 
     def losses(self) -> Sequence[pb.LossInfo]:
         """The available losses, with their fields, arguments and metrics.

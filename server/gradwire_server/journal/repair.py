@@ -4,7 +4,7 @@ The segments have every operation that a recovery needs and every result that wa
 have their descriptions and checkpoints. The rebuilt database leads to the same runs in the same state. Results that had
 been fetched are gone, as they were before. What runs were computed with, and what was measured before the results that
 are found, is taken from the database that is replaced, as far as it can be read (:func:`salvage`). So are
-jobs and files.
+jobs, files and rollout sessions.
 """
 
 from __future__ import annotations
@@ -398,7 +398,7 @@ def _remove(database: Path) -> None:
 
 # ---- what only a database holds, read from one that is damaged or outdated before it is replaced ----
 
-JOB_TABLES = ("jobs", "job_events", "files")
+JOB_TABLES = ("jobs", "job_events", "files", "sessions", "session_turns")
 Facts = tuple[int, float, str, str]
 """A row of what a run was computed with: from which operation on, since when, the facts as JSON, what changed."""
 
@@ -428,7 +428,7 @@ def salvage(state_dir: Path) -> dict[str, Salvaged]:
 
 
 def salvage_jobs(state_dir: Path) -> dict[str, list[tuple[Any, ...]]]:
-    """Read the rows of jobs, their events and files that can be read, by table; only the database has them."""
+    """Read the rows of jobs, files and rollout sessions that can be read, by table; only the database has them."""
     rows: dict[str, list[tuple[Any, ...]]] = {table: [] for table in JOB_TABLES}
     with _copied(state_dir) as copy:
         for table in JOB_TABLES:

@@ -237,7 +237,30 @@ _NINTH: tuple[str, ...] = ()
 _TENTH: tuple[str, ...] = ()
 """Version 10: the record of an operation or a result says what its rows say, and a commit only names it."""
 
-MIGRATIONS = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH, _SEVENTH, _EIGHTH, _NINTH, _TENTH)
+_ELEVENTH = (
+    """CREATE TABLE sessions (
+    session_id TEXT PRIMARY KEY,
+    owner TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    idempotency_key TEXT NOT NULL,
+    key_digest TEXT NOT NULL,
+    request BLOB NOT NULL,
+    session BLOB NOT NULL
+)""",
+    """CREATE TABLE session_turns (
+    session_id TEXT NOT NULL,
+    number INTEGER NOT NULL,
+    at REAL NOT NULL,
+    prompt_tokens INTEGER NOT NULL,
+    sampled_tokens INTEGER NOT NULL,
+    digest BLOB NOT NULL,
+    turn BLOB NOT NULL,
+    PRIMARY KEY (session_id, number)
+)""",
+)
+"""Version 11: rollout sessions with their turns."""
+
+MIGRATIONS = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH, _SEVENTH, _EIGHTH, _NINTH, _TENTH, _ELEVENTH)
 VERSION = len(MIGRATIONS)
 
 

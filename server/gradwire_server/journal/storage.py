@@ -17,6 +17,7 @@ from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.mirror import reconcile
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.run_row import RunRecord
+from gradwire_server.journal.session_records import SessionRecords
 from gradwire_server.journal.state_folder import FolderInUse, StateFolderError, unusable
 from gradwire_server.journal.usage import Usage
 from gradwire_server.stores.claim import claimed
@@ -31,7 +32,7 @@ class Storage:
         records: The rows of the runs.
         folders: The store of their checkpoints and exports, and of uploads.
         checkpoints: The rows of their checkpoints.
-        jobs, files: The rows of jobs and of files.
+        jobs, files, sessions: The rows of jobs, of files, and of rollout sessions.
         usage: What keys have used.
     """
 
@@ -68,6 +69,7 @@ class Storage:
             self.records = RunRecords(self.journal.store, config.state_dir, config.limits.max_runs, self.folders)
             self.checkpoints = CheckpointRecords(self.records, self.journal.store, self.folders)
             self.jobs, self.files = JobRecords(self.journal.store), FileRecords(self.journal.store)
+            self.sessions = SessionRecords(self.journal.store)
             return await self.records.load()
         except (FolderInUse, StoreFull, StoreUnreachable) as error:
             raise NotNow(f"gradwire: {error}") from error

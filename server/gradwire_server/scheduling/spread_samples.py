@@ -309,6 +309,8 @@ class SamplesInParts:
         result = pb.OperationResult(seq=seq, status=pb.STATUS_SUCCEEDED, tensors=specs, payload_bytes=len(payload))
         result.timings.engine_s = time.monotonic() - self._began
         sample = result.sample
+        if results[0].sample.HasField("step"):
+            sample.step = results[0].sample.step
         for part, each in zip(self._parts, results, strict=True):
             sample.stop_reasons.extend(each.sample.stop_reasons)
             sample.texts.extend(each.sample.texts)

@@ -23,6 +23,11 @@ from gradwire_server.tokenizing.left_out import LeftOut
 CACHED_BYTES = 16 << 20
 """What a model's cache keeps of rendered conversations: some four bytes a token."""
 PATIENCE_S = 60.0
+HISTORIES: Mapping[int, chat.History] = {
+    pb.SAMPLED_AS_WRITTEN: "as written",
+    pb.SAMPLED_UNLESS_DROPPED: "unless dropped",
+    pb.SAMPLED_KEPT: "kept",
+}
 """A call that writes its conversations for longer is given up: the time grows with the square of the messages."""
 
 
@@ -81,7 +86,7 @@ class Renderer:
         tools, variables = self._settings(request)
         shared = (
             request.tools_json, request.template_kwargs_json, request.train_on, request.add_generation_prompt,
-            request.unroll,
+            request.unroll, request.sampled_history, request.behind.SerializeToString(),
         )  # fmt: skip
         until = time.monotonic() + PATIENCE_S
         response = pb.RenderResponse()
@@ -138,7 +143,9 @@ class Renderer:
             name = self._template.choose(variables.get("chat_template"), tools)
             trained = self._trained(conversation, messages, request.train_on, place)
             written = chat.plain(messages)
-            if (unread := chat.left_out(form, written, add_generation_prompt=prompt)) is not None:
+            new = {each["role"] for each in written} - {each["role"] for each in written[: request.behind.message]}
+            unread = chat.left_out(form, written, add_generation_prompt=prompt) if new else None
+            if unread is not None:
                 raise _invalid(
                     f"conversation {place}, message {unread}: the chat template of {self._model!r} does not know the"
                     f" role {messages[unread]['role']!r} and leaves the message out; roles are system, user, assistant"
@@ -146,9 +153,16 @@ class Renderer:
                     "messages", place,
                 )  # fmt: skip
             text = write(written, prompt)
+            if request.HasField("behind"):
+                return [self._behind(form, written, text, request)]
+            history = HISTORIES[request.sampled_history]
             known = marks if self._template.marks_generation(name) else None
             given = {index: each[chat.SAMPLED] for index, each in enumerate(messages) if each.get(chat.SAMPLED)}
-            whole = chat.cut(form, messages, add_generation_prompt=prompt) if given else [chat.Piece(0, text)]
+            whole = (
+                chat.cut(form, messages, add_generation_prompt=prompt, history=history)
+                if given
+                else [chat.Piece(0, text)]
+            )
             ends = [*(piece.start for piece in whole[1:]), len(text)]
             kept = {
                 piece.message: (piece.start, end)
@@ -197,7 +211,36 @@ class Renderer:
             ) from error  # fmt: skip
         rows[0].left_out.extend(left_out)
         rows[0].remarks.extend(dict.fromkeys(turns.remarks))
+        _note_prompt(rows[0], text, request)
         return rows
+
+    def _behind(
+        self, form: chat.Chat, messages: Sequence[chat.Message], text: str, request: pb.RenderRequest
+    ) -> pb.RenderedConversation:
+        """The tokens behind an assistant's turn, or why the conversation is no longer the one that had that turn."""
+        asked, message = request.behind, messages[request.behind.message]
+        try:
+            end = chat.turn_end(form, messages, text, asked.message)
+        except chat.UnclearTurnError:
+            return pb.RenderedConversation(leaves="other")
+        if request.sampled_history != pb.SAMPLED_KEPT:
+            prompt = text[: asked.prompt_chars]
+            if _text_digest(prompt) != asked.prompt_digest:
+                thought = any(each.get("reasoning_content") for each in messages)
+                return pb.RenderedConversation(leaves="reasoning" if thought else "other")
+            if not chat.has_reasoning(message, text[asked.prompt_chars : end]):
+                return pb.RenderedConversation(leaves="reasoning")
+        rest = chat.behind(form, text, end, asked.last_id)
+        row = pb.RenderedConversation(ids=self._encoding_behind(asked.last_id, rest))
+        _note_prompt(row, text, request)
+        return row
+
+    def _encoding_behind(self, last: int, text: str) -> list[int]:
+        """The tokens of a text behind a token: behind a special one as in the whole text, where some tokenizers put no
+        blank that they put before every text."""
+        before = self._specials.get(last)
+        ids = self._encoding((before or "") + text).ids
+        return ids[1:] if before and ids[:1] == [last] else self._encoding(text).ids
 
     def _encoding(self, text: str) -> Encoding:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -317,6 +360,16 @@ class _Cache:
             self._size += len(rows)
             while self._size > CACHED_BYTES:
                 self._size -= len(self._rows.popitem(last=False)[1])
+
+
+def _note_prompt(row: pb.RenderedConversation, text: str, request: pb.RenderRequest) -> None:
+    """Note what was written, for a request that goes on with it."""
+    if request.sampled_history == pb.SAMPLED_UNLESS_DROPPED:
+        row.prompt_chars, row.prompt_digest = len(text), _text_digest(text)
+
+
+def _text_digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def _is_assistant(message: chat.Message) -> bool:

@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 from gradwire_proto.v1.engine_pb2_grpc import add_EngineServiceServicer_to_server
 from gradwire_proto.v1.jobs_pb2_grpc import add_JobServiceServicer_to_server
+from gradwire_proto.v1.sessions_pb2_grpc import add_SessionServiceServicer_to_server
 from gradwire_proto.v1.training_pb2_grpc import add_TrainingServiceServicer_to_server
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
@@ -23,6 +24,7 @@ from gradwire_server.doors.grpc.headers import HEADER_BYTES
 from gradwire_server.doors.grpc.interceptors import Guard
 from gradwire_server.doors.grpc.jobs import JobService
 from gradwire_server.doors.grpc.service import TrainingService
+from gradwire_server.doors.grpc.sessions import SessionService
 from gradwire_server.errors import NotNow
 from gradwire_server.limits import Limits
 
@@ -69,6 +71,7 @@ class GrpcDoor(Door):
         self._grpc = grpc.aio.server(interceptors=[Guard(self._core)], options=grpc_options(config.limits))
         add_TrainingServiceServicer_to_server(self._service, self._grpc)
         add_JobServiceServicer_to_server(JobService(self._core), self._grpc)
+        add_SessionServiceServicer_to_server(SessionService(self._core), self._grpc)
         add_EngineServiceServicer_to_server(EngineService(self._core), self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         self._socket_folder = tempfile.TemporaryDirectory(prefix="gradwire-", ignore_cleanup_errors=True)

@@ -44,4 +44,5 @@ GRPC_STATUS: dict[Code, grpc.StatusCode] = {
     pb.ERROR_CODE_DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
     pb.ERROR_CODE_UNKNOWN_JOB: grpc.StatusCode.NOT_FOUND,
     pb.ERROR_CODE_UNKNOWN_FILE: grpc.StatusCode.NOT_FOUND,
+    pb.ERROR_CODE_UNKNOWN_SESSION: grpc.StatusCode.NOT_FOUND,
 }

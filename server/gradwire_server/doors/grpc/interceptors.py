@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
-from gradwire_proto.v1 import jobs_pb2
+from gradwire_proto.v1 import jobs_pb2, sessions_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.calls import RPCS, VIEWED, CallKind
@@ -38,7 +38,7 @@ _OPEN = "/grpc.health.v1.Health/"
 _ENGINES = "/gradwire.v1.EngineService/"
 _REQUESTS = {
     method.name: method.input_type
-    for file in (pb.DESCRIPTOR, jobs_pb2.DESCRIPTOR)
+    for file in (pb.DESCRIPTOR, jobs_pb2.DESCRIPTOR, sessions_pb2.DESCRIPTOR)
     for service in file.services_by_name.values()
     for method in service.methods
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,12 +21,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import VERSION, Core
+from gradwire_server.core.rollouts.sessions import PATH as SESSIONS
 from gradwire_server.doors.certificates import Certificates
 from gradwire_server.doors.door import Door
 from gradwire_server.doors.http.anthropic import app as anthropic
 from gradwire_server.doors.http.errors import error_response
 from gradwire_server.doors.http.gathering import GatheringProtocol
-from gradwire_server.doors.http.guard import GuardedProtocol
+from gradwire_server.doors.http.guard import SESSION, GuardedProtocol
 from gradwire_server.doors.http.openai import app as openai
 from gradwire_server.doors.http.openai import errors as openai_errors
 from gradwire_server.doors.http.openai import tokens
@@ -40,6 +42,7 @@ KEEP_ALIVE_S = 75
 RENEW_S = 10.0
 """Seconds after which changed TLS files are noticed."""
 BACKLOG = 2048
+_SESSION = re.compile(rf"{SESSIONS}/([A-Za-z0-9-]{{1,100}})(/.*)?")
 REFUSAL_CODES = {
     403: pb.ERROR_CODE_PERMISSION_DENIED,
     415: pb.ERROR_CODE_INVALID_ARGUMENT,
@@ -95,6 +98,7 @@ class HttpDoor(Door):
         except (OSError, ssl.SSLError) as error:
             listener.close()
             raise SystemExit(f"gradwire: the TLS files cannot be used for HTTP: {error}") from error
+        self._core.rollouts.url = self.url
         self._server = _Server(settings)
         if settings.ssl is not None:
             self._renewing = asyncio.create_task(_renew(Certificates(config), settings.ssl))
@@ -164,6 +168,7 @@ def _root(core: Core, protocols: Sequence[HttpProtocol], stopping: asyncio.Event
     async def root(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        scope = _in_session(scope, protocols)
         path = scope["path"]
         headers = headers_of(scope["headers"])
         browsers = keyed if core.keys.required else keyless
@@ -189,6 +194,22 @@ def _root(core: Core, protocols: Sequence[HttpProtocol], stopping: asyncio.Event
         await error_response(error, _any_error_body, 404)(scope, receive, send)
 
     return root
+
+
+def _in_session(scope: Scope, protocols: Sequence[HttpProtocol]) -> Scope:
+    """A request under the URL of a rollout session as one at the root, with a note of the session.
+
+    Agents disagree on whether a base URL ends with ``/v1``: it may be there, or not, or twice.
+    """
+    found = _SESSION.fullmatch(scope["path"])
+    if found is None:
+        return scope
+    session_id, path = found[1], found[2] or "/"
+    while path.startswith("/v1/v1/"):
+        path = path.removeprefix("/v1")
+    if not any(protocol.serves(path) for protocol in protocols) and path != "/":
+        path = f"/v1{path}"
+    return {**scope, "path": path, "raw_path": path.encode(), SESSION: session_id}
 
 
 def _any_error_body(status: int, error: pb.Error) -> Mapping[str, Any]:

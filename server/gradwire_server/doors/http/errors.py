@@ -71,6 +71,7 @@ HTTP_STATUS: dict[Code, int] = {
     pb.ERROR_CODE_DEADLINE_EXCEEDED: 504,
     pb.ERROR_CODE_UNKNOWN_JOB: 404,
     pb.ERROR_CODE_UNKNOWN_FILE: 404,
+    pb.ERROR_CODE_UNKNOWN_SESSION: 404,
 }
 PASSING = (
     "queued_operations", "queued_bytes", "tokens_per_minute", "max_incoming_bytes", "max_queued_operations",

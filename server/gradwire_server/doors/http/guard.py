@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import io
 import time
 from collections.abc import Callable, Iterable
@@ -21,8 +22,10 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from gradwire_server.access.calls import CallKind
-from gradwire_server.access.keys import Keys
+from gradwire_server.access.keys import Caller, Keys, SessionCall
 from gradwire_server.core.core import Core
+from gradwire_server.core.rollouts.recognition import digest_of
+from gradwire_server.core.rollouts.sessions import KEY
 from gradwire_server.doors.http.bodies import (
     BEGINNING_BYTES,
     ENCODINGS,
@@ -37,10 +40,13 @@ from gradwire_server.doors.http.errors import LOGGED, error_response, internal_e
 from gradwire_server.doors.http.protocol import IGNORED, DirectCall, ErrorBody, HttpProtocol
 from gradwire_server.errors import ServiceError
 
+MAX_KEY_CHARS = 200
 DISCARD_BYTES, DISCARD_S = 1 << 30, 20.0
 """What is read, at most, of a body that is refused."""
 SIGNED_FOR = "gradwire.signed_for"
 """The name, in a request's scope, of the key's owner for whom its URL was signed; set by the route that read it."""
+SESSION = "gradwire.session"
+"""The name, in a request's scope, of the id of the rollout session under whose URL it came."""
 _ROUTE = "gradwire.route"
 """Key of a scope that a direct route answers: the route's path."""
 
@@ -85,7 +91,7 @@ class GuardedProtocol:
                 answered = _Answer(partial(self._check_signed, scope), self._protocol.error_body, scope, starting)
                 await self._protocol.app(scope, answered.checked(receive), answered.send)
                 return
-            scope["gradwire.caller"] = caller = self._core.keys.caller(headers.secret)
+            scope["gradwire.caller"] = caller = self._caller(scope, path, headers)
             if scope["method"] not in ("GET", "HEAD"):
                 caller.check_may_change()
             answered = _Answer(partial(self._core.keys.check, caller), self._protocol.error_body, scope, starting)
@@ -105,6 +111,9 @@ class GuardedProtocol:
                     self._core.keys.check(caller)
                     if headers.media_type != PROTOBUF:
                         await check_json(content, self._core.config.limits)
+                    if caller.session is not None:
+                        call = dataclasses.replace(caller.session, body=digest_of(content))
+                        scope["gradwire.caller"] = caller = dataclasses.replace(caller, session=call)
                     answer = None
                     try:
                         with self._core.keys.until_revoked(caller):
@@ -132,6 +141,23 @@ class GuardedProtocol:
             reason = internal_error(error, scope["path"])
             if not started:
                 await error_response(reason, self._protocol.error_body)(scope, receive, send)
+
+    def _caller(self, scope: Scope, path: str, headers: _Headers) -> Caller:
+        """The caller that a request's key names, or the owner of the rollout session whose agent sends it.
+
+        Raises:
+            ServiceError: UNAUTHENTICATED; PERMISSION_DENIED for what a session's key does not open.
+        """
+        session_id = scope.get(SESSION, "")
+        if not (session_id or headers.secret.startswith(KEY)):
+            return self._core.keys.caller(headers.secret)
+        call = SessionCall(session_id, path, b"", headers.idempotency_key, headers.repeated)
+        caller = self._core.rollouts.caller(headers.secret, call)
+        served = any(fnmatchcase(path, each) for each in self._protocol.for_agents)
+        if not served or scope["method"] not in ("GET", "HEAD", "POST"):
+            message = f"a rollout session's key opens completions, conversations, models, tokenizers, not {path[:200]}"
+            raise ServiceError(pb.ERROR_CODE_PERMISSION_DENIED, message)
+        return caller
 
     def _check_signed(self, scope: Scope) -> None:
         """Check that the key for which a URL was signed, if one was, is not revoked."""
@@ -274,6 +300,8 @@ class _Headers:
         self.waits = bool(headers.get("expect"))  # sends its body only when it is asked for
         self.media_type = media_type(headers.get("content-type", ""))
         self.traceparent = headers.get("traceparent", "")
+        self.idempotency_key = headers.get("idempotency-key", "")[:MAX_KEY_CHARS]
+        self.repeated = headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
 
 async def _body(headers: _Headers, receive: Receive, limit: BodyLimit) -> bytes:

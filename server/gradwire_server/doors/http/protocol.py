@@ -53,6 +53,7 @@ class HttpProtocol:
         oversized: POST routes that answer a body above the limit in their own way, by path.
         uploads: POST routes, with ``*`` for an id, that read their body themselves, part by part, as it may be as large
             as a file.
+        for_agents: Paths, relative to the prefix, with ``*`` for anything, that the keys of rollout sessions open.
         paths: The paths, relative to the prefix, with what is below them; for a protocol among those of another.
     """
 
@@ -64,6 +65,7 @@ class HttpProtocol:
     direct: Mapping[str, DirectRoute] = field(default_factory=dict)
     oversized: Mapping[str, OversizedRoute] = field(default_factory=dict)
     uploads: tuple[str, ...] = ()
+    for_agents: tuple[str, ...] = ()
     paths: tuple[str, ...] = ("/",)
 
     def serves(self, path: str) -> bool:

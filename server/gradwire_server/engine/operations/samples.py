@@ -392,6 +392,8 @@ class SamplesInProgress:
         outcome = sampling.started.outcome()
         if sampling.execution is not None:
             return sampling.execution.succeeded(outcome)
+        if sampling.message.sampled_run:  # whose training waits until its samples have ended
+            outcome.result.sample.step = self._context.held(sampling.message.sampled_run).step
         seconds = time.perf_counter() - sampling.began
         self._context.tracing.record("gradwire.engine.sample", "", seconds)
         answer = success(outcome, 0, seconds)

@@ -76,7 +76,9 @@ def protocol(core: Core) -> HttpProtocol:
             tell_ignored(http, chat, PARAMETERS)
         return {"input_tokens": len(call.prompt_ids[0].ids)}
 
-    return HttpProtocol("anthropic", "/v1", app, error_body, paths=("/messages",))
+    return HttpProtocol(
+        "anthropic", "/v1", app, error_body, paths=("/messages",), for_agents=("/messages", "/messages/*")
+    )
 
 
 def error_body(status: int, error: pb.Error) -> Mapping[str, Any]:

@@ -68,11 +68,16 @@ class Choice:
 
 @dataclass
 class Answers:
-    """The samples of a request, prompt by prompt."""
+    """The samples of a request, prompt by prompt.
+
+    Attributes:
+        step: Optimizer steps of a run's weights, if these were sampled from.
+    """
 
     rows: list[Choice]
     num_prompt_tokens: int
     num_sampled_tokens: int
+    step: int | None = None
 
 
 async def sampled(core: Core, caller: Caller, asked: pb.SampleRequest, name: str, http: Request) -> Answers:
@@ -101,7 +106,8 @@ async def sampled(core: Core, caller: Caller, asked: pb.SampleRequest, name: str
             )
             for row, (text, reason, part) in enumerate(zip(texts, result.stop_reasons, parts, strict=True))
         ]
-        return Answers(rows, result.num_prompt_tokens, result.num_sampled_tokens)
+        step = result.step if result.HasField("step") else None
+        return Answers(rows, result.num_prompt_tokens, result.num_sampled_tokens, step)
 
     with _called(name, asked.model):
         return await unless_left(work, http)

@@ -10,7 +10,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.core.core import Core
 from gradwire_server.core.jobs.states import SUCCEEDED
 from gradwire_server.doors.http.errors import application
-from gradwire_server.doors.http.openai import chat, completions, files, uploads
+from gradwire_server.doors.http.openai import chat, completions, files, rollout_sessions, uploads
 from gradwire_server.doors.http.openai.errors import OpenAIErrorAnswer, error_body, explain_bodies
 from gradwire_server.doors.http.openai.fine_tuning import routes as fine_tuning
 from gradwire_server.doors.http.openai.names import PREFIX, described, find_model, listed
@@ -19,6 +19,8 @@ from gradwire_server.doors.http.openai.responses import routes as responses
 from gradwire_server.doors.http.openai.tuned_models import find_tuned, tuned_name
 from gradwire_server.doors.http.protocol import CallerOf, HttpProtocol
 from gradwire_server.errors import ServiceError
+
+FOR_AGENTS = ("/chat/completions", "/completions", "/responses", "/responses/*", "/models", "/models/*")
 
 
 def protocol(core: Core, stopping: asyncio.Event) -> HttpProtocol:
@@ -58,6 +60,7 @@ def protocol(core: Core, stopping: asyncio.Event) -> HttpProtocol:
     app.include_router(completions.routes(core, error_body))
     app.include_router(chat.routes(core, error_body))
     app.include_router(responses.routes(core))
+    app.include_router(rollout_sessions.routes(core))
 
     @app.post("/embeddings", status_code=404, include_in_schema=False)
     async def no_embeddings() -> None:
@@ -67,4 +70,4 @@ def protocol(core: Core, stopping: asyncio.Event) -> HttpProtocol:
         )
         raise ServiceError(pb.ERROR_CODE_UNKNOWN_MODEL, message, field="model")
 
-    return HttpProtocol("openai", "/v1", app, error_body, uploads=("/files", "/uploads/*/parts"))
+    return HttpProtocol("openai", "/v1", app, error_body, uploads=("/files", "/uploads/*/parts"), for_agents=FOR_AGENTS)

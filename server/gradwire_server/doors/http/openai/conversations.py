@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request
+from gradwire_proto.v1 import sessions_pb2 as sessions
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
+from gradwire_server.core.rollouts.live import Answer, RolloutCall
 from gradwire_server.doors.http.openai.answers import FINISH_REASONS, OnStart, Tokens, sampled, streamed, tokens_of
 from gradwire_server.doors.http.openai.images import ConversationImages
 from gradwire_server.doors.http.openai.names import find_model
@@ -53,6 +57,15 @@ class Part:
     tokens: Tokens = field(default_factory=Tokens)
     prompt: Tokens | None = None
 
+    def __add__(self, other: Part) -> Part:
+        """The two as one part of their sample."""
+        return replace(
+            other,
+            content=self.content + other.content,
+            reasoning=self.reasoning + other.reasoning,
+            tokens=self.tokens + other.tokens,
+        )
+
 
 @dataclass(frozen=True)
 class Counts:
@@ -83,6 +96,7 @@ class Conversation:
         self.base, self._source = model.base, model.source
         self._offered = OfferedTools()
         self._form = Form()
+        self._turn: RolloutCall | None = None
 
     async def request(self) -> pb.SampleRequest:
         """What the sampler is asked.
@@ -102,6 +116,9 @@ class Conversation:
         if must:
             schema = forced_schema(must, template)
         call = asked.call(asked.max_completion_tokens or asked.max_tokens, schema)
+        self._turn = await self._core.rollouts.call(self._caller)
+        if self._turn is not None:
+            await self._turn.begin(call, asked.given)
         call.top_logprobs = asked.top_logprobs or 0
         if tools and (stop := form_of(template).stop):
             call.stop.append(stop)
@@ -128,17 +145,71 @@ class Conversation:
 
     async def answers(self, call: pb.SampleRequest, http: Request) -> tuple[list[Part], Counts]:
         """All samples, whole."""
-        answer = await sampled(self._core, self._caller, call, self._asked.model, http)
-        parts = []
-        for number, row in enumerate(answer.rows):
-            read = whole(row.text, self._form)
-            calls = [self._offered.as_offered(call) for call in read.calls]
-            reason = _reason(row.finish_reason, calls)
-            parts.append(Part(number, read.content, read.reasoning, calls, reason, None, row.tokens, row.prompt))
-        return parts, Counts(answer.num_prompt_tokens, answer.num_sampled_tokens, 0)
+        async with _turn_of(self._turn) as recorded:
+            if recorded:
+                parts, counts = _again(recorded)
+                return list(map(self._given, parts)), counts
+            answer = await sampled(self._core, self._caller, call, self._asked.model, http)
+            parts = []
+            for number, row in enumerate(answer.rows):
+                read = whole(row.text, self._form)
+                reason = _reason(row.finish_reason, read.calls)
+                parts.append(
+                    Part(number, read.content, read.reasoning, read.calls, reason, None, row.tokens, row.prompt)
+                )
+            await self._record(parts, answer.step)
+        return list(map(self._given, parts)), Counts(answer.num_prompt_tokens, answer.num_sampled_tokens, 0)
 
     async def parts(self, call: pb.SampleRequest, on_start: OnStart | None = None) -> AsyncGenerator[Part | Counts]:
-        """The samples' parts, as they grow, and the counts as the last. Text comes once it is certain what it is."""
+        """The samples' parts, as they grow, and the counts as the last. Text comes once it is certain what it is.
+
+        In a rollout session the last part of each sample comes once all of them are recorded.
+        """
+        async with _turn_of(self._turn) as recorded:
+            if recorded:
+                parts, counts = _again(recorded)
+                for part in parts:
+                    yield self._given(part)
+                yield counts
+                return
+            if self._turn is None:
+                async for each, _ in self._sampled(call, on_start):
+                    yield self._given(each) if isinstance(each, Part) else each
+                return
+            whole: dict[int, Part] = {}
+            last: list[Part] = []
+            async for each, step in self._sampled(call, on_start):
+                if isinstance(each, Part):
+                    whole[each.row] = whole[each.row] + each if each.row in whole else each
+                    if each.finish_reason is not None:
+                        last.append(each)
+                        continue
+                else:
+                    await self._record([whole[row] for row in sorted(whole)], step)
+                    for part in last:
+                        yield self._given(part)
+                yield each
+
+    def _given(self, part: Part) -> Part:
+        """A part with its calls in the form in which their tools were offered."""
+        return replace(part, calls=[self._offered.as_offered(call) for call in part.calls]) if part.calls else part
+
+    async def _record(self, parts: Sequence[Part], step: int | None) -> None:
+        """Record whole samples, in a rollout session."""
+        if self._turn is not None:
+            answers = [
+                Answer(
+                    part.tokens.ids, [value or 0.0 for value in part.tokens.logprobs], part.finish_reason or "stop",
+                    part.content, part.reasoning, part.calls,
+                )
+                for part in parts
+            ]  # fmt: skip
+            await self._turn.record(answers, step)
+
+    async def _sampled(
+        self, call: pb.SampleRequest, on_start: OnStart | None
+    ) -> AsyncGenerator[tuple[Part | Counts, int | None]]:
+        """The samples' parts and their counts, with the optimizer steps of a run's weights beside the latter."""
         readers: dict[int, AnswerReader] = {}
         ids = defaultdict[int, list[int]](list)
         reasoning = 0
@@ -155,14 +226,15 @@ class Conversation:
                 if reason is not None:
                     read = reader.end()
                     content, thought = content + read.content, thought + read.reasoning
-                    calls = [self._offered.as_offered(call) for call in read.calls]
+                    calls = read.calls
                     reason = _reason(reason, calls)
                 ids[delta.row] += delta.token_ids
                 stop = await self._stop_string(call, ids[delta.row]) if delta.stop_reason == "stop" else None
-                yield Part(delta.row, content, thought, calls, reason, stop, tokens_of(delta))
+                yield Part(delta.row, content, thought, calls, reason, stop, tokens_of(delta)), None
             if frame.HasField("result"):
                 result = frame.result.sample
-                yield Counts(result.num_prompt_tokens, result.num_sampled_tokens, reasoning)
+                counts = Counts(result.num_prompt_tokens, result.num_sampled_tokens, reasoning)
+                yield counts, result.step if result.HasField("step") else None
 
     async def _stop_string(self, asked: pb.SampleRequest, ids: Sequence[int]) -> str | None:
         """The stop string that is the first in a sample's text; None if a stop token ended it."""
@@ -193,11 +265,17 @@ class Conversation:
             train_on=pb.TRAIN_ON_NOTHING,
             add_generation_prompt=bool(continued) or asked.add_generation_prompt is not False,
         )
+        if self._turn is not None and not continued and request.add_generation_prompt:
+            del request.conversations[:]
+            render = partial(self._core.texts.render, self._caller)
+            return await self._turn.conversation(render, request, messages, images.of_messages(messages)), images
         rendered = await self._core.texts.render(self._caller, request)
         ids = list(rendered.rows[0].ids)
         if continued:
             (more,) = await self._core.texts.encode(self._caller, self.base, [continued], add_special_tokens=False)
             ids += more.ids
+        if self._turn is not None:
+            self._turn.tokens(ids)
         return ids, images
 
     def _variables(self, template: str) -> dict[str, Any]:
@@ -264,6 +342,28 @@ def _steps(deltas: Iterable[pb.SampleDelta], *, apart: bool) -> Iterator[pb.Samp
                 top_token_ids=delta.top_token_ids[tops],
                 top_logprobs=delta.top_logprobs[tops],
             )
+
+
+@asynccontextmanager
+async def _turn_of(turn: RolloutCall | None) -> AsyncIterator[list[sessions.SessionTurn]]:
+    """A place among a rollout session's calls, if there is one; yields the recorded answers of a repeated call."""
+    if turn is None:
+        yield []
+        return
+    async with turn.turn() as recorded:
+        yield recorded
+
+
+def _again(turns: Sequence[sessions.SessionTurn]) -> tuple[list[Part], Counts]:
+    """Recorded answers as they were given."""
+    parts = [
+        Part(
+            row, turn.text, turn.reasoning, json.loads(turn.tool_calls_json or "[]"), turn.finish_reason, None,
+            Tokens(list(turn.response_ids), list(turn.logprobs), [[] for _ in turn.response_ids]),
+        )
+        for row, turn in enumerate(turns)
+    ]  # fmt: skip
+    return parts, Counts(turns[0].prompt_tokens, sum(len(turn.response_ids) for turn in turns), 0)
 
 
 def _reason(reason: str, calls: Sequence[Mapping[str, Any]]) -> str:

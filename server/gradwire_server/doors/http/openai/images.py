@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradwire_server.doors.http.openai.requests import invalid, unsupported
@@ -27,6 +28,17 @@ class ConversationImages:
     @property
     def contents(self) -> list[bytes]:
         return list(self._found)
+
+    def of_messages(self, messages: Sequence[Mapping[str, Any]]) -> dict[int, list[bytes]]:
+        """Digests of the images of each message that has some, of the messages as templates take them."""
+        digests = [hashlib.blake2b(content, digest_size=16).digest() for content in self._found]
+        numbers, found = iter(self.numbers), dict[int, list[bytes]]()
+        for index, message in enumerate(messages):
+            content = message.get("content")
+            for part in content if isinstance(content, list) else ():
+                if part.get("type") == "image":
+                    found.setdefault(index, []).append(digests[next(numbers)])
+        return found
 
     def add(self, part: Mapping[str, Any], message: int) -> None:
         """Add the image of a part.

@@ -36,16 +36,14 @@ def find_model(core: Core, caller: Caller, name: str) -> Model:
     Raises:
         ServiceError: UNKNOWN_MODEL, also for a run or checkpoint that the caller may not read.
     """
-    if (base := core.known_model(name)) is not None:
-        return Model(base, base)
+    if (source := core.rollouts.source(caller)) is not None:
+        return Model(source.base_model, source.model)
     if (tuned := find_tuned(core, caller, name)) is not None:
         job, checkpoint = tuned
         return Model(settings_of(job.spec)["model"], checkpoint.path)
-    run_id = name.partition("/")[0]
     try:
-        if "/" in name and run_id.startswith("run-"):
-            core.storage.checkpoints.get(name, caller)
-        return Model(core.runs.get(caller, run_id).config.base_model, name)
+        source = core.source(caller, name)
+        return Model(source.base_model, source.model)
     except ServiceError:
         if name.startswith(PREFIX):
             return find_model(core, caller, name.removeprefix(PREFIX))
@@ -64,7 +62,9 @@ def described(name: str, created: float = 0, owner: str = "gradwire") -> dict[st
 
 async def listed(core: Core, caller: Caller) -> list[dict[str, Any]]:
     """The base models, loaded or allowed; then what the caller's fine-tuning jobs made; then its runs, each with its
-    newest checkpoint. No name is listed twice."""
+    newest checkpoint. No name is listed twice. In a rollout session there is its model alone."""
+    if (source := core.rollouts.source(caller)) is not None:
+        return [described(source.model)]
     models = {name: described(name) for name in core.config.all_models}
 
     def add(name: str, created: float, owner: str) -> None:

@@ -80,6 +80,11 @@ class SamplingRequest(DoorRequest):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
+    @property
+    def given(self) -> set[str]:
+        """The fields that the client has set."""
+        return {name for name in SamplingRequest.model_fields if getattr(self, name) is not None}
+
     def call(self, max_tokens: int | None, json_schema: str = "") -> pb.SampleCall:
         """What the sampler is asked.
 

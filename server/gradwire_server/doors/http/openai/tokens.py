@@ -56,6 +56,9 @@ class Detokenized(BaseModel):
     prompt: str
 
 
+PATHS = ("/tokenize", "/detokenize")
+
+
 def protocol(core: Core) -> HttpProtocol:
     """The routes as a protocol."""
     app = application("gradwire's tokenizers", OpenAIErrorAnswer, error_body)
@@ -90,4 +93,4 @@ def protocol(core: Core) -> HttpProtocol:
             (text,) = await core.texts.decode(caller, base, [asked.tokens], skip_special_tokens=False)
         return Detokenized(prompt=text)
 
-    return HttpProtocol("tokenizers", "", app, error_body, paths=("/tokenize", "/detokenize"))
+    return HttpProtocol("tokenizers", "", app, error_body, paths=PATHS, for_agents=PATHS)

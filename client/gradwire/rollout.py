@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from gradwire.rl.types import AnyTask, Trajectory
+    from gradwire.rl.types import AnyTask, EvaluateResult, Message, Trajectory
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -175,6 +175,16 @@ class Rollout:
         """The branches that are not trained on."""
         return tuple(branch for branch in self.branches if not branch.main)
 
+    @property
+    def trained(self) -> list[tuple[Branch, Turn, int]]:
+        """The turns that are trained on, branch by branch: each with its branch and the start of its answer there."""
+        return [
+            (branch, turn, start)
+            for branch in self.branches
+            for turn, start in zip(branch.turns, branch.starts)
+            if branch.main and turn.used and turn in branch.own
+        ]
+
     def to_trajectory(self, task: AnyTask | None = None, *, group: int = 0, member: int = 0) -> Trajectory:
         """Return the rollout for the algorithms: each turn that is trained on is a step, branch by branch.
 
@@ -188,45 +198,72 @@ class Rollout:
             ValueError: A reward is for a turn or a branch that is not trained on.
         """
         from gradwire.rl.rewards.aligner import align
-        from gradwire.rl.types import Action, EvaluateResult, StepData, StepOutput, Task, Trajectory
+        from gradwire.rl.types import Action, StepData, Task, Trajectory
 
         trajectory = Trajectory(Task.of(task if task is not None else self.task or ""), group, member)
-        steps: dict[int, StepData] = {}
-        for branch in self.branches:
-            for turn, start in zip(branch.turns, branch.starts):
-                if branch.main and turn.used and turn in branch.own:
-                    steps[turn.number] = StepData(
-                        index=len(steps),
-                        observation="",
-                        state_key=turn.prompt_suffix.tobytes(),
-                        prompt_ids=branch.ids[:start],
-                        action=Action(turn.text, turn.tool_calls),
-                        response_ids=turn.response_ids,
-                        logprobs=turn.logprobs,
-                        policy_version=int(turn.versions.min()) if len(turn.versions) else 0,
-                        stop_reason=turn.finish_reason,
-                    )
-        trajectory.steps = list(steps.values())
-        rewards = self._rewards_of_turns()
+        messages: list[Message] = []
+        for branch, turn, start in self.trained:
+            messages += [_shown(message) for message in turn.messages]
+            observation = messages[-1]["content"] if turn.messages else ""
+            answer: Any = {"role": "assistant", "content": turn.text}
+            if turn.tool_calls:
+                answer["tool_calls"] = [dict(call) for call in turn.tool_calls]
+            messages.append(answer)
+            trajectory.steps.append(
+                StepData(
+                    index=len(trajectory.steps),
+                    observation=observation,
+                    state_key=observation or turn.prompt_suffix.tobytes(),
+                    prompt_ids=branch.ids[:start],
+                    action=Action(turn.text, turn.tool_calls),
+                    response_ids=turn.response_ids,
+                    logprobs=turn.logprobs,
+                    messages=tuple(messages),
+                    policy_version=int(turn.versions.min()) if len(turn.versions) else 0,
+                    stop_reason=turn.finish_reason,
+                )
+            )
+        trajectory.messages = tuple(messages)
+        evaluation = self.evaluation()
+        if evaluation is not None:
+            align(trajectory, evaluation)
+        return trajectory
+
+    def evaluation(self) -> EvaluateResult | None:
+        """Return the rewards for the steps of :meth:`to_trajectory`; None if there are none.
+
+        Raises:
+            ValueError: A reward is for a turn or a branch that is not trained on.
+        """
+        from gradwire.rl.types import EvaluateResult, StepOutput
+
+        steps = {turn.number: index for index, (_, turn, _) in enumerate(self.trained)}
+        rewards = dict(self.turn_rewards)
+        for index, reward in self.branch_rewards.items():
+            used = [turn.number for turn in self.branches[index].own if turn.used]
+            number = used[-1] if used else self.branches[index].turns[-1].number
+            rewards[number] = rewards.get(number, 0.0) + reward
         if astray := rewards.keys() - steps.keys():
             raise ValueError(
                 f"turn {min(astray)} of session {self.session_id} has a reward and is not trained on: it is unused, or "
                 f"belongs to no main branch (main is {self.main!r})"
             )
-        outputs = tuple(StepOutput(steps[number].index, reward) for number, reward in rewards.items())
-        if outputs or self.reward is not None:
-            align(trajectory, EvaluateResult(self.reward, outputs))  # type: ignore[arg-type]  # None: their sum
-        return trajectory
+        if not rewards and self.reward is None:
+            return None
+        outputs = tuple(StepOutput(steps[number], reward) for number, reward in rewards.items())
+        return EvaluateResult(self.reward, outputs)  # type: ignore[arg-type]  # None: their sum
 
-    def _rewards_of_turns(self) -> dict[int, float]:
-        """Turn -> its reward and those of the branches that it ends."""
-        rewards = dict(self.turn_rewards)
-        for index, reward in self.branch_rewards.items():
-            own = [turn for turn in self.branches[index].own if turn.used]
-            if not own:
-                raise ValueError(f"branch {index} of session {self.session_id} has a reward and no turn of its own")
-            rewards[own[-1].number] = rewards.get(own[-1].number, 0.0) + reward
-        return rewards
+
+def _shown(message: Mapping[str, Any]) -> Message:
+    """A message whose content is text; other parts are named in brackets."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        content = "\n".join(
+            part if isinstance(part, str) else str(part.get("text", f"[{part.get('type', 'part')}]"))
+            for part in content or ()
+        )
+    shown: Any = {**message, "content": content}
+    return shown  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)

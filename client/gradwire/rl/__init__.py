@@ -31,16 +31,23 @@ from gradwire.rl.algorithms import (
 from gradwire.rl.algorithms.gigpo import calculate_advantages
 from gradwire.rl.curricula import Curriculum, ShuffledCurriculum, StagedCurriculum, SuccessCurriculum
 from gradwire.rl.environments import (
+    AgentEnvironment,
+    AgentOptions,
     BaseEnvironment,
     ConversationEnvironment,
+    EpisodeEnvironment,
+    Exit,
     GroupBuilder,
     GymnasiumEnvironment,
+    Policy,
+    Program,
     SimpleTextEnvironment,
     StepResult,
     SVRLEnvironment,
     Tool,
     ToolEnvironment,
     VerifiersEnvironment,
+    run_program,
 )
 from gradwire.rl.hicra import HICRACreditAssigner, build_hicra_from_dict
 from gradwire.rl.inference import (
@@ -64,6 +71,7 @@ from gradwire.rl.rewards import (
     SandboxLimits,
     SVRLRewardComputer,
     code_passes,
+    environment_reward,
     json_schema,
     last_number,
     math_answer,
@@ -97,6 +105,8 @@ OpenAIAgentPolicy = OpenAIInference
 
 __all__ = [
     "Action",
+    "AgentEnvironment",
+    "AgentOptions",
     "AgentPolicy",
     "Algorithm",
     "AlgorithmConfig",
@@ -104,7 +114,9 @@ __all__ = [
     "BaseEnvironment",
     "ConversationEnvironment",
     "Curriculum",
+    "EpisodeEnvironment",
     "EvaluateResult",
+    "Exit",
     "GRPOAlgorithm",
     "GiGPOAlgorithm",
     "GiGPOOptions",
@@ -127,6 +139,8 @@ __all__ = [
     "PPOAlgorithm",
     "ParetoRewardComputer",
     "Part",
+    "Policy",
+    "Program",
     "PrometheusLogger",
     "Prompt",
     "REINFORCEAlgorithm",
@@ -171,6 +185,7 @@ __all__ = [
     "build_hicra_from_dict",
     "calculate_advantages",
     "code_passes",
+    "environment_reward",
     "find_strategic_grams",
     "json_schema",
     "last_number",
@@ -178,4 +193,5 @@ __all__ = [
     "multiple_choice",
     "regex_match",
     "reward_function",
+    "run_program",
 ]

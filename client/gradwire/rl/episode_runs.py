@@ -11,7 +11,7 @@ from typing import Any
 
 from gradwire.loop.progress import Progress
 from gradwire.rl.batching import GenerationBatcher, SamplerStatistics
-from gradwire.rl.environments.base import BaseEnvironment
+from gradwire.rl.environments.base import Environment
 from gradwire.rl.environments.groups import GroupBuilder
 from gradwire.rl.rollout_statistics import Rollouts, summarised
 from gradwire.rl.threads import called
@@ -61,8 +61,8 @@ class EpisodeRuns:
         self,
         plan: list[Planned],
         group_size: int,
-        environment: BaseEnvironment | GroupBuilder,
-        worker: Callable[[BaseEnvironment], RLRolloutWorker],
+        environment: Environment | GroupBuilder,
+        worker: Callable[[Environment], RLRolloutWorker],
         batcher: GenerationBatcher,
         *,
         shared: bool,
@@ -71,7 +71,7 @@ class EpisodeRuns:
     ) -> None:
         self._plan, self._size, self._worker, self._batcher = plan, group_size, worker, batcher
         self._environment, self._shared = environment, shared
-        self._built: dict[int, asyncio.Task[Sequence[BaseEnvironment]]] = {}
+        self._built: dict[int, asyncio.Task[Sequence[Environment]]] = {}
         self._pace = pace
         self._done: dict[int, Trajectory] = {}
         self._members: dict[int, int] = {}
@@ -154,15 +154,15 @@ class EpisodeRuns:
         """Return a batcher number that no other collection uses."""
         return self._plan[index].group * self._size + self._plan[index].member
 
-    async def _environment_of(self, planned: Planned) -> BaseEnvironment:
+    async def _environment_of(self, planned: Planned) -> Environment:
         if not isinstance(self._environment, GroupBuilder):
             return self._environment
         if planned.group not in self._built:
             self._built[planned.group] = asyncio.create_task(self._build(self._environment, planned))
         return (await self._built[planned.group])[planned.member]
 
-    async def _build(self, builder: GroupBuilder, planned: Planned) -> Sequence[BaseEnvironment]:
-        made: Sequence[BaseEnvironment] = await called(builder.environments, planned.task, self._size, planned.seed)
+    async def _build(self, builder: GroupBuilder, planned: Planned) -> Sequence[Environment]:
+        made: Sequence[Environment] = await called(builder.environments, planned.task, self._size, planned.seed)
         if len(made) != self._size:
             raise ValueError(f"{type(builder).__name__} made {len(made)} environments for a group of {self._size}")
         return made

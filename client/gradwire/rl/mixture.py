@@ -11,7 +11,7 @@ import numpy as np
 
 from gradwire.rl.batching import derive_seed
 from gradwire.rl.curricula import Curriculum, Tasks, as_curriculum
-from gradwire.rl.environments.base import BaseEnvironment
+from gradwire.rl.environments.base import Environment
 from gradwire.rl.environments.groups import GroupBuilder
 from gradwire.rl.environments.text import SimpleTextEnvironment
 from gradwire.rl.rewards.computer import Reward, as_computer
@@ -35,7 +35,7 @@ class Part:
 
     tasks: Tasks | Curriculum
     reward: Reward
-    environment: BaseEnvironment | GroupBuilder = field(default_factory=SimpleTextEnvironment)
+    environment: Environment | GroupBuilder = field(default_factory=SimpleTextEnvironment)
     weight: float = 1.0
 
 
@@ -101,15 +101,15 @@ def _as_of_part(trajectory: Trajectory) -> Trajectory:
 
 
 class _MixedEnvironment(GroupBuilder):
-    def __init__(self, parts: Mapping[str, BaseEnvironment | GroupBuilder]) -> None:
+    def __init__(self, parts: Mapping[str, Environment | GroupBuilder]) -> None:
         self._parts = parts
         self.interactive = any(isinstance(part, GroupBuilder) and part.interactive for part in parts.values())
 
-    async def environments(self, task: Task, size: int, seed: int) -> Sequence[BaseEnvironment]:
+    async def environments(self, task: Task, size: int, seed: int) -> Sequence[Environment]:
         part = self._parts[_kind(task, self._parts)]
         if not isinstance(part, GroupBuilder):
             return [part] * size
-        made: Sequence[BaseEnvironment] = await called(part.environments, task, size, seed)
+        made: Sequence[Environment] = await called(part.environments, task, size, seed)
         return made
 
 

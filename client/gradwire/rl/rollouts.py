@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TypedDict, Unpack
 
 from gradwire.rl.batching import GenerationBatcher, derive_seed
-from gradwire.rl.environments.base import BaseEnvironment
+from gradwire.rl.environments.base import Environment
 from gradwire.rl.environments.groups import GroupBuilder
 from gradwire.rl.episode_runs import EpisodeRuns, Pace, Planned
 from gradwire.rl.generation import InferenceModule, SamplingParams
@@ -75,7 +75,7 @@ class RolloutManager:
     def __init__(
         self,
         inference: InferenceModule,
-        environment: BaseEnvironment | GroupBuilder,
+        environment: Environment | GroupBuilder,
         **options: Unpack[RolloutOptions],
     ) -> None:
         check_options(RolloutOptions, options, type(self))
@@ -142,7 +142,7 @@ class RolloutManager:
     def _interactive(self) -> bool:
         return isinstance(self.environment, GroupBuilder) and self.environment.interactive
 
-    def worker(self, environment: BaseEnvironment, params: SamplingParams) -> RLRolloutWorker:
+    def worker(self, environment: Environment, params: SamplingParams) -> RLRolloutWorker:
         """Make the worker that runs the episodes of an environment."""
 
         def new_history() -> TokenHistory:
@@ -152,7 +152,9 @@ class RolloutManager:
 
         options = self._options
         steps, timeout_s = options.get("max_steps_per_rollout", 16), options.get("timeout_s")
-        return RLRolloutWorker(environment, params, new_history, max_steps=steps, timeout_s=timeout_s)
+        return RLRolloutWorker(
+            environment, params, new_history, inference=self.inference, max_steps=steps, timeout_s=timeout_s
+        )
 
     def batcher(self, seed: int, *, deterministic: bool = True) -> GenerationBatcher:
         """Make a batcher that sends the prompts of episodes to the sampler together."""

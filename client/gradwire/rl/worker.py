@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwire.rl.environments.base import BaseEnvironment, StepResult
+from gradwire.rl.environments.base import BaseEnvironment, Environment, Policy, StepResult
 from gradwire.rl.generation import Generation, InferenceModule, SamplingParams
 from gradwire.rl.prompts import TokenHistory
 from gradwire.rl.threads import called
@@ -30,22 +30,26 @@ class RLRolloutWorker:
         environment: The environment.
         params: Sampling parameters; the environment's stop strings are added.
         new_history: Makes a :class:`~gradwire.rl.prompts.TokenHistory` for an episode.
+        inference: The sampler, which environments with a loop of their own need.
         max_steps: Truncate an episode after this many steps.
         timeout_s: Time limit of an episode; None waits without limit.
     """
 
     def __init__(
         self,
-        environment: BaseEnvironment,
+        environment: Environment,
         params: SamplingParams,
         new_history: Callable[[], TokenHistory],
         *,
+        inference: InferenceModule | None = None,
         max_steps: int = 16,
         timeout_s: float | None = None,
     ) -> None:
-        self._environment = environment
-        stop = (environment.stop,) if isinstance(environment.stop, str) else environment.stop
-        self._params = replace(params, stop=tuple(dict.fromkeys((*params.stop, *stop))))
+        self._environment, self._inference = environment, inference
+        if isinstance(environment, BaseEnvironment):
+            stop = (environment.stop,) if isinstance(environment.stop, str) else environment.stop
+            params = replace(params, stop=tuple(dict.fromkeys((*params.stop, *stop))))
+        self._params = params
         self._new_history = new_history
         self._max_steps = max_steps
         self._timeout_s = timeout_s
@@ -53,7 +57,7 @@ class RLRolloutWorker:
 
     @staticmethod
     def of(
-        environment: BaseEnvironment,
+        environment: Environment,
         inference: InferenceModule,
         task: AnyTask,
         *,
@@ -67,7 +71,9 @@ class RLRolloutWorker:
             return TokenHistory(inference.codec)
 
         sampling = params or SamplingParams()
-        worker = RLRolloutWorker(environment, sampling, new_history, max_steps=max_steps, timeout_s=timeout_s)
+        worker = RLRolloutWorker(
+            environment, sampling, new_history, inference=inference, max_steps=max_steps, timeout_s=timeout_s
+        )
         worker._source = Task.of(task), inference
         return worker
 
@@ -96,10 +102,9 @@ class RLRolloutWorker:
     ) -> Trajectory:
         """Run one episode. Errors of the environment or the sampler are not raised; see ``status`` and ``error``."""
         trajectory, started = Trajectory(task, group, member, seed), time.monotonic()
-        episode = _Episode(self._environment, self._new_history(), generate, self._params)
         try:
             async with asyncio.timeout(self._timeout_s):
-                await episode.play(trajectory, self._max_steps)
+                await self._play(trajectory, generate)
         except TimeoutError as error:
             late = self._timeout_s is not None and time.monotonic() - started >= self._timeout_s
             trajectory.status = "timeout" if late else "failed"
@@ -110,14 +115,28 @@ class RLRolloutWorker:
             logger.debug("episode %d.%d failed", group, member, exc_info=True)
         finally:
             trajectory.seconds = time.monotonic() - started
-            if trajectory.state is not None:
-                episode.close(trajectory)
         logger.debug(
             "episode %d.%d: %d steps, %s%s, %.3g s",
             group, member, len(trajectory.steps), trajectory.status, f" ({trajectory.error})" * bool(trajectory.error),
             trajectory.seconds,
         )  # fmt: skip
         return trajectory
+
+    async def _play(self, trajectory: Trajectory, generate: Generate) -> None:
+        environment = self._environment
+        if isinstance(environment, BaseEnvironment):
+            episode = _Episode(environment, self._new_history(), generate, self._params)
+            try:
+                await episode.play(trajectory, self._max_steps)
+            finally:
+                if trajectory.state is not None:
+                    episode.close(trajectory)
+        elif self._inference is None:
+            raise TypeError(
+                f"{type(environment).__name__} needs a worker with a sampler: RLRolloutWorker(inference=...)"
+            )
+        else:
+            await environment.play(trajectory, Policy(self._inference, self._params, self._max_steps))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from gradwire.rl.algorithms.update import update
 from gradwire.rl.algorithms.weights import asleep, can_update, check_updatable, staleness
 from gradwire.rl.batching import derive_seed
 from gradwire.rl.curricula import Curriculum, Tasks, as_curriculum, as_tasks
-from gradwire.rl.environments import BaseEnvironment, SimpleTextEnvironment
+from gradwire.rl.environments import Environment, EpisodeEnvironment, SimpleTextEnvironment
 from gradwire.rl.environments.groups import GroupBuilder
 from gradwire.rl.inference import InferenceModule, RunInference
 from gradwire.rl.metrics import Mean, Metric, Metrics, Sum, merged, values_of
@@ -60,7 +60,7 @@ class AlgorithmOptions(TypedDict, total=False):
         replay: Buffer of trajectories for ``config.replay_fraction``; by default it holds eight iterations.
     """
 
-    environment: BaseEnvironment | GroupBuilder | None
+    environment: Environment | GroupBuilder | None
     rollout_manager: Manager | None
     inference: InferenceModule | None
     allow_stale: bool
@@ -339,6 +339,8 @@ class Algorithm(ABC):
     def close(self) -> None:
         """Close loggers and sandboxes."""
         self.reward.close()
+        if isinstance(self.environment, EpisodeEnvironment):
+            self.environment.close()
         self.loop.close()
 
     async def __aenter__(self) -> Self:

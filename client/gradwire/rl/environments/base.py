@@ -1,4 +1,4 @@
-"""The environment interface: interaction, without rewards."""
+"""The environment interfaces: interaction, without rewards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradwire.rl.types import Action, Message, Prompt, State, Task, ToolResult
+from gradwire.rl.generation import InferenceModule, SamplingParams
+from gradwire.rl.types import Action, Message, Prompt, State, Task, ToolResult, Trajectory
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,40 @@ class BaseEnvironment(ABC):
 
     def close(self, state: State) -> None:  # noqa: B027 - most environments have nothing to release
         """Release what the state of a finished episode holds (processes, files)."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What an :class:`EpisodeEnvironment` plays with.
+
+    Attributes:
+        inference: The sampler.
+        params: Sampling parameters.
+        max_steps: Truncate the episode after this many of the policy's turns.
+    """
+
+    inference: InferenceModule
+    params: SamplingParams
+    max_steps: int
+
+
+class EpisodeEnvironment(ABC):
+    """An environment that runs its own loop: a program that calls the policy by itself, as agents do."""
+
+    @abstractmethod
+    async def play(self, trajectory: Trajectory, policy: Policy) -> None:
+        """Run the episode of ``trajectory.task`` and write into the trajectory what the policy did.
+
+        Sets its steps, messages, state and status. An exception fails the episode; a cancellation (a time limit, a
+        collection that has enough) must end whatever it started.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to release
+        """Release what the environment holds. It can be used again."""
+
+
+Environment = BaseEnvironment | EpisodeEnvironment
+"""Anything that episodes run in."""
 
 
 def first_messages(task: Task, system: str = "") -> tuple[Message, ...]:

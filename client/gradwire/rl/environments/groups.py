@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 
-from gradwire.rl.environments.base import BaseEnvironment
+from gradwire.rl.environments.base import Environment
 from gradwire.rl.types import Task
 
 
@@ -26,7 +26,7 @@ class GroupBuilder(ABC):
     @abstractmethod
     def environments(
         self, task: Task, size: int, seed: int
-    ) -> Sequence[BaseEnvironment] | Awaitable[Sequence[BaseEnvironment]]:
+    ) -> Sequence[Environment] | Awaitable[Sequence[Environment]]:
         """Make ``size`` environments, one per member.
 
         Args:

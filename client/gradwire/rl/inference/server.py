@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from gradwire.rl.generation import (
 )
 from gradwire.rl.inference.tools import ToolGeneration
 from gradwire.rl.types import FloatArray, IntArray
+from gradwire.sessions import RolloutSession, SessionOptions
 
 HOT = 1024.0
 """A temperature that makes all tokens nearly equally likely; a power of two, so that division by it is exact."""
@@ -69,6 +70,11 @@ class RunInference(ToolGeneration):
 
     async def update_weights(self, run: Any, version: int) -> None:
         self.version = version
+
+    async def rollout_session(self, **options: Unpack[SessionOptions]) -> RolloutSession:
+        """Create a session in which an agent samples from the run's current weights."""
+        session: RolloutSession = await self.run.rollout_session(**options)
+        return session
 
     async def generate(self, prompts: Sequence[TokenRow], params: SamplingParams) -> list[Generation]:
         version = self.version

@@ -49,10 +49,16 @@ def view_of(trajectory: Trajectory) -> dict[str, Any]:
         "data": dict(trajectory.task.data),
         "status": trajectory.status,
         "num_tokens": trajectory.num_tokens,
+        **{name: None if trajectory.state is None else trajectory.state.data.get(name) for name in OF_AGENTS},
     }
 
 
-PARAMETERS = ("messages", "ground_truth", "response", "prompt", "steps", "task_id", "data", "status", "num_tokens")
+LIVE = ("session", "rollout")
+OF_AGENTS = ("folder", "exit_status", "output", "errors", "result", *LIVE)
+"""What episodes of :class:`~gradwire.rl.AgentEnvironment` have besides; None in others."""
+PARAMETERS = (
+    "messages", "ground_truth", "response", "prompt", "steps", "task_id", "data", "status", "num_tokens", *OF_AGENTS
+)  # fmt: skip
 
 
 class RewardFunction:
@@ -81,6 +87,11 @@ class RewardFunction:
         self._workers = workers
         self._sandbox: Sandbox | None = None
         self._wanted = _wanted(function, self.__name__)
+        if self.sandboxed and (live := [name for name in LIVE if name in self._wanted]):
+            raise TypeError(
+                f"{self.__name__} takes {' and '.join(live)}, which cannot enter a sandbox: make it async, or use "
+                "@reward_function(sandboxed=False)"
+            )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__reward_function__(*args, **kwargs)
@@ -157,7 +168,7 @@ def _wanted(function: Callable[..., Any], name: str) -> tuple[str, ...]:
     wanted = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
-            return PARAMETERS
+            return tuple(name for name in PARAMETERS if name not in OF_AGENTS)
         if parameter.name in PARAMETERS:
             wanted.append(parameter.name)
         elif parameter.default is parameter.empty:

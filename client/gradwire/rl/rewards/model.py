@@ -73,13 +73,16 @@ class RewardModel:
 
 
 class EnvironmentReward:
-    """The environment's own rewards (``data["env_rewards"]``): their sum is the score, and each is its step's
-    reward."""
+    """The environment's own rewards: the evaluation that it gave the trajectory, as
+    :class:`~gradwire.rl.AgentEnvironment` does, or ``data["env_rewards"]``, whose sum is the score and each of which is
+    its step's reward."""
 
     async def evaluate(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]:
         return [self._of(trajectory) for trajectory in trajectories]
 
     def _of(self, trajectory: Trajectory) -> EvaluateResult:
+        if trajectory.evaluation is not None:
+            return trajectory.evaluation
         rewards = trajectory.state.data.get("env_rewards") if trajectory.state is not None else None
         if rewards is None:
             return EvaluateResult(

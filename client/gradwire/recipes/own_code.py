@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -20,11 +21,12 @@ from gradwire.data import Prompt
 from gradwire.recipes.settings import SettingsError
 from gradwire.rl import last_number, math_answer, multiple_choice
 from gradwire.rl.datasets import final_answer
-from gradwire.rl.environments import BaseEnvironment, GroupBuilder
+from gradwire.rl.environments import AgentEnvironment, Environment, GroupBuilder
 from gradwire.rl.rewards import Scorer, WeightedReward, environment_reward
 from gradwire.rl.rewards.computer import as_scorer, close_scorer
 from gradwire.rl.rewards.graders import Grader, Sample, SampleError
 from gradwire.rl.types import Action, Message, StepData, Task, Trajectory
+from gradwire.sessions import SessionLimits
 
 REWARDS: Mapping[str, Callable[[], Any]] = {
     "last_number": last_number, "math_answer": math_answer, "multiple_choice": multiple_choice,
@@ -33,6 +35,8 @@ REWARDS: Mapping[str, Callable[[], Any]] = {
 """Name -> makes the reward. ``environment`` takes what the environment itself gave."""
 ENVIRONMENTS = "gradwire.environments"
 """The group of entry points in which packages offer environments."""
+AGENT = "agent"
+"""The environment of a program that calls the model by itself."""
 
 
 def check_reward(reward: str | Mapping[str, float]) -> None:
@@ -130,7 +134,30 @@ def _single(name: str, names: list[str]) -> bool:
     return sum(each.rpartition(":")[2] == name.rpartition(":")[2] for each in names) == 1
 
 
-def environment_of(reference: str, arguments: Mapping[str, Any]) -> BaseEnvironment | GroupBuilder | None:
+def agent_of(command: str | list[Any], arguments: Mapping[str, Any], reward: Scorer | None) -> AgentEnvironment:
+    """Make the environment of a program that calls the model by itself.
+
+    Args:
+        command: The program and its arguments, as a shell would read them or as a list.
+        arguments: Further options of :class:`~gradwire.rl.AgentEnvironment`; ``limits`` as a mapping.
+        reward: Scores each episode in its folder.
+
+    Raises:
+        SettingsError: An option is unknown or of another kind.
+    """
+    words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
+    try:
+        options: Any = dict(arguments) | {"command": words}
+        if reward is not None:
+            options["reward"] = reward
+        if "limits" in options:
+            options["limits"] = SessionLimits(**options["limits"])
+        return AgentEnvironment(**options)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"environment_args of the agent: {error}") from error
+
+
+def environment_of(reference: str, arguments: Mapping[str, Any]) -> Environment | GroupBuilder | None:
     """Make the environment that the setting ``environment`` names; None if it is empty.
 
     Args:
@@ -152,10 +179,10 @@ def environment_of(reference: str, arguments: Mapping[str, Any]) -> BaseEnvironm
             raise SettingsError(f"environment: there is no entry point {reference!r}; {known} write FILE.py:NAME")
         make = offered[reference].load()
     try:
-        made = make if isinstance(make, BaseEnvironment | GroupBuilder) and not arguments else make(**arguments)
+        made = make if isinstance(make, Environment | GroupBuilder) and not arguments else make(**arguments)
     except Exception as error:  # its own code may raise anything
         raise SettingsError(f"environment: {reference} with {dict(arguments)}: {_told(error)}") from error
-    if not isinstance(made, BaseEnvironment | GroupBuilder):
+    if not isinstance(made, Environment | GroupBuilder):
         raise SettingsError(
             f"environment: {reference} makes {type(made).__name__}; it must be a BaseEnvironment or a GroupBuilder of "
             "gradwire.rl"

@@ -13,7 +13,7 @@ from gradwire.data.stored import Viewed
 from gradwire.loop.best import Best
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.folder import facts_of
-from gradwire.recipes.own_code import REWARDS, check_reward, environment_of, reward_of, task_of
+from gradwire.recipes.own_code import AGENT, REWARDS, agent_of, check_reward, environment_of, reward_of, task_of
 from gradwire.recipes.rates import scheduled
 from gradwire.recipes.report import ANSWERS
 from gradwire.recipes.rows import rows_of
@@ -21,6 +21,8 @@ from gradwire.recipes.settings import Settings, SettingsError, setting
 from gradwire.recipes.tokens import RowRefusedError, Tokens
 from gradwire.recipes.training import Training, open_training
 from gradwire.rl import Algorithm, AlgorithmConfig, TrajectoryRecorder
+from gradwire.rl.environments import Environment, GroupBuilder
+from gradwire.rl.rewards import environment_reward
 from gradwire.rl.rewards.graders import GraderError, ServiceJudge, grader_of
 from gradwire.rl.types import Message, Task
 
@@ -54,7 +56,10 @@ class RLSettings(Settings):
         "a mapping of these to weights",
     )
     grading: dict[str, Any] = setting({}, "a grader of OpenAI's form, over each row's columns; in place of reward")
-    environment: str = setting("", "FILE.py:NAME, MODULE:NAME or an entry point; empty: one answer to each problem")
+    environment: str = setting(
+        "", "FILE.py:NAME, MODULE:NAME, an entry point, or agent: a program; empty: one answer to each problem"
+    )
+    command: str | list[Any] = setting("", "of environment agent: the program, {prompt} stands for the problem")
     environment_args: dict[str, Any] = setting({}, "what the environment is made with")
     turns: int = setting(16, "answers of an episode at most, if the environment does not end it before")
     on_failure: Literal["stop", "warn"] = setting("stop", "stop, or warn: what to do when every answer failed")
@@ -67,6 +72,8 @@ class RLSettings(Settings):
         check_reward(self.reward)
         if self.environment_args and not self.environment:
             raise SettingsError("environment_args is set, and environment is empty")
+        if bool(self.command) != (self.environment == AGENT):
+            raise SettingsError("environment: agent needs a command, and a command needs environment: agent")
         if self.grading:
             try:
                 grader_of(self.grading)
@@ -93,8 +100,14 @@ async def train_with(
     dry_run: bool = False,
 ) -> Estimate | None:
     """Train a run with an algorithm, from the state in its folder."""
-    environment = environment_of(settings.environment, settings.environment_args)
     own_reward = None if settings.grading else reward_of(settings.reward)
+    if settings.environment == AGENT:
+        environment: Environment | GroupBuilder | None = agent_of(
+            settings.command, settings.environment_args, own_reward
+        )
+        own_reward = own_reward and environment_reward()
+    else:
+        environment = environment_of(settings.environment, settings.environment_args)
     kept, held_out = rows_of(data.prompts, settings)
     async with open_training(settings, head=head, kind="rl", dry_run=dry_run) as training:
         service, model = training.service, training.model

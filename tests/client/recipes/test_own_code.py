@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from gradwire.recipes import command
-from gradwire.recipes.own_code import environment_of, reward_of
+from gradwire.recipes.own_code import agent_of, environment_of, reward_of
 from gradwire.recipes.settings import SettingsError
+from gradwire.rl import last_number
 from gradwire.rl.rewards import RewardComputer, WeightedReward
 from gradwire.rl.types import Action, EvaluateResult, StepData, StepOutput, Task, Trajectory
 from support.own_code import own_code
@@ -121,6 +122,19 @@ def test_an_environment_of_a_package_is_found_by_its_entry_point(code: Path, mon
         environment_of("count", {})
 
 
+def test_an_agent_is_a_command_with_options() -> None:
+    made = agent_of("claude -p 'do {prompt}'", {"retries": 1, "limits": {"max_turns": 3}}, last_number())
+    assert made._command == ("claude", "-p", "do {prompt}")
+    assert made._options["limits"].max_turns == 3 and made._scorer is not None
+    for arguments, words in (
+        ({"retrys": 1}, r"no argument 'retrys' .did you mean 'retries'"),
+        ({"limits": {"turns": 3}}, "unexpected keyword argument 'turns'"),
+        ({"retries": -1}, "retries at least 0"),
+    ):
+        with pytest.raises(SettingsError, match=f"environment_args of the agent: .*{words}"):
+            agent_of(["claude"], arguments, None)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -128,6 +142,8 @@ def test_an_environment_of_a_package_is_found_by_its_entry_point(code: Path, mon
         ({"reward": {"last_number": "much"}}, "reward has the weight 'much' for last_number; it must be a number"),
         ({"reward": 3}, "reward is 3; it must be a text or a mapping"),
         ({"environment_args": {"turns": 2}}, "environment_args is set, and environment is empty"),
+        ({"environment": "agent"}, "environment: agent needs a command, and a command needs environment: agent"),
+        ({"command": "claude -p"}, "environment: agent needs a command, and a command needs environment: agent"),
         ({"order_by": "level"}, "there is no setting 'order_by'"),
         ({"group_size": 1}, "group_size is 1; an answer is judged by the others"),
     ],

@@ -213,6 +213,9 @@ REFUSED = {
     "a reward's code": {"reward": "os:system"},
     "code among rewards": {"reward": {"last_number": 1.0, "x.py:f": 1.0}},
     "an environment's code": {"environment": "subprocess:run", "environment_args": {"args": "id"}},
+    "an agent's program": {"environment": "agent", "command": "id"},
+    "an agent's program in its options": {"environment": "agent", "environment_args": {"command": ["id"]}},
+    "a program without an agent": {"command": ["id"]},
 }
 
 

@@ -25,8 +25,10 @@ FILE_SETTINGS = ("data", "validation", "script")
 """Settings that name files of the owner's."""
 OWN_SETTINGS = ("address", "folder")
 """Settings that are the server's to choose."""
-CODE_SETTINGS = ("reward", "environment")
-"""Settings that may name code, as FILE.py:NAME or MODULE:NAME."""
+CODE_SETTINGS = ("reward", "environment", "command")
+"""Settings that may name code: as FILE.py:NAME or MODULE:NAME, or a program."""
+PROGRAMS = {"environment": "agent", "command": ""}
+"""Settings that start programs -> the value that does; any does if it is empty."""
 WANDB = "wandb"
 WANDB_SETTINGS = ("project", "name", "entity", "tags")
 MAX_METADATA_CHARS = 512
@@ -92,7 +94,8 @@ class JobSpecs:
             raise _invalid("init_from is no checkpoint RUN_ID/NAME, and folders are the server's", "init_from")
         for name in CODE_SETTINGS if spec.recipe != SCRIPT else ():
             given = settings.get(name) or ""
-            if any(":" in str(each) for each in (given if isinstance(given, dict) else [given])):
+            starts = name in PROGRAMS and bool(given) and PROGRAMS[name] in ("", given)
+            if starts or any(":" in str(each) for each in (given if isinstance(given, dict) else [given])):
                 raise _invalid(
                     f"{name} names code of its own, which jobs do not run: name what the server has, describe the "
                     "reward in `grading`, or send the training as a --script",

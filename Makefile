@@ -1,4 +1,4 @@
-# make setup | demo | feedback-demo | console-demo | notebook | test | test-slow | test-vllm | test-faults | test-ranks | test-fleet | bench | rivals | lint | docs | site | proto
+# make setup | demo | feedback-demo | console-demo | notebook | test | test-slow | test-vllm | test-faults | test-ranks | test-fleet | bench | learn | rivals | lint | docs | site | proto
 # Without a GPU, torch's CPU build is a tenth of the size: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup
 
 PYTHON ?= python3.11
@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTO_BIN := .venv-proto/bin
 PROTO_OUT ?= proto
 
-.PHONY: setup openai fine-tuning-clients demo feedback-demo console-demo notebook test test-slow test-vllm test-faults test-ranks test-end-to-end test-fleet parity data-parity gguf bench rivals architectures lint docs proto site
+.PHONY: setup openai fine-tuning-clients demo feedback-demo console-demo notebook test test-slow test-vllm test-faults test-ranks test-end-to-end test-fleet parity data-parity gguf bench learn rivals architectures lint docs proto site
 
 setup: .venv/.installed
 
@@ -192,6 +192,12 @@ test-fleet: setup .venv-fleet/.installed .node-azurite/.installed
 # The table of benchmarks/README.md, 15 minutes on an idle machine; `make bench ARGS=--write-docs` writes it there.
 bench: setup .venv-parity/.installed .venv-sb3/.installed .venv-tinker/.installed
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# Whether the recipes teach a real model with their defaults, beside TRL: docs/results.md. DATA=FOLDER has GSM8K's files;
+# MODEL=FOLDER|HUB-NAME is another model, ONLY=sft,dpo are some lessons, ARGS=--write-docs writes the page.
+learn: export DATA MODEL ONLY
+learn: setup .venv-parity/.installed
+	$(BIN)/python -m benchmarks.learn $(ARGS)
 
 # The table docs/architectures.md: which architectures have the numbers of transformers, from tiny models; 10 minutes.
 # `make architectures ARGS=Falcon` checks one.

@@ -94,7 +94,7 @@ def next_steps(folder: Path | str) -> list[str]:
         commands = commands[1:]
     steps = [f"trained: {training.checkpoint}", *(f"  gradwire {each}" for each in commands)]
     if training.recipe == "Reward":
-        steps.append("  PPO against it, and scores of answers: docs/guide.md, `PPO against a reward model`")
+        steps.append(f"  gradwire train ppo --set reward={folder} --set data=problems.jsonl")
     return steps
 
 

@@ -9,20 +9,23 @@ import importlib.util
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
 
 from gradwire.data import Prompt
+from gradwire.errors import GradwireError
+from gradwire.recipes.folder import trained
 from gradwire.recipes.settings import SettingsError
 from gradwire.rl import last_number, math_answer, multiple_choice
 from gradwire.rl.datasets import final_answer
 from gradwire.rl.environments import AgentEnvironment, Environment, GroupBuilder
-from gradwire.rl.rewards import Scorer, WeightedReward, environment_reward
+from gradwire.rl.rewards import RewardModel, Scorer, WeightedReward, environment_reward
 from gradwire.rl.rewards.computer import as_scorer, close_scorer
 from gradwire.rl.rewards.graders import Grader, Sample, SampleError
 from gradwire.rl.types import Action, Message, StepData, Task, Trajectory
@@ -48,23 +51,54 @@ def check_reward(reward: str | Mapping[str, float]) -> None:
     if not reward:
         raise SettingsError("reward is empty")
     for name, weight in reward.items() if isinstance(reward, Mapping) else ((reward, 1.0),):
-        if name not in REWARDS and ":" not in name:
+        if name not in REWARDS and ":" not in name and not is_trained(name):
             raise SettingsError(
-                f"reward has {name!r}; it must be one of {', '.join(REWARDS)}, or FILE.py:FUNCTION, or a mapping of "
-                "these to weights"
+                f"reward has {name!r}; it must be one of {', '.join(REWARDS)}, FILE.py:FUNCTION, the folder of a "
+                "training by reward, or a mapping of these to weights"
             )
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             raise SettingsError(f"reward has the weight {weight!r} for {name}; it must be a number")
 
 
-def reward_of(reward: str | Mapping[str, float]) -> Scorer:
+def is_trained(name: str) -> bool:
+    """Whether a reward's name is that of a training: ``FOLDER``, ``FOLDER@CHECKPOINT`` or ``RUN_ID/NAME``."""
+    return name not in REWARDS and ":" not in name and (name.startswith("run-") or Path(name.split("@")[0]).is_dir())
+
+
+def trained_rewards(reward: str | Mapping[str, float]) -> list[str]:
+    """Return those names of the setting ``reward`` that are trainings."""
+    return [name for name in ([reward] if isinstance(reward, str) else reward) if is_trained(name)]
+
+
+@asynccontextmanager
+async def reward_models(service: Any, reward: str | Mapping[str, float]) -> AsyncIterator[dict[str, Scorer]]:
+    """Load the reward models that the setting ``reward`` names: copies of their runs, deleted at the end."""
+    runs = {name: await service.fork_run(trained(name).checkpoint) for name in trained_rewards(reward)}
+    try:
+        for name, run in runs.items():
+            if (head := (await run.info()).head) != "reward":
+                raise SettingsError(f"reward has {name}, whose run has {head or 'no'} head: name a training by reward")
+        yield {name: RewardModel(run) for name, run in runs.items()}
+    finally:
+        for run in runs.values():
+            with suppress(GradwireError):
+                await service.delete_run(run.run_id)
+
+
+def reward_of(reward: str | Mapping[str, float], models: Mapping[str, Scorer] = types.MappingProxyType({})) -> Scorer:
     """Make the reward that the setting ``reward`` describes. Functions of one's own run in the sandbox.
+
+    Args:
+        models: Those that are trainings, from :func:`reward_models`.
 
     Raises:
         SettingsError: Its code cannot be loaded, or is no reward.
     """
     names = list(reward) if isinstance(reward, Mapping) else [reward]
-    functions = {name: REWARDS[name]() if name in REWARDS else loaded(name, "reward") for name in names}
+    functions = dict(models)
+    for name in names:
+        if name not in models:
+            functions[name] = REWARDS[name]() if name in REWARDS else loaded(name, "reward")
     if isinstance(reward, str):
         return _scorer(functions[reward])
     shown = {name.rpartition(":")[2] if _single(name, names) else name: each for name, each in functions.items()}
@@ -211,7 +245,7 @@ def loaded(reference: str, setting: str) -> Any:
     return getattr(module, name)
 
 
-def _from_file(file: Path, setting: str) -> ModuleType:
+def _from_file(file: Path, setting: str) -> types.ModuleType:
     """Import a file as Python does a script: what lies beside it can be imported as well, also in the sandbox."""
     file = file.expanduser().resolve()
     if not file.is_file():

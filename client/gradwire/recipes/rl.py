@@ -13,7 +13,17 @@ from gradwire.data.stored import Viewed
 from gradwire.loop.best import Best
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.folder import facts_of
-from gradwire.recipes.own_code import AGENT, REWARDS, agent_of, check_reward, environment_of, reward_of, task_of
+from gradwire.recipes.own_code import (
+    AGENT,
+    REWARDS,
+    agent_of,
+    check_reward,
+    environment_of,
+    reward_models,
+    reward_of,
+    task_of,
+    trained_rewards,
+)
 from gradwire.recipes.rates import scheduled
 from gradwire.recipes.report import ANSWERS
 from gradwire.recipes.rows import rows_of
@@ -52,8 +62,8 @@ class RLSettings(Settings):
     temperature: float = setting(1.0, "of sampling")
     reward: str | dict[str, float] = setting(
         "last_number",
-        "last_number, math_answer (symbolic; needs gradwire[math]), multiple_choice, environment, FILE.py:FUNCTION, or "
-        "a mapping of these to weights",
+        "last_number, math_answer (symbolic; needs gradwire[math]), multiple_choice, environment, FILE.py:FUNCTION, "
+        "the folder of a training by reward, or a mapping of these to weights",
     )
     grading: dict[str, Any] = setting({}, "a grader of OpenAI's form, over each row's columns; in place of reward")
     environment: str = setting(
@@ -65,6 +75,12 @@ class RLSettings(Settings):
     on_failure: Literal["stop", "warn"] = setting("stop", "stop, or warn: what to do when every answer failed")
     patience: int = setting(0, "evaluations without a better success after which the training ends; 0: never")
     eval_problems: int = setting(64, "held-out problems of an evaluation at most; answered greedily")
+
+    @property
+    def starts_from(self) -> str:
+        """The reward model's server is used where nothing else says which."""
+        folders = [name for name in trained_rewards(self.reward) if not name.startswith("run-")]
+        return self.init_from or next(iter(folders), "")
 
     def check(self) -> None:
         super().check()
@@ -100,7 +116,7 @@ async def train_with(
     dry_run: bool = False,
 ) -> Estimate | None:
     """Train a run with an algorithm, from the state in its folder."""
-    own_reward = None if settings.grading else reward_of(settings.reward)
+    own_reward = None if settings.grading or trained_rewards(settings.reward) else reward_of(settings.reward)
     if settings.environment == AGENT:
         environment: Environment | GroupBuilder | None = agent_of(
             settings.command, settings.environment_args, own_reward
@@ -109,7 +125,10 @@ async def train_with(
     else:
         environment = environment_of(settings.environment, settings.environment_args)
     kept, held_out = rows_of(data.prompts, settings)
-    async with open_training(settings, head=head, kind="rl", dry_run=dry_run) as training:
+    async with (
+        open_training(settings, head=head, kind="rl", dry_run=dry_run) as training,
+        reward_models(training.service, settings.reward) as models,
+    ):
         service, model = training.service, training.model
         tokens = Tokens(service, model, settings.max_tokens, on_error=settings.on_error)
         tasks: Sequence[Task] = Viewed(kept, lambda row: _task(row, settings))
@@ -123,7 +142,11 @@ async def train_with(
         total = settings.max_steps or per_epoch * settings.epochs
         config = _config(settings, training, group_size, per_epoch, evaluated=bool(problems) and not dry_run)
         config = replace(config, **_optimizer(settings, config.learning_rate, total, bool(head)))
-        reward = own_reward or grader_of(settings.grading, judge=ServiceJudge(service))
+        reward = own_reward or (
+            grader_of(settings.grading, judge=ServiceJudge(service))
+            if settings.grading
+            else reward_of(settings.reward, models)
+        )
         arguments = (service, training.run, tasks, reward, config)
         more: dict[str, Any] = {"environment": environment, "eval_tasks": problems, "loggers": training.loggers}
         more["recorder"] = TrajectoryRecorder(training.folder / ANSWERS, limit=KEPT_ANSWERS, tokens=False)

@@ -96,6 +96,11 @@ def model_fault(path: str) -> str:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return "" if (folder / CONFIG).is_file() else f"the folder has no {CONFIG}, so it is no Hugging Face model"
+    if folder.suffix == ".gguf" and folder.is_file():
+        return (
+            "a GGUF file has quantized weights, which are not trained: name the Hugging Face folder that it was made "
+            "of, or write one with `python scripts/make_models.py FILE.gguf FOLDER` of gradwire's repository"
+        )
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
         return f"there is no such folder{_suggestion(path)}"
     return _hub_fault(path)

@@ -180,7 +180,9 @@ async def test_preferences_are_learned(server: Server, sums: dict[str, str], tmp
         assert near(estimate, tmp_path / name, 8), estimate
         assert curve(tmp_path / name, "eval/preference_accuracy")[-1] == 1.0, name
         going_on = "\n".join(next_steps(tmp_path / name))
-        assert ("gradwire chat" in going_on) == (name == "dpo") and ("PPO against" in going_on) == (name == "reward")
+        assert ("gradwire chat" in going_on) == (name == "dpo") and ("gradwire train ppo" in going_on) == (
+            name == "reward"
+        )
 
 
 async def test_a_teacher_is_approached(server: Server, sums: dict[str, str], tmp_path: Path) -> None:
@@ -211,6 +213,20 @@ async def test_rewards_are_trained_on(recipe: str, server: Server, sums: dict[st
     assert 0.3 < estimate.tokens / newest.num_tokens < 1.4, (estimate, newest)  # the run evaluates as well
     assert [line["iteration"] for line in metrics(tmp_path)] == [0, 1]
     assert "rewards/reward" in metrics(tmp_path)[1] and (tmp_path / "report.html").exists()
+
+
+async def test_a_reward_model_is_the_reward_of_its_folder(server: Server, sums: dict[str, str], tmp_path: Path) -> None:
+    common = COMMON | {"address": server.address, "max_steps": 2, "eval_every": 0, "learning_rate": 1e-2}
+    for name, recipe, kind in (("judge", reward, reward.Reward), ("dpo", dpo, dpo.DPO)):
+        await recipe.train(kind(**common, data=sums["pairs"], folder=str(tmp_path / name)))
+    common |= {"data": sums["talks"], "batch_size": 2, "answer_tokens": 8, "folder": str(tmp_path / "ppo")}
+    async with gradwire.connect(server.address) as service:
+        before = len(await service.list_runs())
+        await ppo.train(ppo.PPO(**common, answers=2, reward=str(tmp_path / "judge")))
+        assert len(await service.list_runs()) == before + 1  # the reward model's copy is gone
+    assert len(curve(tmp_path / "ppo", "rewards/reward_model")) == 2
+    with pytest.raises(SettingsError, match="dpo, whose run has no head: name a training by reward"):
+        await ppo.train(ppo.PPO(**common | {"folder": str(tmp_path / "no")}, reward=str(tmp_path / "dpo")))
 
 
 SUPERVISED: dict[str, Any] = {

@@ -69,6 +69,12 @@ MISTAKES = {
         "--model {here}/empty",
         "--model {here}/empty: the folder has no config.json, so it is no Hugging Face model",
     ),
+    "file of quantized weights": (
+        "--model {here}/model.gguf",
+        "--model {here}/model.gguf: a GGUF file has quantized weights, which are not trained: name the Hugging Face"
+        " folder that it was made of, or write one with `python scripts/make_models.py FILE.gguf FOLDER` of gradwire's"
+        " repository",
+    ),
     "folder of an impossible model": (
         "--model m={here}/impossible",
         "model 'm' cannot be used: its config.json gives hidden_size as -4, and it is at least 1",
@@ -115,6 +121,7 @@ def here(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     folder = tmp_path_factory.mktemp("mistakes").resolve()
     (folder / "tiny").symlink_to(tiny_model_path)
     (folder / "empty").mkdir()
+    (folder / "model.gguf").touch()
     (folder / "impossible").mkdir()
     given = json.loads((tiny_model_path / "config.json").read_text())
     (folder / "impossible" / "config.json").write_text(json.dumps(given | {"hidden_size": -4}))
@@ -137,7 +144,7 @@ SLOW = ("device misspelt", "device of another kind", "folder of an impossible mo
 
 MAY_PASS = (
     "certificate missing", "losses missing", "model misspelt", "folder misspelt", "folder without a model",
-    "port in use", "state folder below a file", "state folder in use",
+    "file of quantized weights", "port in use", "state folder below a file", "state folder in use",
 )  # fmt: skip
 """What may be there, or free, a moment later: a folder of a disk that is not mounted yet is missing or empty."""
 

@@ -101,6 +101,10 @@ class JobSpecs:
                     "reward in `grading`, or send the training as a --script",
                     name,
                 )
+        rewards = settings.get("reward") or ""
+        for each in map(str, rewards if isinstance(rewards, dict) else [rewards]):
+            if each and not each.isidentifier() and not each.startswith("run-"):
+                raise _invalid(f"reward has {each[:50]!r}: name a reward, or a reward model RUN_ID/NAME", "reward")
         if spec.recipe != SCRIPT:
             if not isinstance(settings.get("model"), str):
                 raise _invalid("model is missing: name a model of this server", "model")

@@ -12,6 +12,7 @@ import torch
 from gradwire.batches import to_columns
 from gradwire.descriptions import LossField
 from gradwire.rl import (
+    Algorithm,
     AlgorithmConfig,
     GiGPOAlgorithm,
     GRPOAlgorithm,
@@ -19,8 +20,9 @@ from gradwire.rl import (
     REINFORCEAlgorithm,
     reward_function,
 )
+from gradwire.rl.algorithms.sources import Pace
 from gradwire.rl.environments import BaseEnvironment, StepResult
-from gradwire.rl.types import Action, Prompt, State, StepData, Task
+from gradwire.rl.types import Action, Prompt, State, StepData, Task, Trajectory
 from gradwire_losses.batch import Scores
 from gradwire_losses.layouts import read_batch
 from gradwire_losses.registry import get_loss, load_builtin_losses
@@ -139,6 +141,13 @@ ALGORITHMS: dict[str, tuple[Any, str | None, str]] = {
     "reinforce": (REINFORCEAlgorithm, None, "importance_sampling"),
     "gigpo": (GiGPOAlgorithm, None, "gigpo"),
 }
+
+
+async def collected(algorithm: Algorithm) -> list[Trajectory]:
+    """The trajectories of the next iteration, which is not trained on."""
+    source = await algorithm._ready()
+    async with source.working(Pace.sync(algorithm.config), 1):
+        return (await anext(source.parts())).trajectories
 
 
 def steps(*keys: str, rewards: tuple[float, ...]) -> list[StepData]:

@@ -169,12 +169,15 @@ class GenerationBatcher:
         statistics.requests += len(batch)
         try:
             answers = await self._patiently([request.prompt for request in batch], params)
-        except Exception as error:  # a failure of the sampler is the failure of all episodes that waited for it
+            pairs = list(zip(batch, answers, strict=True))
+        except (Exception, asyncio.CancelledError) as error:  # the sampler's failure is that of all who waited for it
+            if isinstance(error, asyncio.CancelledError):
+                error = RuntimeError("the sampler's request was cancelled")
             for request in batch:
                 if not request.answer.done():
                     request.answer.set_exception(error)
             return
-        for request, generation in zip(batch, answers, strict=True):
+        for request, generation in pairs:
             statistics.tokens += len(generation.token_ids)
             if not request.answer.done():
                 request.answer.set_result(generation)

@@ -30,9 +30,15 @@ def as_tasks(tasks: Tasks) -> Sequence[Task]:
 
 @runtime_checkable
 class Curriculum(Protocol):
-    """Chooses tasks and adapts to the results. ``state`` is JSON-serialisable, for checkpoints."""
+    """Chooses tasks and adapts to the results. ``state`` is JSON-serialisable, for checkpoints.
 
-    def select(self, iteration: int, count: int) -> list[Task]: ...
+    What ``select`` gives depends only on the state and its arguments: a resumed training asks again for what was under
+    way.
+    """
+
+    def select(self, iteration: int, count: int) -> list[Task]:
+        """Choose the next ``count`` tasks; ``iteration`` is the number of choices before."""
+        ...
 
     def update(self, trajectories: Sequence[Trajectory]) -> None: ...
 
@@ -42,31 +48,33 @@ class Curriculum(Protocol):
 
 
 class ShuffledCurriculum:
-    """All tasks in a new order each epoch; the tasks of an iteration depend only on its number and the seed."""
+    """All tasks in a new order each epoch: each comes once before any comes again."""
 
     def __init__(self, tasks: Tasks, *, seed: int = 0) -> None:
         self.tasks = as_tasks(tasks)
         self._seed = seed
+        self._taken = 0
         self._epoch, self._order = -1, np.zeros(0, np.int64)
 
     def select(self, iteration: int, count: int) -> list[Task]:
         result = []
-        for place in range(iteration * count, (iteration + 1) * count):
+        for place in range(self._taken, self._taken + count):
             epoch, at = divmod(place, len(self.tasks))
             if epoch != self._epoch:
                 seeded = np.random.default_rng(derive_seed(self._seed, "epoch", epoch))
                 self._epoch, self._order = epoch, seeded.permutation(len(self.tasks))
             result.append(self.tasks[int(self._order[at])])
+        self._taken += count
         return result
 
     def update(self, trajectories: Sequence[Trajectory]) -> None:
         """Ignore the results."""
 
     def state(self) -> dict[str, Any]:
-        return {}
+        return {"taken": self._taken}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: there is no state."""
+        self._taken = int(state["taken"])
 
 
 class StagedCurriculum:
@@ -98,10 +106,13 @@ class StagedCurriculum:
             self._recent = []
 
     def state(self) -> dict[str, Any]:
-        return {"stage": self.stage, "recent": list(self._recent)}
+        orders = [stage.state() for stage in self._stages]
+        return {"stage": self.stage, "recent": list(self._recent), "orders": orders}
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.stage, self._recent = int(state["stage"]), list(state["recent"])
+        for stage, order in zip(self._stages, state["orders"], strict=True):
+            stage.load(order)
 
 
 class SuccessCurriculum:

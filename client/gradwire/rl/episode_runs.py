@@ -14,7 +14,7 @@ from gradwire.rl.batching import GenerationBatcher, SamplerStatistics
 from gradwire.rl.environments.base import Environment
 from gradwire.rl.environments.groups import GroupBuilder
 from gradwire.rl.rollout_statistics import Rollouts, summarised
-from gradwire.rl.threads import called
+from gradwire.rl.threads import called, is_cancelled
 from gradwire.rl.types import Task, Trajectory
 from gradwire.rl.worker import RLRolloutWorker
 
@@ -131,7 +131,9 @@ class EpisodeRuns:
         place = self._place_of(index)
         try:
             environment = await self._environment_of(planned)
-        except Exception as error:  # the user's builder may raise anything; only this group fails
+        except (Exception, asyncio.CancelledError) as error:  # the user's builder may raise anything; this group fails
+            if is_cancelled():
+                raise
             trajectory = Trajectory(planned.task, group, planned.member, planned.seed, status="failed")
             trajectory.error, trajectory.traceback = f"{type(error).__name__}: {error}", traceback.format_exc()
         else:

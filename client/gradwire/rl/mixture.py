@@ -74,8 +74,8 @@ class _MixedCurriculum:
         names = list(self._parts)
         rng = np.random.default_rng(derive_seed(self._seed, "mixture", iteration))
         chosen = rng.choice(len(names), count, p=self._shares)
-        # Each part provides as many tasks as the whole iteration needs, so that no task repeats before its epoch ends.
-        left = {name: iter(part.select(iteration, count)) for name, part in self._parts.items()}
+        counts = np.bincount(chosen, minlength=len(names)).tolist()
+        left = {name: iter(self._parts[name].select(iteration, n)) for name, n in zip(names, counts) if n}
         return [_named(next(left[names[place]]), names[place]) for place in chosen]
 
     def update(self, trajectories: Sequence[Trajectory]) -> None:

@@ -49,3 +49,9 @@ async def called(function: Callable[..., Any], *args: Any, blocking: bool = True
     else:
         result = function(*args)
     return await result if inspect.isawaitable(result) else result
+
+
+def is_cancelled() -> bool:
+    """Whether the running task is being cancelled; if not, a ``CancelledError`` came out of the user's code."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -15,7 +15,7 @@ import numpy as np
 from gradwire.rl.environments.base import BaseEnvironment, Environment, Policy, StepResult
 from gradwire.rl.generation import Generation, InferenceModule, SamplingParams
 from gradwire.rl.prompts import TokenHistory
-from gradwire.rl.threads import called
+from gradwire.rl.threads import called, is_cancelled
 from gradwire.rl.types import AnyTask, IntArray, Message, State, StepData, Task, Trajectory
 
 logger = logging.getLogger("gradwire.rl")
@@ -109,7 +109,9 @@ class RLRolloutWorker:
             late = self._timeout_s is not None and time.monotonic() - started >= self._timeout_s
             trajectory.status = "timeout" if late else "failed"
             trajectory.error = f"gave up after {self._timeout_s:g} s" if late else f"TimeoutError: {error}"
-        except (Exception, SystemExit) as error:  # the user's environment may raise anything; only this episode fails
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's environment may raise anything
+            if is_cancelled():
+                raise
             trajectory.status, trajectory.error = "failed", f"{type(error).__name__}: {error}"
             trajectory.traceback = traceback.format_exc()
             logger.debug("episode %d.%d failed", group, member, exc_info=True)

@@ -13,6 +13,8 @@ from gradwire.errors import OperationError
 from gradwire.loop.training_loop import Plan
 from gradwire.rl.advantages import gae
 from gradwire.rl.algorithms import AlgorithmConfig, AlgorithmOptions, PPOAlgorithm
+from gradwire.rl.algorithms.sources import Part
+from gradwire.rl.algorithms.update import Update
 from gradwire.rl.metrics import Mean, Metric, Std
 from gradwire.rl.rows import TrainingBatch
 from gradwire.rl.types import EvaluateResult, Trajectory
@@ -125,8 +127,8 @@ class FeedbackPPO(PPOAlgorithm):
     def _state(self) -> Mapping[str, Any]:
         return {**super()._state(), "kl_coef": self.kl.coef}
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        super()._restore(state)
+    def _restore(self, state: Mapping[str, Any], *, logged: bool) -> None:
+        super()._restore(state, logged=logged)
         self.kl = replace(self.kl, coef=state["kl_coef"])
 
     async def training_batch(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
@@ -163,12 +165,12 @@ class FeedbackPPO(PPOAlgorithm):
         }
         return replace(batch, metrics={**batch.metrics, **figures})
 
-    async def _learn(self, iteration: int, trajectories: list[Trajectory], minibatches: int) -> dict[str, Metric]:
-        if not any(each.ok for each in trajectories):
-            first = trajectories[0]
+    async def _learn(self, update: Update, part: Part, minibatches: int) -> dict[str, Metric]:
+        if not any(each.ok for each in part.trajectories):
+            first = part.trajectories[0]
             unscored = first.evaluation.error if first.evaluation is not None else ""
             raise OperationError(
-                f"step {iteration + 1}: none of {len(trajectories)} answers can be trained on: "
+                f"step {update.iteration + 1}: none of {len(part.trajectories)} answers can be trained on: "
                 f"{first.error or unscored or 'the policy wrote nothing'}"
             )
-        return await super()._learn(iteration, trajectories, minibatches)
+        return await super()._learn(update, part, minibatches)

@@ -8,7 +8,6 @@ from typing import Any
 import gradwire
 import pytest
 from gradwire.rl import (
-    Algorithm,
     AlgorithmConfig,
     GiGPOAlgorithm,
     GramCluster,
@@ -19,8 +18,7 @@ from gradwire.rl import (
     StrategicGrams,
     reward_function,
 )
-from gradwire.rl.types import Trajectory
-from support.checking_run import ALGORITHMS, CheckingRun, Doors, arrived, config, walk
+from support.checking_run import ALGORITHMS, CheckingRun, Doors, arrived, collected, config, walk
 
 pytestmark = pytest.mark.usefixtures("in_a_folder_of_its_own")
 
@@ -36,16 +34,12 @@ async def test_batches_are_what_the_losses_take(name: str, forget: bool, rule_in
     assert run.steps == 8
     assert {each[0] for each in run.batches} == {loss}
     assert all(each[1]["temperature"] == 0.8 for each in run.batches)
-    written = sum(len(step.response_ids) for step in (await _collected(algorithm)).steps)
+    written = sum(len(step.response_ids) for step in (await collected(algorithm))[0].steps)
     assert written > 0
     assert [metrics["train/trajectories"] for metrics in history] == [8, 8]
     assert all(0 <= metrics["rewards/reward"] <= 1 for metrics in history)
     # Each pass sees every token that the policy wrote once.
     assert history[0]["train/tokens"] == 2 * history[0]["rollouts/avg_tokens"] * 8
-
-
-async def _collected(algorithm: Algorithm) -> Trajectory:
-    return (await (await algorithm._ready()).iteration(7)).trajectories[0]
 
 
 async def test_ppo_needs_its_critic(rule_inference: Callable[..., Any]) -> None:

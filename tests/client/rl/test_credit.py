@@ -14,7 +14,7 @@ from gradwire.rl.algorithms import gigpo_credit
 from gradwire.rl.environments import BaseEnvironment, StepResult
 from gradwire.rl.rows import rows_of
 from gradwire.rl.types import Action, EvaluateResult, State, StepData, Task, Trajectory
-from support.checking_run import ALGORITHMS, CheckingRun, Doors, arrived, config, steps, walk
+from support.checking_run import ALGORITHMS, CheckingRun, Doors, arrived, collected, config, steps, walk
 
 pytestmark = pytest.mark.usefixtures("in_a_folder_of_its_own")
 
@@ -43,13 +43,13 @@ async def test_gigpo_sends_a_steps_advantage_with_its_tokens(rule_inference: Cal
     algorithm = GiGPOAlgorithm(
         None, CheckingRun(), ["a"], arrived, config(), environment=Doors(), inference=rule_inference(walk), omega=0.7
     )
-    collected = (await (await algorithm._ready()).iteration(0)).trajectories
-    batch = await algorithm.training_batch(collected)
+    trajectories = await collected(algorithm)
+    batch = await algorithm.training_batch(trajectories)
     flat = [
         (m, a) for ms, as_ in zip(batch.columns["response_masks"], batch.columns["advantages"]) for m, a in zip(ms, as_)
     ]
-    assert len(flat) == len(collected)
-    for trajectory, (mask, advantages) in zip(collected, flat):
+    assert len(flat) == len(trajectories)
+    for trajectory, (mask, advantages) in zip(trajectories, flat):
         expected = [step.advantage for step in trajectory.steps for _ in step.response_ids]
         np.testing.assert_allclose(advantages[mask], expected, rtol=1e-6)
         np.testing.assert_array_equal(advantages[~mask], 0)
@@ -204,7 +204,7 @@ async def test_only_a_limit_that_is_not_the_tasks_is_bootstrapped(
         None, CheckingRun("value"), ["a"], arrived, config(max_steps_per_rollout=4), environment=Counting(own),
         inference=rule_inference(walk),
     )  # fmt: skip
-    trajectories = (await (await algorithm._ready()).iteration(0)).trajectories
+    trajectories = await collected(algorithm)
     assert {(each.status, len(each.steps)) for each in trajectories} == {(status, steps_taken)}
     batch = await algorithm.training_batch(trajectories)
     last = [values[-1] for values in batch.columns["old_values"]]

@@ -130,8 +130,10 @@ async def test_failures_are_logged_once_and_shown(
     )
     await algorithm.train(1)
     assert [record.getMessage() for record in caplog.records if record.name == "gradwire.rl"] == [
-        "iteration 0: 8 of 8 trajectories: wordy: returned str; a reward must be a number or an EvaluateResult",
+        "group 0 to 1: 8 of 8 trajectories: wordy: returned str; a reward must be a number or an EvaluateResult",
         "iteration 0: no trajectory can be trained on; the policy is unchanged",
+        "the task 'a' is dropped: group 0 failed",
+        "the task 'a' is dropped: group 1 failed",
     ]
     assert "not_scored 8" in capsys.readouterr().err
 

@@ -7,34 +7,38 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Self, TypedDict, Unpack
 
 import numpy as np
 
 from gradwire import sync
+from gradwire.errors import GradwireError
 from gradwire.loop.loggers import JsonlLogger, MetricLogger
 from gradwire.loop.training_loop import Plan, TrainingLoop
 from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.algorithms.evaluation import evaluate
-from gradwire.rl.algorithms.reporting import Reporter, check_failures, shown, warn_of_cut
+from gradwire.rl.algorithms.ledger import TRAINED, Ledger
+from gradwire.rl.algorithms.reporting import Reporter, RolloutsFailedError, check_failures, shown, warn_of_cut
 from gradwire.rl.algorithms.sampler_correction import SamplerCorrection
 from gradwire.rl.algorithms.scored_rollouts import Manager
-from gradwire.rl.algorithms.sources import Source, Sources
-from gradwire.rl.algorithms.update import update
+from gradwire.rl.algorithms.sources import Pace, Part, Source
+from gradwire.rl.algorithms.update import Update
 from gradwire.rl.algorithms.weights import asleep, can_update, check_updatable, staleness
 from gradwire.rl.batching import derive_seed
 from gradwire.rl.curricula import Curriculum, Tasks, as_curriculum, as_tasks
 from gradwire.rl.environments import Environment, EpisodeEnvironment, SimpleTextEnvironment
 from gradwire.rl.environments.groups import GroupBuilder
+from gradwire.rl.group_log import GroupLog
 from gradwire.rl.inference import InferenceModule, RunInference
 from gradwire.rl.metrics import Mean, Metric, Metrics, Sum, merged, values_of
 from gradwire.rl.recording import Recorder
 from gradwire.rl.replay import ReplayBuffer
 from gradwire.rl.rewards import Reward, as_computer
 from gradwire.rl.rollouts import RolloutManager
-from gradwire.rl.rows import TrainingBatch
-from gradwire.rl.types import Trajectory
+from gradwire.rl.rows import Row, TrainingBatch
+from gradwire.rl.types import FloatArray, Trajectory
 from gradwire.wire.options import check_options
 
 logger = logging.getLogger("gradwire.rl")
@@ -86,7 +90,6 @@ class Algorithm(ABC):
     Attributes:
         needs_head: The head that the run must have.
         replays: Whether the loss can learn from trajectories of earlier policies.
-        corrects: Whether the loss can weight stale samples by truncated importance.
         straggler_s: Seconds that other episodes wait for the slowest environment step; None: until it ends.
         history: The metrics of each iteration of this object.
         loop: The loop around the iterations; ``loop.step`` is the number of finished ones.
@@ -95,7 +98,6 @@ class Algorithm(ABC):
 
     needs_head: str | None = None
     replays: bool = False
-    corrects: bool = False
     compares_groups: bool = False
     straggler_s: float | None = 5.0
 
@@ -144,7 +146,7 @@ class Algorithm(ABC):
         if self.config.eval_every and not self.eval_tasks:
             raise ValueError("eval_every needs held-out tasks: eval_tasks=[...]")
         self.replay = options.get("replay") or ReplayBuffer(max(1, 8 * self.config.batch_size * self.config.group_size))
-        self.curriculum = as_curriculum(tasks, self.config.seed)
+        self.ledger = self._ledger(as_curriculum(tasks, self.config.seed))
         self._service, self._tokenizer, self._inference = service, options.get("tokenizer"), inference
         self._reporter = Reporter(self.config, options.get("recorder"))
         log = JsonlLogger((self.config.folder or Path("runs") / run.run_id) / "metrics.jsonl")
@@ -153,7 +155,7 @@ class Algorithm(ABC):
             run, self._plan(), loggers, self._state_file(), own=self._state, shown=shown, save=self.save_checkpoint
         )
         self._rollout_manager = rollout_manager
-        self._sources: Sources | None = None
+        self._source: Source | None = None
         self._sampler_correction = SamplerCorrection(run, self.config.temperature, self._reporter)
         self.version = 0
 
@@ -182,9 +184,10 @@ class Algorithm(ABC):
             progress_bar: Show a line with live numbers.
             mode: ``sync``: rollouts of whole iterations, up to ``config.max_staleness`` of them ahead. ``async``:
                 generation continues while the policy trains, and each minibatch is trained on as soon as its groups are
-                complete. Episodes in progress continue with the newer policy. Results depend on timing.
-            max_staleness: For ``async``: maximum age of a group's oldest token in optimizer steps; older groups are
-                dropped or corrected for, as ``config.on_stale`` says. By default 1, or ``config.max_staleness`` if
+                complete. Episodes in progress continue with the newer policy. Results depend on timing. In both, a
+                call trains on each task that it takes, once; what an error left is the first of the next call.
+            max_staleness: For ``async``: maximum age of a group's oldest token in optimizer steps. Generation, and
+                at last training, waits so that no group becomes older. By default 1, or ``config.max_staleness`` if
                 that is larger.
 
         Raises:
@@ -193,62 +196,89 @@ class Algorithm(ABC):
             GradwireError: An error of the service, raised once all operations of the iteration have ended. The
                 iteration does not count; minibatches before the failed one have been trained on.
         """
-        sources = await self._ready()
-        first, before = self.loop.step, len(self.history)
-        last = first + num_iterations
-        async with self._source(sources, mode, max_staleness, range(first, last)) as source:
+        source = await self._ready()
+        pace, before = self._pace(mode, max_staleness), len(self.history)
+        await self.ledger.prune_log()
+        async with source.working(pace, num_iterations):
 
             async def step(iteration: int) -> Metrics:
-                return await self._iteration(iteration, source)
+                return await self._iteration(iteration, source, 1 if mode == "async" else self.config.num_minibatches)
 
-            await self.loop.train(last, step, self.evaluate, show=progress_bar)
+            await self.loop.train(self.loop.step + num_iterations, step, self.evaluate, show=progress_bar)
         return self.history[before:]
 
-    def _source(self, sources: Sources, mode: str, max_staleness: int | None, iterations: range) -> Source:
+    def _pace(self, mode: str, max_staleness: int | None) -> Pace:
         if mode == "sync":
             if max_staleness is not None:
                 raise ValueError('max_staleness applies to mode="async"; for mode="sync" set it in the config')
-            return sources.ahead(iterations)
+            return Pace.sync(self.config)
         if mode != "async":
             raise ValueError(f'mode must be "sync" or "async", got {mode!r}')
-        if self.config.on_stale == "correct" and not self.corrects:
-            raise ValueError(
-                f'the loss of {type(self).__name__} has no correction for stale samples: use on_stale="drop"'
-            )
         stale = max(1, self.config.max_staleness) if max_staleness is None else max_staleness
-        return sources.stream(iterations.start, stale, lambda: self.version)
+        if stale < 0:
+            raise ValueError(f"max_staleness must not be negative, got {stale}")
+        return Pace.stream(self.config, stale)
 
-    async def _iteration(self, iteration: int, source: Source) -> Metrics:
+    async def _iteration(self, iteration: int, source: Source, minibatches: int) -> Metrics:
         """Collect and train, part by part."""
-        trained: list[Trajectory] = []
-        metrics: list[dict[str, Metric]] = []
+        update = Update(self.run, self.config, iteration, self._stepped)
+        metrics: list[Mapping[str, Metric]] = []
+        parts: list[Part] = []
         waited = time.monotonic()
-        async for part in source.parts(iteration):
-            measured = {"time/waited_for_rollouts_s": Sum(time.monotonic() - waited), **part.metrics}
-            self.curriculum.update([*part.trajectories, *part.set_aside])
-            if self.config.on_failure == "stop":
-                check_failures(iteration, [*part.trajectories, *part.set_aside])
-            await warn_of_cut(
-                self._reporter, [*part.trajectories, *part.set_aside], self.config.max_tokens, self._codec
-            )
-            minibatches = 1 if source.streaming else self.config.num_minibatches
-            metrics.append(measured | await self._learn(iteration, part.trajectories, minibatches))
-            trained += part.trajectories
-            waited = time.monotonic()
+        try:
+            async for part in source.parts():
+                metrics.append({"time/waited_for_rollouts_s": Sum(time.monotonic() - waited), **part.metrics})
+                for group, reason in part.aside:
+                    self.ledger.settle([group], reason)
+                metrics.append(await self._learn(update, part, minibatches))
+                parts.append(part)
+                if not update.accumulated:
+                    self._settle_trained(parts)
+                waited = time.monotonic()
+            metrics.append(await self._finish(update))
+        except BaseException:
+            with suppress(GradwireError):
+                await self._finish(update)
+                self._settle_trained(parts)
+            raise
+        self._settle_trained(parts)
+        self._settle_failed(iteration, parts)
+        everything = [each for part in parts for each in part.everything]
+        await warn_of_cut(self._reporter, everything, self.config.max_tokens, self._codec)
         if self.config.reference_ema is not None:
             await self.run.update_reference(ema=self.config.reference_ema)
-        await self._reporter.record(iteration, trained, self._codec)
-        return values_of(merged(metrics))
+        await self._reporter.record(iteration, [each for part in parts for each in part.trajectories], self._codec)
+        return values_of(merged(metrics)) | self.ledger.counts()
 
-    async def _learn(self, iteration: int, trajectories: list[Trajectory], minibatches: int) -> dict[str, Metric]:
-        """Train on these trajectories."""
-        usable = [each for each in trajectories if each.ok]
-        replayed = self._replayed(iteration)
+    def _settle_trained(self, parts: Sequence[Part]) -> None:
+        groups = [group for part in parts for group in part.groups if group.number in self.ledger.open]
+        self.ledger.settle([each for each in groups if each.usable], TRAINED)
+
+    def _settle_failed(self, iteration: int, parts: Sequence[Part]) -> None:
+        """Drop the groups of an iteration that cannot be trained on.
+
+        Raises:
+            RolloutsFailedError: None can, and that ends the training; they are collected again if it goes on.
+        """
+        failed = [group for part in parts for group in part.groups if not group.usable]
+        try:
+            if self.config.on_failure == "stop":
+                check_failures(iteration, [each for part in parts for each in part.everything])
+        except RolloutsFailedError:
+            self.ledger.forget(failed)
+            raise
+        for group in failed:
+            self.ledger.settle([group], "failed" if group.trajectories else "given_up")
+
+    async def _learn(self, update: Update, part: Part, minibatches: int) -> dict[str, Metric]:
+        """Train on a part."""
+        usable = [each for each in part.trajectories if each.ok]
+        replayed = self._replayed(update.iteration, part)
         if self.config.replay_fraction:
             self.replay.add(usable)
         metrics: dict[str, Metric] = {"train/trajectories": Sum(len(usable)), "train/replayed": Sum(len(replayed))}
         if not usable and not replayed:
-            logger.warning("iteration %d: no trajectory can be trained on; the policy is unchanged", iteration)
+            logger.warning("iteration %d: no trajectory can be trained on; the policy is unchanged", update.iteration)
             return metrics
         async with asleep(self._inference):
             batch = await self.training_batch([*usable, *replayed])
@@ -259,11 +289,22 @@ class Algorithm(ABC):
                 )
             metrics |= staleness(usable, self.version)
             if batch.num_rows:
-                found, warnings = await update(self.run, batch, self.config, iteration, self._stepped, minibatches)
-                self._reporter.pass_on(iteration, warnings, batch.meaningless)
+                version = self.version
+                found, warnings = await update.train(batch, minibatches)
+                self._reporter.pass_on(update.iteration, warnings, batch.meaningless)
                 metrics |= {f"train/{name}": value for name, value in found.items()}
-                await self._update_weights()
+                if self.version != version:
+                    await self._update_weights()
         return metrics
+
+    async def _finish(self, update: Update) -> dict[str, Metric]:
+        """Take the optimizer step of an iteration's last minibatches, if one is due."""
+        if not update.accumulated:
+            return {}
+        async with asleep(self._inference):
+            found = await update.finish()
+            await self._update_weights()
+        return {f"train/{name}": value for name, value in found.items()}
 
     def _stepped(self) -> None:
         self.version += 1
@@ -299,21 +340,28 @@ class Algorithm(ABC):
             name: Name of the server's checkpoint; by default ``iteration-N``.
             best: Keep it as the best so far, under the name ``best``.
         """
-        return await self.loop.save(name, best)
+        checkpoint = await self.loop.save(name, best)
+        if not best:
+            await self.ledger.prune_log()
+        return checkpoint
 
     async def resume(self, best: bool = False) -> int:
         """Continue from the last checkpoint (or the best); return the number of finished iterations, 0 if none.
 
-        Tasks, seeds and sampling of an iteration depend on its number, so the resumed training equals an uninterrupted
-        one. What ``metrics.jsonl`` and ``trajectories.jsonl`` have of later iterations is removed: it is written again.
+        The ledger of tasks is part of the checkpoint: none is lost, none trained on twice. Groups that were collected
+        since then are taken from ``groups.jsonl`` (with ``save_every``; not for the best). The others are collected
+        anew, with the same seeds. So a resumed synchronous training equals an uninterrupted one. What
+        ``metrics.jsonl`` and ``trajectories.jsonl`` have of later iterations is removed: it is written again.
         """
         if self.config.folder is None:
             raise ValueError("resume() needs the checkpoint_dir of the training in the config")
         state = await self.loop.resume(best)
         if state:
             await self._ready()
-            self._restore(state)
+            self._restore(state, logged=not best)
             await self._update_weights()
+        else:
+            self.ledger.read_log()
         return self.loop.step
 
     def _plan(self) -> Plan:
@@ -329,12 +377,14 @@ class Algorithm(ABC):
 
     def _state(self) -> Mapping[str, Any]:
         """What a resumed training needs besides the checkpoint."""
-        return {"version": self.version, "curriculum": self.curriculum.state()}
+        return {"version": self.version, "ledger": self.ledger.state()}
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
+    def _restore(self, state: Mapping[str, Any], *, logged: bool) -> None:
         """Take over what :meth:`_state` returned."""
+        if "ledger" not in state:
+            raise ValueError(f"{self._state_file()} is of an older version of gradwire, and cannot be resumed")
         self.version = state["version"]
-        self.curriculum.load(state["curriculum"])
+        self.ledger.load(state["ledger"], logged=logged)
 
     def close(self) -> None:
         """Close loggers and sandboxes."""
@@ -354,10 +404,10 @@ class Algorithm(ABC):
 
     # ---------------------------------------------------------------- components
 
-    async def _ready(self) -> Sources:
+    async def _ready(self) -> Source:
         """Create the components at first use, because that needs requests to the server."""
-        if self._sources is not None:
-            return self._sources
+        if self._source is not None:
+            return self._source
         info = await self.run.info()
         if self.needs_head is not None and info.head != self.needs_head:
             raise ValueError(
@@ -369,8 +419,13 @@ class Algorithm(ABC):
         manager = self._rollout_manager or self._manager()
         self.version = info.step
         await self._update_weights()
-        self._sources = Sources(manager, self.reward, self.curriculum, self.config)
-        return self._sources
+        self._source = Source(manager, self.reward, self.ledger, self.config, lambda: self.version)
+        return self._source
+
+    def _ledger(self, curriculum: Curriculum) -> Ledger:
+        config = self.config
+        log = GroupLog(config.folder / "groups.jsonl" if config.folder is not None and config.save_every else None)
+        return Ledger(curriculum, config.batch_size, config.group_size, log)
 
     def _manager(self) -> RolloutManager:
         assert self._inference is not None and self.environment is not None
@@ -387,14 +442,23 @@ class Algorithm(ABC):
             straggler_s=self.straggler_s,
         )
 
-    def _loss_kwargs(self) -> dict[str, Any]:
-        """Arguments of every group loss: KL, the correction for stale samples, and the user's own."""
-        correction = {"sampler_correction": "token_truncate"} if self.config.on_stale == "correct" else {}
-        return {**self.config.kl_kwargs(), **correction, **self.config.loss_kwargs}
+    async def _corrected(
+        self, rows: Sequence[Row], trajectories: Sequence[Trajectory], kwargs: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], list[FloatArray] | None]:
+        """Arguments of a loss with KL, the user's own, and the correction where another policy wrote the rows: see
+        :class:`SamplerCorrection`."""
+        stale = self.config.on_stale == "correct" and any(
+            step.policy_version != self.version for each in trajectories for step in each.steps
+        )
+        return await self._sampler_correction.apply(rows, kwargs, stale)
 
-    def _replayed(self, iteration: int) -> list[Trajectory]:
-        groups = round(self.config.replay_fraction * self.config.batch_size)
+    def _loss_kwargs(self) -> dict[str, Any]:
+        """Arguments of every group loss: KL, and the user's own."""
+        return {**self.config.kl_kwargs(), **self.config.loss_kwargs}
+
+    def _replayed(self, iteration: int, part: Part) -> list[Trajectory]:
+        groups = round(self.config.replay_fraction * len(part.groups))
         if not groups:
             return []
-        rng = np.random.default_rng(derive_seed(self.config.seed, "replay", iteration))
+        rng = np.random.default_rng(derive_seed(self.config.seed, "replay", iteration, part.groups[0].number))
         return self.replay.sample(groups, rng, version=self.version)

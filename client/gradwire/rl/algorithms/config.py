@@ -39,18 +39,18 @@ class AlgorithmConfig:
         max_steps_per_rollout: Truncate an episode after this many steps.
         rollout_timeout_s: Time limit per episode.
         context_tokens: Maximum prompt length.
-        on_stale: Treatment of groups that are older than ``train(mode="async", max_staleness=)`` allows. ``drop``:
-            replace them by new ones. ``correct``: train on them and weight each token by the truncated
-            ratio of its probability under the trained policy to that under the policy that wrote it (losses with
-            ``sampler_correction`` or importance weights).
+        on_stale: Treatment of groups that an earlier policy wrote. ``correct``: weight each token by the truncated
+            ratio of its probability under the policy before the update to that under the policy that wrote it
+            (``sampler_correction`` of the loss). With ``train(mode="async")`` the training waits for a slow group
+            before it becomes older than allowed. ``drop``: ratios are relative to the policy that wrote a token, and
+            the training goes on without waiting; a group that has become too old is dropped, and its task is lost.
         dynamic_sampling: Drop groups whose rewards are all equal and sample other tasks in their place
             (Yu et al. 2025, DAPO).
         max_resampling: Maximum rounds of resampling per iteration; then the iteration goes on with fewer groups.
         on_failure: ``stop``: an iteration in which every episode or every reward failed ends the training, with the
             first failure and its location. ``warn``: it is skipped with a warning.
         max_staleness: Iterations by which rollouts may lag behind the trained policy. 0: rollouts and training
-            alternate. 1: the next rollouts are collected while this iteration trains. Ratios are always relative to the
-            sampler's log-probabilities, which corrects for the lag.
+            alternate. 1: the next rollouts are collected while this iteration trains.
         replay_fraction: Groups from the replay buffer, as a share of ``batch_size``; needs a loss that supports it.
         seed: Seed of tasks, environments and sampling.
         eval_every: Iterations between evaluations; 0: never.
@@ -88,7 +88,7 @@ class AlgorithmConfig:
     rollout_timeout_s: float | None = None
     context_tokens: int | None = None
     max_staleness: int = 0
-    on_stale: Literal["drop", "correct"] = "drop"
+    on_stale: Literal["correct", "drop"] = "correct"
     dynamic_sampling: bool = False
     max_resampling: int = 10
     on_failure: Literal["stop", "warn"] = "stop"

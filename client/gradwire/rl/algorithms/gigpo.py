@@ -188,7 +188,6 @@ class GiGPOAlgorithm(Algorithm):
         options: ``omega``, ``gamma`` and others: see :class:`GiGPOOptions`.
     """
 
-    corrects = True
     compares_groups = True
 
     def __init__(
@@ -236,6 +235,6 @@ class GiGPOAlgorithm(Algorithm):
             "step_advantage_std": Std.of(credit.step),
         }
         shared = share_prompts(rows, trajectories)
-        kwargs, trained = await self._sampler_correction.apply(rows, kwargs)
+        kwargs, trained = await self._corrected(rows, trajectories, kwargs)
         columns = grouped_columns(rows, trajectories, fields, trained)
         return TrainingBatch("gigpo", kwargs, columns, metrics, () if shared else OF_GROUPS)

@@ -68,7 +68,6 @@ class GRPOAlgorithm(Algorithm):
     """
 
     loss_fn = "grpo"
-    corrects = True
     compares_groups = True
 
     async def training_batch(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
@@ -83,7 +82,7 @@ class GRPOAlgorithm(Algorithm):
         def fields(row: Any) -> dict[str, Any]:
             return {} if shared else {"advantages": float(advantages[row.trajectory] * weights[id(row)])}
 
-        kwargs, trained = await self._sampler_correction.apply(rows, kwargs)
+        kwargs, trained = await self._corrected(rows, trajectories, kwargs)
         columns = grouped_columns(rows, trajectories, fields, trained)
         metrics: dict[str, Metric | float] = {"rows": Sum(len(rows)), "idle_groups": idle_groups(trajectories)}
         return TrainingBatch(self.loss_fn, kwargs, columns, metrics, () if shared else OF_GROUPS)

@@ -67,7 +67,7 @@ class PPOAlgorithm(Algorithm):
                 steps[step].value = float(of_row[np.argmax(row.step_of == step)])
         rewards = [token_rewards(row, trajectories[row.trajectory]) for row in rows]
         kwargs = {"gamma": 1.0, "whiten_advantages": True, **self.config.kl_kwargs(), **self.config.loss_kwargs}
-        kwargs, trained = await self._sampler_correction.apply(rows, kwargs)
+        kwargs, trained = await self._corrected(rows, trajectories, kwargs)
         columns: dict[str, list[Any]] = {
             "input_ids": [row.ids for row in rows],
             "loss_mask": [row.written for row in rows],

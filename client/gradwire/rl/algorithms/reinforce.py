@@ -32,7 +32,6 @@ class REINFORCEAlgorithm(Algorithm):
     """
 
     replays = True
-    corrects = True  # its ratios are always truncated
 
     def __init__(
         self,

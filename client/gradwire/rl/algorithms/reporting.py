@@ -130,12 +130,15 @@ def check_failures(iteration: int, trajectories: Sequence[Trajectory]) -> None:
         what = f"{len(failed)} of {len(trajectories)} episodes failed, and none can be trained on"
     else:
         assert unscored[0].evaluation is not None
+        first = unscored[0]
         told, traceback = unscored[0].evaluation.error, ""
         what = f"none of the {len(trajectories)} trajectories could be scored"
     if traceback:
         logger.error("iteration %d: the first failure:\n%s", iteration, traceback)
     raise RolloutsFailedError(
-        f"iteration {iteration}: {what} (on_failure: warn continues anyway); the first: {told.strip()}", traceback
+        f"iteration {iteration}: {what} (on_failure: warn continues anyway); the first, of the task "
+        f"{first.task.key!r:.100}: {told.strip()}",
+        traceback,
     )
 
 

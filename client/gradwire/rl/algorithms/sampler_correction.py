@@ -1,4 +1,10 @@
-"""The correction of a loss for a sampler whose log-probabilities are not the trainer's."""
+"""The correction of a loss for samples of another policy than the trained one: an earlier one, or another engine's.
+
+A token's weight is its probability under the policy before the update over that with which it was sampled, truncated
+(Espeholt et al. 2018, IMPALA, arXiv 1802.01561). The clipped ratio of the loss is then relative to the policy before
+the update, not to the sampler (Hilton et al. 2021, arXiv 2110.00641; for stale samples: Fu et al. 2025, AReaL, arXiv
+2505.24298).
+"""
 
 from __future__ import annotations
 
@@ -16,10 +22,11 @@ TOLERANCE = 1e-3
 
 
 class SamplerCorrection:
-    """Truncated importance weights for a sampler that differs from the trainer, as bfloat16 or another engine does.
+    """Truncated importance weights for stale samples, and for a sampler that differs from the trainer, as bfloat16 or
+    another engine does.
 
-    The first batch, which the current policy wrote, shows whether they differ: a forward under the policy is compared
-    with what the sampler gave.
+    The first batch that the current policy wrote shows whether sampler and trainer differ: a forward under the policy
+    is compared with what the sampler gave.
 
     Args:
         run: The ``TrainingClient`` that is trained.
@@ -32,11 +39,14 @@ class SamplerCorrection:
         self._differs: bool | None = None
 
     async def apply(
-        self, rows: Sequence[Row], kwargs: Mapping[str, Any]
+        self, rows: Sequence[Row], kwargs: Mapping[str, Any], stale: bool
     ) -> tuple[dict[str, Any], list[FloatArray] | None]:
-        """Return the loss's arguments, with the correction if the sampler differs.
+        """Return the loss's arguments, with the correction if the sampler differs or the rows are stale.
 
         An explicit ``sampler_correction`` in ``kwargs`` stands.
+
+        Args:
+            stale: Whether an earlier policy wrote some of the rows.
 
         Returns:
             The arguments, and with a correction the log-probabilities per row ``[tokens]`` under the policy as it is
@@ -46,11 +56,11 @@ class SamplerCorrection:
         if not rows:
             return corrected, None
         trained = None
-        if "sampler_correction" not in kwargs and self._differs is not False:
+        if "sampler_correction" not in kwargs and (stale or self._differs is not False):
             trained = await self._trained_logprobs(rows)
-            if self._differs is None:
+            if self._differs is None and not stale:
                 self._differs = self._compare(rows, trained)
-            if self._differs:
+            if stale or self._differs:
                 corrected["sampler_correction"] = "token_truncate"
         if not corrected.get("sampler_correction"):
             return corrected, None

@@ -1,265 +1,317 @@
-"""Where scored rollouts come from: whole iterations, some of them ahead, or an endless stream of groups."""
+"""Where scored groups come from: collections that run while the policy trains, bounded by how old groups may become.
+
+    ledger --give out--> open groups --collect, score--> collected groups --part by part--> the training
+       ^                 (at most ``pace.most``)                                               |
+       +------------------------------ settle: trained, or dropped and why --------------------+
+
+One source serves every mode; a :class:`Pace` says what differs.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any
 
 import numpy as np
 
+from gradwire.errors import GradwireError
 from gradwire.rl.algorithms.config import AlgorithmConfig
-from gradwire.rl.algorithms.scored_rollouts import (
-    Manager,
-    ScoredRollouts,
-    collect_scored,
-    has_spread,
-    joined,
-    with_spread,
-)
+from gradwire.rl.algorithms.ledger import Group, Ledger
+from gradwire.rl.algorithms.scored_rollouts import Manager, collect_scored
 from gradwire.rl.batching import derive_seed
-from gradwire.rl.curricula import Curriculum
-from gradwire.rl.metrics import Sum
+from gradwire.rl.metrics import Metric, Sum, merged
 from gradwire.rl.replay import written_at
 from gradwire.rl.rewards import RewardComputer
 from gradwire.rl.rewards.computer import by_group
 from gradwire.rl.rollouts import RolloutManager
-from gradwire.rl.types import Task, Trajectory
+from gradwire.rl.types import Trajectory
 
-RESAMPLED = 1_000_003  # offset of iteration numbers for the tasks of resampling rounds, away from all real iterations
+PATIENCE_S = 60.0
+"""Seconds without a collected group after which the log says what the training waits for."""
 logger = logging.getLogger("gradwire.rl")
 
 
-class Source(Protocol):
-    """The trajectories of an iteration, in one part or in minibatches that are trained on as they arrive.
+@dataclass(frozen=True)
+class Pace:
+    """How groups are collected and handed out.
 
-    The next part is requested when the last has been trained on.
+    Attributes:
+        sizes: Groups in each part of an iteration.
+        lag: Parts that may be trained on between the beginning of a group's collection and its own training.
+        in_order: Groups are handed out in the order of the tasks, and collected ``max(sizes)`` at a time; otherwise in
+            the order in which they are done, each collected alone.
+        parallel: Collections in progress at once.
+        max_age: Age in optimizer steps beyond which a group is dropped; None: none is, the training waits for it in
+            time.
     """
 
-    streaming: bool
+    sizes: Sequence[int]
+    lag: int
+    in_order: bool
+    parallel: int
+    max_age: int | None = None
 
-    def parts(self, iteration: int) -> AsyncIterator[ScoredRollouts]: ...
+    @property
+    def most(self) -> int:
+        """Groups that may be open."""
+        return max(self.sizes) + min(self.sizes) * self.lag
 
-    async def __aenter__(self) -> Self: ...
+    @staticmethod
+    def sync(config: AlgorithmConfig) -> Pace:
+        """Whole iterations, up to ``config.max_staleness`` of them ahead."""
+        return Pace([config.batch_size], config.max_staleness, in_order=True, parallel=1 + config.max_staleness)
 
-    async def __aexit__(self, *_: object) -> None: ...
-
-
-class Ahead:
-    """Runs ``collect`` for successive iterations, up to ``staleness`` iterations ahead."""
-
-    streaming = False
-
-    def __init__(
-        self, collect: Callable[[int], Coroutine[Any, Any, ScoredRollouts]], iterations: range, staleness: int
-    ) -> None:
-        self._collect, self._iterations, self._staleness = collect, iterations, staleness
-        self._under_way: dict[int, asyncio.Task[ScoredRollouts]] = {}
-
-    async def parts(self, iteration: int) -> AsyncIterator[ScoredRollouts]:
-        """Yield this iteration's trajectories in one part; starts the collections that may run meanwhile."""
-        for number in range(iteration, min(iteration + self._staleness + 1, self._iterations.stop)):
-            if number not in self._under_way:
-                self._under_way[number] = asyncio.create_task(self._collect(number))
-        yield await self._under_way.pop(iteration)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._under_way.values():
-            task.cancel()
-        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
+    @staticmethod
+    def stream(config: AlgorithmConfig, max_staleness: int) -> Pace:
+        """Minibatch by minibatch; ``max_staleness`` is in optimizer steps."""
+        parts = np.array_split(range(config.batch_size), config.num_minibatches)
+        sizes = [len(part) for part in parts if len(part)]
+        passes, accumulated = config.ppo_epochs, config.gradient_accumulation_steps
+        per_part, per_iteration = -(-passes // accumulated), -(-passes * len(sizes) // accumulated)
+        lag = max(max_staleness // per_part, max_staleness // per_iteration * len(sizes))
+        parallel = max(1, config.num_parallel // config.group_size)
+        max_age = max_staleness if config.on_stale == "drop" else None
+        return Pace(sizes, lag, in_order=False, parallel=parallel, max_age=max_age)
 
 
 @dataclass(frozen=True)
-class StreamSettings:
-    """Settings of a stream.
+class Part:
+    """What is trained on next.
 
     Attributes:
-        first_group: Number of the first group.
-        minibatches: Number of groups in each minibatch of an iteration.
-        ahead: Maximum number of groups that are started but not yet trained on.
-        parallel: Groups in progress at once.
-        max_staleness: Maximum age of a group's oldest token, in optimizer steps, when it is trained on; None: any.
-        spread: Drop groups whose rewards are all equal.
-        patience: Groups dropped for one minibatch, after which it goes on with fewer groups.
+        groups: The groups to train on.
+        aside: Groups that are not trained on, with the reason.
     """
 
-    first_group: int
-    minibatches: Sequence[int]
-    ahead: int
-    parallel: int
-    max_staleness: int | None
-    spread: bool
-    patience: int
+    groups: list[Group]
+    aside: list[tuple[Group, str]]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [each for group in self.groups for each in group.trajectories]
+
+    @property
+    def everything(self) -> list[Trajectory]:
+        """The trajectories of those set aside as well."""
+        return self.trajectories + [each for group, _ in self.aside for each in group.trajectories]
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        groups = (*self.groups, *(group for group, _ in self.aside))
+        dropped = ({f"rollouts/{reason}": Sum(1)} for _, reason in self.aside)
+        return merged([*(group.metrics for group in groups), *dropped])
 
 
-class GroupStream:
-    """An endless stream of groups, in the order of completion; generation continues while the policy trains.
-
-    Episodes in progress continue with the newer policy: each step records the version that
-    wrote it. A dropped group is replaced by the next task's group.
+class Source:
+    """Collects the groups of a ledger and hands them out.
 
     Args:
-        collect: Maps the number of a group to the scored group.
+        manager: Collects the trajectories.
+        reward: Scores them.
+        ledger: Gives out the tasks.
+        config: The algorithm's settings.
         version: Returns the number of optimizer steps that the policy has taken.
-        settings: See :class:`StreamSettings`.
     """
-
-    streaming = True
 
     def __init__(
         self,
-        collect: Callable[[int], Coroutine[Any, Any, ScoredRollouts]],
+        manager: Manager,
+        reward: RewardComputer,
+        ledger: Ledger,
+        config: AlgorithmConfig,
         version: Callable[[], int],
-        settings: StreamSettings,
     ) -> None:
-        self._collect, self._version, self._settings = collect, version, settings
-        self._next = settings.first_group
-        self._waiting = 0  # completed or in progress, and not trained on
-        self._under_way: set[asyncio.Task[ScoredRollouts]] = set()
-        self._done: asyncio.Queue[asyncio.Task[ScoredRollouts]] = asyncio.Queue()
+        self.manager, self.ledger = manager, ledger
+        self._reward, self._config, self._version = reward, config, version
+        self._pace = Pace.sync(config)
+        self._working = False
+        self._needed = self._training = 0
+        self._held: set[Group] = set()
+        self._running: dict[asyncio.Task[None], Sequence[Group]] = {}
+        self._failure: BaseException | None = None
+        self._shared: dict[str, Any] = {}
 
-    async def parts(self, iteration: int) -> AsyncIterator[ScoredRollouts]:
-        for size in self._settings.minibatches:
-            kept, aside = await self._minibatch(size)
-            yield joined([*kept, *aside])
-            self._release(len(kept))
+    @contextlib.asynccontextmanager
+    async def working(self, pace: Pace, iterations: int) -> AsyncIterator[None]:
+        """Collect within the body, as many groups as these iterations need and none beyond.
 
-    async def _minibatch(self, size: int) -> tuple[list[ScoredRollouts], list[ScoredRollouts]]:
-        """Return the groups to train on, and those that were dropped on the way."""
-        kept: list[ScoredRollouts] = []
-        aside: list[ScoredRollouts] = []
-        while len(kept) < size and len(aside) < self._settings.patience:
-            self._fill()
-            group = await (await self._done.get())
-            reason = self._unfit(group.trajectories)
-            if not reason:
-                kept.append(group)
-            else:
-                dropped = {**group.metrics, f"rollouts/{reason}": Sum(1)}
-                aside.append(ScoredRollouts([], dropped, group.trajectories))
-                self._release(1)
-        if len(kept) < size:
-            logger.warning(
-                "%d groups were dropped for one minibatch, which goes on with %d of %d: groups of equal "
-                "rewards give no gradient. Are the tasks too easy or too hard?", len(aside), len(kept), size,
-            )  # fmt: skip
-        return kept, aside
+        What an error leaves behind stays in the ledger and is the first of the next call.
+        """
+        self._pace, self._needed, self._failure = pace, iterations * sum(pace.sizes), None
+        self._shared = {}
+        if not pace.in_order and isinstance(self.manager, RolloutManager):
+            self._shared = {"batcher": self.manager.batcher(self._config.seed, deterministic=False)}
+        for group in self.ledger.open.values():
+            group.turn = None if group.collected is None else group.turn
+        self._working = True
+        try:
+            yield
+        finally:
+            self._working = False
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+            self._held.clear()
 
-    def _unfit(self, group: Sequence[Trajectory]) -> str:
-        limit = self._settings.max_staleness
-        if limit is not None and group and self._version() - written_at(group) > limit:
+    async def parts(self) -> AsyncIterator[Part]:
+        """Yield the parts of an iteration.
+
+        The caller settles the groups of a part, at the latest when the iteration ends; those that it does not settle
+        because of an error are handed out again.
+        """
+        for size in self._pace.sizes:
+            part = Part([], [])
+            while len(part.groups) < size:
+                group = await self._next(size - len(part.groups))
+                self._held.add(group)
+                if reason := self._unfit(group.trajectories):
+                    part.aside.append((group, reason))
+                    if len(part.aside) >= self._config.max_resampling * self._config.batch_size:
+                        self._warn_of(part, size)
+                        break
+                else:
+                    part.groups.append(group)
+                    self._training = len(part.groups)
+                    self._needed -= 1
+            self._needed -= size - len(part.groups)
+            yield part
+            self._training = 0
+            self.ledger.turn += 1
+        self._held.clear()
+
+    def _unfit(self, trajectories: Sequence[Trajectory]) -> str:
+        """The reason why a group is not trained on; empty if it is."""
+        oldest = self._pace.max_age
+        if oldest is not None and trajectories and self._version() - written_at(trajectories) > oldest:
             return "too_stale"
-        return "without_spread" if self._settings.spread and not has_spread(group) else ""
+        if not self._config.dynamic_sampling or has_spread(trajectories):
+            return ""
+        return "without_spread" if any(each.ok for each in trajectories) else "all_failed"
 
-    def _release(self, groups: int) -> None:
-        self._waiting -= groups
-        self._fill()
+    def _warn_of(self, part: Part, size: int) -> None:
+        logger.warning(
+            "%d groups were dropped for one minibatch, which goes on with %d of %d: groups of equal rewards give no "
+            "gradient. Are the tasks too easy or too hard?", len(part.aside), len(part.groups), size,
+        )  # fmt: skip
+
+    async def _next(self, places: int) -> Group:
+        """Wait for a group that may take one of the places that are left in a part."""
+        while True:
+            self._fill()
+            allowed = self._allowed(places)
+            done = {group.collected: group for group in allowed if group.collected is not None}
+            if done:
+                return done[min(done)]
+            await self._progress(allowed)
+
+    @property
+    def _waiting(self) -> list[Group]:
+        """Open groups that are not handed out, in the order of the tasks."""
+        return [group for group in self.ledger.open.values() if group not in self._held]
 
     def _fill(self) -> None:
-        while self._waiting < self._settings.ahead and len(self._under_way) < self._settings.parallel:
-            task = asyncio.create_task(self._collect(self._next))
-            self._next += 1
-            self._waiting += 1
-            self._under_way.add(task)
-            task.add_done_callback(self._settle)
+        """Give out as many groups as may be open, and begin the collections for which there is room."""
+        waiting = len(self._waiting)
+        self.ledger.give_out(max(0, min(self._pace.most - self._training, self._needed) - waiting))
+        begun = {group for groups in self._running.values() for group in groups}
+        for groups in self._batches([each for each in self._waiting if each.collected is None and each not in begun]):
+            if len(self._running) >= self._pace.parallel:
+                break
+            for group in groups:
+                group.turn = self.ledger.turn
+            task = asyncio.create_task(self._collect(groups))
+            self._running[task] = groups
+            task.add_done_callback(self._ended)
 
-    def _settle(self, task: asyncio.Task[ScoredRollouts]) -> None:
-        self._under_way.discard(task)
-        if not task.cancelled():
-            self._done.put_nowait(task)
+    def _batches(self, groups: Sequence[Group]) -> Iterator[Sequence[Group]]:
+        """Yield groups that are collected together; their numbers follow each other."""
+        most = max(self._pace.sizes) if self._pace.in_order else 1
+        for _, run in itertools.groupby(enumerate(groups), lambda each: each[1].number - each[0]):
+            following = [group for _, group in run]
+            yield from (following[at : at + most] for at in range(0, len(following), most))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        first = self._running.pop(task)[0]
+        if not self._working:
+            return
+        if task.cancelled():
+            self._failure = GradwireError(f"group {first.number}, of the task {first.task.key!r:.100}, was cancelled")
+        elif error := task.exception():
+            self._failure = self._failure or error
+        else:
             self._fill()
 
-    async def __aenter__(self) -> Self:
-        return self
+    def _allowed(self, places: int) -> list[Group]:
+        """Groups that may take the next place such that none becomes older than allowed.
 
-    async def __aexit__(self, *_: object) -> None:
-        self._settings = StreamSettings(0, (), 0, 0, None, False, 0)  # no new groups are started
-        tasks = tuple(self._under_way)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        Each group has a deadline, the last part that may still have it. Where the groups up to a deadline are as many
+        as the places until then, one of these is next: the training waits for it.
+        """
+        pace = self._pace
+        if pace.in_order:
+            return self._waiting[:1]
+        if pace.max_age is not None:
+            return self._waiting
+        left = {
+            group: pace.lag if group.turn is None else max(0, group.turn + pace.lag - self.ledger.turn)
+            for group in self._waiting
+        }
+        order = sorted(left, key=left.__getitem__)
+        for count, group in enumerate(order, 1):
+            if count >= places + min(pace.sizes) * left[group]:
+                return order[:count]
+        return order
 
+    async def _progress(self, awaited: Sequence[Group]) -> None:
+        """Wait until a collection ends.
 
-@dataclass(frozen=True)
-class Sources:
-    """Makes the sources of an algorithm: tasks from its curriculum, with its settings, scored by its reward.
+        Raises:
+            BaseException: That of a collection which failed.
+        """
+        while self._failure is None:
+            done, _ = await asyncio.wait(self._running, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                break
+            first = awaited[0]
+            logger.warning(
+                "no group was done in the last %g s; the training waits for group %d, of the task %.100r. "
+                "rollout_timeout_s limits an episode", PATIENCE_S, first.number, first.task.key,
+            )  # fmt: skip
+        if self._failure is not None:
+            raise self._failure
 
-    Attributes:
-        manager: The rollout manager.
-        reward: Scores the trajectories.
-        curriculum: Chooses the tasks.
-        config: The algorithm's settings.
-    """
-
-    manager: Manager
-    reward: RewardComputer
-    curriculum: Curriculum
-    config: AlgorithmConfig
-
-    def ahead(self, iterations: range) -> Source:
-        """Return a source of whole iterations, up to ``config.max_staleness`` of them ahead."""
-        return Ahead(self.iteration, iterations, self.config.max_staleness)
-
-    def stream(self, iteration: int, max_staleness: int, version: Callable[[], int]) -> Source:
-        """Return an endless stream of groups from an iteration on; ``version``: number of optimizer steps taken by
-        now."""
-        config, manager = self.config, self.manager
-        minibatches = [len(part) for part in np.array_split(range(config.batch_size), config.num_minibatches)]
-        settings = StreamSettings(
-            first_group=iteration * config.batch_size,
-            minibatches=[size for size in minibatches if size],
-            ahead=max(minibatches) * (1 + max_staleness // config.ppo_epochs),
-            parallel=max(1, config.num_parallel // config.group_size),
-            max_staleness=max_staleness if config.on_stale == "drop" else None,
-            spread=config.dynamic_sampling,
-            patience=config.max_resampling * config.batch_size,
+    async def _collect(self, groups: Sequence[Group]) -> None:
+        first, last = groups[0], groups[-1]
+        what = f"group {first.number}" + (f" to {last.number}" if last is not first else "")
+        try:
+            scored = await collect_scored(
+                self.manager, self._reward, [group.task for group in groups], what,
+                group_size=self._config.group_size,
+                params=self._config.sampling,
+                seed=derive_seed(self._config.seed, "rollouts"),
+                first_group=first.number,
+                **self._shared,
+            )  # fmt: skip
+        except Exception as error:
+            error.add_note(f"in {what}, of the task {first.task.key!r:.100}" + " and others" * (last is not first))
+            raise
+        found = {members[0].group: members for members in by_group(scored.trajectories)}
+        if unknown := found.keys() - {group.number for group in groups}:
+            raise ValueError(
+                f"{type(self.manager).__name__}.collect() gave groups {sorted(unknown)} where it was asked for {what}: "
+                "it must number them from first_group"
+            )
+        await self.ledger.collect(
+            {group: (found.get(group.number, []), scored.metrics if group is first else {}) for group in groups}
         )
-        shared: dict[str, Any] = {}
-        if isinstance(manager, RolloutManager):
-            shared = {"batcher": manager.batcher(derive_seed(config.seed, "stream", iteration), deterministic=False)}
 
-        async def collect(group: int) -> ScoredRollouts:
-            tasks = self.curriculum.select(group, 1)
-            return await self._collect(tasks, f"group {group}", group, "rollouts", group, **shared)
 
-        return GroupStream(collect, version, settings)
-
-    async def iteration(self, iteration: int) -> ScoredRollouts:
-        """Collect an iteration; with dynamic sampling, sample more tasks until enough groups have a spread."""
-        config = self.config
-        tasks = self.curriculum.select(iteration, config.batch_size)
-        what, first = f"iteration {iteration}", iteration * config.batch_size
-        collected = await self._collect(tasks, what, first, "rollouts", iteration)
-        if not config.dynamic_sampling:
-            return collected
-        collected, groups = with_spread(collected), config.batch_size
-        for attempt in range(1, config.max_resampling + 1):
-            lacking = config.batch_size - len(by_group(collected.trajectories))
-            if not lacking:
-                return collected
-            tasks = self.curriculum.select(iteration + attempt * RESAMPLED, lacking)
-            more = await self._collect(tasks, what, first + groups, "resampled", iteration, attempt)
-            collected, groups = joined([collected, with_spread(more)]), groups + lacking
-        logger.warning(
-            "iteration %d: rewards differ in %d of %d groups after %d rounds of resampling: are the tasks too easy or "
-            "too hard?",
-            iteration, len(by_group(collected.trajectories)), config.batch_size, config.max_resampling,
-        )  # fmt: skip
-        return collected
-
-    async def _collect(
-        self, tasks: Sequence[Task], what: str, first_group: int, *seed: int | str, **settings: Any
-    ) -> ScoredRollouts:
-        return await collect_scored(
-            self.manager, self.reward, tasks, what,
-            group_size=self.config.group_size,
-            params=self.config.sampling,
-            seed=derive_seed(self.config.seed, *seed),
-            first_group=first_group,
-            **settings,
-        )  # fmt: skip
+def has_spread(group: Sequence[Trajectory]) -> bool:
+    """Whether the rewards of a group differ; equal rewards give no gradient to methods that compare them (dynamic
+    sampling: Yu et al. 2025, DAPO)."""
+    return len({each.reward for each in group if each.ok}) > 1

@@ -14,67 +14,90 @@ from gradwire.rl.metrics import Mean, Metric, Sum, merged, of_loss
 from gradwire.rl.rows import TrainingBatch
 
 
-async def update(
-    run: Any,
-    batch: TrainingBatch,
-    config: AlgorithmConfig,
-    iteration: int,
-    stepped: Callable[[], None],
-    num_minibatches: int,
-) -> tuple[dict[str, Metric], list[str]]:
-    """Train on a batch: submit all passes at once, then await their results.
+class Update:
+    """The updates of an iteration: one batch, or several that arrive one after the other.
 
     Args:
         run: A ``TrainingClient``.
+        config: Passes, minibatches, accumulation and the optimizer's settings.
+        iteration: Its number.
         stepped: Called for each optimizer step that is submitted.
-        num_minibatches: Optimizer steps per pass.
 
-    Returns:
-        The losses' and steps' metrics, merged, and the losses' warnings. Metrics that the batch overrides or declares
-        meaningless are left out.
-
-    Raises:
-        GradwireError: The first failure, after all results have arrived.
+    Attributes:
+        iteration: See above.
+        accumulated: Minibatches since the last optimizer step.
     """
-    results, steps = [], []
-    rate = config.rate(iteration)
-    parts_left = config.ppo_epochs * min(num_minibatches, batch.num_rows)
-    for epoch in range(config.ppo_epochs):
-        rng = np.random.default_rng(derive_seed(config.seed, "minibatches", iteration, epoch))
-        order = rng.permutation(batch.num_rows) if num_minibatches > 1 else np.arange(batch.num_rows)
-        for part in np.array_split(order, min(num_minibatches, batch.num_rows)):
-            results.append(run.forward_backward(batch.take(part), batch.loss_fn, batch.loss_kwargs))
-            parts_left -= 1
-            if parts_left and len(results) % config.gradient_accumulation_steps:
-                continue
-            steps.append(run.optim_step(rate, **config.optimizer_kwargs(rate)))
-            stepped()
-    losses, taken, failure = [], [], None
-    for result in results:
+
+    def __init__(self, run: Any, config: AlgorithmConfig, iteration: int, stepped: Callable[[], None]) -> None:
+        self._run, self._config, self.iteration, self._stepped = run, config, iteration, stepped
+        self._rate = config.rate(iteration)
+        self.accumulated = 0
+
+    async def train(self, batch: TrainingBatch, num_minibatches: int) -> tuple[dict[str, Metric], list[str]]:
+        """Train on a batch: submit all passes at once, then await their results.
+
+        Returns:
+            The losses' and steps' metrics, merged, and the losses' warnings. Metrics that the batch overrides or
+            declares meaningless are left out.
+
+        Raises:
+            GradwireError: The first failure, after all results have arrived.
+        """
+        results, steps = [], []
+        seed, parts = self._config.seed, min(num_minibatches, batch.num_rows)
+        for epoch in range(self._config.ppo_epochs):
+            rng = np.random.default_rng(derive_seed(seed, "minibatches", self.iteration, epoch))
+            order = rng.permutation(batch.num_rows) if num_minibatches > 1 else np.arange(batch.num_rows)
+            for part in np.array_split(order, parts):
+                results.append(self._run.forward_backward(batch.take(part), batch.loss_fn, batch.loss_kwargs))
+                self.accumulated += 1
+                if self.accumulated == self._config.gradient_accumulation_steps:
+                    steps.append(self._step())
         try:
-            losses.append(await result)
-        except GradwireError as error:
-            failure = failure or error
-    for step in steps:
+            losses = await _awaited(results)
+        finally:
+            taken = await _of_steps(steps)
+        left_out = {*batch.meaningless, *batch.metrics}
+        metrics = merged(
+            {
+                name: of_loss(name, value, loss.num_loss_tokens)
+                for name, value in sorted(loss.metrics.items())
+                if name not in left_out
+            }
+            for loss in losses
+        )
+        tokens = Sum(sum(loss.num_loss_tokens for loss in losses))
+        return {**metrics, **taken, "learning_rate": Mean(self._rate, 1), "tokens": tokens}, [
+            warning for loss in losses for warning in loss.warnings
+        ]
+
+    async def finish(self) -> dict[str, Metric]:
+        """Take the step of the minibatches that are left, if there are any; return its metrics."""
+        return await _of_steps([self._step()]) if self.accumulated else {}
+
+    def _step(self) -> Any:
+        self.accumulated = 0
+        step = self._run.optim_step(self._rate, **self._config.optimizer_kwargs(self._rate))
+        self._stepped()
+        return step
+
+
+async def _of_steps(steps: list[Any]) -> dict[str, Metric]:
+    taken = await _awaited(steps)
+    return {
+        "grad_norm": Mean.of([step.grad_norm for step in taken]),
+        "skipped_steps": Sum(sum(step.skipped for step in taken)),
+    }
+
+
+async def _awaited(futures: list[Any]) -> list[Any]:
+    """Await all of them, then raise the first failure."""
+    results, failure = [], None
+    for future in futures:
         try:
-            taken.append(await step)
+            results.append(await future)
         except GradwireError as error:
             failure = failure or error
     if failure is not None:
         raise failure
-    left_out = {*batch.meaningless, *batch.metrics}
-    metrics = merged(
-        {
-            name: of_loss(name, value, loss.num_loss_tokens)
-            for name, value in sorted(loss.metrics.items())
-            if name not in left_out
-        }
-        for loss in losses
-    )
-    return {
-        **metrics,
-        "grad_norm": Mean.of([step.grad_norm for step in taken]),
-        "learning_rate": Mean(rate, 1),
-        "skipped_steps": Sum(sum(step.skipped for step in taken)),
-        "tokens": Sum(sum(loss.num_loss_tokens for loss in losses)),
-    }, [warning for loss in losses for warning in loss.warnings]
+    return results

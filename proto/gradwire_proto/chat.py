@@ -252,7 +252,7 @@ def cut(
         pieces += [Piece(at, text[at : turn.start] + opening), Piece(turn.start, "", tuple(kept), index)]
         at = turn.end if kept and kept[-1] in chat.specials else turn.stop
         if whole:
-            at = len(text) - len(behind(chat, text, turn.end, kept[-1] if kept else None))
+            at = len(text) - len(behind(chat, text, (turn.start, turn.end), kept[-1] if kept else None))
     pieces.append(Piece(at, text[at:]))
     return [piece for piece in pieces if piece.text or piece.token_ids]
 
@@ -263,8 +263,9 @@ def has_reasoning(message: Message, written: str) -> bool:
     return not isinstance(reasoning, str) or _bare(reasoning) in _bare(written)
 
 
-def turn_end(chat: Chat, messages: Sequence[Message], text: str, index: int) -> int:
-    """Where an assistant's message ends, with the token that ends it, in a conversation with an opened next turn.
+def turn_span(chat: Chat, messages: Sequence[Message], text: str, index: int) -> Span:
+    """A span that ends where an assistant's message ends, with the token that ends it, in a conversation with an opened
+    next turn; it begins before what the message ends with, and not before the message if that is empty.
 
     Args:
         messages: as :func:`plain` gives them.
@@ -275,18 +276,23 @@ def turn_end(chat: Chat, messages: Sequence[Message], text: str, index: int) -> 
     """
     through = chat.tried(messages[: index + 1], False)
     if through is not None and text.startswith(through):
-        return len(through.rstrip())
-    return find_turn(chat, messages, text, index, add_generation_prompt=True).end
+        said = [messages[index].get(name) for name in ("content", "tool_calls", "reasoning_content")]
+        empty = not any(each.strip() if isinstance(each, str) else each for each in said)
+        start = len(chat.tried(messages[:index], True) or "") if empty else 0
+        return start, max(start, len(through.rstrip()))
+    turn = find_turn(chat, messages, text, index, add_generation_prompt=True)
+    return turn.start, turn.end
 
 
-def behind(chat: Chat, text: str, end: int, last: int | None) -> str:
+def behind(chat: Chat, text: str, span: Span, last: int | None) -> str:
     """The text behind a turn, whose end token is in it unless it was sampled.
 
     Args:
-        end: where the turn ends in the text, with the token that ends it.
+        span: of the turn in the text, with the token that ends it.
         last: the last sampled token.
     """
-    held = text[:end]
+    start, end = span
+    held = text[start:end]
     closing = max((word for word in chat.specials.values() if word and held.endswith(word)), key=len, default="")
     if last is None or last not in chat.specials:
         return text[end - len(closing) :]

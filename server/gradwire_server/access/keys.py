@@ -35,6 +35,8 @@ WATCH_S = 0.5
 """Seconds between two checks of the keys of all calls under way: one that waits has no message for a long time."""
 
 
+SESSION_KEY = "gws-"
+"""How the keys of rollout sessions begin."""
 ALONE = Quota(memory_percent=100)
 """Quota of the callers of a server without keys."""
 
@@ -154,6 +156,8 @@ class Keys:
 
     def _caller(self, secret: str) -> Caller:
         self._refresh()
+        if secret.startswith(SESSION_KEY):  # it opens its session alone, also on a server without keys
+            raise _unauthenticated()
         if not self.required:
             return ANYONE
         digest = digest_of(secret)

@@ -220,17 +220,19 @@ class Renderer:
         """The tokens behind an assistant's turn, or why the conversation is no longer the one that had that turn."""
         asked, message = request.behind, messages[request.behind.message]
         try:
-            end = chat.turn_end(form, messages, text, asked.message)
+            span = chat.turn_span(form, messages, text, asked.message)
         except chat.UnclearTurnError:
             return pb.RenderedConversation(leaves="other")
         if request.sampled_history != pb.SAMPLED_KEPT:
             prompt = text[: asked.prompt_chars]
             if _text_digest(prompt) != asked.prompt_digest:
-                thought = any(each.get("reasoning_content") for each in messages)
-                return pb.RenderedConversation(leaves="reasoning" if thought else "other")
-            if not chat.has_reasoning(message, text[asked.prompt_chars : end]):
+                before = form.tried(messages[: asked.message], True) or ""  # without what came later
+                return pb.RenderedConversation(
+                    leaves="reasoning" if _text_digest(before) == asked.prompt_digest else "other"
+                )
+            if not chat.has_reasoning(message, text[asked.prompt_chars : span[1]]):
                 return pb.RenderedConversation(leaves="reasoning")
-        rest = chat.behind(form, text, end, asked.last_id)
+        rest = chat.behind(form, text, span, asked.last_id)
         row = pb.RenderedConversation(ids=self._encoding_behind(asked.last_id, rest))
         _note_prompt(row, text, request)
         return row

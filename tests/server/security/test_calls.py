@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from gradwire_proto.v1 import jobs_pb2
+from gradwire_proto.v1 import jobs_pb2, sessions_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.calls import RPCS, CallKind, Calls
 from gradwire_server.access.turns import Turns
@@ -20,7 +20,8 @@ from support.scripted import until
 
 def test_every_rpc_has_a_bound() -> None:
     jobs = [method.name for method in jobs_pb2.DESCRIPTOR.services_by_name["JobService"].methods]
-    assert list(RPCS) == rpcs() + jobs, (
+    sessions = [method.name for method in sessions_pb2.DESCRIPTOR.services_by_name["SessionService"].methods]
+    assert list(RPCS) == rpcs() + jobs + sessions, (
         "a new RPC: say in gradwire_server.access.calls what bounds it, in the service's order"
     )
 

@@ -29,6 +29,7 @@ from gradwire_server.journal.session_records import StoredSession
 SETTINGS: Sequence[Literal["temperature", "top_p", "top_k", "min_p"]] = ("temperature", "top_p", "top_k", "min_p")
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 """Sampling from the whole distribution, where a session fixes its sampling and says nothing of these."""
+COMPLETIONS = "completions"
 SYSTEM_CHARS = 2000
 REPEATED_S = 600.0
 """Seconds after an answer in which a client's repetition of the call gets it again."""
@@ -137,7 +138,7 @@ class RolloutCall:
     ) -> None:
         self._live, self._transcript, self._call = live, transcript, call
         self._end, self._write = end, write
-        self._prompt: _Prompt | None = None
+        self._prompts: list[_Prompt] = []
         self._tools: Sequence[str] = ()
         self._temperature = 1.0
         self._began = time.time()
@@ -208,7 +209,7 @@ class RolloutCall:
             reason = row.leaves
             if not reason:
                 ids = np.concatenate([before, np.array(row.ids, np.uint32)])
-                self._prompt = _Prompt(ids, Place(number, len(before)), asked, row)
+                self._prompts = [_Prompt(ids, Place(number, len(before)), asked, row)]
                 return list(ids.tolist())
             request.ClearField("behind")
         sampled = [
@@ -218,13 +219,42 @@ class RolloutCall:
         ]  # fmt: skip
         row = await _rendered(render, request, sampled)
         ids = np.array(row.ids, np.uint32)
-        self._prompt = _Prompt(ids, transcript.place(ids, asked, reason), asked, row)
+        self._prompts = [_Prompt(ids, transcript.place(ids, asked, reason), asked, row)]
         return list(ids.tolist())
 
-    def tokens(self, ids: Sequence[int]) -> None:
-        """Take a prompt that is no conversation."""
-        row = np.array(ids, np.uint32)
-        self._prompt = _Prompt(row, self._transcript.place(row))
+    def tokens(self, ids: Sequence[int], text: str = "") -> None:
+        """Take a prompt that is no conversation, behind those that were taken.
+
+        Args:
+            text: The text that it is, if it was one.
+        """
+        row, rendered = np.array(ids, np.uint32), pb.RenderedConversation()
+        if text:
+            rendered.prompt_chars, rendered.prompt_digest = len(text), digest_of(text)
+        self._prompts.append(_Prompt(row, self._transcript.place(row), None, rendered))
+
+    async def text(
+        self, text: str, decode: Callable[[Sequence[int]], Awaitable[str]], encode: Callable[[str], Awaitable[Ids]]
+    ) -> list[int] | None:
+        """The prompt of a text that begins with an earlier prompt and its answer; None for one that does not.
+
+        Args:
+            decode: Gives the text of tokens, special ones included.
+            encode: Gives the tokens of a text that others are before.
+        """
+        for stored in reversed(self._transcript.turns):
+            size, turn = stored.prompt_chars, stored.turn
+            if turn.door != COMPLETIONS or not size or digest_of(text[:size]) != stored.prompt_digest:
+                continue
+            response, rest = list(turn.response_ids), text[size:]
+            whole = await decode(response)
+            if not rest.startswith(whole):  # a text has no end token, or another
+                response = response[:-1]
+                whole = await decode(response)
+            if response and rest.startswith(whole):
+                more = await encode(rest[len(whole) :])
+                return [*self._transcript.prompt(turn.number).tolist(), *response, *more.tolist()]
+        return None
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[list[sessions.SessionTurn]]:
@@ -300,15 +330,16 @@ class RolloutCall:
             session.num_sampled_tokens += len(stored.turn.response_ids)
 
     def _turns(self, answers: Sequence[Answer], step: int | None) -> list[journal_pb2.StoredTurn]:
-        prompt, transcript, call = self._prompt, self._transcript, self._call
-        assert prompt is not None, "a call has a prompt before it is answered"
-        asked, first = prompt.asked, len(transcript.turns)
-        digest = asked.chain[-1] if asked is not None else digest_of(prompt.ids.tobytes())
-        place = transcript.again(digest, prompt.ids) or prompt.place
+        call, begin = self._call, len(self._transcript.turns)
+        samples = len(answers) // len(self._prompts)
         made = []
-        for number, answer in enumerate(answers, first):
-            if number > first:  # the same prompt
-                place = Place(first, len(prompt.ids), "other")
+        for number, answer in enumerate(answers, begin):
+            prompt, sample = self._prompts[(number - begin) // samples], (number - begin) % samples
+            asked = prompt.asked
+            digest = asked.chain[-1] if asked is not None else digest_of(prompt.ids.tobytes())
+            place = self._transcript.again(digest, prompt.ids) or prompt.place
+            if sample:
+                place = Place(number - sample, len(prompt.ids), "other")
             stored = journal_pb2.StoredTurn(asked=digest, body=call.body, idempotency_key=call.idempotency_key)
             turn = stored.turn
             turn.number, turn.parent, turn.shared, turn.fork = number, place.parent, place.shared, place.fork
@@ -323,6 +354,7 @@ class RolloutCall:
             turn.text, turn.reasoning = answer.text, answer.reasoning
             turn.tool_calls_json = json.dumps(answer.calls, ensure_ascii=False) if answer.calls else ""
             turn.started_at, turn.seconds = self._began, time.time() - self._began
+            stored.prompt_chars, stored.prompt_digest = prompt.rendered.prompt_chars, prompt.rendered.prompt_digest
             if asked is not None:
                 self._add_conversation(stored, asked, place)
             made.append(stored)
@@ -341,9 +373,6 @@ class RolloutCall:
         stored.chain_start = known
         stored.chain.extend(asked.chain[known:])
         stored.seen.extend(sorted(set(asked.seen.values())))
-        if self._prompt is not None:
-            stored.prompt_chars = self._prompt.rendered.prompt_chars
-            stored.prompt_digest = self._prompt.rendered.prompt_digest
 
 
 async def _rendered(render: Render, request: pb.RenderRequest, messages: Sequence[Message]) -> pb.RenderedConversation:
@@ -357,4 +386,4 @@ def _door(path: str) -> str:
     for part, name in (("/chat/", "chat"), ("/messages", "messages"), ("/responses", "responses")):
         if part in path:
             return name
-    return "completions"
+    return COMPLETIONS

@@ -16,7 +16,7 @@ from gradwire_proto.v1 import sessions_pb2 as sessions
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.key_file import digest_of
-from gradwire_server.access.keys import Caller, Keys, SessionCall
+from gradwire_server.access.keys import SESSION_KEY, Caller, Keys, SessionCall
 from gradwire_server.config import CHUNK_BYTES
 from gradwire_server.core.jobs.files import new_id
 from gradwire_server.core.rollouts.live import LiveSession, RolloutCall
@@ -27,8 +27,6 @@ from gradwire_server.limits import Limits
 
 log = logging.getLogger(__name__)
 
-KEY = "gws-"
-"""How the keys of sessions begin."""
 PATH = "/sessions"
 """Where sessions are, below the HTTP door's root."""
 OPEN, ENDED = "open", "ended"
@@ -110,7 +108,7 @@ class RolloutSessions:
             message = "agents reach their sessions over HTTP, which this server does not serve: start it with --http"
             raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, message, field="http")
         session, content = self._made(caller, request), request.SerializeToString(deterministic=True)
-        key = KEY + secrets.token_urlsafe(32)
+        key = SESSION_KEY + secrets.token_urlsafe(32)
         async with self._creating:
             made = self._by_key.get((caller.name, request.idempotency_key)) if request.idempotency_key else None
             if made is not None:
@@ -211,7 +209,7 @@ class RolloutSessions:
         Raises:
             ServiceError: UNAUTHENTICATED; PERMISSION_DENIED if the session has ended.
         """
-        found = self._by_digest.get(digest_of(secret)) if secret.startswith(KEY) else None
+        found = self._by_digest.get(digest_of(secret)) if secret.startswith(SESSION_KEY) else None
         if found is None and not self._keys.required and call.session_id in self._known:
             found = call.session_id  # a server without keys takes whatever key an agent has
         if found is None or call.session_id not in ("", found):

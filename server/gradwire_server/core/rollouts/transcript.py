@@ -158,15 +158,16 @@ class Transcript:
             size = min(len(row), len(ids))
             differs = np.flatnonzero(row[:size] != ids[:size])
             same = int(differs[0]) if len(differs) else size
-            if same > shared:
+            if same and same >= shared:
                 best, shared = number, same
+        leaf = best
         while best >= 0 and self.turns[best].turn.parent >= 0 and shared <= self.turns[best].turn.shared:
             best = self.turns[best].turn.parent
         if best < 0:
             return Place()
         if shared == len(self.row(best)):
             return Place(best, shared)
-        return Place(best, shared, reason or self._reason(best, asked))
+        return Place(best, shared, reason or self._reason(leaf, asked))
 
     def again(self, digest: bytes, ids: Ids) -> Place | None:
         """Where a prompt stands that was answered already, at its newest answer; None for a new one.
@@ -183,8 +184,8 @@ class Transcript:
         parents = {stored.turn.parent for stored in self.turns if not stored.turn.fork}
         return [stored.turn.number for stored in self.turns if stored.turn.number not in parents]
 
-    def _reason(self, parent: int, asked: Asked | None) -> str:
-        """Why a conversation leaves the one of its parent."""
+    def _reason(self, leaf: int, asked: Asked | None) -> str:
+        """Why a conversation leaves the one of a turn."""
         if asked is None:
             return "other"
         known = self.known(asked)
@@ -193,7 +194,7 @@ class Transcript:
         if known == 0:
             return "tools"
         size = len(asked.chain) - 1
-        return "compaction" if known - 1 < size < self.turns[parent].num_messages else "edit"
+        return "compaction" if known - 1 < size < self.turns[leaf].num_messages else "edit"
 
     def known(self, asked: Asked) -> int:
         """How many messages of a conversation begin an earlier one, its settings counted as one more; 0 for none."""

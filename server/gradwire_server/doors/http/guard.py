@@ -22,10 +22,9 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from gradwire_server.access.calls import CallKind
-from gradwire_server.access.keys import Caller, Keys, SessionCall
+from gradwire_server.access.keys import SESSION_KEY, Caller, Keys, SessionCall
 from gradwire_server.core.core import Core
 from gradwire_server.core.rollouts.recognition import digest_of
-from gradwire_server.core.rollouts.sessions import KEY
 from gradwire_server.doors.http.bodies import (
     BEGINNING_BYTES,
     ENCODINGS,
@@ -149,7 +148,7 @@ class GuardedProtocol:
             ServiceError: UNAUTHENTICATED; PERMISSION_DENIED for what a session's key does not open.
         """
         session_id = scope.get(SESSION, "")
-        if not (session_id or headers.secret.startswith(KEY)):
+        if not (session_id or headers.secret.startswith(SESSION_KEY)):
             return self._core.keys.caller(headers.secret)
         call = SessionCall(session_id, path, b"", headers.idempotency_key, headers.repeated)
         caller = self._core.rollouts.caller(headers.secret, call)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import codecs
 import re
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 from gradwire_proto.codec import decode
+from gradwire_proto.v1 import sessions_pb2 as sessions
 from gradwire_proto.v1 import training_pb2 as pb
 from starlette.requests import Request
 
 from gradwire_server.access.calls import CallKind
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
+from gradwire_server.core.rollouts.live import RolloutCall
 from gradwire_server.doors.http.errors import in_public_names
 from gradwire_server.errors import ServiceError
 
@@ -113,6 +115,16 @@ async def sampled(core: Core, caller: Caller, asked: pb.SampleRequest, name: str
         return await unless_left(work, http)
 
 
+@asynccontextmanager
+async def turn_of(turn: RolloutCall | None) -> AsyncIterator[list[sessions.SessionTurn]]:
+    """A place among a rollout session's calls, if there is one; yields the recorded answers of a repeated call."""
+    if turn is None:
+        yield []
+        return
+    async with turn.turn() as recorded:
+        yield recorded
+
+
 async def unless_left(work: Callable[[OnStart], Coroutine[Any, Any, R]], http: Request) -> R:
     """The result of some work, which is cancelled when the client leaves, or has to wait for too long.
 
@@ -179,6 +191,11 @@ def tokens_of(delta: pb.SampleDelta) -> Tokens:
     for place, (token, logprob) in enumerate(zip(delta.top_token_ids, delta.top_logprobs, strict=True)):
         tops[place // width].append((token, logprob))
     return Tokens(list(delta.token_ids), list(delta.logprobs), tops)
+
+
+def tokens_again(turn: sessions.SessionTurn) -> Tokens:
+    """The tokens of a recorded answer."""
+    return Tokens(list(turn.response_ids), list(turn.logprobs), [[] for _ in turn.response_ids])
 
 
 class TokenTexts:

@@ -8,20 +8,28 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from gradwire_proto.v1 import sessions_pb2 as sessions
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
+from gradwire_server.core.rollouts.live import Answer, RolloutCall
+from gradwire_server.core.rollouts.transcript import Ids
 from gradwire_server.doors.http.openai.answers import (
     FINISH_REASONS,
+    Answers,
+    Choice,
     TextOffsets,
     Tokens,
     TokenTexts,
     sampled,
     streamed,
+    tokens_again,
     tokens_of,
+    turn_of,
 )
 from gradwire_server.doors.http.openai.events import event_stream
 from gradwire_server.doors.http.openai.names import find_model
@@ -67,6 +75,7 @@ class Completion:
         model = find_model(core, caller, asked.model)
         self._base, self._source = model.base, model.source
         self._texts = TokenTexts(core, caller, self._base, as_ids=bool(asked.return_tokens_as_token_ids))
+        self._turn: RolloutCall | None = None
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -91,6 +100,9 @@ class Completion:
         if not max_tokens and not asked.echo:
             raise invalid("max_tokens is 0, which leaves nothing to do without echo", "max_tokens")
         call = asked.call(max_tokens)
+        self._turn = await self._core.rollouts.call(self._caller)
+        if self._turn is not None:
+            await self._turn.begin(call, asked.given)
         echoed = asked.echo and (asked.logprobs is not None or not max_tokens)
         call.prompt_logprobs |= bool(echoed)
         if asked.logprobs is not None:
@@ -102,7 +114,12 @@ class Completion:
     async def answer(self, call: pb.SampleRequest, http: Request) -> dict[str, Any]:
         """The whole completion."""
         asked = self._asked
-        answers = await sampled(self._core, self._caller, call, asked.model, http)
+        async with turn_of(self._turn) as recorded:
+            if recorded:
+                answers = _again(recorded)
+            else:
+                answers = await sampled(self._core, self._caller, call, asked.model, http)
+                await self._record([(row.text, row.finish_reason, row.tokens) for row in answers.rows], answers.step)
         rows = [(row.prompt + row.tokens) if row.prompt and asked.echo else row.tokens for row in answers.rows]
         text_of = await self._texts.read(rows if asked.logprobs is not None else [])
         echoed = await self._echoed(call)
@@ -135,7 +152,7 @@ class Completion:
         begin = await self._offsets(call)
         offsets: dict[int, TextOffsets] = {}
         lengths: Counter[int] = Counter()
-        async for frame in streamed(self._core, self._caller, call, asked.model):
+        async for frame in self._frames(call):
             deltas = [(delta, tokens_of(delta)) for delta in frame.deltas]
             text_of = await self._texts.read([tokens for _, tokens in deltas] if asked.logprobs is not None else [])
             for delta, tokens in deltas:
@@ -159,7 +176,66 @@ class Completion:
                 counts = usage(result.num_prompt_tokens, result.num_sampled_tokens)
                 yield {**self._head, "choices": [], "usage": counts}
 
+    async def _frames(self, call: pb.SampleRequest) -> AsyncGenerator[pb.SampleFrame]:
+        """The frames of a stream; in a rollout session the last tokens of each sample come once all are recorded."""
+        async with turn_of(self._turn) as recorded:
+            if recorded:
+                yield _frame_again(recorded)
+                return
+            last = pb.SampleFrame()
+            whole: dict[int, pb.SampleDelta] = {}
+            async for frame in streamed(self._core, self._caller, call, self._asked.model):
+                if self._turn is None:
+                    yield frame
+                    continue
+                for delta in frame.deltas:
+                    whole.setdefault(delta.row, pb.SampleDelta()).MergeFrom(delta)
+                    if delta.stop_reason:
+                        last.deltas.append(delta)
+                if not frame.HasField("result"):
+                    yield pb.SampleFrame(deltas=[each for each in frame.deltas if not each.stop_reason])
+                    continue
+                rows = [
+                    ("".join(row.texts), FINISH_REASONS[row.stop_reason], tokens_of(row))
+                    for _, row in sorted(whole.items())
+                ]
+                step = frame.result.sample.step if frame.result.sample.HasField("step") else None
+                await self._record(rows, step)
+                last.result.CopyFrom(frame.result)
+                yield last
+
+    async def _record(self, rows: Sequence[tuple[str, str, Tokens]], step: int | None) -> None:
+        """Record whole samples, in a rollout session: texts, finish reasons and tokens."""
+        if self._turn is not None:
+            answers = [
+                Answer(row.ids, [each or 0.0 for each in row.logprobs], reason, text) for text, reason, row in rows
+            ]
+            await self._turn.record(answers, step)
+
     async def _prompts(self) -> list[pb.TokenIds]:
+        """The prompts; in a rollout session with the sampled tokens of the earlier answers in them."""
+        turn, texts = self._turn, self._asked.prompt
+        if turn is None:
+            return await self._encoded()
+        texts = [texts] if isinstance(texts, str) else texts
+
+        async def decode(ids: Sequence[int]) -> str:
+            return (await self._core.texts.decode(self._caller, self._base, [ids], skip_special_tokens=False))[0]
+
+        async def encode(text: str) -> Ids:
+            encoded = await self._core.texts.encode(self._caller, self._base, [text], add_special_tokens=False)
+            return np.array(encoded[0].ids, np.uint32)
+
+        prompts = await self._encoded()
+        for number, prompt in enumerate(prompts):
+            given = texts[number] if number < len(texts) else None
+            text = given if isinstance(given, str) else ""
+            if text and (known := await turn.text(text, decode, encode)) is not None:
+                prompt.ids[:] = known
+            turn.tokens(prompt.ids, text)
+        return prompts
+
+    async def _encoded(self) -> list[pb.TokenIds]:
         prompt = self._asked.prompt
         if isinstance(prompt, str):
             prompt = [prompt]
@@ -205,6 +281,25 @@ class Completion:
         skip = not call.call.keep_special_tokens
         texts = await self._core.texts.decode(self._caller, self._base, rows, skip_special_tokens=skip)
         return [text.rstrip("\ufffd") for text in texts]
+
+
+def _again(turns: Sequence[sessions.SessionTurn]) -> Answers:
+    """Recorded answers as they were given."""
+    rows = [Choice(turn.text, turn.finish_reason, tokens_again(turn)) for turn in turns]
+    return Answers(rows, turns[0].prompt_tokens, sum(len(turn.response_ids) for turn in turns))
+
+
+def _frame_again(turns: Sequence[sessions.SessionTurn]) -> pb.SampleFrame:
+    """Recorded answers as one frame of a stream."""
+    frame = pb.SampleFrame()
+    for row, turn in enumerate(turns):
+        texts = [turn.text, *([""] * (len(turn.response_ids) - 1))]
+        delta = frame.deltas.add(row=row, token_ids=turn.response_ids, logprobs=turn.logprobs, texts=texts)
+        delta.stop_reason = turn.finish_reason
+    result = frame.result.sample
+    result.num_prompt_tokens = turns[0].prompt_tokens
+    result.num_sampled_tokens = sum(len(turn.response_ids) for turn in turns)
+    return frame
 
 
 def _logprobs(

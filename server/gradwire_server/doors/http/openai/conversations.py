@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,7 +20,16 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.core.rollouts.live import Answer, RolloutCall
-from gradwire_server.doors.http.openai.answers import FINISH_REASONS, OnStart, Tokens, sampled, streamed, tokens_of
+from gradwire_server.doors.http.openai.answers import (
+    FINISH_REASONS,
+    OnStart,
+    Tokens,
+    sampled,
+    streamed,
+    tokens_again,
+    tokens_of,
+    turn_of,
+)
 from gradwire_server.doors.http.openai.images import ConversationImages
 from gradwire_server.doors.http.openai.names import find_model
 from gradwire_server.doors.http.openai.reading import AnswerReader, Form, whole
@@ -145,7 +153,7 @@ class Conversation:
 
     async def answers(self, call: pb.SampleRequest, http: Request) -> tuple[list[Part], Counts]:
         """All samples, whole."""
-        async with _turn_of(self._turn) as recorded:
+        async with turn_of(self._turn) as recorded:
             if recorded:
                 parts, counts = _again(recorded)
                 return list(map(self._given, parts)), counts
@@ -165,7 +173,7 @@ class Conversation:
 
         In a rollout session the last part of each sample comes once all of them are recorded.
         """
-        async with _turn_of(self._turn) as recorded:
+        async with turn_of(self._turn) as recorded:
             if recorded:
                 parts, counts = _again(recorded)
                 for part in parts:
@@ -344,22 +352,12 @@ def _steps(deltas: Iterable[pb.SampleDelta], *, apart: bool) -> Iterator[pb.Samp
             )
 
 
-@asynccontextmanager
-async def _turn_of(turn: RolloutCall | None) -> AsyncIterator[list[sessions.SessionTurn]]:
-    """A place among a rollout session's calls, if there is one; yields the recorded answers of a repeated call."""
-    if turn is None:
-        yield []
-        return
-    async with turn.turn() as recorded:
-        yield recorded
-
-
 def _again(turns: Sequence[sessions.SessionTurn]) -> tuple[list[Part], Counts]:
     """Recorded answers as they were given."""
     parts = [
         Part(
             row, turn.text, turn.reasoning, json.loads(turn.tool_calls_json or "[]"), turn.finish_reason, None,
-            Tokens(list(turn.response_ids), list(turn.logprobs), [[] for _ in turn.response_ids]),
+            tokens_again(turn),
         )
         for row, turn in enumerate(turns)
     ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import logging
 import time
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from gradwire.errors import RETRYABLE
 from gradwire.rl.generation import Generation, InferenceModule, SamplingParams
+from gradwire.rl.response_parts import in_parts
 from gradwire.rl.types import IntArray
 
 logger = logging.getLogger("gradwire.rl")
@@ -66,6 +68,7 @@ class GenerationBatcher:
         concurrent_calls: Batches in flight at once, if not deterministic.
         patience_s: How long an unreachable sampler is retried.
         straggler_s: See above; None waits without limit.
+        partial_tokens: Tokens of a response per request; None: all of them.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class GenerationBatcher:
         concurrent_calls: int = 2,
         patience_s: float = 60.0,
         straggler_s: float | None = 5.0,
+        partial_tokens: int | None = None,
     ) -> None:
         self._inference = inference
         self._seed = seed
@@ -86,6 +90,7 @@ class GenerationBatcher:
         self._concurrent_calls = 1 if deterministic else concurrent_calls
         self._patience_s = patience_s
         self._straggler_s = straggler_s
+        self._partial_tokens = partial_tokens
         self._alarm: asyncio.TimerHandle | None = None
         self._waiting: dict[_Request, None] = {}
         self._turns: dict[int, int] = {}
@@ -107,6 +112,12 @@ class GenerationBatcher:
 
     async def generate(self, index: int, prompt: IntArray, params: SamplingParams) -> Generation:
         """Generate a response for the episode of this number."""
+        if self._partial_tokens is None:
+            return await self._request(index, prompt, params)
+        ask = functools.partial(self._request, index)
+        return await in_parts(ask, self._inference.codec, prompt, params, self._partial_tokens)
+
+    async def _request(self, index: int, prompt: IntArray, params: SamplingParams) -> Generation:
         # Requests that were served least often go first, so that a full batch leaves no episode behind for long.
         self._excused.discard(index)
         turn = self._turns[index] = self._turns.get(index, 0) + 1

@@ -52,7 +52,8 @@ class Generation:
         token_ids: ``[tokens]``, all sampled tokens; empty if the backend returns no ids.
         logprobs: ``[tokens]``, log-probability of each token in nats.
         stop_reason: ``"eos"``, ``"stop"`` or ``"length"``.
-        version: Optimizer steps of the policy that wrote it, if the backend knows.
+        version: Optimizer steps of the policy that wrote it, if the backend knows; of several, the first.
+        token_versions: ``[tokens]``, that of each token where several policies wrote it; None: ``version`` for all.
     """
 
     text: str
@@ -60,6 +61,7 @@ class Generation:
     logprobs: FloatArray
     stop_reason: str
     version: int = 0
+    token_versions: IntArray | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,9 @@ class InferenceModule(Protocol):
 
     Attributes:
         version: Optimizer steps of the policy whose weights it samples with.
+
+    An attribute ``whole_logprobs`` that is true says that log-probabilities are of the whole distribution even where
+    ``top_p`` or ``top_k`` cut it. Without it the trainer scores such samples.
     """
 
     version: int

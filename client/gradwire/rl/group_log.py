@@ -40,25 +40,25 @@ class GroupLog:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._path, self._lock = path, threading.Lock()
+        self.path, self._lock = path, threading.Lock()
 
     def add(self, number: int, task: Task, group: Sequence[Trajectory], metrics: Mapping[str, Metric]) -> None:
         """Append a group, with the metrics of its collection that do not depend on the clock."""
-        if self._path is None:
+        if self.path is None:
             return
         timeless = {name: [type(each).__name__, *vars(each).values()] for name, each in metrics.items()
                     if not isinstance(each, Elapsed)}  # fmt: skip
         content = {"task": task.key, "metrics": timeless, "trajectories": [_packed(each) for each in group]}
         line = f"{number}\t{json.dumps(content, default=_plain)}\n"
         with self._lock:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
                 file.write(line)
 
     def lines(self) -> Iterator[tuple[int, str]]:
         """Yield each group's number and content, in the order of their collection; an incomplete line is left out."""
-        if self._path is not None and self._path.exists():
-            with self._path.open(encoding="utf-8") as file:
+        if self.path is not None and self.path.exists():
+            with self.path.open(encoding="utf-8") as file:
                 for line in file:
                     number, _, content = line.partition("\t")
                     if line.endswith("\n"):
@@ -66,9 +66,9 @@ class GroupLog:
 
     def keep(self, wanted: Callable[[int], bool]) -> None:
         """Remove the groups whose numbers are not wanted."""
-        if self._path is None or not self._path.exists():
+        if self.path is None or not self.path.exists():
             return
-        with self._lock, whole_file(self._path) as whole:
+        with self._lock, whole_file(self.path) as whole:
             for number, content in self.lines():
                 if wanted(number):
                     whole.write(f"{number}\t{content}".encode())
@@ -106,6 +106,7 @@ def _unpacked(read: dict[str, Any], task: Task) -> Trajectory:
             "prompt_ids": prompt,
             "response_ids": response,
             "logprobs": _array(step["logprobs"]),
+            "token_versions": _array(step["token_versions"]) if step["token_versions"] else None,
             "state_key": _frozen(step["state_key"]),
             "action": Action(step["action"]),
             "messages": messages[:told] if isinstance(told, int) else tuple(told),

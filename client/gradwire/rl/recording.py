@@ -135,6 +135,7 @@ async def _step(step: StepData, codec: TextCodec | None) -> dict[str, Any]:
         "metrics": dict(step.metrics),
         "stop_reason": step.stop_reason,
         "policy_version": step.policy_version,
+        "token_versions": None if step.token_versions is None else step.token_versions.tolist(),
         "tool_results": [
             {"name": r.call.name, "arguments": _plain(dict(r.call.arguments)), "content": r.content, "error": r.error}
             for r in step.tool_results

@@ -38,6 +38,8 @@ class RolloutOptions(TypedDict, total=False):
             deterministic; batches then wait for the slowest environment step. True by default.
         straggler_s: Limit of that wait, after which the other episodes go on; 5 by default, None waits without limit.
         max_batch: Maximum number of prompts per sampler call; 256 by default.
+        partial_tokens: Tokens of a response per request to the sampler: what is longer goes on with newer weights, if
+            there are any by then. None, the default: a response is of one policy.
         patience_s: How long an unreachable sampler is retried; 60 by default.
         progress_bar: Show a line with live statistics; False by default.
     """
@@ -55,6 +57,7 @@ class RolloutOptions(TypedDict, total=False):
     deterministic: bool
     straggler_s: float | None
     max_batch: int
+    partial_tokens: int | None
     patience_s: float
     progress_bar: bool
 
@@ -79,7 +82,8 @@ class RolloutManager:
         **options: Unpack[RolloutOptions],
     ) -> None:
         check_options(RolloutOptions, options, type(self))
-        counts = {name: value for name, value in options.items() if name in ("num_parallel", "group_size", "max_batch")}
+        names = ("num_parallel", "group_size", "max_batch", "partial_tokens")
+        counts = {name: value for name, value in options.items() if name in names and value is not None}
         for name, value in counts.items():
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -165,4 +169,5 @@ class RolloutManager:
             max_batch=self._options.get("max_batch", 256),
             patience_s=self._options.get("patience_s", 60.0),
             straggler_s=self._options.get("straggler_s", 5.0),
+            partial_tokens=self._options.get("partial_tokens"),
         )

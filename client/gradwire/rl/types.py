@@ -192,7 +192,9 @@ class StepData:
         value: Estimate of the state's value, if there is a critic.
         tool_results: Results of the tool calls.
         messages: The conversation after the step.
-        policy_version: Optimizer steps of the policy that wrote this.
+        policy_version: Optimizer steps of the policy that wrote this; of several, the first.
+        token_versions: ``[tokens]``, that of each token where several policies wrote the response; None:
+            ``policy_version`` for all.
         stop_reason: Why generation stopped: ``"eos"``, ``"stop"`` or ``"length"``.
         reward: Reward of this step alone; set by rewards.
         rewarded: Whether the reward was given for this step (by a step output, or as the score at the end) and is not
@@ -217,6 +219,7 @@ class StepData:
     advantage: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
     rewarded: bool = False
+    token_versions: IntArray | None = None
 
     @property
     def base_reward(self) -> float:

@@ -178,6 +178,7 @@ class _Episode:
             response_ids=generation.token_ids,
             logprobs=generation.logprobs,
             policy_version=generation.version,
+            token_versions=generation.token_versions,
             stop_reason=generation.stop_reason,
         )
         trajectory.steps.append(step)

@@ -197,7 +197,7 @@ class Algorithm(ABC):
                 iteration does not count; minibatches before the failed one have been trained on.
         """
         source = await self._ready()
-        pace, before = self._pace(mode, max_staleness), len(self.history)
+        pace, before = self._checked(self._pace(mode, max_staleness)), len(self.history)
         await self.ledger.prune_log()
         async with source.working(pace, num_iterations):
 
@@ -218,6 +218,16 @@ class Algorithm(ABC):
         if stale < 0:
             raise ValueError(f"max_staleness must not be negative, got {stale}")
         return Pace.stream(self.config, stale)
+
+    def _checked(self, pace: Pace) -> Pace:
+        """Refuse samples whose staleness could not be corrected for."""
+        if self._only_kept and pace.lag:
+            raise ValueError(
+                "with top_p < 1 or top_k > 0 the sampler's log-probabilities are of the kept tokens only, so that "
+                "stale samples could not be corrected for: set top_p=1 and top_k=0, train with max_staleness=0, or use "
+                "a sampler that returns those of the whole distribution (OpenAIInference(..., whole_logprobs=True))"
+            )
+        return pace
 
     async def _iteration(self, iteration: int, source: Source, minibatches: int) -> Metrics:
         """Collect and train, part by part."""
@@ -281,6 +291,8 @@ class Algorithm(ABC):
             logger.warning("iteration %d: no trajectory can be trained on; the policy is unchanged", update.iteration)
             return metrics
         async with asleep(self._inference):
+            if self._only_kept:
+                await self._sampler_correction.score(usable, self.version)
             batch = await self.training_batch([*usable, *replayed])
             for name, value in batch.metrics.items():
                 size = len(usable) + len(replayed)
@@ -315,6 +327,12 @@ class Algorithm(ABC):
         """Send the run's weights to the sampler, if it can receive them."""
         if self._inference is not None and can_update(self._inference, self.run):
             await self._inference.update_weights(self.run, self.version)
+
+    @property
+    def _only_kept(self) -> bool:
+        """Whether the sampler's log-probabilities are those of the tokens that ``top_p`` or ``top_k`` kept."""
+        cut = self.config.top_p < 1 or self.config.top_k > 0
+        return cut and not getattr(self._inference, "whole_logprobs", False)
 
     @property
     def _codec(self) -> Any:
@@ -438,6 +456,7 @@ class Algorithm(ABC):
             group_size=config.group_size,
             timeout_s=config.rollout_timeout_s,
             context_tokens=config.context_tokens,
+            partial_tokens=config.partial_tokens,
             seed=config.seed,
             straggler_s=self.straggler_s,
         )

@@ -35,6 +35,9 @@ class AlgorithmConfig:
         reference_ema: Decay of the reference ``"ema"``, which follows the policy each iteration; None: it is not
             updated.
         max_tokens, temperature, top_k, top_p: Sampling parameters. The loss scores at the same temperature.
+        partial_tokens: Maximum number of tokens of a response that are generated with the same weights: a longer one
+            goes on with newer weights, if there are any by then (partial rollouts). None: a response is of one policy,
+            and an optimizer step of a run that samples for itself waits for it.
         num_parallel: Episodes in progress at once.
         max_steps_per_rollout: Truncate an episode after this many steps.
         rollout_timeout_s: Time limit per episode.
@@ -83,6 +86,7 @@ class AlgorithmConfig:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    partial_tokens: int | None = None
     num_parallel: int = 256
     max_steps_per_rollout: int = 16
     rollout_timeout_s: float | None = None
@@ -123,6 +127,8 @@ class AlgorithmConfig:
         for name, choices in (("on_stale", ("drop", "correct")), ("on_failure", ("stop", "warn"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f'{name} must be "{choices[0]}" or "{choices[1]}", got {getattr(self, name)!r}')
+        if self.partial_tokens is not None and self.partial_tokens < 1:
+            raise ValueError(f"partial_tokens must be at least 1, got {self.partial_tokens}")
         if self.save_every and self.checkpoint_dir is None:
             raise ValueError("save_every needs a checkpoint_dir")
         if self.record_every and self.checkpoint_dir is None:

@@ -112,7 +112,7 @@ class Ledger:
     async def collect(self, groups: Mapping[Group, tuple[list[Trajectory], Mapping[str, Metric]]]) -> None:
         """Enter the trajectories of groups, and log them; groups without any that ran are not logged."""
         for group, (trajectories, metrics) in groups.items():
-            if any(each.ok for each in trajectories):
+            if self._log.path is not None and any(each.ok for each in trajectories):
                 await asyncio.to_thread(self._log.add, group.number, group.task, trajectories, metrics)
         for group, (group.trajectories, group.metrics) in groups.items():
             group.collected = next(self._order)

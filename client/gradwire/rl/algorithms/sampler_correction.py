@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from gradwire.rl.algorithms.reporting import Reporter
-from gradwire.rl.rows import Row
-from gradwire.rl.types import FloatArray
+from gradwire.rl.rows import Row, rows_of
+from gradwire.rl.types import FloatArray, Trajectory
 
 TOLERANCE = 1e-3
 """Difference in nats between log-probabilities of sampler and trainer from which on the loss corrects for it."""
@@ -65,6 +65,33 @@ class SamplerCorrection:
         if not corrected.get("sampler_correction"):
             return corrected, None
         return corrected, trained if trained is not None else await self._trained_logprobs(rows)
+
+    async def score(self, trajectories: Sequence[Trajectory], version: int) -> None:
+        """Replace the log-probabilities of the sampler by the trainer's, of the policy that wrote the tokens.
+
+        A sampler that gives the log-probabilities of the kept tokens only (vLLM's ``processed_logprobs``) makes each
+        token more probable by the mass that ``top_p`` or ``top_k`` cut off. Importance weights would be that mass.
+
+        Args:
+            version: Optimizer steps that the policy has taken.
+
+        Raises:
+            ValueError: An earlier policy wrote a token.
+        """
+        if any(step.policy_version != version for each in trajectories for step in each.steps):
+            raise ValueError(
+                "the sampler's log-probabilities are of the tokens that top_p or top_k kept, and an earlier policy "
+                "wrote some: they cannot be scored. Set top_p=1 and top_k=0"
+            )
+        self._reporter.warn_once(
+            "only_kept",
+            "with top_p or top_k the sampler's log-probabilities are of the kept tokens only: the trainer scores the "
+            "samples, at the price of a forward per batch",
+        )
+        rows = rows_of(trajectories)
+        for row, scored in zip(rows, await self._trained_logprobs(rows)):
+            for number in row.ends:
+                trajectories[row.trajectory].steps[number].logprobs = scored[row.step_of == number]
 
     def _compare(self, rows: Sequence[Row], trained: Sequence[FloatArray]) -> bool:
         difference = max(

@@ -51,10 +51,14 @@ def staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, Met
         trajectories: The trajectories trained on.
         version: Number of optimizer steps that the trained policy has taken.
     """
-    steps = [step for each in trajectories for step in each.steps if len(step.response_ids)]
-    if not steps:
+    ages = [
+        version - (np.full(len(step.response_ids), step.policy_version) if written is None else written)
+        for each in trajectories
+        for step in each.steps
+        for written in [step.token_versions]
+        if len(step.response_ids)
+    ]
+    if not ages:
         return {}
-    ages = np.array([version - step.policy_version for step in steps], np.float64)
-    tokens = [len(step.response_ids) for step in steps]
-    mean = Mean(float(ages @ tokens), sum(tokens))
-    return {"train/staleness": mean, "train/staleness_max": Max(float(ages.max()))}
+    of_tokens = np.concatenate(ages)
+    return {"train/staleness": Mean.of(of_tokens), "train/staleness_max": Max(float(of_tokens.max()))}

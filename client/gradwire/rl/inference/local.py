@@ -39,6 +39,8 @@ class LocalInference(WeightFolder, ToolGeneration):
         tokenizer: Its tokenizer.
     """
 
+    whole_logprobs = True
+
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._torch = require("torch", "server", "LocalInference")
         self._model, self._tokenizer = model, tokenizer

@@ -39,6 +39,9 @@ class OpenAIOptions(TypedDict, total=False):
         weights_folder: Folder to export weights to; the endpoint must see it under the same path.
         adapters_url: The endpoint's ``load_lora_adapter``; by default below ``base_url``, as in vLLM (SGLang has
             it at the root).
+        whole_logprobs: Whether the endpoint's log-probabilities are of the whole distribution at the sampling
+            temperature where ``top_p`` or ``top_k`` cut it, as gradwire's are, and vLLM's ``raw_logprobs`` at
+            temperature 1. False by default, as vLLM's ``processed_logprobs``: the trainer then scores such samples.
         sleeps: Whether the endpoint sleeps while the policy trains, for a vLLM on the trainer's GPU: it needs
             ``--enable-sleep-mode`` and ``VLLM_SERVER_DEV_MODE=1``. False by default.
         concurrency: Requests in flight; 16 by default.
@@ -50,6 +53,7 @@ class OpenAIOptions(TypedDict, total=False):
     weights: Literal["adapter", "model"] | None
     weights_folder: Path | str | None
     adapters_url: str
+    whole_logprobs: bool
     sleeps: bool
     concurrency: int
     timeout_s: float
@@ -100,6 +104,7 @@ class OpenAIInference(VLLMRoutes, ToolGeneration):
         self._loading = asyncio.Lock()
         self._reloads: Counter[str] = Counter()
         self.sleeps = options.get("sleeps", False)
+        self.whole_logprobs = options.get("whole_logprobs", False)
         self._codec = codec
         self._send_ids = options.get("send_ids", True)
         self._concurrency = options.get("concurrency", 16)

@@ -32,11 +32,16 @@ class RunInference(ToolGeneration):
     A sample requested after ``optim_step`` sees that step without any transfer of weights; ``version`` is the last
     value passed to :meth:`update_weights`, so that each response records the policy that wrote it.
 
+    Its log-probabilities are of the whole distribution at the sampling temperature, whatever ``top_p`` and ``top_k``
+    cut.
+
     Args:
         run: A ``TrainingClient``.
         codec: Converts text to ids and back; :meth:`RunInference.of` makes one.
         vocab_size: The model's vocabulary size, for :meth:`get_logits`.
     """
+
+    whole_logprobs = True
 
     def __init__(self, run: Any, codec: TextCodec, *, vocab_size: int | None = None) -> None:
         self.run = run

@@ -51,6 +51,11 @@ class VLLMInference(WeightFolder, ToolGeneration):
         return self._codec
 
     @property
+    def whole_logprobs(self) -> bool:
+        """Whether log-probabilities are of the whole distribution where ``top_p`` or ``top_k`` cut it."""
+        return str(self._llm.llm_engine.vllm_config.model_config.logprobs_mode).startswith("raw")
+
+    @property
     def sleeps(self) -> bool:
         """Whether it sleeps while the policy trains."""
         return bool(self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode)

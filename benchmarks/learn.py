@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import difflib
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import time
@@ -44,6 +42,7 @@ from benchmarks import ROOT
 from benchmarks.learn_page import write_page
 
 OUT = ROOT / "out" / "learn"
+TASKS = ROOT / "benchmarks" / "learn_tasks.py"
 TRL_PYTHON = Path(os.environ.get("GRADWIRE_TRL_PYTHON", ROOT / ".venv-parity/bin/python"))
 CLOSE = 1e-3
 """Largest difference to TRL's loss of a step."""
@@ -67,6 +66,7 @@ class Lesson:
         settings: Data and sizes; every other setting is the default.
         metric: Name in the log.
         reach: Its value at the end, at least; for a loss or a divergence at most.
+        gain: Whether ``reach`` is how much it rises by.
         trl: Whether TRL has the same trainer.
         graded: Whether exact answers to held-out questions are counted, before and after.
     """
@@ -76,6 +76,7 @@ class Lesson:
     settings: Mapping[str, Any]
     metric: str
     reach: float
+    gain: bool = False
     trl: bool = False
     graded: bool = False
 
@@ -95,24 +96,28 @@ LESSONS = {
     "dpo": Lesson("dpo", "to prefer the solution that is of the problem", PAIRS, ACCURACY, 0.8, trl=True),
     "grpo": Lesson(
         "grpo", "to reverse a text; the reward is the share of it that is right",
-        {"data": "reverse.jsonl", "reward": f"{__file__}:reversed_share", "answer_tokens": 32, "max_steps": 8,
+        {"data": "reverse.jsonl", "reward": f"{TASKS}:reversed_share", "answer_tokens": 32, "max_steps": 8,
          "held_out": 0.0}, "rewards/reward", 0.2,
     ),
     "rloo": Lesson(
         "rloo", "sums; the reward is 1 if the last number is right",
         {"data": "sums.jsonl", "answer_tokens": 24, "max_steps": 16, "held_out": 0.0}, "rewards/reward", 0.4,
     ),
+    "gigpo": Lesson(
+        "gigpo", "to look into a box, by a tool, before it says what is in it",
+        {"data": "boxes.jsonl", "environment": f"{TASKS}:Box", "reward": f"{TASKS}:found", "answer_tokens": 16,
+         "max_steps": 8, "held_out": 0.0}, "rewards/reward", 0.5,
+    ),
+    "ppo": Lesson(
+        "ppo", "what the reward model of `reward` scores highly",
+        {"data": "talks.jsonl", "reward": "reward", "answer_tokens": 64, "max_steps": 8, "held_out": 0.0},
+        "rewards/reward", 0.1, gain=True,
+    ),
     "distill": Lesson(
         "distill", "the distributions of the model that `sft` made",
         TALKS | {"teacher": "sft", "answer_tokens": 64, "max_steps": 8}, "eval/divergence", 0.05,
     ),
 }  # fmt: skip
-
-
-def reversed_share(response: str, ground_truth: str) -> float:
-    """Ratio of matching blocks of the answer and the reversed text, as prime-rl's example reverse-text."""
-    found = re.search(r"<reversed_text>(.*?)(</reversed_text>|$)", response, re.DOTALL)
-    return difflib.SequenceMatcher(None, (found[1] if found else response).strip(), ground_truth).ratio()
 
 
 @dataclass
@@ -147,7 +152,8 @@ class Result:
     def failures(self) -> list[str]:
         """Say what the lesson should have reached and has not."""
         lesson = LESSONS[self.name]
-        reached = self.last <= lesson.reach if lesson.falls else self.last >= lesson.reach
+        value = self.last - self.first if lesson.gain else self.last
+        reached = value <= lesson.reach if lesson.falls else value >= lesson.reach
         told = (
             [] if reached else [f"{self.name}: {lesson.metric} is {self.last:.4g}, and should reach {lesson.reach:g}"]
         )
@@ -174,6 +180,8 @@ def write_data(source: Path, folder: Path, seed: int = 0) -> None:
     texts = [" ".join(chance.choices(WORDS.split(), k=chance.randint(3, 6))) for _ in range(512)]
     asked = "Reverse the text character by character. Put your answer in <reversed_text> tags.\n\n"
     write("reverse", [{"prompt": asked + text, "answer": text[::-1]} for text in texts])
+    box = "A box holds one word. Write LOOK to look into it, then write the word. Which word is in box"
+    write("boxes", [{"prompt": f"{box} {n}?", "answer": chance.choice(WORDS.split())} for n in range(512)])
     sums = [(chance.randint(2, 60), chance.randint(2, 60)) for _ in range(512)]
     write("sums", [{"prompt": f"What is {a} + {b}? Answer with the number.", "answer": str(a + b)} for a, b in sums])
 
@@ -185,6 +193,8 @@ async def learn(service: gradwire.ServiceClient, model: str, name: str, question
     for key in ("data", "validation"):
         if key in values:
             values[key] = str(OUT / values[key])
+    if values.get("reward") in LESSONS:
+        values["reward"] = str(OUT / values["reward"])
     if values.get("teacher"):
         values["teacher"] = trained(str(OUT / values["teacher"])).checkpoint
     if lesson.trl and not (folder / "batches.json").exists():

@@ -34,15 +34,15 @@ def table(lessons: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) 
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, lesson in lessons.items():
-        result = results.get(name)
+        result, must = results.get(name), f"{'+' if lesson.gain else ''}{lesson.reach:g}"
         if result is None:
-            lines.append(f"| `{name}` | {lesson.says} | - | `{lesson.metric}` | not run yet | {lesson.reach:g} | - |")
+            lines.append(f"| `{name}` | {lesson.says} | - | `{lesson.metric}` | not run yet | {must} | - |")
             continue
         ours = [value for _, value in result["curves"]["train/loss"]] if result["trl"] else []
         apart = f"{max(abs(a - b) for a, b in zip(ours, result['trl'])):.1g} in {len(ours)} steps" if ours else "-"
         lines.append(
             f"| `{name}` | {lesson.says} | {result['rates'][0]:.2g} | `{lesson.metric}` | {result['first']:.3f} → "
-            f"**{result['last']:.3f}** | {lesson.reach:g} | {apart} |"
+            f"**{result['last']:.3f}** | {must} | {apart} |"
         )
         if result["exact"]:
             exact = " → ".join(result["exact"])

@@ -12,7 +12,8 @@ from gradwire.loop.loggers import read_jsonl
 from gradwire.recipes.command import settings_of
 
 from benchmarks import learn, learn_page
-from benchmarks.learn import LESSONS, Result, reversed_share, write_data
+from benchmarks.learn import LESSONS, Result, write_data
+from benchmarks.learn_tasks import reversed_share
 
 
 def result(name: str, last: float, trl: list[float] | None = None) -> Result:
@@ -30,10 +31,21 @@ def test_a_lesson_fails_by_its_threshold_and_by_a_loss_that_is_not_trls() -> Non
 
 
 def test_lessons_set_data_and_sizes_alone() -> None:
-    allowed = {"data", "validation", "reward", "teacher", "answer_tokens", "max_steps", "held_out", "eval_first"}
+    allowed = {
+        "data",
+        "validation",
+        "reward",
+        "environment",
+        "teacher",
+        "answer_tokens",
+        "max_steps",
+        "held_out",
+        "eval_first",
+    }
     for lesson in LESSONS.values():
         assert {*lesson.settings} <= allowed
-        settings_of(lesson.recipe, lesson.settings)
+        of_another = {"reward": "run-1/step-1"} if lesson.settings.get("reward") in LESSONS else {}
+        settings_of(lesson.recipe, {**lesson.settings, **of_another})
 
 
 def test_rows_to_evaluate_on_are_not_trained_on(tmp_path: Path) -> None:

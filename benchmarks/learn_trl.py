@@ -31,10 +31,10 @@ class Reward(InOrder, RewardTrainer):  # type: ignore[misc]
 
 
 def split(row: dict[str, Any], side: str) -> tuple[list[int], list[int]]:
-    """The ids of a pair's prompt, and of one of its answers."""
+    """The ids of a pair's prompt, and of one of its answers, as far as they are learned."""
     ids, mask = row[f"{side}_input_ids"], row[f"{side}_loss_mask"]
-    begin = mask.index(True) if True in mask else mask.index(1)
-    return ids[:begin], ids[begin:]
+    learned = [place for place, each in enumerate(mask) if each]
+    return ids[: learned[0]], ids[learned[0] : learned[-1] + 1]  # what the template writes behind is not learned
 
 
 def rows_of(kind: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -48,6 +48,11 @@ CLOSE = 1e-3
 """Largest difference to TRL's loss of a step."""
 MOST_CHARS = 350
 """Longer rows are left out, so that a lesson takes minutes on two cores."""
+MARKED = {
+    "type": "string_check", "name": "marked", "input": "{{ sample.output_text }}", "reference": "#### ",
+    "operation": "like",
+}  # fmt: skip
+"""Whether an answer ends as GSM8K's do."""
 HELD_OUT = 24
 """Rows to evaluate on."""
 WORDS = (
@@ -68,7 +73,7 @@ class Lesson:
         reach: Its value at the end, at least; for a loss or a divergence at most.
         gain: Whether ``reach`` is how much it rises by.
         trl: Whether TRL has the same trainer.
-        graded: Whether exact answers to held-out questions are counted, before and after.
+        graded: Whether answers to held-out questions are graded, before and after.
     """
 
     recipe: str
@@ -129,7 +134,7 @@ class Result:
         first, last: The metric before (or at the first step) and at the end; of sampled rewards means of three steps.
         seconds: CPU seconds of this process and its children are not told apart, so this is wall time.
         trl: Losses of TRL's steps; [] if it was not asked.
-        exact: Share of exact answers to held-out questions, before and after.
+        graded: Grader -> the share of answers to held-out questions that pass it, before and after.
         questions: How many.
     """
 
@@ -141,7 +146,7 @@ class Result:
     seconds: float
     curves: Mapping[str, list[tuple[int, float]]]
     trl: list[float] = field(default_factory=list)
-    exact: list[str] = field(default_factory=list)
+    graded: dict[str, list[str]] = field(default_factory=dict)
     questions: int = 0
 
     @property
@@ -219,10 +224,11 @@ async def learn(service: gradwire.ServiceClient, model: str, name: str, question
         found = await evaluate(
             Evaluation(
                 model=model, folder=str(folder / "evaluation"), checkpoints=[str(folder)], limit=questions,
-                data=str(OUT / "questions.jsonl"), graders=["last_number"], answer_tokens=160,
+                data=str(OUT / "questions.jsonl"), graders=["last_number", MARKED], answer_tokens=160,
             )
         )  # fmt: skip
-        result.exact, result.questions = [each.cell("last_number") for each in found], questions
+        result.questions = questions
+        result.graded = {name: [each.cell(name) for each in found] for name in ("last_number", "marked")}
     return result
 
 

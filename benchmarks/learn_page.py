@@ -13,6 +13,7 @@ PAGE, PICTURE, FIGURES = (ROOT / each for each in ("docs/results.md", "docs/resu
 WIDTH, HEIGHT, LEFT, TOP, BELOW = 300, 190, 46, 34, 26
 COLUMNS = 3
 OURS, THEIRS = "#2a6fb0", "#c44e1c"
+GRADED = {"last_number": "the number is right", "marked": "they end in `#### N`, as they were taught"}
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
 
 
@@ -44,9 +45,9 @@ def table(lessons: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) 
             f"| `{name}` | {lesson.says} | {result['rates'][0]:.2g} | `{lesson.metric}` | {result['first']:.3f} → "
             f"**{result['last']:.3f}** | {must} | {apart} |"
         )
-        if result["exact"]:
-            exact = " → ".join(result["exact"])
-            lines.append(f"| | | | exact answers to {result['questions']} held-out questions | {exact} | | |")
+        for grader, cells in result["graded"].items():
+            what = f"answers to {result['questions']} held-out questions: {GRADED[grader]}"
+            lines.append(f"| | | | {what} | {' → '.join(cells)} | | |")
     return "\n".join(lines)
 
 

@@ -70,13 +70,13 @@ def test_the_page_has_a_line_a_lesson(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(learn_page, name, tmp_path / name)
     (tmp_path / "PAGE").write_text(f"Before\n{learn_page.BEGIN}\nold\n{learn_page.END}\nbehind\n")
     sft = result("sft", 0.5, [2.0, 1.25])
-    sft.exact, sft.questions = ["0.010 ±0.005", "0.030 ±0.009"], 400
+    sft.graded, sft.questions = {"last_number": ["0.010 ±0.005", "0.030 ±0.009"]}, 400
     learn_page.write_page(LESSONS, {"sft": asdict(sft)})
     learn_page.write_page(LESSONS, {"grpo": asdict(result("grpo", 0.7))})  # what was run before stays
     page = (tmp_path / "PAGE").read_text()
     assert "Before" in page and "behind" in page and "old" not in page
     assert "`eval/loss` | 2.000 → **0.500** | 0.95 | 0.2 in 2 steps |" in page
-    assert "400 held-out questions | 0.010 ±0.005 → 0.030 ±0.009" in page
+    assert "400 held-out questions: the number is right | 0.010 ±0.005 → 0.030 ±0.009" in page
     assert page.count("not run yet") == len(LESSONS) - 2
     ElementTree.parse(tmp_path / "PICTURE")
 

@@ -205,19 +205,18 @@ class RolloutCall:
             before, stored = transcript.row(number), transcript.turns[number]
             request.behind.message, request.behind.last_id = index, int(before[-1])
             request.behind.prompt_chars, request.behind.prompt_digest = stored.prompt_chars, stored.prompt_digest
-            row = await _rendered(render, request, asked.messages)
+            row = await _rendered(render, request, asked.texts)
             reason = row.leaves
             if not reason:
                 ids = np.concatenate([before, np.array(row.ids, np.uint32)])
                 self._prompts = [_Prompt(ids, Place(number, len(before)), asked, row)]
                 return list(ids.tolist())
             request.ClearField("behind")
-        sampled = [
-            {**message, "token_ids": list(transcript.turns[asked.seen[index]].turn.response_ids)}
-            if index in asked.seen else message
-            for index, message in enumerate(asked.messages)
-        ]  # fmt: skip
-        row = await _rendered(render, request, sampled)
+        texts = list(asked.texts)
+        for index, number in asked.seen.items():
+            sampled = list(transcript.turns[number].turn.response_ids)
+            texts[index] = json.dumps({**asked.messages[index], "token_ids": sampled})
+        row = await _rendered(render, request, texts)
         ids = np.array(row.ids, np.uint32)
         self._prompts = [_Prompt(ids, transcript.place(ids, asked, reason), asked, row)]
         return list(ids.tolist())
@@ -375,9 +374,10 @@ class RolloutCall:
         stored.seen.extend(sorted(set(asked.seen.values())))
 
 
-async def _rendered(render: Render, request: pb.RenderRequest, messages: Sequence[Message]) -> pb.RenderedConversation:
+async def _rendered(render: Render, request: pb.RenderRequest, texts: Sequence[str]) -> pb.RenderedConversation:
+    """The rendered conversation of messages in JSON."""
     del request.conversations[:]
-    request.conversations.add(messages_json=json.dumps(messages))
+    request.conversations.add(messages_json=f"[{','.join(texts)}]")
     return (await render(request)).rows[0]
 
 

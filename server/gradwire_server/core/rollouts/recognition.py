@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -33,15 +33,6 @@ def answer_key(text: Any, calls: Iterable[Mapping[str, Any]]) -> bytes:
 def call_ids(message: Message) -> list[str]:
     """The ids of a message's calls."""
     return [str(call["id"]) for call in message.get("tool_calls") or () if call.get("id")]
-
-
-def message_digest(message: Message, images: Sequence[bytes] = ()) -> bytes:
-    """What a message is known by.
-
-    Args:
-        images: Digests of its images.
-    """
-    return digest_of(json.dumps(message, sort_keys=True, ensure_ascii=False), *images)
 
 
 def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:

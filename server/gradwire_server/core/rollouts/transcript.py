@@ -13,7 +13,7 @@ import numpy.typing as npt
 from gradwire_proto.v1 import journal_pb2
 from gradwire_proto.v1 import sessions_pb2 as sessions
 
-from gradwire_server.core.rollouts.recognition import Message, answer_key, call_ids, digest_of, message_digest
+from gradwire_server.core.rollouts.recognition import Message, answer_key, call_ids, digest_of
 
 Ids = npt.NDArray[np.uint32]
 KEPT_ROWS = 4
@@ -26,6 +26,7 @@ class Asked:
 
     Attributes:
         messages: The messages, with recognized answers as the model gave them.
+        texts: The same as JSON.
         seen: The turns that were recognized: index of the message -> number.
         goes_on: The last of these up to which the conversation is the one that was asked and answered: its number, and
             the index of its message; None for a conversation that none begins.
@@ -33,9 +34,19 @@ class Asked:
     """
 
     messages: Sequence[Message]
+    texts: Sequence[str]
     seen: Mapping[int, int]
     goes_on: tuple[int, int] | None
     chain: Sequence[bytes]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A turn's answer as chat templates take it, the same as JSON, and what it is recognized by."""
+
+    message: Message
+    text: str
+    key: bytes
 
 
 @dataclass(frozen=True)
@@ -62,10 +73,10 @@ class Transcript:
 
     def __init__(self, turns: Sequence[journal_pb2.StoredTurn] = ()) -> None:
         self.turns: list[journal_pb2.StoredTurn] = []
+        self._answers: list[_Answer] = []
         self._by_call: dict[str, int] = {}
         self._by_answer: defaultdict[bytes, list[int]] = defaultdict(list)
         self._by_asked: defaultdict[bytes, list[int]] = defaultdict(list)
-        self._by_text: dict[tuple[int, bytes], int] = {}
         self._sizes: dict[bytes, int] = {}
         self._systems: set[str] = set()
         self._rows: dict[int, Ids] = {}
@@ -75,10 +86,12 @@ class Transcript:
     def add(self, stored: journal_pb2.StoredTurn) -> None:
         """Add the next turn."""
         turn, number = stored.turn, len(self.turns)
-        calls = json.loads(turn.tool_calls_json or "[]")
+        message = _message(turn)
+        answer = _Answer(message, json.dumps(message), answer_key(turn.text, message.get("tool_calls", ())))
         self.turns.append(stored)
-        self._by_call |= dict.fromkeys(call_ids({"tool_calls": calls}), number)
-        self._by_answer[answer_key(turn.text, calls)].append(number)
+        self._answers.append(answer)
+        self._by_call |= dict.fromkeys(call_ids(message), number)
+        self._by_answer[answer.key].append(number)
         self._by_asked[stored.asked].append(number)
         self._sizes |= {each: stored.chain_start + place for place, each in enumerate(stored.chain)}
         self._systems.add(turn.system_digest)
@@ -91,32 +104,29 @@ class Transcript:
             messages: As chat templates take them.
             images: Digests of the images of each message that has some.
         """
-        shown, seen, goes_on, chain = list[Message](), dict[int, int](), None, [settings]
+        shown, texts, seen, goes_on, chain = list(messages), list[str](), dict[int, int](), None, [settings]
         for index, message in enumerate(messages):
             number = self._recognized(message, chain[-1]) if message.get("role") == "assistant" else None
             if number is None:
-                shown.append(message)
-                chain.append(digest_of(chain[-1], message_digest(message, images.get(index, ()))))
+                texts.append(json.dumps(message))
+                chain.append(digest_of(chain[-1], texts[-1], *images.get(index, ())))
                 continue
-            turn = self.turns[number]
-            if turn.asked == chain[-1]:
+            if self.turns[number].asked == chain[-1]:
                 goes_on = number, index
+            answer = self._answers[number]
             seen[index] = number
-            shown.append(_message(turn.turn))
-            chain.append(_answered(chain[-1], number))
-        return Asked(shown, seen, goes_on, chain)
+            shown[index] = answer.message
+            texts.append(answer.text)
+            chain.append(digest_of(chain[-1], f"turn {number}"))
+        return Asked(shown, texts, seen, goes_on, chain)
 
     def _recognized(self, message: Message, before: bytes) -> int | None:
         """The turn whose answer a message is; None if it is none, or may be several with other tokens."""
         calls, text = message.get("tool_calls") or [], message.get("content")
         known = {self._by_call.get(each) for each in call_ids(message)}
         if len(known) == 1 and (number := next(iter(known))) is not None:
-            turn = self.turns[number].turn
-            own = json.loads(turn.tool_calls_json)
-            given = text or turn.text
-            if answer_key(given, calls) == answer_key(turn.text, own):
-                return number
-            return None
+            given = text or self.turns[number].turn.text
+            return number if answer_key(given, calls) == self._answers[number].key else None
         found = self._by_answer.get(answer_key(text, calls), [])
         fitting = [number for number in found if self.turns[number].asked == before]
         if fitting:
@@ -209,10 +219,6 @@ class Transcript:
 
 def _continued(stored: journal_pb2.StoredTurn) -> tuple[int, ...]:
     return () if stored.turn.fork else (stored.turn.parent,)
-
-
-def _answered(before: bytes, number: int) -> bytes:
-    return digest_of(before, f"turn {number}")
 
 
 def _message(turn: sessions.SessionTurn) -> dict[str, Any]:

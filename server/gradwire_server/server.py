@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 from gradwire_server.config import ServerConfig
@@ -48,6 +49,7 @@ class Server(Startable):
         self.doors = {name: door for name, make in DOORS.items() if (door := make(self.core)) is not None}
         self.core.engines.watch(self.door.engine_changed)
         self._exposition: Exposition | None = None
+        self._embedded = bool(own_key)
 
     async def start(self) -> None:
         """Start the core, the metrics endpoint and the doors.
@@ -62,6 +64,18 @@ class Server(Startable):
         for door in self.doors.values():
             await door.open()
         self.core.job_workers.start(self.door.local_address)
+        if self._embedded and self.http is None:
+            self.core.rollouts.open_door = self._open_for_agents
+
+    async def _open_for_agents(self) -> None:
+        """Open the HTTP door of a server that a program embeds, on loopback, at its first rollout session."""
+        try:
+            module = await asyncio.to_thread(import_module, "gradwire_server.doors.http.door")
+        except ImportError:
+            return
+        door: HttpDoor = module.HttpDoor(self.core, "127.0.0.1:0")
+        await door.open()
+        self.doors = {"http": door, **self.doors}
 
     async def stop(self) -> None:
         """Accept nothing more, finish the operations being executed, close the streams, the engine and the journal.

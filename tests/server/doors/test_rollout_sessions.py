@@ -252,3 +252,13 @@ async def test_the_package_of_openai_is_an_agent(service: gradwire.ServiceClient
             await client.chat.completions.create(model="gpt-x", messages=ASK, max_tokens=3)  # type: ignore[arg-type]
         rollout = await session.rollout()
     assert len(rollout.turns) == 1 and session.info.state == "ended" and session.info.end_reason == "done"
+
+
+async def test_an_embedded_server_opens_a_door_for_agents(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    async with gradwire.connect(models=[f"tiny={model}"]) as service:
+        session = await service.rollout_session("tiny")
+        async with httpx.AsyncClient(base_url=session.url, timeout=60) as http:
+            assert (await http.get("/v1/models")).status_code == 401
+            listed = await http.get("/v1/models", headers={"authorization": f"Bearer {session.key}"})
+    assert session.url.startswith("http://127.0.0.1:") and [each["id"] for each in listed.json()["data"]] == ["tiny"]

@@ -8,7 +8,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from functools import partial
 
 from gradwire_proto.v1 import journal_pb2
@@ -68,6 +68,7 @@ class RolloutSessions:
 
     Attributes:
         url: Of the HTTP door; empty while there is none.
+        open_door: Opens one, if it may be opened when it is needed.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class RolloutSessions:
     ) -> None:
         self._limits, self._keys, self._records, self._find = limits, keys, records, find
         self.url = ""
+        self.open_door: Callable[[], Awaitable[object]] | None = None
         self._known: dict[str, LiveSession] = {}
         self._by_digest: dict[str, str] = {}
         self._by_key: dict[tuple[str, str], str] = {}
@@ -104,8 +106,14 @@ class RolloutSessions:
             ServiceError: UNKNOWN_MODEL, UNKNOWN_RUN, UNKNOWN_CHECKPOINT, INVALID_ARGUMENT, LIMIT_EXCEEDED; UNSUPPORTED
                 if the server has no HTTP door; ALREADY_EXISTS if the key made another session.
         """
+        async with self._creating:
+            if not self.url and self.open_door is not None:
+                await self.open_door()
         if not self.url:
-            message = "agents reach their sessions over HTTP, which this server does not serve: start it with --http"
+            message = (
+                "agents reach their sessions over HTTP, which this server does not serve: install gradwire[http], and"
+                " start it with --http PORT"
+            )
             raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, message, field="http")
         session, content = self._made(caller, request), request.SerializeToString(deterministic=True)
         key = SESSION_KEY + secrets.token_urlsafe(32)

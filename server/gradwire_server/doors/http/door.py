@@ -56,13 +56,14 @@ class HttpDoor(Door):
 
     Args:
         core: The core that executes the calls.
+        listens_on: ``HOST:PORT``; that of the settings if empty.
 
     Attributes:
         address: ``HOST:PORT`` where the door listens, once it is open.
     """
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, core: Core, listens_on: str = "") -> None:
+        self._core, self._listens_on = core, listens_on or core.config.http
         self._stopping = asyncio.Event()
         self._tinker = tinker.Tinker(core, self._stopping)
         self._server: _Server | None = None
@@ -82,13 +83,13 @@ class HttpDoor(Door):
             SystemExit: The address cannot be bound, or a TLS file cannot be read; with a message.
         """
         config = self._core.config
-        listener = _listener(config.http)
+        listener = _listener(self._listens_on)
         host, port = listener.getsockname()[:2]
         self.address = f"{f'[{host}]' if ':' in host else host}:{port}"
         await self._tinker.start()
         protocols = await asyncio.to_thread(self.protocols)
         settings = uvicorn.Config(
-            _root(self._core, protocols, self._stopping), http=_Connection,
+            _root(self._core, self._listens_on, protocols, self._stopping), http=_Connection,
             log_config=None, log_level="warning", access_log=False, lifespan="off", ws="none", proxy_headers=False,
             server_header=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSE_S,
             **_tls(config),
@@ -108,7 +109,7 @@ class HttpDoor(Door):
         started.cancel()
         if self._serving.done():
             listener.close()
-            raise NotNow(f"gradwire: HTTP cannot be served on {config.http}: {self._serving.exception()}")
+            raise NotNow(f"gradwire: HTTP cannot be served on {self._listens_on}: {self._serving.exception()}")
 
     def protocols(self) -> tuple[HttpProtocol, ...]:
         """Build every protocol's routes, which takes FastAPI a few tenths of a second."""
@@ -158,11 +159,11 @@ class _Server(uvicorn.Server):
         self.up.set()
 
 
-def _root(core: Core, protocols: Sequence[HttpProtocol], stopping: asyncio.Event) -> ASGIApp:
+def _root(core: Core, listens_on: str, protocols: Sequence[HttpProtocol], stopping: asyncio.Event) -> ASGIApp:
     """The application that gives each request to the protocol of its path."""
     guards = [(protocol, GuardedProtocol(core, protocol)) for protocol in protocols]
     known = ", ".join(f"{protocol.prefix}{protocol.paths[0].rstrip('/')} ({protocol.name})" for protocol in protocols)
-    keyless = BrowserGuard(names=(core.config.http.rpartition(":")[0], *core.config.host_names))
+    keyless = BrowserGuard(names=(listens_on.rpartition(":")[0], *core.config.host_names))
     keyed = BrowserGuard(names=None)
 
     async def root(scope: Scope, receive: Receive, send: Send) -> None:

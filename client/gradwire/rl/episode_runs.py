@@ -181,6 +181,6 @@ class EpisodeRuns:
         kept = [self._done[i] for i in sorted(self._done) if self._members[self._plan[i].group] == self._size]
         seconds = time.monotonic() - self._started
         sampler = self._batcher.statistics
-        if self._shared:  # counts the retries of all collections that share it
+        if self._shared or not sampler.calls:  # counts those of all collections that share it, or none of agents
             sampler = SamplerStatistics(tokens=sum(each.num_tokens for each in kept))
         return summarised(kept, len(self._plan) - len(kept), seconds, sampler)

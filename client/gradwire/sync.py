@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
-from gradwire import connection, files, jobs, service, training
+from gradwire import connection, files, jobs, service, sessions, training
 from gradwire.connection import ConnectionOptions
 from gradwire.errors import ServiceClosedError
 from gradwire.history import RunUpdates
@@ -97,6 +97,61 @@ def _opening(
     return call
 
 
+class RolloutSession:
+    """A session of an agent: a blocking :class:`gradwire.RolloutSession`. ``with`` ends it."""
+
+    def __init__(self, client: sessions.RolloutSession, loop_thread: LoopThread) -> None:
+        self._client, self._loop_thread = client, loop_thread
+        self.session_id, self.url, self.openai_url, self.key = (
+            client.session_id, client.url, client.openai_url, client.key
+        )  # fmt: skip
+
+    @property
+    def info(self) -> sessions.SessionInfo:
+        """The session as it was when this client last heard of it."""
+        return self._client.info
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables with which agents on the libraries of OpenAI and Anthropic find the session."""
+        return self._client.environment()
+
+    refresh = _blocking(sessions.RolloutSession.refresh)
+    rollout = _blocking(sessions.RolloutSession.rollout)
+    end = _blocking(sessions.RolloutSession.end)
+    delete = _blocking(sessions.RolloutSession.delete)
+
+    def __enter__(self) -> RolloutSession:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._loop_thread.run(self._client.__aexit__(kind, error, traceback))
+
+
+def _opening_session(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, sessions.RolloutSession]],
+) -> Callable[Concatenate[Any, P], RolloutSession]:
+    """Like :func:`_blocking`, for a method that returns a session."""
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> RolloutSession:
+        loop: LoopThread = self._loop_thread
+        return RolloutSession(loop.run(method(self._client, *args, **kwargs)), loop)
+
+    return call
+
+
+class RolloutSessions:
+    """The sessions of a server: a blocking :class:`gradwire.RolloutSessions`."""
+
+    def __init__(self, client: sessions.RolloutSessions, loop_thread: LoopThread) -> None:
+        self._client, self._loop_thread = client, loop_thread
+
+    get = _opening_session(sessions.RolloutSessions.get)
+    list = _blocking(sessions.RolloutSessions.list)
+
+
 class TrainingClient(Operations):
     """One run: operations return futures; all other methods block."""
 
@@ -123,6 +178,7 @@ class TrainingClient(Operations):
     download_checkpoint = _blocking(training.TrainingClient.download_checkpoint)
     download_record = _blocking(training.TrainingClient.download_record)
     push_to_hub = _blocking(training.TrainingClient.push_to_hub)
+    rollout_session = _opening_session(training.TrainingClient.rollout_session)
 
 
 class Files:
@@ -184,6 +240,11 @@ class ServiceClient(Connected):
         """The files that jobs train on."""
         return Files(self._client.files, self._loop_thread)
 
+    @property
+    def sessions(self) -> RolloutSessions:
+        """The rollout sessions of agents."""
+        return RolloutSessions(self._client.sessions, self._loop_thread)
+
     server_info = _blocking(service.ServiceClient.server_info)
     list_models = _blocking(service.ServiceClient.list_models)
     list_losses = _blocking(service.ServiceClient.list_losses)
@@ -202,6 +263,7 @@ class ServiceClient(Connected):
     delete_upload = _blocking(service.ServiceClient.delete_upload)
     render: Any = _blocking(service.ServiceClient.render)
     render_turns: Any = _blocking(service.ServiceClient.render_turns)
+    rollout_session = _opening_session(service.ServiceClient.rollout_session)
     create_run = _opening(service.ServiceClient.create_run)
     fork_run = _opening(service.ServiceClient.fork_run)
 

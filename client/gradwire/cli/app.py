@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gradwire import __version__
-from gradwire.cli import data, jobs, runs, trained, uploads
+from gradwire.cli import data, jobs, runs, sessions, trained, uploads
 from gradwire.cli.doctor import doctor
 from gradwire.cli.import_config import import_config
 from gradwire.cli.plugins import Commands
@@ -46,6 +46,7 @@ app.command()(top)
 app.command()(usage)
 app.add_typer(runs.app, name="runs")
 app.add_typer(jobs.app, name="jobs")
+app.add_typer(sessions.app, name="sessions")
 app.command()(sweep)
 app.command("import-config")(import_config)
 app.command()(record)

@@ -15,10 +15,12 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from gradwire.cli.app import app
 from gradwire.rollout import Rollout, Turn
 from support.server import free_port
 from support.tinker import HttpServer
 from support.tiny import tiny_model
+from typer.testing import CliRunner
 
 ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the cat"}]
 DOORS = ("chat", "chat streamed", "messages", "messages streamed", "responses", "responses streamed", "completions")
@@ -262,3 +264,29 @@ async def test_an_embedded_server_opens_a_door_for_agents(tmp_path: Path) -> Non
             assert (await http.get("/v1/models")).status_code == 401
             listed = await http.get("/v1/models", headers={"authorization": f"Bearer {session.key}"})
     assert session.url.startswith("http://127.0.0.1:") and [each["id"] for each in listed.json()["data"]] == ["tiny"]
+
+
+async def test_the_command_line_shows_what_an_agent_did(
+    service: gradwire.ServiceClient, openai_server: HttpServer
+) -> None:
+    session = await service.rollout_session("tiny", group="shown")
+    agent = Agent(session, "chat")
+    await agent.ask()
+    await agent.ask("sat on")
+    agent.said = [{"role": "system", "content": "make a title"}, ASK[1]]
+    await agent.ask()
+
+    async def command(*words: str) -> str:
+        said = await asyncio.to_thread(
+            CliRunner().invoke, app, ["sessions", *words, "--address", openai_server.address], env={"COLUMNS": "300"}
+        )
+        assert said.exit_code == 0, said.output
+        return str(said.output)
+
+    listed = await command("list", "--group", "shown")
+    assert session.session_id in listed and "open" in listed and "tiny" in listed
+    shown = await command("show", session.session_id)
+    assert shown.index("branch 0, main") < shown.index("user: sat on") < shown.index("branch 1, side call, leaves turn")
+    assert "system: make a title" in shown and "turn 2, 6 tokens, version 0" in shown
+    assert "enough" in await command("end", session.session_id, "--reason", "enough")
+    assert (await session.refresh()).end_reason == "enough"

@@ -12,7 +12,7 @@ const talk = (n) => ({
 const rows = Array.from({ length: 32 }, (_, n) => JSON.stringify(talk(n))).join("\n");
 const file = await client.files.create({ file: await toFile(Buffer.from(rows), "rows.jsonl"), purpose: "fine-tune" });
 await client.files.waitForProcessing(file.id, { pollInterval: 200 });
-const hyperparameters = { n_epochs: 2, batch_size: 2, learning_rate_multiplier: 100 };
+const hyperparameters = { n_epochs: 2, batch_size: 2, learning_rate_multiplier: 50 };
 let job = await client.fineTuning.jobs.create({
   model,
   training_file: file.id,

@@ -40,7 +40,9 @@ def table(lessons: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) 
             lines.append(f"| `{name}` | {lesson.says} | - | `{lesson.metric}` | not run yet | {must} | - |")
             continue
         ours = [value for _, value in result["curves"]["train/loss"]] if result["trl"] else []
-        apart = f"{max(abs(a - b) for a, b in zip(ours, result['trl'])):.1g} in {len(ours)} steps" if ours else "-"
+        apart = (
+            f"{max(abs(a - b) for a, b in zip(ours, result['trl'])):.1g} in {len(result['trl'])} steps" if ours else "-"
+        )
         lines.append(
             f"| `{name}` | {lesson.says} | {result['rates'][0]:.2g} | `{lesson.metric}` | {result['first']:.3f} → "
             f"**{result['last']:.3f}** | {must} | {apart} |"

@@ -17,7 +17,7 @@ from benchmarks.learn_tasks import reversed_share
 
 
 def result(name: str, last: float, trl: list[float] | None = None) -> Result:
-    curves = {"train/loss": [(1, 2.0), (2, 1.0)], LESSONS[name].metric: [(0, 2.0), (2, last)]}
+    curves = {"train/loss": [(1, 2.0), (2, 1.0), (3, 1.0)], LESSONS[name].metric: [(0, 2.0), (2, last)]}
     return Result(name, {}, (1e-3, 0.0), 2.0, last, 1.0, curves, trl or [])
 
 

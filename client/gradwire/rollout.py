@@ -191,7 +191,7 @@ class Rollout:
         ``rows_of`` makes a row of each branch, and a trajectory counts once in its group however many rows it has.
 
         Args:
-            task: The task; by default the session's own.
+            task: The task; by default the session's own, if it is a text or has a ``prompt``.
             group, member: Number of the group of rollouts of one task, and of the rollout in it.
 
         Raises:
@@ -200,7 +200,10 @@ class Rollout:
         from gradwire.rl.rewards.aligner import align
         from gradwire.rl.types import Action, StepData, Task, Trajectory
 
-        trajectory = Trajectory(Task.of(task if task is not None else self.task or ""), group, member)
+        if task is None:
+            known = isinstance(self.task, str) or (isinstance(self.task, Mapping) and "prompt" in self.task)
+            task = self.task if known else Task("", task_id=self.group, data={"task": self.task})
+        trajectory = Trajectory(Task.of(task), group, member)
         messages: list[Message] = []
         for branch, turn, start in self.trained:
             messages += [_shown(message) for message in turn.messages]

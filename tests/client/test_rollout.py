@@ -173,6 +173,17 @@ def test_rewards_of_the_rollout_of_branches_and_of_turns() -> None:
         conversation().rollout(branch_rewards={0: 1.0}).to_trajectory()
 
 
+def test_the_task_of_a_session_may_be_anything() -> None:
+    for task, prompt, data in (
+        ("say", "say", {}),
+        ({"prompt": "say", "level": 2}, "say", {"level": 2}),
+        ({"file": "a.py"}, "", {"task": {"file": "a.py"}}),
+        (None, "", {"task": None}),
+    ):
+        found = conversation().rollout(task=task).to_trajectory().task
+        assert (found.prompt, found.data) == (prompt, data)
+
+
 def test_a_turn_that_shares_more_than_its_parent_has_is_an_error() -> None:
     first, second = (np.array(ids, np.int64) for ids in ([1, 2], [3]))
     logprobs, versions = np.zeros(1, np.float32), np.zeros(1, np.int64)

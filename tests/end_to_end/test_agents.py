@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import inspect
 import json
+import re
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -17,6 +21,7 @@ from support import secret_word
 from support.server import free_port
 from support.tinker import HttpServer
 
+PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
 PROGRAM = """
 import json, pathlib, sys
 import openai
@@ -77,6 +82,22 @@ async def test_what_an_agent_sampled_is_trained_on(mode: Any, run: Any, tmp_path
     if mode == "sync":
         assert max(each["train/sampler_logprob_diff_max"] for each in metrics) < 1e-4
         assert max(each["train/staleness_max"] for each in metrics) == 0
+
+
+@pytest.mark.holds_loop("the page's functions are compiled on it")
+async def test_the_code_of_the_page_runs(server: HttpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gradwire.connect(server.address, connect_timeout=120) as service:
+        create = service.create_run
+        monkeypatch.setattr(gradwire, "connect", lambda **_: asyncio.sleep(0, service))
+        monkeypatch.setattr(service, "create_run", lambda model, **options: create("tiny", **options))
+        monkeypatch.chdir(tmp_path)
+        scope: dict[str, Any] = {"__name__": "page"}
+        for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+            waiting = eval(compile(block, str(PAGE), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), scope)
+            if inspect.iscoroutine(waiting):
+                await waiting
+        assert scope["history"][1]["train/trajectories"] == 24
+        assert scope["trajectory"].task.data == {"task": {"file": "a.py"}}
 
 
 @pytest.mark.slow

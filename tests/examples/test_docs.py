@@ -15,7 +15,7 @@ from support.server import Server
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ELSEWHERE = ("openai.md", "openai_fine_tuning.md", "images.md")
+ELSEWHERE = ("agents.md", "openai.md", "openai_fine_tuning.md", "images.md")
 """Pages whose code is run by tests with a server of their own."""
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 

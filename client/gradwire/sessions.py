@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
-from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, TypedDict
@@ -219,11 +218,10 @@ class RolloutSession:
         """
         turns: list[Turn] = []
         request = pb.GetRolloutRequest(session_id=self.session_id)
-        async with aclosing(self._transport.rollout(request)) as frames:
-            async for frame in frames:
-                if frame.HasField("session"):
-                    self._info = SessionInfo.from_message(frame.session)
-                turns += map(turn_of, frame.turns)
+        for frame in await self._transport.rollout(request):
+            if frame.HasField("session"):
+                self._info = SessionInfo.from_message(frame.session)
+            turns += map(turn_of, frame.turns)
         info = self._info
         return Rollout(
             session_id=info.session_id,

@@ -214,10 +214,17 @@ class Transport:
         """Make a call of it that deletes something, likewise."""
         await self._deleted(lambda: method(self._sessions), request)
 
-    def rollout(self, request: sessions_pb2.GetRolloutRequest) -> AsyncGenerator[sessions_pb2.RolloutFrame]:
-        """Yield a session and its turns."""
+    async def rollout(self, request: sessions_pb2.GetRolloutRequest) -> list[sessions_pb2.RolloutFrame]:
+        """Return a session and its turns; from the first again while the server is away."""
         self.check_loop()
-        return frames_of(self._sessions.GetRollout(request, metadata=self._metadata), self.address)
+        backoff = self.backoff()
+        while True:
+            try:
+                call = self._sessions.GetRollout(request, metadata=self._metadata)
+                return [frame async for frame in frames_of(call, self.address)]
+            except errors.RETRYABLE as failure:
+                await backoff.pause(failure)
+            self.check_alive()
 
     async def upload_file(self, frames: Callable[[], AsyncIterator[jobs_pb2.UploadFileFrame]]) -> jobs_pb2.File:
         """Send a file; from its first frame again while the server is away."""

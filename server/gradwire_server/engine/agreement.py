@@ -110,6 +110,10 @@ class Agreement:
         """
         return nullcontext()
 
+    def aside(self) -> AbstractContextManager[None]:
+        """Execute the body, of other requests, in the middle of a piece of work."""
+        return nullcontext()
+
     def once(self, work: Callable[[], T]) -> T | None:
         """Do work in one process only, because it changes what all share, such as files; None in the others."""
         return work()

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from gradwire_server.engine.agreement import Agreement
+from gradwire_server.engine.failures import is_fatal
+from gradwire_server.engine.interruption import give_way
 from gradwire_server.engine.lanes import Key, Sums, added
 
 Scored = Sequence[Mapping[str, Tensor]]
@@ -38,8 +40,13 @@ class Turn(NamedTuple):
 
 
 def executor_of(lanes: int, agreement: Agreement | None = None) -> Executor:
-    """The executor of a run with so many lanes; without an agreement, or as the only process, of this one alone."""
-    return Executor(lanes) if agreement is None or agreement.ranks == 1 else GroupExecutor(lanes, agreement)
+    """The executor of a run with so many lanes; without an agreement, or as the only process, of this one alone.
+
+    It gives way to others between two micro-batches.
+    """
+    if agreement is None or agreement.ranks == 1:
+        return Executor(lanes, gives_way=True)
+    return GroupExecutor(lanes, agreement, gives_way=True)
 
 
 class Executor:
@@ -47,6 +54,7 @@ class Executor:
 
     Args:
         lanes: Number of lanes, a power of two.
+        gives_way: Whether it gives way to others between two micro-batches: only the outer one of two does.
 
     Attributes:
         own: The lanes of this process. Of fewer lanes than ranks, several ranks compute the same one.
@@ -57,8 +65,9 @@ class Executor:
     in_step = False
     counts = True
 
-    def __init__(self, lanes: int = 1) -> None:
+    def __init__(self, lanes: int = 1, *, gives_way: bool = False) -> None:
         self.lanes, self.own = lanes, range(lanes)
+        self._gives_way = gives_way
 
     def split(self, *, streams: bool) -> tuple[Executor, Executor]:
         """Who computes the parts that a loss is evaluated on, and the micro-batches of a part.
@@ -86,14 +95,32 @@ class Executor:
         Returns:
             What was computed of each, in their order.
         """
-        computed = {turn.number: compute(turn) for turn in self.turns(number)}
+        computed: dict[int, Scored] = {}
+
+        def compute_one(place: int, turn: Turn) -> None:
+            computed[turn.number] = compute(turn)
+
+        self._each(number, compute_one)
         return [computed[index] for index in range(number)]
 
     def backward(self, number: int, go_back: Callable[[int, Turn], None]) -> None:
         """Go back through the micro-batches of this process, given the place of each among its turns."""
         with self.together("backward"):
-            for place, turn in enumerate(self.turns(number)):
-                go_back(place, turn)
+            self._each(number, go_back, before_first=False)
+
+    def _each(self, number: int, do: Callable[[int, Turn], None], *, before_first: bool = True) -> None:
+        """Do each turn of this process, given its place, and give way before each.
+
+        Args:
+            before_first: Also before the first one: not where a forward of several runs is to be gone back through.
+        """
+        for place, turn in enumerate(self.turns(number)):
+            self._pause(before_first or place > 0)
+            do(place, turn)
+
+    def _pause(self, may: bool) -> None:
+        if may and self._gives_way:
+            give_way()
 
     def reduce(self, sums: Sums, device: torch.device, *, of_all: bool = False) -> Sums:
         """Add the sums of all processes, on the device that they are on; takes ownership of the given ones.
@@ -126,8 +153,8 @@ class GroupExecutor(Executor):
         agreement: This process's agreement with the others.
     """
 
-    def __init__(self, lanes: int, agreement: Agreement) -> None:
-        super().__init__(lanes)
+    def __init__(self, lanes: int, agreement: Agreement, *, gives_way: bool = False) -> None:
+        super().__init__(lanes, gives_way=gives_way)
         self._agreement, self.in_step = agreement, agreement.lock_step
         rank, ranks = agreement.rank, agreement.ranks
         first = rank * lanes // ranks
@@ -143,8 +170,11 @@ class GroupExecutor(Executor):
         own = super().turns(number)
         if not self.in_step:
             return own
-        most = max(self._number_of(first, number) for first in range(0, self.lanes, len(self.own)))
-        return own + [Turn(number - 1, repeated=True)] * (most - len(own))
+        return own + [Turn(number - 1, repeated=True)] * (self._most(number) - len(own))
+
+    def _most(self, number: int) -> int:
+        """The most micro-batches, of so many, that any process has."""
+        return max(self._number_of(first, number) for first in range(0, self.lanes, len(self.own)))
 
     def _number_of(self, first: int, number: int) -> int:
         """How many micro-batches a process has whose lanes begin with this one."""
@@ -152,17 +182,33 @@ class GroupExecutor(Executor):
 
     def score(self, what: str, number: int, compute: Callable[[Turn], Scored]) -> list[Scored]:
         own: dict[int, Scored] = {}
+
+        def compute_one(place: int, turn: Turn) -> None:
+            computed = compute(turn)
+            if not turn.repeated:
+                own[turn.number] = computed
+
         with self.together(what):
-            for turn in self.turns(number):
-                computed = compute(turn)
-                if not turn.repeated:
-                    own[turn.number] = computed
-                del computed
+            self._each(number, compute_one)
         by_number = dict(own)
         if not self._whole:
             for told in self._agreement.gathered(_packed(own)):
                 by_number |= {index: parts for index, parts in _unpacked(told).items() if index not in by_number}
         return [by_number[index] for index in range(number)]
+
+    def _each(self, number: int, do: Callable[[int, Turn], None], *, before_first: bool = True) -> None:
+        own, failure = self.turns(number), None
+        for place in range(self._most(number)):  # as often as any other process, also after an error of its own
+            self._pause(before_first or place > 0)
+            if failure is None and place < len(own):
+                try:
+                    do(place, own[place])
+                except Exception as error:
+                    if self.in_step or is_fatal(error):
+                        raise
+                    failure = error
+        if failure is not None:
+            raise failure
 
     def reduce(self, sums: Sums, device: torch.device, *, of_all: bool = False) -> Sums:
         if self._whole and not of_all:

@@ -180,6 +180,15 @@ class GroupAgreement(Agreement):
             raise shared  # without its cause, whose traceback keeps the computed tensors alive
         raise shared from failure
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """See :class:`.agreement.Agreement`."""
+        before, (self._apart, self._error) = (self._apart, self._error), (False, None)
+        try:
+            yield
+        finally:
+            self._apart, self._error = before
+
     def _confirm_failure(self, failure: Failure | None) -> None:
         error = None if failure is None else failure.error
         states = self._numbers("attempt", _state(error), error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,6 +14,7 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import EngineSettings
 from gradwire_server.engine.agreement import Agreement
+from gradwire_server.engine.interruption import give_way
 from gradwire_server.engine.operations.decisions import Decision, Decisions
 from gradwire_server.engine.operations.lifecycle import Answer
 from gradwire_server.engine.operations.request import Request
@@ -23,9 +24,15 @@ from gradwire_server.engine.scoring.memory import Memory
 
 
 class Stage:
-    """An engine whose samples take as many steps as their ``max_tokens``; ``log`` is what happened, in order."""
+    """An engine whose samples take as many steps as their ``max_tokens``; ``log`` is what happened, in order.
 
-    def __init__(self) -> None:
+    A step takes a second. Another request takes as many as it has micro-batches, by number of the request; one.
+    """
+
+    gives_way = True
+
+    def __init__(self, micro_batches: Mapping[int, int] | None = None) -> None:
+        self.micro_batches, self.clock = micro_batches or {}, 0.0
         self.requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self.log: list[str] = []
         self.arrivals: dict[int, list[Request]] = {}
@@ -36,8 +43,15 @@ class Stage:
 
     def execute(self, decision: Decision) -> Iterator[Answer]:
         for request in decision.requests:
-            self.log.append(f"do {request.message.id}")
+            for _ in range(self.micro_batches.get(request.message.id, 1)):
+                give_way()
+                self.log.append(f"do {request.message.id}")
+                self.clock += 1.0
             yield Answer(engine_pb2.EngineReply(id=request.message.id), [])
+
+    def now(self, *, settled: bool) -> float:
+        assert settled == bool(self.under_way)
+        return self.clock
 
     # its samples
 
@@ -60,6 +74,7 @@ class Stage:
     def step(self, decision: Decision) -> None:
         self.log.append("step")
         self.steps += 1
+        self.clock += 1.0
         for _, left in self.under_way:
             left[0] -= 1
         for request in self.arrivals.pop(self.steps, []):
@@ -129,6 +144,31 @@ def test_steps_of_samples_alternate_with_other_runs() -> None:
         "begin 1", "step", "do 2", "told 2", "step", "do 3", "told 3", "step", "told 1", "do 4", "told 4",
         "do 5", "told 5", "do 99", "told 99",
     ]  # fmt: skip
+
+
+def test_samples_get_half_of_the_time_of_a_long_operation() -> None:
+    log = Stage({2: 4}).run(sample(1, "a", tokens=4), step(2, "b"), END)
+    assert log[:8] == ["begin 1", "step", "do 2", "do 2", "step", "do 2", "step", "do 2"]
+    assert log[8:] == ["told 2", "step", "told 1", "do 99", "told 99"]
+
+
+def test_samples_begin_between_the_micro_batches_of_an_operation() -> None:
+    stage = Stage({2: 5})
+    stage.arrivals = {2: [sample(3, "b"), sample(4, "c", tokens=1), step(5, "c"), sample(6, tokens=2), END]}
+    log = stage.run(sample(1, "a", tokens=4), step(2, "b"))
+    within = [line for line in log[log.index("do 2") : log.index("told 2")] if line != "do 2"]
+    assert within == ["step", "begin 4", "begin 6", "step", "told 4", "step", "told 1", "told 6"]
+    assert log.index("told 2") < log.index("begin 3") < log.index("do 99")  # its run waits
+    assert log.index("told 2") < log.index("do 5")  # only samples go before
+
+
+def test_time_that_nobody_wanted_is_not_saved_up() -> None:
+    stage = Stage({3: 9})
+    stage.arrivals = {5: [step(3, "a"), step(4, "a"), END]}
+    log = stage.run(sample(2, "b", tokens=7))
+    assert log[:7] == ["begin 2", *["step"] * 5, "do 3"], "an operation owes samples nothing for the time before it"
+    assert log[7:12] == ["do 3", "step", "do 3", "step", "told 2"]
+    assert log[12:] == [*["do 3"] * 6, "told 3", "do 4", "told 4", "do 99", "told 99"]
 
 
 def test_a_run_waits_for_its_samples_and_others_do_not() -> None:

@@ -66,6 +66,13 @@ class Request:
         return max((len(column.values) for column in self.columns.values()), default=1)
 
     @property
+    def only_samples(self) -> bool:
+        """Whether it asks for samples, and not for scores of their prompts too."""
+        message = self.message
+        call = message.sample.call if message.HasField("sample") else message.operation.operation.sample
+        return self.samples and not call.prompt_logprobs
+
+    @property
     def ready(self) -> bool:
         """Whether none of its images is still being read."""
         return self.images is None or self.images.done()

@@ -23,7 +23,7 @@ from gradwire_proto.v1 import engine_pb2, training_pb2
 from gradwire_server.crash_points import crash_point
 from gradwire_server.engine.errors import OperationError, invalid, panics_as_errors
 from gradwire_server.engine.failures import is_fatal, to_error
-from gradwire_server.engine.interruption import interruptible
+from gradwire_server.engine.interruption import given_s, interruptible
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.tokenizers import TextTokenizer
 from gradwire_server.engine.model.vision.row_images import (
@@ -315,13 +315,14 @@ class SamplesInProgress:
             return
         if not sampling.told and message.sample.call.prompt_logprobs:
             yield _start(sampling)
+        given = given_s()
         try:
             if request.error is not None:
                 raise request.error
             self._begin(sampling, request)
         except Exception as error:  # the boundary: the caller receives any error
             sampling.answer = self._failed(sampling, error)
-        sampling.used_s = time.perf_counter() - sampling.began
+        sampling.used_s = time.perf_counter() - sampling.began - (given_s() - given)
 
     def step(self, decision: Decision) -> None:
         """Advance some of the samples by a token; end those that the decision ends."""

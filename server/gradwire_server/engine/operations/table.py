@@ -13,7 +13,7 @@ import torch
 
 from gradwire_server.engine.errors import invalid, panics_as_errors
 from gradwire_server.engine.failures import is_fatal, to_error
-from gradwire_server.engine.interruption import interruptible
+from gradwire_server.engine.interruption import given_s, interruptible
 from gradwire_server.engine.operations import checkpoints, limits, scores, training
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.decisions import Decision
@@ -74,7 +74,7 @@ def carry_out(
         if len(group) > 1 and not _brought(context, [request.run_id for request, _ in group]):
             groups.extend([each] for each in group)
             continue
-        began = time.perf_counter()
+        began = time.perf_counter() - given_s()
         executions = []
         for request, budget in group:
             try:
@@ -82,7 +82,9 @@ def carry_out(
             except Exception as error:  # the boundary: its run is not here
                 yield answer_to(request, plain_answer(error=to_error(_not_fatal(error), "request operation")))
         outcomes = _outcomes(context, decision, executions)
-        seconds = (time.perf_counter() - began) / max(1, sum(execution.request.tokens for execution in executions))
+        seconds = (time.perf_counter() - given_s() - began) / max(
+            1, sum(execution.request.tokens for execution in executions)
+        )
         for execution, outcome in zip(executions, outcomes, strict=True):
             if outcome is None:
                 execution.drop_added_ema()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,18 @@ class Engine:
             tokenizer_files={name: str(file) for name, file in self.context.tokenizer_files.items()},
             computed_with=versions() | self._computed_with.machine(),
         )
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether samples go on between the micro-batches of an operation."""
+        return self.context.sampler.beside_batches
+
+    def now(self, *, settled: bool) -> float:
+        """The time in seconds; ``settled``: once the device has computed what it was given."""
+        device = self.context.pool.device
+        if settled and device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
 
     def execute(self, decision: Decision) -> Iterator[Answer]:
         """Execute a decision's requests. Errors become part of the answers.

@@ -17,13 +17,17 @@ import gc
 import logging
 import os
 import socket
+import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from gradwire_server.config import EngineSettings
 from gradwire_server.crash_points import set_rank
 from gradwire_server.engine.group_agreement import GroupAgreement
+from gradwire_server.engine.interruption import giving_way
 from gradwire_server.engine.machine import Share
+from gradwire_server.engine.operations.decisions import Decision
 from gradwire_server.engine.operations.samples import SamplesInProgress
 from gradwire_server.engine.process.activity import Activity
 from gradwire_server.engine.process.decision_link import Leader
@@ -57,11 +61,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pulse.device = engine.context.pool.device
     samples = SamplesInProgress(engine.context)
     gc.freeze()
+
+    def carry_out(decision: Decision) -> None:
+        for _ in carried_out(decision, engine, samples):
+            pass
+
+    def let_samples_go_on() -> float:
+        began = time.perf_counter()
+        with agreement.aside():
+            while not (decision := leader.receive()).empty:
+                carry_out(decision)
+        return time.perf_counter() - began
+
     while True:
         decision = leader.receive()
-        with activity.working():
-            for _ in carried_out(decision, engine, samples):
-                pass
+        gives_way = engine.gives_way and not decision.steps_samples
+        with activity.working(), giving_way(let_samples_go_on) if gives_way else nullcontext():
+            carry_out(decision)
         if any(request.ends for request in decision.requests):
             engine.context.residency.close()
             return 0

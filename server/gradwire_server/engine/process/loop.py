@@ -1,17 +1,20 @@
-"""The engine's request loop, which alternates sampling steps with all other requests.
+"""The engine's request loop: operations one after the other, and beside them the samples in progress.
 
 One thread. Requests of one run are executed and answered in order of arrival. A sampling request joins the samples in
-progress as soon as no earlier request of its run waits. Each sampling step, which adds a token to some of the samples,
-alternates with one other request or one group of requests. A run's other requests wait until its samples have ended.
+progress as soon as no earlier request of its run waits, and the run's other requests wait until its samples have ended.
+
+While samples and others both want the time, each gets half of it: samples advance, a token a step, not only between two
+operations but also between two micro-batches of one. What either does not want is not saved up for it.
 """
 
 from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 
+from gradwire_server.engine.interruption import giving_way
 from gradwire_server.engine.operations.decisions import Decision, Decisions
 from gradwire_server.engine.operations.lifecycle import Answer
 from gradwire_server.engine.operations.request import Request
@@ -61,30 +64,78 @@ class Loop:
         self._decisions, self._engine, self._samples = decisions, engine, samples
         self._requests, self._ranks, self._send, self._working = requests, ranks, send, working
         self._waiting: deque[Request] = deque()
+        self._executing: Collection[str] = ()
+        self._owed_s = 0.0  # what others have computed, less what samples have, while both wanted to
+        self._since = 0.0  # when the present computation began or went on
 
     def run(self) -> None:
         """Return once a shutdown is answered; all requests before it are answered first."""
         while True:
             ready = self._taken()
-            sampled = [request for request in ready if request.samples]
-            for request in sampled:
-                self._execute(self._decisions.sample(request))
-            if len(self._samples):
+            if self._begin_samples(ready, self._execute):
+                ready = self._ready()
+            others = [request for request in ready if not request.samples]
+            if self._samples_are_next(others):
                 self._execute(self._decisions.step_samples(self._samples.messages()))
-            decision = self._decisions.execute(self._ready() if sampled or len(self._samples) else ready)
+                continue
+            decision = self._decisions.execute(others)
             self._execute(decision)
             if any(request.ends for request in decision.requests):
                 return
 
+    def _samples_are_next(self, others: Sequence[Request]) -> bool:
+        if not len(self._samples):
+            self._owed_s = min(self._owed_s, 0.0)
+        elif not others:
+            self._owed_s = max(self._owed_s, 0.0)
+        return len(self._samples) > 0 and self._owed_s >= 0
+
+    def _begin_samples(self, ready: Sequence[Request], execute: Callable[[Decision], None]) -> bool:
+        """Begin the requests for samples among those that are ready; returns whether there were any."""
+        sampled = [request for request in ready if request.samples]
+        for request in sampled:
+            execute(self._decisions.sample(request))
+        return bool(sampled)
+
     def _execute(self, decision: Decision) -> None:
+        """Execute a decision, and let samples go on between its micro-batches."""
         if decision.empty:
             return
+        self._executing = {request.run_id for request in (*decision.samples, *decision.requests) if request.run_id}
+        gives_way = self._engine.gives_way and not decision.steps_samples
+        with self._working(), giving_way(self._let_samples_go_on) if gives_way else nullcontext():
+            self._carry_out(decision)
+        self._executing = ()
+
+    def _let_samples_go_on(self) -> float:
+        """Begin the samples that were asked for meanwhile, and advance all by what they are owed; returns the seconds
+        that it took."""
+        began = self._now()
+        self._owed_s += began - self._since
+        self._drain()
+        with self._ranks.agreement.aside():
+            self._begin_samples(self._ready(), self._carry_out)
+            while len(self._samples) and self._owed_s > 0:
+                self._carry_out(self._decisions.step_samples(self._samples.messages()))
+        if not len(self._samples):
+            self._owed_s = min(self._owed_s, 0.0)
+        self._ranks.send(Decision())
+        self._since = self._now()
+        return self._since - began
+
+    def _carry_out(self, decision: Decision) -> None:
         for request in (*decision.samples, *decision.requests):
             self._waiting.remove(request)
         self._ranks.send(decision)
-        with self._working():
-            for answer in carried_out(decision, self._engine, self._samples):
-                self._send(answer)
+        self._since = self._now()
+        for answer in carried_out(decision, self._engine, self._samples):
+            self._send(answer)
+        took_s = self._now() - self._since
+        of_samples = decision.steps_samples or all(request.only_samples for request in decision.samples)
+        self._owed_s += -took_s if of_samples and not decision.requests else took_s
+
+    def _now(self) -> float:
+        return self._engine.now(settled=len(self._samples) > 0)
 
     def _taken(self) -> list[Request]:
         """Move received requests to the waiting list, and return those that are ready; block if there is nothing else
@@ -107,7 +158,7 @@ class Loop:
         their images are read."""
         ready: list[Request] = []
         read: set[str] = set()
-        changed: set[str] = set()
+        changed = set(self._executing)
         for request in self._waiting:
             run_id = request.run_id
             if request.ends:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gradwire_server.engine.agreement import Failure
+from gradwire_server.engine.interruption import is_aside
 from gradwire_server.engine.model.attention.paged import PAGE
 from gradwire_server.engine.model.layers.cpu_kernels import sampling_by_kernels
 from gradwire_server.engine.model.layers.packed_linear import PackedWeights
@@ -163,13 +164,13 @@ class Batch:
     def _give_up(self, failure: Failure) -> None:
         """Handle the failure of a step.
 
-        If memory ran out, the samples go on with half as many rows at a time. Any other error, or a single sample that
-        does not fit, ends all jobs.
+        If memory ran out, the samples go on with half as many rows at a time; so does a single one if an operation in
+        progress has the memory. Any other error, or a single sample that does not fit, ends all jobs.
         """
         joining, self._joining = self._joining, []
         count = len(self._rows) + len(joining)
-        if failure.out_of_memory and count > 1:
-            self._most = count // 2
+        if failure.out_of_memory and (count > 1 or is_aside()):
+            self._most = max(count // 2, 1)
             logger.warning("out of memory with %d samples, going on with %d: %s", count, self._most, failure.error)
             self._remember(range(len(self._rows)))
             for waiting in joining:

@@ -65,6 +65,8 @@ class LocalSampler:
             that is computed alone neither keeps nor finds any. On a CPU, free room may take as much again, or 64 MiB.
     """
 
+    beside_batches = True
+
     def __init__(
         self,
         agreement: Agreement | None = None,

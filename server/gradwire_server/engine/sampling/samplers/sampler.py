@@ -247,7 +247,14 @@ J = TypeVar("J", bound=Job)
 
 
 class Sampler(Protocol[J]):
-    """Generates samples with policies' weights; requests begin at any time, and steps advance them."""
+    """Generates samples with policies' weights; requests begin at any time, and steps advance them.
+
+    Attributes:
+        beside_batches: Whether samples advance between the micro-batches of a batch, whose memory is taken then.
+    """
+
+    @property
+    def beside_batches(self) -> bool: ...
 
     def begin(
         self,

@@ -80,6 +80,7 @@ class VllmSampler:
         self._pool = pool
         self._max_rank, self._max_adapters, self._memory_share = max_rank, max_adapters, memory_share
         self._sleeps = pool.device.type == "cuda" if sleeps is None else sleeps
+        self.beside_batches = not self._sleeps
         self._local = LocalSampler(agreement, cache_bytes=cache_bytes)
         self._engines: dict[tuple[str, bool], VllmEngine] = {}
         self._locals_turn = False

@@ -9,8 +9,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gradwire_losses.registry import get_loss
 from gradwire_proto import codec
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
@@ -20,7 +22,8 @@ from gradwire_server.engine.operations.request import Request
 from gradwire_server.engine.operations.samples import SamplesInProgress
 from gradwire_server.engine.process.loop import Loop
 from gradwire_server.engine.process.ranks import Ranks
-from support.engine import LocalEngine, token_rows
+from support.engine import LocalEngine, loss_call, token_rows
+from support.ranks import STEP
 
 PROMPTS = token_rows([[1, 20, 30], [1, 5]], "prompt_ids")
 ROWS = token_rows([[1, 20, 30, 40, 50], [1, 9, 8]])
@@ -95,6 +98,29 @@ def told(answer: Answer) -> list[list[float]]:
 
 def generator(engine: LocalEngine, run_id: str) -> torch.Tensor:
     return engine.context.runs[run_id].rng_tensors()["cpu"]
+
+
+@pytest.mark.parametrize("loss", ["causal_lm", "bco"])
+def test_samples_go_on_between_the_micro_batches_of_a_batch(loss: str, tiny_model_path: Path, tmp_path: Path) -> None:
+    engine = Looped({"tiny": tiny_model_path}, tmp_path, microbatch_tokens=8)
+    rows = token_rows([[1, 20 + row % 40, 30, 5 + row % 20, 9, 8] for row in range(150)])
+    asked_loss = pb.LossCall(loss_fn=loss)
+    if loss == "bco":
+        rows["label"] = codec.Column(np.arange(150, dtype=np.float32) % 2)
+        asked_loss = loss_call(get_loss(loss), {"reference_model": "base"})
+    asked = pb.SampleRequest(model="tiny", call=call(20, seed=1), prompt_ids=[pb.TokenIds(ids=[1, 2])])
+    told_of: list[Any] = []
+    for name in ("alone", "beside"):
+        engine.create(name, seed=1, lora={"rank": 4, "dropout": 0.2})
+        ids = [engine.give(name, rows, forward_backward=asked_loss)]
+        if name == "beside":
+            ids.insert(0, engine.give("", sample=asked))
+        answers = engine.work()
+        assert list(answers) == [*ids, 1], "20 tokens are there before 150 micro-batches"
+        result = answers[ids[-1]].reply.result
+        assert result.loss.num_microbatches > 100
+        told_of.append((result.loss, engine.do(name, optim_step=STEP).proto.optim_step))
+    assert told_of[0] == told_of[1]
 
 
 def test_samples_among_others_are_what_they_are_alone(engine: Looped) -> None:

@@ -76,6 +76,10 @@ class Limits(BaseModel):
     key_running_jobs: int = Field(default=1000, ge=1, description="jobs of one key that run at a time; others wait")
     key_queued_operations: int = Field(default=65_536, ge=1, description="operations of one key without a result")
     key_queued_bytes: int = Field(default=32 << 30, ge=1, description="payloads of a key's operations without a result")
+    max_part_bytes: int = Field(
+        default=4 << 30, ge=1, description="parts of a batch that a run's engine holds until the last one comes"
+    )
+    key_part_bytes: int = Field(default=16 << 30, ge=1, description="those of all runs of one key")
     key_waiting_calls: int = Field(default=4096, ge=1, description="calls of one key that wait for their turn")
     key_call_bytes: int = Field(
         default=256 << 20, ge=1, description="bodies of one key's calls in memory, operations not included"

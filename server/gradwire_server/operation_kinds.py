@@ -116,6 +116,18 @@ def training_call(operation: pb.Operation) -> pb.LossCall | None:
     return loss_call(operation) if kind_of(operation).changes_state else None
 
 
+def is_part(operation: pb.Operation) -> bool:
+    """Whether an operation brings a part of a batch, which waits for the last one."""
+    return operation.HasField("forward_backward") and operation.forward_backward.accumulate
+
+
+def ends_parts(operation: pb.Operation, status: pb.Status.ValueType) -> bool:
+    """Whether no part of a batch waits any more behind an operation with this status."""
+    kind = kind_of(operation)
+    trained = training_call(operation) is not None and not is_part(operation) and status == pb.STATUS_SUCCEEDED
+    return trained or kind.ends_accumulation or (kind.loads_checkpoint and status == pb.STATUS_SUCCEEDED)
+
+
 def step_call(operation: pb.Operation) -> pb.OptimStep | None:
     """The optimizer step that an operation is or ends with; None for one that takes none."""
     get = kind_of(operation).step

@@ -30,6 +30,7 @@ class Usage:
         operations: Operations without a result.
         bytes: Bytes of their payloads.
         incoming_bytes: Bytes of payloads that are being received or journaled.
+        part_bytes: Bytes of the parts of batches that wait for their last ones, in queues and engines.
         spent_tokens: Tokens counted against the rate limit; decreases with time.
         spent_at: Monotonic time in seconds at which ``spent_tokens`` was last updated.
     """
@@ -40,6 +41,7 @@ class Usage:
     operations: int = 0
     bytes: int = 0
     incoming_bytes: int = 0
+    part_bytes: int = 0
     spent_tokens: float = 0.0
     spent_at: float = 0.0
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.access.quotas import Usage, tokens_of
+from gradwire_server.access.quotas import Usage
 from gradwire_server.engine_client.client import EngineAnswer, Holder
 from gradwire_server.errors import ServiceError, parked_error
 from gradwire_server.journal.rows import JournalEntry, RunMarks, StoredResult
@@ -29,6 +29,7 @@ from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Location
 from gradwire_server.limits import Limits
 from gradwire_server.scheduling.finished_operations import OperationLog, RecentResults, RecoveryCost
+from gradwire_server.scheduling.held_operations import HeldOperations
 from gradwire_server.scheduling.operation import (
     UNSENT,
     OperationState,
@@ -82,89 +83,6 @@ def reused(seq: int) -> ServiceError:
         f"number {seq} was used for another operation; a new operation takes a new number",
         field="seq",
     )
-
-
-class HeldOperations:
-    """Count of a run's operations without a result, and the checks of its limits.
-
-    Args:
-        limits: The server's limits.
-        usage: What the run's key holds; shared by its runs.
-
-    Attributes:
-        operations: Number of the run's operations without a result.
-        bytes: Bytes of their payloads.
-    """
-
-    def __init__(self, limits: Limits, usage: Usage) -> None:
-        self._limits, self._usage = limits, usage
-        self.operations = self.bytes = 0
-
-    def add(self, operation: QueuedOperation) -> None:
-        """Count an operation without a result."""
-        self._count(1, operation.header.payload_bytes)
-
-    def remove(self, operation: QueuedOperation) -> None:
-        """Stop counting an operation that has its result, or is dropped."""
-        self._count(-1, -operation.header.payload_bytes)
-
-    def _count(self, operations: int, size: int) -> None:
-        self.operations += operations
-        self.bytes += size
-        self._usage.operations += operations
-        self._usage.bytes += size
-
-    def check(self, operation: QueuedOperation, next_seq: int, waiting: Collection[QueuedOperation]) -> None:
-        """Check that the run may take another operation.
-
-        Args:
-            operation: The new operation.
-            next_seq: The next number of the run.
-            waiting: Operations that wait for that number. The operation that has it is taken whatever they hold.
-
-        Raises:
-            ServiceError: SEQ_GAP for a number too far ahead; LIMIT_EXCEEDED.
-        """
-        seq, size, limits = operation.seq, operation.header.payload_bytes, self._limits
-        if seq >= next_seq + limits.max_window:
-            raise ServiceError(
-                pb.ERROR_CODE_SEQ_GAP,
-                f"operation {seq} is too far ahead: {next_seq} is expected next, and at most {limits.max_window}"
-                " numbers wait (--limit max_window=N); submit the missing ones first",
-            )
-        closes_gap = seq == next_seq and bool(waiting)
-        if not closes_gap:
-            self._check_queue(size)
-        if seq > next_seq:
-            self._check_window(next_seq, sum(each.header.payload_bytes for each in waiting), size)
-        if not closes_gap:
-            self._usage.check(size, tokens_of(operation.header.operation, operation.header.tensors, operation.pixels))
-
-    def _check_queue(self, size: int) -> None:
-        limits = self._limits
-        if self.operations >= limits.max_queued_operations:
-            raise ServiceError(
-                pb.ERROR_CODE_LIMIT_EXCEEDED,
-                f"the run has {limits.max_queued_operations} operations queued (--limit max_queued_operations=N); await"
-                " some results, then submit this one again",
-            )
-        if self.bytes + size > limits.max_queued_bytes and self.bytes:  # an empty queue takes one of any size
-            raise ServiceError(
-                pb.ERROR_CODE_LIMIT_EXCEEDED,
-                f"the run's queued operations hold {self.bytes} bytes, and this one would pass"
-                f" {limits.max_queued_bytes} (--limit max_queued_bytes=N); await some results, then"
-                " submit this one again",
-            )
-
-    def _check_window(self, next_seq: int, waiting_bytes: int, size: int) -> None:
-        limits = self._limits
-        if waiting_bytes and waiting_bytes + size > limits.max_window_bytes:  # the first one may have any size
-            raise ServiceError(
-                pb.ERROR_CODE_LIMIT_EXCEEDED,
-                f"{waiting_bytes} bytes wait for operation {next_seq}, and this one would pass"
-                f" {limits.max_window_bytes} (--limit max_window_bytes=N); submit the missing one, then this one again",
-                rule=f"max_window_bytes = {limits.max_window_bytes}",
-            )
 
 
 @dataclass(eq=False)
@@ -410,7 +328,7 @@ class RunQueue(Fencing):
     def finish(self, operation: QueuedOperation, result: pb.OperationResult) -> RunMarks:
         """Apply a result to the run; return the values for the run's row."""
         operation.enter(OperationState.FINISHED)
-        self._drop(operation)
+        self._drop(operation, result.status)
         executed = result.status == pb.STATUS_SUCCEEDED and operation.seq in self.sent
         self._saveable = operation.seq if executed and not operation.row.keeps_graph else 0
         self.recovery_cost.count(operation.header, result.status, result.timings.engine_s)
@@ -457,12 +375,12 @@ class RunQueue(Fencing):
                 return True
             await changed.wait()
 
-    def _drop(self, operation: QueuedOperation) -> bool:
+    def _drop(self, operation: QueuedOperation, status: pb.Status.ValueType = pb.STATUS_UNSPECIFIED) -> bool:
         if self.pending.get(operation.seq) is not operation:
             return False
         del self.pending[operation.seq]
         self._cancelled_steps.discard(operation.seq)
-        self.held.remove(operation)
+        self.held.remove(operation, status)
         return True
 
     # ---- parking ----
@@ -564,6 +482,7 @@ class RunQueue(Fencing):
         for operation in self.unfinished:
             operation.enter(OperationState.DROPPED)
             self.held.remove(operation)
+        self.held.drop_parts(self.next_seq)
         self.pending.clear()
         self.window.clear()
         self._cancelled_steps.clear()

@@ -16,7 +16,6 @@ from gradwire_losses.registry import LossSpec, all_losses, get_loss, load_builti
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.training import columns as batch_columns
 from support.engine import LocalEngine, loss_call, token_rows
 
 load_builtin_losses()
@@ -187,15 +186,6 @@ def test_only_forward_backward_takes_parts(engine: LocalEngine, kind: str) -> No
     message = part if kind == "forward" else pb.TrainStep(loss=part, optim_step=STEP)
     error = engine.op("run-a", LABELLED, **{kind: message}).proto.error
     assert (error.code, error.field) == (pb.ERROR_CODE_INVALID_ARGUMENT, "accumulate")
-
-
-def test_parts_have_a_limit_in_bytes(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine.create("run-a", lora=4)
-    monkeypatch.setattr(batch_columns, "MAX_BYTES", 100)
-    engine.do("run-a", ROWS, forward_backward=pb.LossCall(loss_fn="causal_lm", accumulate=True))
-    full = [engine.op("run-a", ROWS, forward_backward=pb.LossCall(loss_fn="causal_lm", accumulate=True)) for _ in "ab"]
-    assert [each.proto.error.code for each in full][-1] == pb.ERROR_CODE_LIMIT_EXCEEDED
-    assert engine.do("run-a", ROWS, forward_backward=pb.LossCall(loss_fn="causal_lm")).ok
 
 
 def test_smaller_micro_batches_are_planned_for_all_parts(engine: LocalEngine) -> None:

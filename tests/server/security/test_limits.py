@@ -112,6 +112,8 @@ ELSEWHERE = {
     "max_message_bytes": "test_a_message_too_large_is_refused_by_number",
     "max_queued_operations": "tests/server/scheduling/test_operations.py",
     "max_queued_bytes": "test_the_bytes_queued_by_a_run_are_bounded",
+    "max_part_bytes": "test_the_parts_of_batches_are_bounded_until_their_last_ones_come",
+    "key_part_bytes": "test_the_parts_of_batches_are_bounded_until_their_last_ones_come",
     "max_messages": "tests/end_to_end/test_rendering.py",
     "key_waiting_calls": "tests/server/security/test_calls.py",
     "key_streams": "tests/server/security/test_calls.py",
@@ -205,6 +207,31 @@ async def test_the_bytes_queued_by_a_run_are_bounded(start: Start) -> None:
         door.engine.gate.set()
         await client.results(1)
         assert not (await client.fb(2, "a", bytes(600))).HasField("error")
+
+
+@pytest.mark.parametrize("limit", ["max_part_bytes", "key_part_bytes"])
+async def test_the_parts_of_batches_are_bounded_until_their_last_ones_come(start: Start, limit: str) -> None:
+    part = {"forward_backward": pb.LossCall(loss_fn="a", accumulate=True)}
+    async with start(limits={limit: 1000}) as door:
+        client = await (await door.client()).begin()
+        other = client if limit == "max_part_bytes" else await (await door.client()).begin()
+        later = 2 if other is client else 1
+        assert not (await client.submit(1, bytes(600), **part)).HasField("error")
+        await client.results(1)
+        refused = (await other.submit(later, bytes(600), **part)).error
+        assert refused.code == pb.ERROR_CODE_LIMIT_EXCEEDED and refused.rule == f"{limit} = 1000"
+        assert "send the last part, or zero_grad" in refused.message
+        ends: tuple[dict[str, Any], ...] = (
+            {"forward_backward": pb.LossCall(loss_fn="a")}, {"zero_grad": pb.ZeroGrad()},
+        )  # fmt: skip
+        for seq, end in zip((2, 4), ends):  # what ends the parts passes, and gives their room back
+            assert not (await client.submit(seq, bytes(600) if seq == 2 else b"", **end)).HasField("error")
+            await client.results(seq)
+            assert not (await client.submit(seq + 1, bytes(600), **part)).HasField("error")
+            await client.results(seq + 1)
+        await client.stub.DeleteRun(pb.DeleteRunRequest(run_id=client.run_id))
+        if other is not client:
+            assert not (await other.submit(1, bytes(600), **part)).HasField("error")
 
 
 async def test_the_bytes_that_wait_for_a_number_are_bounded(start: Start) -> None:

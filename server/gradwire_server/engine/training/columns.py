@@ -55,8 +55,6 @@ PLAIN = LossSpec(
     streams=lambda config, present: True,
 )
 """The fields of a batch whose call names no loss."""
-MAX_BYTES = 4 << 30
-"""Maximum bytes of the parts that a run holds."""
 _PREFIX = "part:"
 
 
@@ -125,7 +123,6 @@ class BatchParts:
     def __init__(self) -> None:
         self._call = training_pb2.LossCall()
         self._parts: list[Columns] = []
-        self._nbytes = 0
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -181,22 +178,9 @@ class BatchParts:
         _check_alike(self._parts[0], columns, len(self) + 1)
 
     def _add(self, call: training_pb2.LossCall, columns: Columns) -> None:
-        """Hold a checked part.
-
-        Raises:
-            OperationError: LIMIT_EXCEEDED.
-        """
-        nbytes = self._nbytes + sum(_nbytes(column) for column in columns.values())
-        if nbytes > MAX_BYTES:
-            raise OperationError(
-                training_pb2.ERROR_CODE_LIMIT_EXCEEDED,
-                f"the parts of this batch take {nbytes:,} bytes, and a batch has {MAX_BYTES:,} at most: make it"
-                " smaller, or several batches, each with a statistic of its own",
-                rule=f"{MAX_BYTES:,} bytes in all parts",
-            )
+        """Hold a checked part; the front bounds the bytes of all of them."""
         self._call.CopyFrom(call)
         self._parts.append(columns)
-        self._nbytes = nbytes
 
     def row_lengths(self, name: str) -> Sequence[NDArray[np.uint32]]:
         """The innermost lengths of a column, for each part."""
@@ -285,10 +269,6 @@ def _unpadded(
 
 def _argument(call: training_pb2.LossCall, name: str) -> object:
     return call.loss_fn if name == "loss_fn" else json.loads(call.loss_kwargs_json or "{}")
-
-
-def _nbytes(column: Column) -> int:
-    return int(column.values.nbytes) + sum(int(level.nbytes) for level in column.levels)
 
 
 def _shape(column: Column) -> str:

@@ -284,3 +284,23 @@ async def test_what_agents_need_is_said() -> None:
     )  # fmt: skip
     with pytest.raises(rl.RolloutsFailedError, match="agents need sessions of the run's own sampler"):
         await algorithm.train(1, progress_bar=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
+async def test_a_sandboxed_program_writes_to_its_folder_alone(tmp_path: Path) -> None:
+    script = (
+        "echo mine > here; echo tmp > $TMPDIR/x; echo home > ~/y; cat here; (sleep 60 &); ls /proc | grep -c '^[0-9]';"
+        f" touch {tmp_path}/outside || echo refused; touch /etc/outside || echo refused; exit 5"
+    )
+    environment = AgentEnvironment(command=["sh", "-c", script], sandbox=True, exit_statuses=(5,))
+    (one,) = await played(environment, ScriptedSessions(calls=1))
+    if one.error and "this machine refuses" in one.error:
+        pytest.skip(one.error)
+    assert one.status == "completed" and one.state is not None, one.error
+    mine, processes, *rest = one.state.data["output"].split()
+    assert mine == "mine" and rest == ["refused", "refused"] and int(processes) < 8
+    environment = AgentEnvironment(command=["/nowhere/agent"], sandbox=True)
+    (one,) = await played(environment, ScriptedSessions(calls=1))
+    assert one.error == "the agent ended with status 127: /nowhere/agent: No such file or directory"
+    with pytest.raises(ValueError, match="sandbox is for programs"):
+        AgentEnvironment(asks, sandbox=True)

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from gradwire.extras import require
 from gradwire.rl.environments.base import EpisodeEnvironment, Policy, first_messages
-from gradwire.rl.environments.programs import PASSED, Exit, Program, own_folder, run_program
+from gradwire.rl.environments.programs import PASSED, Exit, Program, own_folder, run_in_sandbox, run_program
 from gradwire.rl.rewards.computer import as_scorer
 from gradwire.rl.rewards.functions import RewardFunction, Scorer
 from gradwire.rl.threads import called
@@ -34,6 +34,8 @@ Runner = Callable[[Program], Awaitable[Exit]]
 CLIENTS = {"openai": "AsyncOpenAI", "anthropic": "AsyncAnthropic"}
 LIMITED = re.compile(r"\((max_turns|max_tokens|max_seconds)\)$")
 """The end of the reason of a session that a limit ended."""
+SPARE_S = 60.0
+"""Seconds that a session lasts longer than its agent may."""
 SHOWN = 2_000
 """Characters of an agent's standard error in the message of its failure."""
 
@@ -54,6 +56,9 @@ class AgentOptions(TypedDict, total=False):
             ``output``, ``errors``, ``result``, ``messages``, ``ground_truth`` and others, or any scorer. The algorithm
             then takes ``environment_reward()``.
         runner: Starts programs in place of :func:`~gradwire.rl.run_program`: in a container, on another machine.
+        sandbox: Programs can write to their episode's folder alone and see their own processes alone, which all end
+            with them; they can read what you can, and reach the network. Needs Linux with user namespaces. False by
+            default.
         client: The client that a function gets as ``client``: ``openai`` (the default) or ``anthropic``.
         timeout_s: Seconds after which an agent is ended; 600 by default.
         retries: How often an agent that crashed or ran too long is started again; 0 by default.
@@ -76,6 +81,7 @@ class AgentOptions(TypedDict, total=False):
     stdin: str
     reward: Scorer | Callable[..., Any]
     runner: Runner
+    sandbox: bool
     client: Literal["openai", "anthropic"]
     timeout_s: float
     retries: int
@@ -127,6 +133,8 @@ class AgentEnvironment(EpisodeEnvironment):
         self._agent, self._command, self._options = agent, tuple(command), options
         if agent is not None:
             self._wanted = _parameters(agent)
+        if options.get("sandbox", False) and ("runner" in options or agent is not None):
+            raise ValueError("sandbox is for programs that no runner of your own starts")
         reward = options.get("reward")
         self._scorer = None if reward is None else as_scorer(reward)
         if isinstance(self._scorer, RewardFunction) and self._scorer.batch:
@@ -154,12 +162,12 @@ class AgentEnvironment(EpisodeEnvironment):
         session: RolloutSession = await policy.inference.rollout_session(  # type: ignore[attr-defined]
             **self._session_options(trajectory, policy, attempt)
         )
-        async with session, self._folders(trajectory.task) as (folder, home):
-            ended = await _Run(self, trajectory.task, session, folder, home).agent()
+        async with session, self._folders(trajectory.task) as root:
+            ended = await _Run(self, trajectory.task, session, root).agent()
             await session.end("the agent ended" if ended.status == "completed" else ended.error[:200])
             rollout = await session.rollout(main=self._options.get("main", "longest"))
             _write(trajectory, rollout, ended)
-            folder_name, data = str(folder), vars(ended)
+            folder_name, data = str(root / "work"), vars(ended)
             about = {name: data[name] for name in ("exit_status", "output", "errors", "result")}
             about |= {"folder": folder_name, "session": session, "rollout": rollout, "attempt": attempt}
             for step in trajectory.steps:  # states of a group's members are equal but for the folder's name
@@ -194,12 +202,16 @@ class AgentEnvironment(EpisodeEnvironment):
             "task": {"task_id": task.task_id, "prompt": prompt_text(task)[:SHOWN]},
             "group": str(trajectory.group),
             "name": f"episode {trajectory.group}.{trajectory.member}" + f", attempt {attempt + 1}" * bool(attempt),
-            "limits": limits if limits.max_turns else replace(limits, max_turns=policy.max_steps),
+            "limits": replace(
+                limits,
+                max_turns=limits.max_turns or policy.max_steps,
+                max_seconds=limits.max_seconds or self._timeout_s + SPARE_S,  # also if this process is killed
+            ),
             "sampling": sampling,
             "history": self._options.get("history", "keep"),
         }
 
-    def _folders(self, task: Task) -> contextlib.AbstractAsyncContextManager[tuple[Path, Path]]:
+    def _folders(self, task: Task) -> contextlib.AbstractAsyncContextManager[Path]:
         template = self._options.get("workdir")
         if template is not None:
             template = Path(filled(str(template), {"task_id": task.task_id})).expanduser()
@@ -218,8 +230,11 @@ class _Run:
     environment: AgentEnvironment
     task: Task
     session: RolloutSession
-    folder: Path
-    home: Path
+    root: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.root / "work"
 
     async def agent(self) -> _Ended:
         environment = self.environment
@@ -230,7 +245,7 @@ class _Run:
     async def _program(self) -> _Ended:
         options = self.environment._options
         env = {name: os.environ[name] for name in PASSED if name in os.environ}
-        env |= {"HOME": str(self.home), **self._addresses()}
+        env |= {"HOME": str(self.root / "home"), "TMPDIR": str(self.root / "tmp"), **self._addresses()}
         env |= {name: self._filled(value) for name, value in options.get("env", {}).items()}
         program = Program(
             tuple(self._filled(word) for word in self.environment._command), self.folder, env,
@@ -238,7 +253,7 @@ class _Run:
             output_bytes=options.get("output_bytes", 1 << 16),
         )  # fmt: skip
         try:
-            found = await options.get("runner", run_program)(program)
+            found = await options.get("runner", run_in_sandbox if options.get("sandbox") else run_program)(program)
         except OSError as error:
             return _Ended("failed", f"the agent could not be started: {error}")
         about: dict[str, Any] = {"exit_status": found.status, "output": found.output, "errors": found.errors}
@@ -285,7 +300,7 @@ class _Run:
     def _filled(self, text: str) -> str:
         return filled(text, {
             "prompt": prompt_text(self.task), "task_id": self.task.task_id, "folder": str(self.folder),
-            "url": self._url, "openai_url": f"{self._url}/v1", "key": self.session.key, "home": str(self.home),
+            "url": self._url, "openai_url": f"{self._url}/v1", "key": self.session.key, "home": str(self.root / "home"),
         })  # fmt: skip
 
     def _write_file(self, name: str, text: str) -> None:

@@ -13,11 +13,12 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from gradwire.errors import UnsupportedError
+from gradwire.rl.rewards._sandbox.launching import in_folder
 from gradwire.rl.threads import run_in_daemon
 
 MARK = "GRADWIRE_PROGRAM"
@@ -25,7 +26,7 @@ MARK = "GRADWIRE_PROGRAM"
 POLL_S = 0.1
 GRACE_S = 2.0
 """Seconds between the request to end and the end."""
-PASSED = ("PATH", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "SSL_CERT_FILE")
+PASSED = ("PATH", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE")
 """Environment variables that programs get without being asked: no keys, no tokens."""
 
 
@@ -66,6 +67,15 @@ class Exit:
     seconds: float = 0.0
 
 
+async def run_in_sandbox(program: Program) -> Exit:
+    """Run a program that can write to its episode's folder alone, and sees its own processes alone.
+
+    It can read what you can, and reach the network. The exit status is 126 where the machine cannot isolate it.
+    """
+    words = in_folder(program.command, str(program.folder.parent), str(program.folder))
+    return await run_program(replace(program, command=tuple(words)))
+
+
 async def run_program(program: Program) -> Exit:
     """Run a program to its end or its limit, and end every process that it started.
 
@@ -87,15 +97,12 @@ async def run_program(program: Program) -> Exit:
 
 
 @contextlib.asynccontextmanager
-async def own_folder(template: Path | None) -> AsyncIterator[tuple[Path, Path]]:
-    """Make a copy of a template folder and an empty home folder; both are removed at the end.
-
-    Yields:
-        The copy, or an empty folder without a template, and the home folder.
-    """
+async def own_folder(template: Path | None) -> AsyncIterator[Path]:
+    """Make a folder of an episode's own with ``work``, a copy of a template folder or empty, and the empty folders
+    ``home`` and ``tmp``; it is removed at the end."""
     root = Path(await run_in_daemon(lambda: _prepare(template)))
     try:
-        yield root / "work", root / "home"
+        yield root
     finally:
         await run_in_daemon(lambda: _remove(root))
 
@@ -104,6 +111,7 @@ def _prepare(template: Path | None) -> str:
     root = tempfile.mkdtemp(prefix="gradwire-agent-")
     try:
         (Path(root) / "home").mkdir()
+        (Path(root) / "tmp").mkdir()
         if template is None:
             (Path(root) / "work").mkdir()
         else:

@@ -6,13 +6,14 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 START = "import sys; sys.path.insert(0, sys.argv[2]); from _sandbox.program_main import main; main()"
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
+START_COMMAND = "import sys; sys.path.insert(0, sys.argv[2]); from _sandbox.command_main import main; main()"
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -40,6 +41,17 @@ def commands(limits: Mapping[str, Any]) -> Iterator[Command]:
             yield Command(_in_bubblewrap(bubblewrap, limits), isolated=True, before=before)
         yield Command(_python(limits, isolate=True), isolated=True)
     yield Command(_python(limits), isolated=False)
+
+
+def in_folder(command: Sequence[str], folder: str, work: str) -> list[str]:
+    """Return the command line that runs a command in the sandbox: it can write to the folder alone.
+
+    Args:
+        work: The folder in which it starts, in that folder.
+    """
+    setup = {"command": list(command), "folder": folder, "work": work}
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return [os.path.realpath(sys.executable), "-I", "-S", "-c", START_COMMAND, json.dumps(setup), package]
 
 
 def _python(limits: Mapping[str, Any], *, isolate: bool = False, isolated: bool = False) -> list[str]:

@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTO_BIN := .venv-proto/bin
 PROTO_OUT ?= proto
 
-.PHONY: setup openai fine-tuning-clients demo feedback-demo console-demo notebook test test-slow test-vllm test-faults test-ranks test-end-to-end test-fleet parity data-parity gguf bench learn rivals architectures lint docs proto site
+.PHONY: setup openai agents fine-tuning-clients demo feedback-demo console-demo notebook test test-slow test-vllm test-faults test-ranks test-end-to-end test-fleet parity data-parity gguf bench learn rivals architectures lint docs proto site
 
 setup: .venv/.installed
 
@@ -131,6 +131,24 @@ $(OPENAI_CLIENTS:%=%/.installed): .venv-openai-%/.installed: tests/openai_client
 	mkdir -p .node-openai
 	cp $^ .node-openai
 	cd .node-openai && npm install --silent --no-audit --no-fund
+	touch $@
+
+# Agents as they are on PyPI and npm complete a task against a scripted policy, in sessions that account for each token;
+# 10 minutes. `GRADWIRE_RECORD_AGENTS=1 make agents` writes what they send, shrunk, into tests/agents/bodies, which
+# `make test` sends again; `GRADWIRE_WRITE_DOCS=1 make agents` writes what ran into docs/openai.md.
+AGENTS := .venv-agents-sdk .venv-agents-crewai .venv-openai-aider .node-agents
+agents: setup $(AGENTS:%=%/.installed)
+	$(BIN)/python -m pytest tests/agents -m "slow or not slow"
+
+.venv-agents-sdk/.installed .venv-agents-crewai/.installed: .venv-agents-%/.installed: tests/agents/requirements/%.txt
+	test -x .venv-agents-$*/bin/python || $(PYTHON) -m venv .venv-agents-$*
+	.venv-agents-$*/bin/python -m pip install --quiet --requirement $<
+	touch $@
+
+.node-agents/.installed: tests/agents/package.json
+	mkdir -p .node-agents
+	cp $< .node-agents
+	cd .node-agents && npm install --silent --no-audit --no-fund
 	touch $@
 
 # Clients of OpenAI's fine-tuning API (openai in Python and from npm, LiteLLM, DSPy) and Weights & Biases, which wants no

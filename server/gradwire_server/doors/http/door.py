@@ -183,7 +183,7 @@ def _root(core: Core, listens_on: str, protocols: Sequence[HttpProtocol], stoppi
         if protocol is not None and guard is not None:
             await guard({**scope, "root_path": scope.get("root_path", "") + protocol.prefix}, receive, send)
             return
-        if path == "/version":
+        if path == "/version" or (path == "/" and scope["method"] in ("GET", "HEAD")):  # agents ask whether it is there
             await JSONResponse({"version": VERSION})(scope, receive, send)
             return
         if path in ("/healthz", "/health"):

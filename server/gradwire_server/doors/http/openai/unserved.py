@@ -48,6 +48,7 @@ _EVERYWHERE = _ignored(
 ) | {
     "use_beam_search": Unserved("sample n, and choose by their logprobs", (False,)),
 }  # fmt: skip
+_STORE = {"store": Unserved(usual=(False,))}
 _PARALLEL = {"parallel_tool_calls": Unserved(usual=(True,))}
 _MODERATION = {"moderation": Unserved("ask a moderation model before and after")}
 _COUNTED = _ignored(
@@ -60,11 +61,12 @@ _COUNTED = _ignored(
 }  # fmt: skip
 
 FIELDS: Mapping[str, Mapping[str, Unserved]] = {
-    "completions": _EVERYWHERE | _ignored("user", "metadata", "store"),
+    "completions": _EVERYWHERE | _ignored("user", "metadata") | _STORE,
     "chat": _EVERYWHERE
     | _PARALLEL
     | _MODERATION
-    | _ignored("user", "metadata", "store", "prediction", "verbosity", "audio")
+    | _STORE
+    | _ignored("user", "metadata", "prediction", "verbosity", "audio")
     | {"modalities": Unserved("answers are text; leave it out", (["text"],))},
     "responses": _EVERYWHERE
     | _PARALLEL

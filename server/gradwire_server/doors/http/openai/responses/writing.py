@@ -10,11 +10,13 @@ from typing import Any
 
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.doors.http.errors import status_of
 from gradwire_server.doors.http.openai.answers import TokenTexts
 from gradwire_server.doors.http.openai.chat import token_entries
 from gradwire_server.doors.http.openai.conversations import Counts, Part
 from gradwire_server.doors.http.openai.errors import error_body
 from gradwire_server.doors.http.openai.responses.requests import ResponseRequest, sealed
+from gradwire_server.errors import ServiceError
 
 Event = dict[str, Any]
 TEXTS = {"reasoning": ("reasoning_text", "response.reasoning_text"), "message": ("output_text", "response.output_text")}
@@ -73,7 +75,19 @@ class Writing:
         }
 
     async def events(self, parts: AsyncGenerator[Part | Counts]) -> AsyncGenerator[Event]:
-        """The events. The first waits for the answer's first part, as a refusal is no stream."""
+        """The events. The first waits for the answer's first part, as a refusal is no stream; a later error is two."""
+        try:
+            async for event in self._events(parts):
+                yield event
+        except ServiceError as failed:
+            if not self._number:
+                raise
+            error = self.error(status_of(failed.error), failed.error)
+            yield error
+            self.response |= {"status": "failed", "error": {name: error[name] for name in ("code", "message")}}
+            yield self._event("response.failed", response=self.response)
+
+    async def _events(self, parts: AsyncGenerator[Part | Counts]) -> AsyncGenerator[Event]:
         reason, counts, begun = None, Counts(0, 0, 0), False
         async with aclosing(parts):
             async for part in parts:
@@ -101,11 +115,11 @@ class Writing:
 
     async def whole(self, parts: AsyncGenerator[Part | Counts]) -> dict[str, Any]:
         """The response, once it is written."""
-        async for _ in self.events(parts):
+        async for _ in self._events(parts):
             pass
         return self.response
 
-    def error(self, status: int, error: pb.Error) -> Mapping[str, Any]:
+    def error(self, status: int, error: pb.Error) -> Event:
         """The event of an error in the stream."""
         found = error_body(status, error)["error"]
         return self._event("error", code=found["code"], message=found["message"], param=found["param"])
@@ -194,7 +208,7 @@ class Writing:
 def _usage(counts: Counts) -> dict[str, Any]:
     return {
         "input_tokens": counts.prompt,
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": counts.sampled,
         "output_tokens_details": {"reasoning_tokens": counts.reasoning},
         "total_tokens": counts.prompt + counts.sampled,

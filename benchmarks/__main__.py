@@ -32,7 +32,7 @@ LONG_BEGIN = "<!-- long rows: begin (python -m benchmarks --long --write-docs) -
 LONG_END = "<!-- long rows: end -->"
 ROWS = (
     "overhead", "step_counts", "short_engine", "in_process", "padded_loop", "vocabulary", "against_trl", "memory",
-    "second_epoch", "lora_runs", "growth", "sampling", "groups", "grpo_loop", "rl_rollouts", "router",
+    "second_epoch", "lora_runs", "growth", "sampling", "groups", "grpo_loop", "rl_rollouts", "async_rl", "router",
     "shortcuts", "tinker_door",
 )  # fmt: skip
 LONG_ROWS = ("real_shapes", "memory_cases", "long_rows", "grouped_runs", "many_runs", "crowd")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from gradwire_losses.batch import Scores
 from gradwire_losses.registry import get_loss
-from support.losses import logps, numbers, random_scores, read, row_columns
+from support.losses import group_columns, logps, numbers, random_scores, read, row_columns
 
 
 def evaluated(rng: np.random.Generator, loss: str, fields: dict[str, Any], **kwargs: Any) -> tuple[Any, Any, Any]:
@@ -70,6 +70,40 @@ def test_ppo_corrects_for_the_sampler(way: str, rng: np.random.Generator) -> Non
             weights.append(weight)
     assert output.metrics["policy_loss"].value() == pytest.approx(np.mean(terms), rel=1e-9)
     assert output.metrics["sampler_ratio_mean"].value() == pytest.approx(np.mean(weights), rel=1e-9)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "gigpo"])
+@pytest.mark.parametrize("way", ["token_truncate", "sequence_mask"])
+def test_a_batch_of_one_step_needs_no_old_log_probabilities(loss: str, way: str, rng: np.random.Generator) -> None:
+    """Those of the forward itself are those before the step: loss and gradient are the same, and so the weights."""
+    fields = group_columns(rng)
+    fields |= {
+        "sampler_log_probs": logps(rng, fields["response_ids"]),
+        "advantages": numbers(rng, fields["response_ids"]),
+    }
+    found = []
+    for given in (False, True):
+        spec, batch = get_loss(loss), read(loss, fields)
+        config = spec.config(sampler_correction=way, entropy_coef=0.0)
+        if not given:
+            scores = random_scores(rng, batch, sorted(spec.scores(config, frozenset(batch.fields))))
+        else:
+            before = scores["logprobs"].detach().numpy()
+            rows = iter(np.split(before, np.cumsum(batch.row_lengths.numpy())[:-1]))
+            masks = fields.get("response_masks") or fields["response_ids"]
+            old = [[np.zeros(len(mask)) for mask in group] for group in masks]
+            for group, of_group in zip(old, masks):
+                for row, mask in zip(group, of_group):
+                    where = np.asarray(mask, bool) if "response_masks" in fields else np.ones(len(mask), bool)
+                    row[where] = next(rows)
+            batch = read(loss, fields | {"old_log_probs": [[row.tolist() for row in group] for group in old]})
+        leaf = scores["logprobs"].detach().requires_grad_()
+        output = spec.function(batch, Scores(scores | {"logprobs": leaf}), config)
+        output.loss().backward()
+        assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+        found.append((float(output.loss().detach()), leaf.grad, output.metrics["sampler_ratio_mean"].value()))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6) and found[0][2] == pytest.approx(found[1][2], rel=1e-6)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-7)
 
 
 def test_without_log_probabilities_there_is_nothing_to_compare(rng: np.random.Generator) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -37,15 +38,17 @@ class GroupLog:
 
     Args:
         path: The file; None: nothing is written.
+
+    Attributes:
+        places: Places in the order of completion, in which a resumed training reads the groups.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self.path, self._lock = path, threading.Lock()
+        self.path, self._lock, self.places = path, threading.Lock(), itertools.count()
 
-    def add(self, number: int, task: Task, group: Sequence[Trajectory], metrics: Mapping[str, Metric]) -> None:
-        """Append a group, with the metrics of its collection that do not depend on the clock."""
-        if self.path is None:
-            return
+    def add(self, number: int, task: Task, group: Sequence[Trajectory], metrics: Mapping[str, Metric]) -> int:
+        """Append a group, with the metrics of its collection that do not depend on the clock; return its place."""
+        assert self.path is not None
         timeless = {name: [type(each).__name__, *vars(each).values()] for name, each in metrics.items()
                     if not isinstance(each, Elapsed)}  # fmt: skip
         content = {"task": task.key, "metrics": timeless, "trajectories": [_packed(each) for each in group]}
@@ -54,6 +57,7 @@ class GroupLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(line)
+            return next(self.places)
 
     def lines(self) -> Iterator[tuple[int, str]]:
         """Yield each group's number and content, in the order of their collection; an incomplete line is left out."""

@@ -122,6 +122,7 @@ def grouped_columns(
     trajectories: Sequence[Trajectory],
     fields: Callable[[Row], dict[str, Any]],
     trained_logprobs: Sequence[FloatArray] | None = None,
+    corrected: bool = False,
 ) -> dict[str, list[Any]]:
     """Build columns of the layout ``groups``.
 
@@ -133,7 +134,9 @@ def grouped_columns(
         fields: More columns, by row.
         trained_logprobs: Per row ``[tokens]``, under the policy at the start of training. Ratios are then relative to
             them (``old_log_probs``), and the sampler's own are sent as ``sampler_log_probs``, for
-            ``sampler_correction``. None: ratios are relative to the sampler's.
+            ``sampler_correction``. None: ratios are relative to the sampler's, or if ``corrected`` to the policy of the
+            loss's own forward.
+        corrected: Whether the loss has a ``sampler_correction``.
     """
     columns: dict[str, list[Any]] = {}
     trained = {id(row): logprobs for row, logprobs in zip(rows, trained_logprobs or ())}
@@ -141,11 +144,12 @@ def grouped_columns(
         members: dict[str, list[Any]] = {
             "response_ids": [row.ids[row.prompt_length :] for row in group],
             "response_masks": [row.written[row.prompt_length :] for row in group],
-            "old_log_probs": [trained.get(id(row), row.logprobs)[row.prompt_length :] for row in group],
             "rewards": [trajectories[row.trajectory].reward for row in group],
             "truncated": [trajectories[row.trajectory].was_cut for row in group],
         }
-        if trained:
+        if trained or not corrected:
+            members["old_log_probs"] = [trained.get(id(row), row.logprobs)[row.prompt_length :] for row in group]
+        if corrected:
             members["sampler_log_probs"] = [row.logprobs[row.prompt_length :] for row in group]
         for row in group:
             for name, value in fields(row).items():

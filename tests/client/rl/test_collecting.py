@@ -158,19 +158,22 @@ async def test_stale_groups_are_dropped_or_corrected(rule_inference: Callable[..
     assert max(metrics.get("train/staleness_max", 0) for metrics in history) <= 1
     assert sum(metrics.get("rollouts/too_stale", 0) for metrics in history) > 0 and share(run) < 0.1
     assert not any("sampler_correction" in kwargs for _, kwargs, _ in run.batches)
-    run, history = await train()
-    assert max(metrics["train/staleness_max"] for metrics in history) == 1
-    assert history[-1]["groups/trained"] == 60 and history[-1]["groups/dropped"] == 0 and share(run) == 0.2
-    corrected = [(metrics["train/staleness_max"], batch) for metrics, batch in zip(history, run.batches, strict=True)]
-    for age, (_, kwargs, batch) in corrected:
-        assert ("sampler_correction" in kwargs) == bool(age)
-        if not age:
-            continue
-        assert kwargs["sampler_correction"] == "token_truncate"
+    for epochs in (1, 2):
+        run, history = await train(ppo_epochs=epochs)
+        assert max(metrics["train/staleness_max"] for metrics in history) == (1 if epochs == 1 else 0)
+        assert history[-1]["groups/trained"] == 60 and history[-1]["groups/dropped"] == 0 and share(run) == 0.2
+    run, history = await train(ppo_epochs=2, gradient_accumulation_steps=2)
+    for (_, kwargs, batch), metrics in zip(run.batches[::2], history, strict=True):
+        age = metrics["train/staleness_max"]
+        assert kwargs.get("sampler_correction") == ("token_truncate" if age else None)
         masks = [mask for group in batch["response_masks"] for mask in group]
-        for name, value in (("old_log_probs", -0.5005), ("sampler_log_probs", -0.5)):
+        for name, value in {"old_log_probs": -0.5005, "sampler_log_probs": -0.5}.items() if age else ():
             given = [row for group in batch[name] for row in group]
             assert all((row[mask] == np.float32(value)).all() for row, mask in zip(given, masks))
+    assert any(metrics["train/staleness_max"] for metrics in history)
+    run, _ = await train()  # of one step, the loss takes the log-probabilities of its own forward
+    assert all(("old_log_probs" in batch) == ("sampler_correction" not in kwargs) for _, kwargs, batch in run.batches)
+    assert any("sampler_log_probs" in batch for _, _, batch in run.batches)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

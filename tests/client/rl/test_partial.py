@@ -134,7 +134,7 @@ async def test_a_response_longer_than_an_iteration_goes_on_with_newer_weights(
     history = await algorithm.train(8, progress_bar=False, mode="async", max_staleness=3)
     versions = [step.token_versions for each in seen for step in each.steps if step.token_versions is not None]
     assert all((np.diff(each) >= 0).all() for each in versions)
-    assert max(len({*each.tolist()}) for each in versions) >= 3
+    assert max(len({*each.tolist()}) for each in versions) >= 2
     for each in seen:
         for step in each.steps:
             of = step.token_versions if step.token_versions is not None else step.policy_version

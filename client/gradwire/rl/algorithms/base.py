@@ -7,7 +7,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, Literal, Self, TypedDict, Unpack
 
@@ -89,6 +89,8 @@ class Algorithm(ABC):
 
     Attributes:
         needs_head: The head that the run must have.
+        takes_own_logprobs: Whether the loss takes the log-probabilities of its own forward where ``old_log_probs`` are
+            not given.
         replays: Whether the loss can learn from trajectories of earlier policies.
         straggler_s: Seconds that other episodes wait for the slowest environment step; None: until it ends.
         history: The metrics of each iteration of this object.
@@ -97,6 +99,7 @@ class Algorithm(ABC):
     """
 
     needs_head: str | None = None
+    takes_own_logprobs: bool = False
     replays: bool = False
     compares_groups: bool = False
     straggler_s: float | None = 5.0
@@ -156,7 +159,8 @@ class Algorithm(ABC):
         )
         self._rollout_manager = rollout_manager
         self._source: Source | None = None
-        self._sampler_correction = SamplerCorrection(run, self.config.temperature, self._reporter)
+        self._sampler_correction = SamplerCorrection(run, self.config, self._reporter)
+        self._several_steps = True
         self.version = 0
 
     # ---------------------------------------------------------------- defined by each algorithm
@@ -236,15 +240,16 @@ class Algorithm(ABC):
         parts: list[Part] = []
         waited = time.monotonic()
         try:
-            async for part in source.parts():
-                metrics.append({"time/waited_for_rollouts_s": Sum(time.monotonic() - waited), **part.metrics})
-                for group, reason in part.aside:
-                    self.ledger.settle([group], reason)
-                metrics.append(await self._learn(update, part, minibatches))
-                parts.append(part)
-                if not update.accumulated:
-                    self._settle_trained(parts)
-                waited = time.monotonic()
+            async with aclosing(source.parts()) as arriving:
+                async for part in arriving:
+                    metrics.append({"time/waited_for_rollouts_s": Sum(time.monotonic() - waited), **part.metrics})
+                    for group, reason in part.aside:
+                        self.ledger.settle([group], reason)
+                    metrics.append(await self._learn(update, part, minibatches))
+                    parts.append(part)
+                    if not update.accumulated:
+                        self._settle_trained(parts)
+                    waited = time.monotonic()
             metrics.append(await self._finish(update))
         except BaseException:
             with suppress(GradwireError):
@@ -290,6 +295,7 @@ class Algorithm(ABC):
         if not usable and not replayed:
             logger.warning("iteration %d: no trajectory can be trained on; the policy is unchanged", update.iteration)
             return metrics
+        self._several_steps = self.config.ppo_epochs * minibatches > 1
         async with asleep(self._inference):
             if self._only_kept:
                 await self._sampler_correction.score(usable, self.version)
@@ -466,10 +472,9 @@ class Algorithm(ABC):
     ) -> tuple[dict[str, Any], list[FloatArray] | None]:
         """Arguments of a loss with KL, the user's own, and the correction where another policy wrote the rows: see
         :class:`SamplerCorrection`."""
-        stale = self.config.on_stale == "correct" and any(
-            step.policy_version != self.version for each in trajectories for step in each.steps
-        )
-        return await self._sampler_correction.apply(rows, kwargs, stale)
+        stale = any(step.policy_version != self.version for each in trajectories for step in each.steps)
+        scored = self._several_steps or not self.takes_own_logprobs
+        return await self._sampler_correction.apply(rows, kwargs, stale=stale, scored=scored)
 
     def _loss_kwargs(self) -> dict[str, Any]:
         """Arguments of every group loss: KL, and the user's own."""

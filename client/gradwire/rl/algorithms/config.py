@@ -15,6 +15,9 @@ from gradwire.rl.generation import SamplingParams
 class AlgorithmConfig:
     """Settings of every algorithm.
 
+    Recommended where episodes take unequally long, or the sampler has an engine of its own: ``partial_tokens=512`` and
+    ``train(mode="async", max_staleness=2)``. Otherwise the defaults.
+
     Attributes:
         batch_size: Tasks per iteration.
         group_size: Trajectories per task.

@@ -189,6 +189,7 @@ class GiGPOAlgorithm(Algorithm):
     """
 
     compares_groups = True
+    takes_own_logprobs = True
 
     def __init__(
         self,
@@ -236,5 +237,5 @@ class GiGPOAlgorithm(Algorithm):
         }
         shared = share_prompts(rows, trajectories)
         kwargs, trained = await self._corrected(rows, trajectories, kwargs)
-        columns = grouped_columns(rows, trajectories, fields, trained)
+        columns = grouped_columns(rows, trajectories, fields, trained, bool(kwargs.get("sampler_correction")))
         return TrainingBatch("gigpo", kwargs, columns, metrics, () if shared else OF_GROUPS)

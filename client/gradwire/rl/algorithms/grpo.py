@@ -69,6 +69,7 @@ class GRPOAlgorithm(Algorithm):
 
     loss_fn = "grpo"
     compares_groups = True
+    takes_own_logprobs = True
 
     async def training_batch(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
         kwargs = self._loss_kwargs()
@@ -83,7 +84,7 @@ class GRPOAlgorithm(Algorithm):
             return {} if shared else {"advantages": float(advantages[row.trajectory] * weights[id(row)])}
 
         kwargs, trained = await self._corrected(rows, trajectories, kwargs)
-        columns = grouped_columns(rows, trajectories, fields, trained)
+        columns = grouped_columns(rows, trajectories, fields, trained, bool(kwargs.get("sampler_correction")))
         metrics: dict[str, Metric | float] = {"rows": Sum(len(rows)), "idle_groups": idle_groups(trajectories)}
         return TrainingBatch(self.loss_fn, kwargs, columns, metrics, () if shared else OF_GROUPS)
 

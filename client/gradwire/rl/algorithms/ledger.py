@@ -82,7 +82,6 @@ class Ledger:
         self._choices: list[_Choice] = []
         self._tasks: dict[int, Task] = {}
         self._chosen = self._next = self.turn = 0
-        self._order = itertools.count()
         self._logged: dict[int, tuple[int, str]] = {}
 
     def give_out(self, count: int) -> None:
@@ -111,11 +110,13 @@ class Ledger:
 
     async def collect(self, groups: Mapping[Group, tuple[list[Trajectory], Mapping[str, Metric]]]) -> None:
         """Enter the trajectories of groups, and log them; groups without any that ran are not logged."""
+        places = {group: next(self._log.places) for group in groups}
         for group, (trajectories, metrics) in groups.items():
             if self._log.path is not None and any(each.ok for each in trajectories):
-                await asyncio.to_thread(self._log.add, group.number, group.task, trajectories, metrics)
+                add = self._log.add
+                places[group] = await asyncio.to_thread(add, group.number, group.task, trajectories, metrics)
         for group, (group.trajectories, group.metrics) in groups.items():
-            group.collected = next(self._order)
+            group.collected = places[group]
 
     def forget(self, groups: Sequence[Group]) -> None:
         """Let these groups be collected again."""
@@ -184,7 +185,7 @@ class Ledger:
         """Take the groups of an earlier process, as they are given out again."""
         lines = [*self._log.lines()]
         self._logged = {number: (order, content) for order, (number, content) in enumerate(lines)}
-        self._order = itertools.count(len(lines))
+        self._log.places = itertools.count(len(lines))
 
     async def prune_log(self) -> None:
         """Remove from the log what the newest state no longer needs."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.algorithms.reporting import Reporter
 from gradwire.rl.rows import Row, rows_of
 from gradwire.rl.types import FloatArray, Trajectory
@@ -30,16 +31,16 @@ class SamplerCorrection:
 
     Args:
         run: The ``TrainingClient`` that is trained.
-        temperature: The temperature of the samples.
+        config: The temperature of the samples, and whether stale ones are corrected.
         reporter: Tells the user once that the loss corrects.
     """
 
-    def __init__(self, run: Any, temperature: float, reporter: Reporter) -> None:
-        self._run, self._temperature, self._reporter = run, temperature, reporter
+    def __init__(self, run: Any, config: AlgorithmConfig, reporter: Reporter) -> None:
+        self._run, self._config, self._reporter = run, config, reporter
         self._differs: bool | None = None
 
     async def apply(
-        self, rows: Sequence[Row], kwargs: Mapping[str, Any], stale: bool
+        self, rows: Sequence[Row], kwargs: Mapping[str, Any], *, stale: bool, scored: bool
     ) -> tuple[dict[str, Any], list[FloatArray] | None]:
         """Return the loss's arguments, with the correction if the sampler differs or the rows are stale.
 
@@ -47,22 +48,25 @@ class SamplerCorrection:
 
         Args:
             stale: Whether an earlier policy wrote some of the rows.
+            scored: Whether the correction needs the log-probabilities before the update; not if the loss can take those
+                of its own forward, before the batch's only step.
 
         Returns:
-            The arguments, and with a correction the log-probabilities per row ``[tokens]`` under the policy as it is
-            now.
+            The arguments, and with a correction that needs them the log-probabilities per row ``[tokens]`` under the
+            policy as it is now.
         """
         corrected = dict(kwargs)
         if not rows:
             return corrected, None
         trained = None
-        if "sampler_correction" not in kwargs and (stale or self._differs is not False):
-            trained = await self._trained_logprobs(rows)
+        if "sampler_correction" not in kwargs:
             if self._differs is None and not stale:
+                trained = await self._trained_logprobs(rows)
                 self._differs = self._compare(rows, trained)
-            if stale or self._differs:
+            if self._differs or (stale and self._config.on_stale == "correct"):
                 corrected["sampler_correction"] = "token_truncate"
-        if not corrected.get("sampler_correction"):
+        needed = scored or corrected.get("sampler_rejection")
+        if not corrected.get("sampler_correction") or not needed:
             return corrected, None
         return corrected, trained if trained is not None else await self._trained_logprobs(rows)
 
@@ -102,8 +106,8 @@ class SamplerCorrection:
         self._reporter.warn_once(
             "sampler_correction",
             "the sampler's log-probabilities differ from the trainer's by up to %.2g nats (bfloat16, or another "
-            "sampler): the loss corrects for it with truncated importance weights from now on, at the price of a "
-            'forward per iteration. loss_kwargs={"sampler_correction": None} turns that off',
+            "sampler): the loss corrects for it with truncated importance weights from now on. "
+            'loss_kwargs={"sampler_correction": None} turns that off',
             difference,
         )
         return True
@@ -111,7 +115,7 @@ class SamplerCorrection:
     async def _trained_logprobs(self, rows: Sequence[Row]) -> list[FloatArray]:
         """Per row ``[tokens]``, under the policy as it is now; 0 at tokens that it did not write."""
         batch = {"input_ids": [row.ids for row in rows], "loss_mask": [row.written for row in rows]}
-        scored = await self._run.compute_logprobs(batch, temperature=self._temperature)
+        scored = await self._run.compute_logprobs(batch, temperature=self._config.temperature)
         result = [np.zeros(len(row.ids), np.float32) for row in rows]
         for logprobs, row, found in zip(result, rows, scored):
             logprobs[row.written] = found

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,7 +158,7 @@ class Source:
             await asyncio.gather(*self._running, return_exceptions=True)
             self._held.clear()
 
-    async def parts(self) -> AsyncIterator[Part]:
+    async def parts(self) -> AsyncGenerator[Part]:
         """Yield the parts of an iteration.
 
         The caller settles the groups of a part, at the latest when the iteration ends; those that it does not settle

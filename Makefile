@@ -15,8 +15,14 @@ setup: .venv/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,http,store,guided,gguf,quantize,images,feedback,console,otel,gpu,math,graders,openai,examples,dev]'
 	touch $@
 
+# MODEL=FOLDER|HUB-NAME DATA=FOLDER teaches a real model the three stages, by the recipes' defaults: see `learn`.
+ifdef MODEL
+demo:
+	$(MAKE) learn ONLY=sft,reward,ppo ARGS='--trl-steps 0'
+else
 demo: setup
 	$(BIN)/python examples/three_stage_rlhf.py
+endif
 
 # Two rounds of ratings, reward model, PPO and A/B through the feedback service.
 feedback-demo: setup
@@ -213,7 +219,6 @@ bench: setup .venv-parity/.installed .venv-sb3/.installed .venv-tinker/.installe
 
 # Whether the recipes teach a real model with their defaults, beside TRL: docs/results.md. DATA=FOLDER has GSM8K's files;
 # MODEL=FOLDER|HUB-NAME is another model, ONLY=sft,dpo are some lessons, ARGS=--write-docs writes the page.
-learn: export DATA MODEL ONLY
 learn: setup .venv-parity/.installed
 	$(BIN)/python -m benchmarks.learn $(ARGS)
 

@@ -114,8 +114,9 @@ LESSONS = {
          "max_steps": 8, "held_out": 0.0}, "rewards/reward", 0.5,
     ),
     "ppo": Lesson(
-        "ppo", "what the reward model of `reward` scores highly",
-        {"data": "talks.jsonl", "reward": "reward", "answer_tokens": 64, "max_steps": 8, "held_out": 0.0},
+        "ppo", "what the reward model of `reward` scores highly, from the policy that `sft` made",
+        {"data": "talks.jsonl", "init_from": "sft", "reward": "reward", "answer_tokens": 64, "max_steps": 8,
+         "held_out": 0.0},
         "rewards/reward", 0.1, gain=True,
     ),
     "distill": Lesson(
@@ -198,8 +199,9 @@ async def learn(service: gradwire.ServiceClient, model: str, name: str, question
     for key in ("data", "validation"):
         if key in values:
             values[key] = str(OUT / values[key])
-    if values.get("reward") in LESSONS:
-        values["reward"] = str(OUT / values["reward"])
+    for key in ("reward", "init_from"):  # another lesson's folder
+        if values.get(key) in LESSONS:
+            values[key] = str(OUT / values[key])
     if values.get("teacher"):
         values["teacher"] = trained(str(OUT / values["teacher"])).checkpoint
     if lesson.trl and not (folder / "batches.json").exists():

@@ -37,6 +37,7 @@ def test_lessons_set_data_and_sizes_alone() -> None:
         "reward",
         "environment",
         "teacher",
+        "init_from",
         "answer_tokens",
         "max_steps",
         "held_out",
@@ -44,7 +45,7 @@ def test_lessons_set_data_and_sizes_alone() -> None:
     }
     for lesson in LESSONS.values():
         assert {*lesson.settings} <= allowed
-        of_another = {"reward": "run-1/step-1"} if lesson.settings.get("reward") in LESSONS else {}
+        of_another = {name: "run-1/step-1" for name in ("reward", "init_from") if lesson.settings.get(name) in LESSONS}
         settings_of(lesson.recipe, {**lesson.settings, **of_another})
 
 

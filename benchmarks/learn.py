@@ -102,7 +102,7 @@ LESSONS = {
     "grpo": Lesson(
         "grpo", "to reverse a text; the reward is the share of it that is right",
         {"data": "reverse.jsonl", "reward": f"{TASKS}:reversed_share", "answer_tokens": 32, "max_steps": 8,
-         "held_out": 0.0}, "rewards/reward", 0.2,
+         "held_out": 0.0}, "rewards/reward", 0.18,
     ),
     "rloo": Lesson(
         "rloo", "sums; the reward is 1 if the last number is right",

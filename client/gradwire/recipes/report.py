@@ -19,15 +19,9 @@ LOG = "metrics.jsonl"
 ANSWERS = "trajectories.jsonl"
 """Some of the answers that a training on rewards sampled, in its folder."""
 LEADING = (
-    "reward",
-    "success",
-    "loss",
-    "preference_accuracy",
-    "token_accuracy",
-    "divergence",
-    "reward_margin",
-    "truncated",
-)
+    "reward", "success", "loss", "preference_accuracy", "token_accuracy", "divergence", "reward_margin", "truncated",
+    "entropy", "kl_divergence", "grad_norm",
+)  # fmt: skip
 """Last parts of the metrics that say most, the first shown first."""
 GROUPS = {
     "rewards": "Rewards", "eval": "Evaluation", "train": "Training", "rollouts": "Sampled answers", "time": "Time",

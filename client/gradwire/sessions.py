@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, TypedDict
 
@@ -97,6 +97,7 @@ class SessionInfo:
         num_turns, num_prompt_tokens, num_sampled_tokens: Answered calls and their tokens.
         created_at, used_at, ended_at: Its creation, newest answer and end.
         size_bytes: Size of its turns on the server's disk.
+        reward, turn_rewards: Rewards of the rollout, and of turns by number, that its owner has noted.
     """
 
     session_id: str
@@ -119,6 +120,8 @@ class SessionInfo:
     used_at: float
     ended_at: float
     size_bytes: int
+    reward: float | None = None
+    turn_rewards: Mapping[int, float] = field(default_factory=dict)
 
     @staticmethod
     def from_message(session: pb.RolloutSession) -> SessionInfo:
@@ -135,7 +138,7 @@ class SessionInfo:
             limits=SessionLimits(
                 limits.max_turns, limits.max_tokens, limits.max_seconds, limits.max_concurrent_calls, limits.idle_s
             ),
-            sampling=SessionSampling(**{field.name: value for field, value in sampling.ListFields()}),  # type: ignore[typeddict-item]
+            sampling=SessionSampling(**{each.name: value for each, value in sampling.ListFields()}),  # type: ignore[typeddict-item]
             history="template" if session.history == "template" else "keep",
             state="ended" if session.state == "ended" else "open",
             end_reason=session.end_reason,
@@ -146,6 +149,8 @@ class SessionInfo:
             used_at=session.used_at,
             ended_at=session.ended_at,
             size_bytes=session.size_bytes,
+            reward=session.reward if session.HasField("reward") else None,
+            turn_rewards=dict(session.turn_rewards),
         )
 
 
@@ -231,17 +236,25 @@ class RolloutSession:
             state=info.state,
             end_reason=info.end_reason,
             main=main,
+            reward=info.reward,
+            turn_rewards=dict(info.turn_rewards),
         )
 
-    async def end(self, reason: str = "done") -> SessionInfo:
+    async def end(
+        self, reason: str = "done", reward: float | None = None, turn_rewards: Mapping[int, float] | None = None
+    ) -> SessionInfo:
         """End the session: its key opens nothing any more, and calls that are under way are cut off.
 
-        A session that has ended stays as it is.
+        A session that has ended stays as it is, but for rewards.
 
         Args:
             reason: Why, for people.
+            reward: Reward of the whole rollout, kept with the session for its readers.
+            turn_rewards: Rewards of turns, by number, likewise.
         """
-        request = pb.EndRolloutSessionRequest(session_id=self.session_id, reason=reason)
+        request = pb.EndRolloutSessionRequest(
+            session_id=self.session_id, reason=reason, reward=reward, turn_rewards=turn_rewards
+        )
         self._info = SessionInfo.from_message(
             await self._transport.session_call(lambda stub: stub.EndRolloutSession, request)
         )

@@ -33,6 +33,7 @@ from gradwire_console.pages import (
     run,
     runs,
     server,
+    sessions,
     timeline,
     uploads,
 )
@@ -98,6 +99,7 @@ def create_application(workspaces: Workspaces, names: Sequence[str]) -> ASGIApp:
         timeline,
         server,
         jobs,
+        sessions,
         playground,
         uploads,
         ratings,
@@ -200,6 +202,11 @@ def _add_json(app: FastAPI, workspaces: Workspaces) -> None:
     @app.get("/api/audit")
     async def list_events(request: Request) -> list[dict[str, Any]]:
         return [dataclasses.asdict(each) for each in await audit.events(await workspace_of(request))]
+
+    @app.get("/api/sessions")
+    async def list_sessions(request: Request) -> list[dict[str, Any]]:
+        workspace = await workspace_of(request)
+        return [dataclasses.asdict(each) for each in await workspace.sessions(sessions.MOST)]
 
     @app.get("/api/jobs")
     async def list_jobs(request: Request) -> list[dict[str, Any]]:

@@ -185,6 +185,12 @@ class Workspace:
         """The uploads, oldest first, of which the stream tells nothing: asked every ten seconds."""
         return await self._answers.of("uploads", self.service.list_uploads, every_s=2.0, stale_s=10.0)
 
+    async def sessions(self, most: int) -> list[gradwire.SessionInfo]:
+        """The newest rollout sessions, of which the stream tells nothing: asked every two seconds."""
+        return await self._answers.of(
+            "sessions", lambda: self.service.sessions.list(most=most), every_s=2.0, stale_s=10.0
+        )
+
     async def changing_uploads(self, change: Awaitable[object]) -> None:
         """Wait for a change of the uploads that is made here."""
         await change

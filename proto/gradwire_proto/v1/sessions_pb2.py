@@ -24,13 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n gradwire_proto/v1/sessions.proto\x12\x0bgradwire.v1\"y\n\rSessionLimits\x12\x11\n\tmax_turns\x18\x01 \x01(\r\x12\x12\n\nmax_tokens\x18\x02 \x01(\x04\x12\x13\n\x0bmax_seconds\x18\x03 \x01(\x01\x12\x1c\n\x14max_concurrent_calls\x18\x04 \x01(\r\x12\x0e\n\x06idle_s\x18\x05 \x01(\x01\"\xcc\x01\n\x0fSessionSampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\r\n\x05\x66ixed\x18\x06 \x01(\x08\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokens\"\xe2\x01\n\x1b\x43reateRolloutSessionRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttask_json\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\t\x12*\n\x06limits\x18\x04 \x01(\x0b\x32\x1a.gradwire.v1.SessionLimits\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.gradwire.v1.SessionSampling\x12\x0f\n\x07history\x18\x06 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x07 \x01(\t\x12\x0c\n\x04name\x18\x08 \x01(\t\"\xf1\x03\n\x0eRolloutSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nbase_model\x18\x04 \x01(\t\x12\x0e\n\x06run_id\x18\x05 \x01(\t\x12\x11\n\ttask_json\x18\x06 \x01(\t\x12\r\n\x05group\x18\x07 \x01(\t\x12\x0c\n\x04name\x18\x08 \x01(\t\x12\r\n\x05state\x18\t \x01(\t\x12\x12\n\nend_reason\x18\n \x01(\t\x12*\n\x06limits\x18\x0b \x01(\x0b\x32\x1a.gradwire.v1.SessionLimits\x12.\n\x08sampling\x18\x0c \x01(\x0b\x32\x1c.gradwire.v1.SessionSampling\x12\x0f\n\x07history\x18\r \x01(\t\x12\x11\n\tnum_turns\x18\x0e \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x0f \x01(\x04\x12\x1a\n\x12num_sampled_tokens\x18\x10 \x01(\x04\x12\x12\n\ncreated_at\x18\x11 \x01(\x01\x12\x0f\n\x07used_at\x18\x12 \x01(\x01\x12\x10\n\x08\x65nded_at\x18\x13 \x01(\x01\x12\x0b\n\x03url\x18\x14 \x01(\t\x12\x0b\n\x03key\x18\x15 \x01(\t\x12\x12\n\nsize_bytes\x18\x16 \x01(\x04\x12\x11\n\x04step\x18\x17 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\".\n\x18GetRolloutSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"q\n\x1aListRolloutSessionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\x12\n\npage_token\x18\x05 \x01(\t\"e\n\x1bListRolloutSessionsResponse\x12-\n\x08sessions\x18\x01 \x03(\x0b\x32\x1b.gradwire.v1.RolloutSession\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\">\n\x18\x45ndRolloutSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"1\n\x1b\x44\x65leteRolloutSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x1e\n\x1c\x44\x65leteRolloutSessionResponse\"6\n\x11GetRolloutRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x66irst\x18\x02 \x01(\r\"e\n\x0cRolloutFrame\x12,\n\x07session\x18\x01 \x01(\x0b\x32\x1b.gradwire.v1.RolloutSession\x12\'\n\x05turns\x18\x02 \x03(\x0b\x32\x18.gradwire.v1.SessionTurn\"\xca\x03\n\x0bSessionTurn\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0e\n\x06parent\x18\x02 \x01(\x05\x12\x0c\n\x04\x66ork\x18\x03 \x01(\t\x12\x0e\n\x06shared\x18\x04 \x01(\r\x12\x15\n\rprompt_suffix\x18\x05 \x03(\r\x12\x14\n\x0cresponse_ids\x18\x06 \x03(\r\x12\x10\n\x08logprobs\x18\x07 \x03(\x02\x12*\n\x08versions\x18\x08 \x03(\x0b\x32\x18.gradwire.v1.VersionSpan\x12\x15\n\rfinish_reason\x18\t \x01(\t\x12\x13\n\x0btemperature\x18\n \x01(\x01\x12\x0c\n\x04\x64oor\x18\x0b \x01(\t\x12\x15\n\rsystem_digest\x18\x0c \x01(\t\x12\x12\n\ntool_names\x18\r \x03(\t\x12\x0c\n\x04text\x18\x0e \x01(\t\x12\x11\n\treasoning\x18\x0f \x01(\t\x12\x17\n\x0ftool_calls_json\x18\x10 \x01(\t\x12\x19\n\x11new_messages_json\x18\x11 \x01(\t\x12\x12\n\nstarted_at\x18\x12 \x01(\x01\x12\x0f\n\x07seconds\x18\x13 \x01(\x01\x12\x0c\n\x04used\x18\x14 \x01(\x08\x12\x15\n\rprompt_tokens\x18\x15 \x01(\r\x12\x0e\n\x06system\x18\x16 \x01(\t\"+\n\x0bVersionSpan\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\x04\x32\xc3\x04\n\x0eSessionService\x12]\n\x14\x43reateRolloutSession\x12(.gradwire.v1.CreateRolloutSessionRequest\x1a\x1b.gradwire.v1.RolloutSession\x12W\n\x11GetRolloutSession\x12%.gradwire.v1.GetRolloutSessionRequest\x1a\x1b.gradwire.v1.RolloutSession\x12h\n\x13ListRolloutSessions\x12\'.gradwire.v1.ListRolloutSessionsRequest\x1a(.gradwire.v1.ListRolloutSessionsResponse\x12W\n\x11\x45ndRolloutSession\x12%.gradwire.v1.EndRolloutSessionRequest\x1a\x1b.gradwire.v1.RolloutSession\x12k\n\x14\x44\x65leteRolloutSession\x12(.gradwire.v1.DeleteRolloutSessionRequest\x1a).gradwire.v1.DeleteRolloutSessionResponse\x12I\n\nGetRollout\x12\x1e.gradwire.v1.GetRolloutRequest\x1a\x19.gradwire.v1.RolloutFrame0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n gradwire_proto/v1/sessions.proto\x12\x0bgradwire.v1\"y\n\rSessionLimits\x12\x11\n\tmax_turns\x18\x01 \x01(\r\x12\x12\n\nmax_tokens\x18\x02 \x01(\x04\x12\x13\n\x0bmax_seconds\x18\x03 \x01(\x01\x12\x1c\n\x14max_concurrent_calls\x18\x04 \x01(\r\x12\x0e\n\x06idle_s\x18\x05 \x01(\x01\"\xcc\x01\n\x0fSessionSampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\r\n\x05\x66ixed\x18\x06 \x01(\x08\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokens\"\xe2\x01\n\x1b\x43reateRolloutSessionRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttask_json\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\t\x12*\n\x06limits\x18\x04 \x01(\x0b\x32\x1a.gradwire.v1.SessionLimits\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.gradwire.v1.SessionSampling\x12\x0f\n\x07history\x18\x06 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x07 \x01(\t\x12\x0c\n\x04name\x18\x08 \x01(\t\"\x89\x05\n\x0eRolloutSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nbase_model\x18\x04 \x01(\t\x12\x0e\n\x06run_id\x18\x05 \x01(\t\x12\x11\n\ttask_json\x18\x06 \x01(\t\x12\r\n\x05group\x18\x07 \x01(\t\x12\x0c\n\x04name\x18\x08 \x01(\t\x12\r\n\x05state\x18\t \x01(\t\x12\x12\n\nend_reason\x18\n \x01(\t\x12*\n\x06limits\x18\x0b \x01(\x0b\x32\x1a.gradwire.v1.SessionLimits\x12.\n\x08sampling\x18\x0c \x01(\x0b\x32\x1c.gradwire.v1.SessionSampling\x12\x0f\n\x07history\x18\r \x01(\t\x12\x11\n\tnum_turns\x18\x0e \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x0f \x01(\x04\x12\x1a\n\x12num_sampled_tokens\x18\x10 \x01(\x04\x12\x12\n\ncreated_at\x18\x11 \x01(\x01\x12\x0f\n\x07used_at\x18\x12 \x01(\x01\x12\x10\n\x08\x65nded_at\x18\x13 \x01(\x01\x12\x0b\n\x03url\x18\x14 \x01(\t\x12\x0b\n\x03key\x18\x15 \x01(\t\x12\x12\n\nsize_bytes\x18\x16 \x01(\x04\x12\x11\n\x04step\x18\x17 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x06reward\x18\x18 \x01(\x01H\x01\x88\x01\x01\x12\x42\n\x0cturn_rewards\x18\x19 \x03(\x0b\x32,.gradwire.v1.RolloutSession.TurnRewardsEntry\x1a\x32\n\x10TurnRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05_stepB\t\n\x07_reward\".\n\x18GetRolloutSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"q\n\x1aListRolloutSessionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\x12\n\npage_token\x18\x05 \x01(\t\"e\n\x1bListRolloutSessionsResponse\x12-\n\x08sessions\x18\x01 \x03(\x0b\x32\x1b.gradwire.v1.RolloutSession\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xe0\x01\n\x18\x45ndRolloutSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x13\n\x06reward\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12L\n\x0cturn_rewards\x18\x04 \x03(\x0b\x32\x36.gradwire.v1.EndRolloutSessionRequest.TurnRewardsEntry\x1a\x32\n\x10TurnRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"1\n\x1b\x44\x65leteRolloutSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x1e\n\x1c\x44\x65leteRolloutSessionResponse\"6\n\x11GetRolloutRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x66irst\x18\x02 \x01(\r\"e\n\x0cRolloutFrame\x12,\n\x07session\x18\x01 \x01(\x0b\x32\x1b.gradwire.v1.RolloutSession\x12\'\n\x05turns\x18\x02 \x03(\x0b\x32\x18.gradwire.v1.SessionTurn\"\xca\x03\n\x0bSessionTurn\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0e\n\x06parent\x18\x02 \x01(\x05\x12\x0c\n\x04\x66ork\x18\x03 \x01(\t\x12\x0e\n\x06shared\x18\x04 \x01(\r\x12\x15\n\rprompt_suffix\x18\x05 \x03(\r\x12\x14\n\x0cresponse_ids\x18\x06 \x03(\r\x12\x10\n\x08logprobs\x18\x07 \x03(\x02\x12*\n\x08versions\x18\x08 \x03(\x0b\x32\x18.gradwire.v1.VersionSpan\x12\x15\n\rfinish_reason\x18\t \x01(\t\x12\x13\n\x0btemperature\x18\n \x01(\x01\x12\x0c\n\x04\x64oor\x18\x0b \x01(\t\x12\x15\n\rsystem_digest\x18\x0c \x01(\t\x12\x12\n\ntool_names\x18\r \x03(\t\x12\x0c\n\x04text\x18\x0e \x01(\t\x12\x11\n\treasoning\x18\x0f \x01(\t\x12\x17\n\x0ftool_calls_json\x18\x10 \x01(\t\x12\x19\n\x11new_messages_json\x18\x11 \x01(\t\x12\x12\n\nstarted_at\x18\x12 \x01(\x01\x12\x0f\n\x07seconds\x18\x13 \x01(\x01\x12\x0c\n\x04used\x18\x14 \x01(\x08\x12\x15\n\rprompt_tokens\x18\x15 \x01(\r\x12\x0e\n\x06system\x18\x16 \x01(\t\"+\n\x0bVersionSpan\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\x04\x32\xc3\x04\n\x0eSessionService\x12]\n\x14\x43reateRolloutSession\x12(.gradwire.v1.CreateRolloutSessionRequest\x1a\x1b.gradwire.v1.RolloutSession\x12W\n\x11GetRolloutSession\x12%.gradwire.v1.GetRolloutSessionRequest\x1a\x1b.gradwire.v1.RolloutSession\x12h\n\x13ListRolloutSessions\x12\'.gradwire.v1.ListRolloutSessionsRequest\x1a(.gradwire.v1.ListRolloutSessionsResponse\x12W\n\x11\x45ndRolloutSession\x12%.gradwire.v1.EndRolloutSessionRequest\x1a\x1b.gradwire.v1.RolloutSession\x12k\n\x14\x44\x65leteRolloutSession\x12(.gradwire.v1.DeleteRolloutSessionRequest\x1a).gradwire.v1.DeleteRolloutSessionResponse\x12I\n\nGetRollout\x12\x1e.gradwire.v1.GetRolloutRequest\x1a\x19.gradwire.v1.RolloutFrame0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gradwire_proto.v1.sessions_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_ROLLOUTSESSION_TURNREWARDSENTRY']._loaded_options = None
+  _globals['_ROLLOUTSESSION_TURNREWARDSENTRY']._serialized_options = b'8\001'
+  _globals['_ENDROLLOUTSESSIONREQUEST_TURNREWARDSENTRY']._loaded_options = None
+  _globals['_ENDROLLOUTSESSIONREQUEST_TURNREWARDSENTRY']._serialized_options = b'8\001'
   _globals['_SESSIONLIMITS']._serialized_start=49
   _globals['_SESSIONLIMITS']._serialized_end=170
   _globals['_SESSIONSAMPLING']._serialized_start=173
@@ -38,27 +42,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CREATEROLLOUTSESSIONREQUEST']._serialized_start=380
   _globals['_CREATEROLLOUTSESSIONREQUEST']._serialized_end=606
   _globals['_ROLLOUTSESSION']._serialized_start=609
-  _globals['_ROLLOUTSESSION']._serialized_end=1106
-  _globals['_GETROLLOUTSESSIONREQUEST']._serialized_start=1108
-  _globals['_GETROLLOUTSESSIONREQUEST']._serialized_end=1154
-  _globals['_LISTROLLOUTSESSIONSREQUEST']._serialized_start=1156
-  _globals['_LISTROLLOUTSESSIONSREQUEST']._serialized_end=1269
-  _globals['_LISTROLLOUTSESSIONSRESPONSE']._serialized_start=1271
-  _globals['_LISTROLLOUTSESSIONSRESPONSE']._serialized_end=1372
-  _globals['_ENDROLLOUTSESSIONREQUEST']._serialized_start=1374
-  _globals['_ENDROLLOUTSESSIONREQUEST']._serialized_end=1436
-  _globals['_DELETEROLLOUTSESSIONREQUEST']._serialized_start=1438
-  _globals['_DELETEROLLOUTSESSIONREQUEST']._serialized_end=1487
-  _globals['_DELETEROLLOUTSESSIONRESPONSE']._serialized_start=1489
-  _globals['_DELETEROLLOUTSESSIONRESPONSE']._serialized_end=1519
-  _globals['_GETROLLOUTREQUEST']._serialized_start=1521
-  _globals['_GETROLLOUTREQUEST']._serialized_end=1575
-  _globals['_ROLLOUTFRAME']._serialized_start=1577
-  _globals['_ROLLOUTFRAME']._serialized_end=1678
-  _globals['_SESSIONTURN']._serialized_start=1681
-  _globals['_SESSIONTURN']._serialized_end=2139
-  _globals['_VERSIONSPAN']._serialized_start=2141
-  _globals['_VERSIONSPAN']._serialized_end=2184
-  _globals['_SESSIONSERVICE']._serialized_start=2187
-  _globals['_SESSIONSERVICE']._serialized_end=2766
+  _globals['_ROLLOUTSESSION']._serialized_end=1258
+  _globals['_ROLLOUTSESSION_TURNREWARDSENTRY']._serialized_start=1188
+  _globals['_ROLLOUTSESSION_TURNREWARDSENTRY']._serialized_end=1238
+  _globals['_GETROLLOUTSESSIONREQUEST']._serialized_start=1260
+  _globals['_GETROLLOUTSESSIONREQUEST']._serialized_end=1306
+  _globals['_LISTROLLOUTSESSIONSREQUEST']._serialized_start=1308
+  _globals['_LISTROLLOUTSESSIONSREQUEST']._serialized_end=1421
+  _globals['_LISTROLLOUTSESSIONSRESPONSE']._serialized_start=1423
+  _globals['_LISTROLLOUTSESSIONSRESPONSE']._serialized_end=1524
+  _globals['_ENDROLLOUTSESSIONREQUEST']._serialized_start=1527
+  _globals['_ENDROLLOUTSESSIONREQUEST']._serialized_end=1751
+  _globals['_ENDROLLOUTSESSIONREQUEST_TURNREWARDSENTRY']._serialized_start=1188
+  _globals['_ENDROLLOUTSESSIONREQUEST_TURNREWARDSENTRY']._serialized_end=1238
+  _globals['_DELETEROLLOUTSESSIONREQUEST']._serialized_start=1753
+  _globals['_DELETEROLLOUTSESSIONREQUEST']._serialized_end=1802
+  _globals['_DELETEROLLOUTSESSIONRESPONSE']._serialized_start=1804
+  _globals['_DELETEROLLOUTSESSIONRESPONSE']._serialized_end=1834
+  _globals['_GETROLLOUTREQUEST']._serialized_start=1836
+  _globals['_GETROLLOUTREQUEST']._serialized_end=1890
+  _globals['_ROLLOUTFRAME']._serialized_start=1892
+  _globals['_ROLLOUTFRAME']._serialized_end=1993
+  _globals['_SESSIONTURN']._serialized_start=1996
+  _globals['_SESSIONTURN']._serialized_end=2454
+  _globals['_VERSIONSPAN']._serialized_start=2456
+  _globals['_VERSIONSPAN']._serialized_end=2499
+  _globals['_SESSIONSERVICE']._serialized_start=2502
+  _globals['_SESSIONSERVICE']._serialized_end=3081
 # @@protoc_insertion_point(module_scope)

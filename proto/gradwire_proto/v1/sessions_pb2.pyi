@@ -167,6 +167,26 @@ Global___CreateRolloutSessionRequest: _TypeAlias = CreateRolloutSessionRequest  
 class RolloutSession(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class TurnRewardsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SESSION_ID_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
@@ -190,6 +210,8 @@ class RolloutSession(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    TURN_REWARDS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """"gwsession-..." """
     owner: _builtins.str
@@ -221,12 +243,18 @@ class RolloutSession(_message.Message):
     """of its turns on disk"""
     step: _builtins.int
     """of a checkpoint: optimizer steps of its weights"""
+    reward: _builtins.float
+    """of the whole rollout, as its owner said"""
     @_builtins.property
     def limits(self) -> Global___SessionLimits:
         """as they hold"""
 
     @_builtins.property
     def sampling(self) -> Global___SessionSampling: ...
+    @_builtins.property
+    def turn_rewards(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """by number of the turn, likewise"""
+
     def __init__(
         self,
         *,
@@ -253,13 +281,20 @@ class RolloutSession(_message.Message):
         key: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
         step: _builtins.int | None = ...,
+        reward: _builtins.float | None = ...,
+        turn_rewards: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "limits", b"limits", "sampling", b"sampling", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_step", b"_step", "limits", b"limits", "reward", b"reward", "sampling", b"sampling", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "base_model", b"base_model", "created_at", b"created_at", "end_reason", b"end_reason", "ended_at", b"ended_at", "group", b"group", "history", b"history", "key", b"key", "limits", b"limits", "model", b"model", "name", b"name", "num_prompt_tokens", b"num_prompt_tokens", "num_sampled_tokens", b"num_sampled_tokens", "num_turns", b"num_turns", "owner", b"owner", "run_id", b"run_id", "sampling", b"sampling", "session_id", b"session_id", "size_bytes", b"size_bytes", "state", b"state", "step", b"step", "task_json", b"task_json", "url", b"url", "used_at", b"used_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_step", b"_step", "base_model", b"base_model", "created_at", b"created_at", "end_reason", b"end_reason", "ended_at", b"ended_at", "group", b"group", "history", b"history", "key", b"key", "limits", b"limits", "model", b"model", "name", b"name", "num_prompt_tokens", b"num_prompt_tokens", "num_sampled_tokens", b"num_sampled_tokens", "num_turns", b"num_turns", "owner", b"owner", "reward", b"reward", "run_id", b"run_id", "sampling", b"sampling", "session_id", b"session_id", "size_bytes", b"size_bytes", "state", b"state", "step", b"step", "task_json", b"task_json", "turn_rewards", b"turn_rewards", "url", b"url", "used_at", b"used_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
 Global___RolloutSession: _TypeAlias = RolloutSession  # noqa: Y015
@@ -346,21 +381,50 @@ Global___ListRolloutSessionsResponse: _TypeAlias = ListRolloutSessionsResponse  
 class EndRolloutSessionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class TurnRewardsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SESSION_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    TURN_REWARDS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     reason: _builtins.str
+    reward: _builtins.float
+    @_builtins.property
+    def turn_rewards(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         reason: _builtins.str = ...,
+        reward: _builtins.float | None = ...,
+        turn_rewards: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reason", b"reason", "reward", b"reward", "session_id", b"session_id", "turn_rewards", b"turn_rewards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
 
 Global___EndRolloutSessionRequest: _TypeAlias = EndRolloutSessionRequest  # noqa: Y015
 

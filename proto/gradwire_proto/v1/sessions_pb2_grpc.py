@@ -89,7 +89,7 @@ class SessionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def EndRolloutSession(self, request, context):
-        """Its key opens nothing any more. Of a session that has ended, a repetition changes nothing.
+        """Its key opens nothing any more. Of a session that has ended, only rewards are changed, where some are given.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

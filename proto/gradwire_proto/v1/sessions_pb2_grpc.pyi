@@ -41,7 +41,7 @@ class SessionServiceStub:
     GetRolloutSession: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.GetRolloutSessionRequest, _sessions_pb2.RolloutSession]
     ListRolloutSessions: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.ListRolloutSessionsRequest, _sessions_pb2.ListRolloutSessionsResponse]
     EndRolloutSession: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.EndRolloutSessionRequest, _sessions_pb2.RolloutSession]
-    """Its key opens nothing any more. Of a session that has ended, a repetition changes nothing."""
+    """Its key opens nothing any more. Of a session that has ended, only rewards are changed, where some are given."""
     DeleteRolloutSession: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.DeleteRolloutSessionRequest, _sessions_pb2.DeleteRolloutSessionResponse]
     """with its turns"""
     GetRollout: _grpc.UnaryStreamMultiCallable[_sessions_pb2.GetRolloutRequest, _sessions_pb2.RolloutFrame]
@@ -55,7 +55,7 @@ class SessionServiceAsyncStub(SessionServiceStub):
     GetRolloutSession: _aio.UnaryUnaryMultiCallable[_sessions_pb2.GetRolloutSessionRequest, _sessions_pb2.RolloutSession]  # type: ignore[assignment]
     ListRolloutSessions: _aio.UnaryUnaryMultiCallable[_sessions_pb2.ListRolloutSessionsRequest, _sessions_pb2.ListRolloutSessionsResponse]  # type: ignore[assignment]
     EndRolloutSession: _aio.UnaryUnaryMultiCallable[_sessions_pb2.EndRolloutSessionRequest, _sessions_pb2.RolloutSession]  # type: ignore[assignment]
-    """Its key opens nothing any more. Of a session that has ended, a repetition changes nothing."""
+    """Its key opens nothing any more. Of a session that has ended, only rewards are changed, where some are given."""
     DeleteRolloutSession: _aio.UnaryUnaryMultiCallable[_sessions_pb2.DeleteRolloutSessionRequest, _sessions_pb2.DeleteRolloutSessionResponse]  # type: ignore[assignment]
     """with its turns"""
     GetRollout: _aio.UnaryStreamMultiCallable[_sessions_pb2.GetRolloutRequest, _sessions_pb2.RolloutFrame]  # type: ignore[assignment]
@@ -90,7 +90,7 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sessions_pb2.EndRolloutSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sessions_pb2.RolloutSession, _abc.Awaitable[_sessions_pb2.RolloutSession]]:
-        """Its key opens nothing any more. Of a session that has ended, a repetition changes nothing."""
+        """Its key opens nothing any more. Of a session that has ended, only rewards are changed, where some are given."""
 
     @_abc_1.abstractmethod
     def DeleteRolloutSession(

@@ -24,6 +24,7 @@ SECTIONS = (
     ("Timeline", "/timeline"),
     ("Server", "/server"),
     ("Jobs", "/jobs"),
+    ("Sessions", "/sessions"),
     ("Uploads", "/uploads"),
     ("Playground", "/playground"),
     ("Ratings", "/ratings"),

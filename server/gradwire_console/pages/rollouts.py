@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -134,7 +134,7 @@ def _rollout(rollout: Rollout) -> None:
 
 
 def _step(step: Mapping[str, Any]) -> None:
-    _turn("asked", str(step.get("observation", "")), "")
+    turn_shown("asked", str(step.get("observation", "")), "")
     with ui.element("div").classes("gw-turn answer"):
         figures = _numbers(
             {"reward": step.get("reward"), "advantage": step.get("advantage"), "value": step.get("value")}
@@ -143,19 +143,23 @@ def _step(step: Mapping[str, Any]) -> None:
         with ui.element("div").classes("text"):
             tokens = step.get("tokens")
             if tokens:
-                for text, logprob in tokens:
-                    shown = plain(str(text), tag="span").style(
-                        next(style for least, style in SHADES if logprob >= least)
-                    )
-                    shown.props["title"] = f"log-probability {logprob:.3f}"
+                tokens_shown(tokens)
             else:
                 plain(str(step.get("action", "")))
     for result in step.get("tool_results", ()):
         called = f"{result.get('name', '')}({json.dumps(result.get('arguments', {}))})"
-        _turn(f"tool {called}", str(result.get("error") or result.get("content", "")), "tool")
+        turn_shown(f"tool {called}", str(result.get("error") or result.get("content", "")), "tool")
 
 
-def _turn(who: str, text: str, kind: str) -> None:
+def tokens_shown(tokens: Iterable[tuple[str, float]]) -> None:
+    """Tokens one after another, the darker the less probable they were."""
+    for text, logprob in tokens:
+        shown = plain(str(text), tag="span").style(next(style for least, style in SHADES if logprob >= least))
+        shown.props["title"] = f"log-probability {logprob:.3f}"
+
+
+def turn_shown(who: str, text: str, kind: str) -> None:
+    """What somebody said."""
     if text:
         with ui.element("div").classes(f"gw-turn {kind}"):
             plain(who, "quiet")

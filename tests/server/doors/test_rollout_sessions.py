@@ -211,6 +211,11 @@ async def test_sessions_are_listed_and_deleted_by_their_owner(service: gradwire.
         assert [each["id"] for each in listed] == [made["id"], session.session_id] and "key" not in listed[0]
         ended = (await http.post(f"/v1/sessions/{made['id']}/end", json={"reason": "enough"})).json()
         assert (ended["state"], ended["end_reason"]) == ("ended", "enough")
+        rewarded = await http.post(f"/v1/sessions/{made['id']}/end", json={"reward": 1, "turn_rewards": {}})
+        assert rewarded.json()["reward"] == 1.0 and "reward" not in ended
+        for wrong in ({"x": 1}, {"0": "high"}, {"0": 1}):  # it has no turn
+            answer = await http.post(f"/v1/sessions/{made['id']}/end", json={"turn_rewards": wrong})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "turn_rewards"
         assert (await http.get(f"/v1/sessions/{made['id']}/rollout")).json()["turns"] == []
     await session.delete()
     with pytest.raises(gradwire.UnknownSessionError):

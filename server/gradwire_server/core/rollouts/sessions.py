@@ -167,14 +167,23 @@ class RolloutSessions:
         page = [self._told(live) for live in mine[start : start + size]]
         return page, page[-1].session_id if start + size < len(mine) else ""
 
-    async def end(self, caller: Caller, session_id: str, reason: str) -> sessions.RolloutSession:
-        """End a session; one that has ended stays as it is. On disk when this returns.
+    async def end(self, caller: Caller, request: sessions.EndRolloutSessionRequest) -> sessions.RolloutSession:
+        """End a session, and note rewards; one that has ended stays ended as it did. On disk when this returns.
 
         Raises:
-            ServiceError: UNKNOWN_SESSION; PERMISSION_DENIED for a session that the caller may only read.
+            ServiceError: UNKNOWN_SESSION; PERMISSION_DENIED for a session that the caller may only read;
+                INVALID_ARGUMENT for a reward of a turn that there is not.
         """
-        live = self._of(caller, session_id, write=True)
-        await self._end(live, (reason or "ended by its owner")[:MAX_REASON_CHARS])
+        live = self._of(caller, request.session_id, write=True)
+        session = live.session
+        if any(number >= session.num_turns for number in request.turn_rewards):
+            raise _invalid(f"the session has {session.num_turns} turns, numbered from 0", "turn_rewards")
+        await self._end(live, (request.reason or "ended by its owner")[:MAX_REASON_CHARS])
+        if request.HasField("reward") or request.turn_rewards:
+            if request.HasField("reward"):
+                session.reward = request.reward
+            session.turn_rewards.update(request.turn_rewards)
+            await self._records.update(session)
         return self._told(live)
 
     async def delete(self, caller: Caller, session_id: str) -> None:

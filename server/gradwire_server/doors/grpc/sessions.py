@@ -38,7 +38,7 @@ class SessionService(SessionServiceServicer):
     async def EndRolloutSession(
         self, request: sessions.EndRolloutSessionRequest, context: Any
     ) -> sessions.RolloutSession:
-        return await self._core.rollouts.end(CALLER.get(), request.session_id, request.reason)
+        return await self._core.rollouts.end(CALLER.get(), request)
 
     async def DeleteRolloutSession(
         self, request: sessions.DeleteRolloutSessionRequest, context: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -13,6 +14,7 @@ from gradwire_proto.v1 import sessions_pb2 as sessions
 from pydantic import ConfigDict, Field
 
 from gradwire_server.core.core import Core
+from gradwire_server.doors.http.openai.requests import invalid
 from gradwire_server.doors.http.protocol import CallerOf
 
 
@@ -62,6 +64,8 @@ class EndRequest(BoundedModel):
     model_config = ConfigDict(extra="forbid")
 
     reason: str = ""
+    reward: float | None = Field(default=None, allow_inf_nan=False)
+    turn_rewards: dict[str, Any] = Field(default_factory=dict)
 
 
 def routes(core: Core) -> APIRouter:
@@ -94,7 +98,10 @@ def routes(core: Core) -> APIRouter:
 
     @router.post("/sessions/{session_id}/end")
     async def end_session(session_id: str, asked: EndRequest, caller: CallerOf) -> dict[str, Any]:
-        return _session(await core.rollouts.end(caller, session_id, asked.reason))
+        request = sessions.EndRolloutSessionRequest(
+            session_id=session_id, reason=asked.reason, reward=asked.reward, turn_rewards=_rewards(asked.turn_rewards)
+        )
+        return _session(await core.rollouts.end(caller, request))
 
     @router.delete("/sessions/{session_id}")
     async def delete_session(session_id: str, caller: CallerOf) -> dict[str, Any]:
@@ -114,6 +121,15 @@ def routes(core: Core) -> APIRouter:
     return router
 
 
+def _rewards(given: Mapping[str, Any]) -> dict[int, float]:
+    """Rewards by number of the turn."""
+    if not all(number.isdecimal() and len(number) < 10 for number in given) or not all(
+        isinstance(each, int | float) and not isinstance(each, bool) for each in given.values()
+    ):
+        raise invalid("turn_rewards has the numbers of turns, and a number for each", "turn_rewards")
+    return {int(number): float(each) for number, each in given.items()}
+
+
 def _session(session: sessions.RolloutSession) -> dict[str, Any]:
     found = {"id": session.session_id, "object": "session", **_plain(session)}
     if not session.key:
@@ -126,7 +142,9 @@ def _plain(message: Message) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
-        if field.is_repeated:
+        if field.message_type and field.message_type.GetOptions().map_entry:
+            found[field.name] = dict(value)
+        elif field.is_repeated:
             found[field.name] = [_plain(each) if field.message_type else each for each in value]
         elif field.message_type:
             found[field.name] = _plain(value)

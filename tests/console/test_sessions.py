@@ -49,7 +49,7 @@ def test_a_session_is_shown_branch_by_branch(shown: tuple[Console, gradwire.sync
     page.get_by_role("link", name=f"agent {EVIL}").click()
     expect(page.get_by_role("heading", name="Branch 0")).to_be_visible()
     expect(page.get_by_text("side call: not trained on")).to_have_count(1)
-    expect(page.get_by_text("leaves turn 1: system")).to_have_count(1)
+    expect(page.get_by_text("leaves turn 0: system")).to_have_count(1)
     expect(page.get_by_text("turn 1, 6 tokens, version 0")).to_be_visible()
     expect(page.locator(".gw-turn.answer span[title^='log-probability']")).to_have_count(18)
     expect(page.locator(".gw-main img")).to_have_count(0)

@@ -22,6 +22,7 @@ class ScriptedSession:
         self.session_id, self.options, self._answer = f"s{number}", options, answer
         self.turns: list[Turn] = []
         self.ended = ""
+        self.rewards: tuple[float, dict[int, float]] | None = None
 
     def call(self, text: str, **about: Any) -> str:
         """Answer a prompt that goes on with everything before it, one token a character."""
@@ -43,14 +44,10 @@ class ScriptedSession:
     async def rollout(self, main: Main = "longest") -> Rollout:
         return Rollout(self.session_id, tuple(self.turns), end_reason=self.ended, main=main)
 
-    async def end(self, reason: str = "done") -> None:
+    async def end(self, reason: str = "done", reward: float | None = None, turn_rewards: Any = None) -> None:
         self.ended = self.ended or reason
-
-    async def __aenter__(self) -> ScriptedSession:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.end()
+        if reward is not None:
+            self.rewards = (reward, dict(turn_rewards))
 
 
 class ScriptedSessions:

@@ -223,7 +223,9 @@ async def test_rewards_of_turns_and_errors_of_rewards() -> None:
         rollout.turn_rewards[0] = 0.25
         return 1.0
 
-    (one,) = await played(AgentEnvironment(asks, reward=by_turn), ScriptedSessions())
+    sessions = ScriptedSessions()
+    (one,) = await played(AgentEnvironment(asks, reward=by_turn), sessions)
+    assert sessions.made[0].rewards == (1.0, {0: 0.25})
     assert one.evaluation is not None and one.evaluation.score == 1.0
     assert [(each.step_index, each.base_reward) for each in one.evaluation.step_outputs or ()] == [(0, 0.25)]
 

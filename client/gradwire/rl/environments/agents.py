@@ -162,22 +162,18 @@ class AgentEnvironment(EpisodeEnvironment):
         session: RolloutSession = await policy.inference.rollout_session(  # type: ignore[attr-defined]
             **self._session_options(trajectory, policy, attempt)
         )
-        async with session, self._folders(trajectory.task) as root:
-            ended = await _Run(self, trajectory.task, session, root).agent()
-            await session.end("the agent ended" if ended.status == "completed" else ended.error[:200])
-            rollout = await session.rollout(main=self._options.get("main", "longest"))
-            _write(trajectory, rollout, ended)
-            folder_name, data = str(root / "work"), vars(ended)
-            about = {name: data[name] for name in ("exit_status", "output", "errors", "result")}
-            about |= {"folder": folder_name, "session": session, "rollout": rollout, "attempt": attempt}
-            for step in trajectory.steps:  # states of a group's members are equal but for the folder's name
-                if isinstance(step.state_key, str):
-                    step.state_key = step.state_key.replace(folder_name, ".")
-            trajectory.state = State(
-                trajectory.task, trajectory.messages, len(trajectory.steps),
-                terminated=trajectory.status == "completed", truncated=trajectory.status == "truncated", data=about,
-            )  # fmt: skip
-            trajectory.evaluation = await self._score(trajectory, rollout)
+        try:
+            async with self._folders(trajectory.task) as root:
+                ended = await _Run(self, trajectory.task, session, root).agent()
+                await session.end("the agent ended" if ended.status == "completed" else ended.error[:200])
+                rollout = await session.rollout(main=self._options.get("main", "longest"))
+                _write(trajectory, rollout, ended)
+                _describe(trajectory, ended, str(root / "work"), {"session": session, "rollout": rollout})
+                trajectory.evaluation = await self._score(trajectory, rollout)
+            await _record(session, rollout, trajectory.evaluation)
+        except BaseException as error:
+            await session.end(f"the episode failed: {type(error).__name__}")
+            raise
 
     async def _score(self, trajectory: Trajectory, rollout: Rollout) -> EvaluateResult | None:
         if self._scorer is None or trajectory.status not in ("completed", "truncated"):
@@ -354,6 +350,28 @@ def _write(trajectory: Trajectory, rollout: Rollout, ended: _Ended) -> None:
     elif ended.status == "completed" and not found.steps:
         trajectory.status = "failed"
         trajectory.error = f"none of the agent's {len(rollout.turns)} calls is trained on (main is {rollout.main!r})"
+
+
+def _describe(trajectory: Trajectory, ended: _Ended, folder: str, live: Mapping[str, Any]) -> None:
+    """Write into the trajectory what rewards see of the agent's end."""
+    about = {name: vars(ended)[name] for name in ("exit_status", "output", "errors", "result")}
+    trajectory.state = State(
+        trajectory.task, trajectory.messages, len(trajectory.steps), terminated=trajectory.status == "completed",
+        truncated=trajectory.status == "truncated", data={**about, **live, "folder": folder},
+    )  # fmt: skip
+    for step in trajectory.steps:  # states of a group's members are equal but for the folder's name
+        if isinstance(step.state_key, str):
+            step.state_key = step.state_key.replace(folder, ".")
+
+
+async def _record(session: RolloutSession, rollout: Rollout, result: EvaluateResult | None) -> None:
+    """Keep the rewards with the session, for people."""
+    if result is None or result.error:
+        return
+    numbers = dict(enumerate(turn.number for _, turn, _ in rollout.trained))
+    count = len(numbers)
+    given = {each.step_index % count: each.base_reward for each in result.step_outputs or () if count}
+    await session.end(reward=result.score, turn_rewards={numbers[index]: reward for index, reward in given.items()})
 
 
 def _told(found: Exit | _Ended) -> str:

@@ -24,8 +24,11 @@ from gradwire.loop.loggers import (
     WandbLogger,
     read_jsonl,
 )
+from gradwire.rl.group_log import GroupLog, read_group
+from gradwire.rl.metrics import Elapsed, Max, Mean, Std
 from gradwire.rl.recording import RunRecorder, TrajectoryRecorder
-from gradwire.rl.types import Action, EvaluateResult, StepData, Task, ToolCall, ToolResult, Trajectory
+from gradwire.rl.rows import rows_of
+from gradwire.rl.types import Action, EvaluateResult, StepData, StepOutput, Task, ToolCall, ToolResult, Trajectory
 from gradwire.rl.viewer import app, colour, page, view
 
 
@@ -37,6 +40,53 @@ def trajectory(reward: float = 1.0, status: Any = "completed") -> Trajectory:
     )  # fmt: skip
     verdict = EvaluateResult(reward, reason="as it should be")
     return Trajectory(Task("q", "5", "t1"), 3, 1, steps=[step], reward=reward, status=status, evaluation=verdict)
+
+
+def test_a_group_is_read_as_it_was_collected(tmp_path: Path) -> None:
+    """Prompts that continue or replace what was before, keys of tuples, versions of tokens, scores of steps."""
+    task, log = Task("q", "5", "t1"), GroupLog(tmp_path / "groups.jsonl")
+    ids, said = np.arange(3, 9), ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"})
+
+    def step(index: int, prompt: Any, **changes: Any) -> StepData:
+        logprobs = np.linspace(-3, -0.1, 6, dtype=np.float32)
+        return StepData(index, "o", (index, ("x", 2)), np.array(prompt), Action("a", {1}), ids, logprobs, **changes)
+
+    results = (ToolResult(ToolCall("add", {"a": [1, {"b": 2}]}), "3", cost=0.5),)
+    group = []
+    for member in range(3):
+        steps = [
+            step(0, [1, 2], messages=said[:1], policy_version=4, token_versions=np.array([4, 4, 4, 5, 5, 6])),
+            step(1, [1, 2, *ids, 7], messages=said, tool_results=results, reward=0.1 + member, rewarded=True),
+            step(2, [1, 9], messages=said[1:], value=0.25, metrics={"words": np.float64(2)}, stop_reason="eos"),
+            step(3, [], policy_version=7),
+        ]
+        verdict = EvaluateResult(step_outputs=[StepOutput(1, 0.1 + member, {"m": 1.0}, "why")], metrics={"n": 2.0})
+        group.append(Trajectory(task, 12, member, 99, steps, said, "truncated", seconds=1.5, reward=0.1 + member,
+                                evaluation=verdict))  # fmt: skip
+    metrics = {"a": Mean(3.0, 2), "b": Std.of([1, 2, 5]), "c": Elapsed(0, 1), "d": Max(4.0)}
+    assert [log.add(12, task, group, metrics), log.add(13, task, group[:1], {})] == [0, 1]
+    with log.path.open("a") as file:  # type: ignore[union-attr]
+        file.write('14\t{"task": "t1", "traj')  # the process was killed here
+    (number, content), (following, _) = log.lines()
+    read = read_group(content, task)
+    assert read is not None and (number, following) == (12, 13)
+    assert read[1] == {name: each for name, each in metrics.items() if name != "c"}
+    for before, after in zip(group, read[0], strict=True):
+        for one, other in zip(before.steps, after.steps, strict=True):
+            for name, value in vars(one).items():
+                given = getattr(other, name)
+                if isinstance(value, np.ndarray):
+                    np.testing.assert_array_equal(given, value)
+                    assert given.dtype == value.dtype, name
+                else:
+                    assert given == (Action("a") if name == "action" else value), name
+        assert vars(after) | {"steps": 0} == vars(before) | {"steps": 0}
+        assert rows_of([after])[0].ids.tolist() == rows_of([before])[0].ids.tolist()
+    assert read_group(content, Task("another")) is None
+    log.keep(lambda number: number == 13)
+    assert [number for number, _ in log.lines()] == [13]
+    log.add(15, task, group, {})
+    assert [number for number, _ in log.lines()] == [13, 15]
 
 
 async def record(path: Path, rule_inference: Callable[..., Any], **rule: Any) -> list[dict[str, Any]]:

@@ -1,30 +1,24 @@
-"""Simulated A/B tests, many at once, with a look at the comparison after every rating.
+"""Simulated A/B tests with a look at the comparison every 50 answers.
 
-``python tests/support/ab_tests.py [SIMULATIONS]`` prints the first table of benchmarks/measurements.md.
-
-Letters in comments: S simulations, U users.
+``python tests/support/ab_tests.py [SIMULATIONS]`` prints the tables of docs/feedback.md and benchmarks/measurements.md.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from gradwire_feedback.statistics.user_effects import BLOCK, MIN_USERS, Scores, boundaries
-from numpy.typing import NDArray
+from gradwire_feedback.statistics.user_effects import MIN_USERS, Contrast, Scores, contrast, number_of_users
 
 ALPHA = 0.05
+LOOK = 50
 FIXED_Z = 1.96
 """Of a test of the same size that looks once, at a number of answers fixed before."""
 POWER = 0.8
-CHUNK = 40_000
-"""Simulations at once times users, so that their arrays stay in the cache."""
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -32,10 +26,11 @@ class Scenario:
     """Users who give several scores each, in random order.
 
     Attributes:
-        users, answers: How many users, and answers of each.
+        users, answers: How many users, and answers of most of them.
+        busy, times: A share of the users gives this many times as many answers.
+        shares: What the versions other than the first have of the users together; several follow one another.
         spread: Standard deviation of the users' means.
         drift: The mean moves from 0.4 to 0.6.
-        ramp: The versions other than the first have a tenth of the users for two fifths of the time, then equal shares.
         versions: How many.
         effect: What the last version adds to each score; scores are then not grades, whose ends would shrink it.
         binary: Scores of 0 and 1 instead of five grades.
@@ -43,106 +38,49 @@ class Scenario:
 
     users: int
     answers: int
+    busy: float = 0.0
+    times: int = 1
+    shares: tuple[float, ...] = (0.5,)
     spread: float = 0.0
     drift: bool = False
-    ramp: bool = False
     versions: int = 2
     effect: float = 0.0
     binary: bool = False
 
     def __str__(self) -> str:
-        words = [f"{self.users} x {self.answers}", f"spread {self.spread}", f"{self.versions} versions"]
-        words += [word for word in ("drift", "ramp", "binary") if getattr(self, word)]
+        words = [f"{self.users} x {self.answers}", " then ".join(f"{share:.0%}" for share in self.shares)]
+        words += [f"{self.busy:.0%} answer {self.times} times as often"] * (self.busy > 0)
+        words += [f"spread {self.spread}", f"{self.versions} versions"]
+        words += [word for word in ("drift", "binary") if getattr(self, word)]
         return ", ".join(words + ([f"effect {self.effect}"] if self.effect else []))
 
     def draw(self, rng: np.random.Generator) -> Scores:
-        count = self.users * self.answers
-        users = rng.permutation(np.repeat(np.arange(self.users), self.answers))
-        time = np.arange(count) / count
-        early = (time < 0.4) & self.ramp
-        place = rng.random(self.users)[users]
+        many = np.where(np.arange(self.users) < self.busy * self.users, self.times, 1) * self.answers
+        users = rng.permutation(np.repeat(np.arange(self.users), many))
+        count = len(users)
+        stages = np.arange(count) * len(self.shares) // count
         others = self.versions - 1
-        versions = np.where(
-            early, np.where(place < 0.1, 1 + np.floor(place * 10 * others), 0), np.floor(place * self.versions)
-        ).astype(np.int64)
-        mean = 0.5 + (0.2 * (time - 0.5) if self.drift else 0.0) + rng.normal(0, self.spread, self.users)[users]
-        mean = mean + self.effect * (versions == others)
+        weights = {n: [1 - share] + [share / others] * others for n, share in enumerate(self.shares)}
+        distances = rng.exponential(size=(self.users, self.versions))  # the draw of draw_version
+        versions = np.argmin(distances[users] / np.array([weights[n] for n in stages.tolist()]), axis=1)
+        mean = 0.5 + (0.2 * (np.arange(count) / count - 0.5) if self.drift else 0.0)
+        mean = mean + rng.normal(0, self.spread, self.users)[users] + self.effect * (versions == others)
         if self.binary:
             values = (rng.random(count) < np.clip(mean, 0, 1)).astype(np.float64)
         elif self.effect:
             values = rng.normal(mean, 0.25)
         else:
             values = np.round(4 * np.clip(rng.normal(mean, 0.25), 0, 1)) / 4
-        return Scores(values, users, versions, np.where(early, 0, 1).astype(np.int64))
+        return Scores(values, users, versions, stages, weights)
 
 
-@dataclass(frozen=True)
-class Look:
-    """The comparisons after one more answer; arrays are [S].
-
-    Attributes:
-        answers: Answers of the two versions until then.
-        enough: Whether both versions have enough users; the rest is not meaningful before.
-        difference: The estimated difference.
-        error: Its standard error.
-        radius: Half the width of its interval.
-    """
-
-    answers: Ints
-    enough: NDArray[np.bool_]
-    difference: Floats
-    error: Floats
-    radius: Floats
-
-
-def looks(drawn: list[Scores], baseline: int, other: int, alpha: float) -> Iterator[Look]:
-    """The comparisons of simulations with equally many users and answers, after every answer.
-
-    The same as difference_interval of the answers until then, from sums by user that are kept between the looks.
-    """
-    sims, size = np.arange(len(drawn)), int(max(each.users.max() for each in drawn)) + 1
-    values, users, versions, deployments = (
-        np.stack([getattr(each, name) for each in drawn]) for name in ("values", "users", "versions", "deployments")
-    )
-    done_products, done_squares = np.zeros((2, len(drawn), size))  # [S, U], of the blocks that are full
-    sums, counts, treated = np.zeros((3, len(drawn), size))  # [S, U], of the block that fills
-    given, answers, squares = np.zeros((2, len(drawn), size)), np.zeros((2, len(drawn))), np.zeros((2, len(drawn)))
-    block = np.full(len(drawn), -1)  # the deployment of the block that fills
-
-    def parts(rows: slice | Ints = slice(None)) -> tuple[Floats, Floats]:
-        """Sums over a user's answers of treatment times score, and of treatment squared, each less its block's mean."""
-        many = np.maximum(counts[rows].sum(1, keepdims=True), 1)
-        about = treated[rows] - (treated[rows] * counts[rows]).sum(1, keepdims=True) / many
-        centred = sums[rows] - sums[rows].sum(1, keepdims=True) / many * counts[rows]
-        return done_products[rows] + about * centred, done_squares[rows] + about * about * counts[rows]
-
-    for time in range(values.shape[1]):
-        pair = np.isin(versions[:, time], (baseline, other))
-        new = np.flatnonzero(pair & ((counts.sum(1) == BLOCK) | (deployments[:, time] != block)))
-        if len(new):
-            done_products[new], done_squares[new] = parts(new)
-            sums[new] = counts[new] = treated[new] = 0
-            block[new] = deployments[new, time]
-        if not pair.any():
-            continue
-        rows, user = sims[pair], users[pair, time]
-        side = (versions[pair, time] == other).astype(np.int64)
-        sums[rows, user] += values[pair, time]
-        counts[rows, user] += 1
-        treated[rows, user] = side
-        answers[side, rows] += 1
-        squares[side, rows] += 2 * given[side, rows, user] + 1
-        given[side, rows, user] += 1
-        enough = (answers**2 / np.maximum(squares, 1) >= MIN_USERS).all(0)
-        if not enough.any():
-            continue
-        product, square = parts()
-        weight = np.maximum(square.sum(1), 1e-12)
-        difference = product.sum(1) / weight
-        shares = (product - difference[:, None] * square) / np.maximum(1 - square / weight[:, None], 1e-2)
-        variance = np.einsum("su,su->s", shares, shares)
-        radius = boundaries(variance, alpha) / weight
-        yield Look(answers.sum(0).astype(np.int64), enough, difference, np.sqrt(variance) / weight, radius)
+def looks(scores: Scores, baseline: int, other: int) -> Iterator[tuple[int, Contrast]]:
+    """The contrasts after every so many answers, and these numbers, from when both versions have enough users."""
+    pair = scores.only(baseline, other)
+    for end in range(LOOK, len(pair) + 1, LOOK):
+        until = pair.where(slice(end))
+        if min(number_of_users(until.only(version)) for version in (baseline, other)) >= MIN_USERS:
+            yield end, contrast(until, baseline, other)
 
 
 @dataclass(frozen=True)
@@ -165,53 +103,47 @@ class Outcome:
 
 def simulate(scenario: Scenario, simulations: int, seed: int = 0) -> Outcome:
     rng = np.random.default_rng(seed)
-    total = scenario.users * scenario.answers
     settled, missed, found = np.zeros(simulations, bool), np.zeros(simulations, bool), np.full(simulations, np.inf)
-    rejections, looked = np.zeros(total + 1), np.zeros(total + 1)
-    chunk_size = max(CHUNK // scenario.users, 1)
-    for start in range(0, simulations, chunk_size):
-        drawn = [scenario.draw(rng) for _ in range(min(chunk_size, simulations - start))]
-        chunk = slice(start, start + len(drawn))
+    rejected: dict[int, list[bool]] = {}
+    alpha = ALPHA / (scenario.versions - 1)
+    for number in range(simulations):
+        scores = scenario.draw(rng)
         for other in range(1, scenario.versions):
             last = other == scenario.versions - 1
-            effect = scenario.effect * last
-            for look in looks(drawn, 0, other, ALPHA / (scenario.versions - 1)):
-                missed[chunk] |= look.enough & (np.abs(look.difference - effect) > look.radius)
-                clear = look.enough & (np.abs(look.difference) > look.radius)
-                settled[chunk] |= clear
+            for answers, look in looks(scores, 0, other):
+                missed[number] |= look.excludes(scenario.effect * last, alpha)
+                if look.excludes(0.0, alpha):
+                    settled[number] = True
+                    found[number] = min(found[number], answers) if last else found[number]
                 if last:
-                    found[chunk] = np.where(clear, np.minimum(found[chunk], look.answers), found[chunk])
-                    np.add.at(looked, look.answers, 1)
-                    np.add.at(rejections, look.answers, look.enough & (np.abs(look.difference) > FIXED_Z * look.error))
-    enough = np.flatnonzero((looked >= simulations / 2) & (rejections >= POWER * looked))
-    return Outcome(
-        float(settled.mean()),
-        float(missed.mean()),
-        (
-            float(np.sort(found)[simulations // 2]),
-            float(np.sort(found)[min(int(POWER * simulations), simulations - 1)]),
-        ),
-        float(enough[0]) if len(enough) else np.inf,
-    )
+                    rejected.setdefault(answers, []).append(abs(look.total) > FIXED_Z * math.sqrt(look.variance(0.0)))
+    enough = [n for n, each in rejected.items() if len(each) >= simulations / 2 and np.mean(each) >= POWER]
+    half, most = (float(np.sort(found)[min(int(share * simulations), simulations - 1)]) for share in (0.5, POWER))
+    return Outcome(float(settled.mean()), float(missed.mean()), (half, most), float(min(enough, default=np.inf)))
 
 
+ACTIVITY = (
+    Scenario(1000, 4, spread=0.2),
+    Scenario(1000, 3, 0.02, 20, spread=0.2),
+    Scenario(1000, 2, 0.05, 15, spread=0.2),
+)
+SHARES = ((0.02,), (0.05,), (0.1,), (0.25,), (0.5,), (0.1, 0.5, 0.9))
 EQUAL = [
-    Scenario(users, answers, spread, drift, ramp, versions)
-    for (users, answers), spread, drift, ramp, versions in itertools.product(
-        ((50, 40), (100, 20)), (0.0, 0.2), (False, True), (False, True), (2, 3, 4, 5)
-    )
+    replace(users, shares=shares, drift=drift)
+    for users, shares, drift in itertools.product(ACTIVITY, SHARES, (False, True))
 ]
-EQUAL += [Scenario(1000, 2, *rest) for rest in itertools.product((0.0, 0.2), (False, True), (False, True))]
-EQUAL += [Scenario(1000, 2, 0.2, True, True, versions) for versions in (3, 5)]
-EQUAL += [Scenario(100, 20, 0.2, True, True, binary=True), Scenario(1000, 1), Scenario(1000, 1, drift=True, ramp=True)]
+EQUAL += [replace(ACTIVITY[2], shares=shares, spread=0.0) for shares in SHARES]
+EQUAL += [replace(ACTIVITY[2], shares=shares, binary=True) for shares in SHARES]
+EQUAL += [
+    replace(ACTIVITY[2], shares=shares, drift=True, versions=versions)
+    for shares, versions in itertools.product(((0.1,), (0.75,), (0.1, 0.5, 0.9)), (3, 5))
+]
+EQUAL += [Scenario(50, 40, spread=0.2), Scenario(100, 20, shares=(0.1, 0.5), drift=True), Scenario(2000, 1)]
 DIFFERENT = [
-    Scenario(4000, 1, effect=0.05),
-    Scenario(1000, 1, effect=0.1),
-    Scenario(2000, 2, spread=0.1, drift=True, effect=0.05),
-    Scenario(1000, 2, spread=0.1, drift=True, effect=0.1),
-    Scenario(1000, 2, spread=0.1, drift=True, ramp=True, effect=0.1),
-    Scenario(400, 10, spread=0.2, effect=0.1),
+    replace(users, shares=shares, drift=True, effect=effect)
+    for effect, users, shares in itertools.product((0.1, 0.2), ACTIVITY, SHARES)
 ]
+DIFFERENT += [Scenario(4000, 1, effect=0.05), Scenario(1000, 1, effect=0.1), Scenario(400, 10, spread=0.2, effect=0.1)]
 
 
 def main() -> None:

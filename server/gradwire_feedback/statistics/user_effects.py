@@ -2,19 +2,24 @@
 
 An answer's score depends on who rates it and on when: answers of one user resemble each other, and scores drift. So a
 difference is taken between answers of about the same time under the same deployment (regression with an effect for each
-block of consecutive answers), and its variance is the sum over *users* of their squared parts (clustered, each user's
-part enlarged by its leverage as in the jackknife). Users are drawn at random for each version, which is all that the
-difference needs: drift and changed weights shift both versions of a block alike.
+block of consecutive answers).
 
-The interval is an asymptotic confidence sequence: the normal-mixture boundary of Robbins in the form of Waudby-Smith,
+Its variance is that of the draw. If the versions are equal, then scores and times are what they are whichever version
+a user draws; only the draw is random, and its chances are the deployment's weights. So the variance is known, with the
+answers of *all* users in it (Neyman; Fisher's sharp hypothesis): a small share of the users cannot look more alike than
+they are. The same holds at any other difference, once it is taken off the scores; the interval has those at which the
+sum of what remains lies within its boundary.
+
+The boundary is that of an asymptotic confidence sequence: the normal mixture of Robbins in the form of Waudby-Smith,
 Arbour, Sinha, Kennedy and Ramdas, "Time-uniform central limit theory and asymptotic confidence sequences", Annals of
-Statistics 52 (2024), arXiv:2103.06476, with the clustered variance as its clock. A user who answers again adds to an
-old sum rather than a new one. That makes values at two times more alike than those of a Brownian motion on the same
-clock, so by Slepian's inequality they cross the boundary no more often. tests/support/ab_tests.py simulates it."""
+Statistics 52 (2024), arXiv:2103.06476, with that variance as its clock. A user who answers again adds to an old sum
+rather than a new one. That makes values at two times more alike than those of a Brownian motion on the same clock, so
+by Slepian's inequality they cross the boundary no more often. tests/support/ab_tests.py simulates it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +28,7 @@ from numpy.typing import NDArray
 BLOCK = 100
 """Consecutive answers of a deployment that are compared with each other."""
 MIN_USERS = 20
-"""Users of each version, counted by :func:`effective_users`, before the central limit is relied on."""
+"""Users of each version before the central limit is relied on."""
 TIGHT_AT = 10.0
 """Variance at which the boundary is tightest: about 400 answers of two versions. It matters little."""
 
@@ -48,17 +53,23 @@ class Scores:
         users: [answers], the number of the user, or of the answer where there is no user.
         versions: [answers], the number of the version.
         deployments: [answers], the number of the deployment, whose weights the user was drawn with.
+        weights: By deployment, the weight of each version.
     """
 
     values: NDArray[np.float64]
     users: NDArray[np.int64]
     versions: NDArray[np.int64]
     deployments: NDArray[np.int64]
+    weights: Mapping[int, Sequence[float]]
 
     def only(self, *versions: int) -> Scores:
         """The answers of some versions."""
-        kept = np.isin(self.versions, versions)
-        return Scores(self.values[kept], self.users[kept], self.versions[kept], self.deployments[kept])
+        return self.where(np.isin(self.versions, versions))
+
+    def where(self, kept: NDArray[np.bool_] | slice) -> Scores:
+        """Some of the answers."""
+        arrays = self.values[kept], self.users[kept], self.versions[kept], self.deployments[kept]
+        return Scores(*arrays, self.weights)
 
     def __len__(self) -> int:
         return len(self.values)
@@ -93,25 +104,80 @@ def mean_interval(scores: Scores, alpha: float) -> Interval:
     return Interval(max(0.0, mean - radius), min(1.0, mean + radius))
 
 
+@dataclass(frozen=True)
+class Contrast:
+    """What concurrent answers of two versions say of a difference between them.
+
+    Attributes:
+        total: Sum over the treated of their scores less their blocks' means; at a difference d of the versions the
+            random draw leaves ``total - d * weight`` with mean zero.
+        weight: The same sum of the treatment; 0 if no block has answers of both versions.
+        quadratic: Coefficients of 1, d and d squared of that sum's variance.
+    """
+
+    total: float
+    weight: float
+    quadratic: tuple[float, float, float]
+
+    @property
+    def difference(self) -> float | None:
+        return self.total / self.weight if self.weight > 0 else None
+
+    def variance(self, difference: float) -> float:
+        constant, linear, square = self.quadratic
+        return max(constant + difference * (linear + difference * square), 0.0)
+
+    def excludes(self, difference: float, alpha: float) -> bool:
+        return abs(self.total - difference * self.weight) > boundary(self.variance(difference), alpha)
+
+    def edge(self, end: float, alpha: float) -> float:
+        """The interval's bound between the estimate and ``end``, or ``end`` if it is not excluded."""
+        inside = max(-1.0, min(1.0, self.total / self.weight))
+        if not self.excludes(end, alpha):
+            return end
+        while abs(end - inside) > 1e-9:
+            middle = (inside + end) / 2
+            inside, end = (inside, middle) if self.excludes(middle, alpha) else (middle, end)
+        return end
+
+
+def contrast(scores: Scores, baseline: int, other: int) -> Contrast:
+    """Compare the scores of ``other`` with those of ``baseline`` among concurrent answers."""
+    pair = scores.only(baseline, other)
+    if not len(pair):
+        return Contrast(0.0, 0.0, (0.0, 0.0, 0.0))
+    blocks = _blocks(pair.deployments)
+    treated = _centred((pair.versions == other).astype(np.float64), blocks)
+    centred = _centred(pair.values, blocks)
+    numbers, deployments = np.unique(pair.deployments, return_inverse=True)
+    shares = [scores.weights[number][other] for number in numbers.tolist()]
+    sums = [share + scores.weights[number][baseline] for number, share in zip(numbers.tolist(), shares)]
+    chances, stages = np.unique(np.divide(shares, sums), return_inverse=True)
+    # A user keeps one random number for all weights (draw_version): who has the new version at a small share has it at
+    # a larger one. Hence the covariance of the draws at two chances.
+    covariance = np.minimum.outer(chances, chances) - np.outer(chances, chances)
+    users = np.unique(pair.users, return_inverse=True)[1]
+    cells, shape = users * len(chances) + stages[deployments], (int(users.max()) + 1, len(chances))
+    residuals, doses = (np.bincount(cells, part, math.prod(shape)).reshape(shape) for part in (centred, treated))
+    drawn, dosed = residuals @ covariance, doses @ covariance
+    quadratic = float(np.vdot(drawn, residuals)), -2 * float(np.vdot(drawn, doses)), float(np.vdot(dosed, doses))
+    return Contrast(float(treated @ centred), float(treated @ treated), quadratic)
+
+
 def difference_interval(scores: Scores, baseline: int, other: int, alpha: float) -> tuple[float | None, Interval]:
     """Estimate the mean of ``other`` less that of ``baseline`` among concurrent answers.
 
     Returns:
         The difference, None if no block has answers of both; and its interval, -1..1 before both have enough users.
     """
-    pair = scores.only(baseline, other)
-    blocks = _blocks(pair.deployments)
-    treated = _centred((pair.versions == other).astype(np.float64), blocks)
-    weight = float(np.square(treated).sum())
-    if weight <= 0:
-        return None, Interval(-1.0, 1.0)
-    centred = _centred(pair.values, blocks)
-    difference = float(treated @ centred) / weight
-    if min(effective_users(pair.only(version).users) for version in (baseline, other)) < MIN_USERS:
-        return difference, Interval(-1.0, 1.0)
-    variance = _variance(pair.users, treated * (centred - difference * treated), np.square(treated))
-    radius = boundary(variance, alpha) / weight
-    return difference, Interval(max(-1.0, difference - radius), min(1.0, difference + radius))
+    found = contrast(scores, baseline, other)
+    if found.weight <= 0 or min(number_of_users(scores.only(version)) for version in (baseline, other)) < MIN_USERS:
+        return found.difference, Interval(-1.0, 1.0)
+    return found.difference, Interval(found.edge(-1.0, alpha), found.edge(1.0, alpha))
+
+
+def number_of_users(scores: Scores) -> int:
+    return len(np.unique(scores.users))
 
 
 def _variance(users: NDArray[np.int64], parts: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
@@ -125,10 +191,11 @@ def _blocks(deployments: NDArray[np.int64]) -> NDArray[np.int64]:
     """Number the blocks: up to ``BLOCK`` consecutive answers of one deployment."""
     order = np.argsort(deployments, kind="stable")
     sorted_ = deployments[order]
-    first = np.searchsorted(sorted_, sorted_)
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order)) - first
-    return np.unique(np.stack([deployments, place // BLOCK]), axis=1, return_inverse=True)[1].reshape(-1)
+    place = np.arange(len(order)) - np.searchsorted(sorted_, sorted_)
+    first = (place % BLOCK == 0).astype(np.int64)
+    blocks = np.empty_like(order)
+    blocks[order] = np.cumsum(first) - 1
+    return blocks
 
 
 def _centred(values: NDArray[np.float64], blocks: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from gradwire_feedback.statistics.sample_ratio import sample_ratio_p_value
@@ -10,8 +9,8 @@ from gradwire_feedback.statistics.user_effects import (
     MIN_USERS,
     Interval,
     difference_interval,
-    effective_users,
     mean_interval,
+    number_of_users,
 )
 from gradwire_feedback.store.deployments import Observed
 
@@ -27,14 +26,12 @@ class VersionResult:
     Attributes:
         count: Number of rated answers.
         users: Number of users whose answers were rated, plus rated answers without a user.
-        effective_users: The same, where users with many of the answers count less.
     """
 
     version: str
     weight: float
     count: int
     users: int
-    effective_users: float
     mean: float | None
     interval: Interval
 
@@ -81,12 +78,12 @@ class Comparison:
                 "Do not trust these scores: the versions were not drawn in proportion to their weights "
                 f"(p = {self.sample_ratio_p:.2g}). Look for requests that are lost or repeated."
             )
-        users = {each.version: each.effective_users for each in self.versions}
+        users = {each.version: each.users for each in self.versions}
         parts = []
         for each in self.differences:
             few = [name for name in (each.baseline, each.version) if users[name] < MIN_USERS]
             if few:
-                have = " and ".join(f"{name} has {math.floor(users[name])}" for name in few)
+                have = " and ".join(f"{name} has {users[name]}" for name in few)
                 parts.append(f"{each.version} against {each.baseline}: too few users yet ({MIN_USERS} wanted, {have}).")
             elif each.better is None:
                 parts.append(f"{each.version} against {each.baseline} is not settled: collect more ratings.")
@@ -103,9 +100,8 @@ def compare(observed: Observed) -> Comparison:
     for number, name in enumerate(names):
         own = observed.scores.only(number)
         mean = float(own.values.mean()) if len(own) else None
-        users, effective = len(set(own.users.tolist())), effective_users(own.users)
         span = mean_interval(own, ALPHA)
-        versions.append(VersionResult(name, observed.weights[name], len(own), users, effective, mean, span))
+        versions.append(VersionResult(name, observed.weights[name], len(own), number_of_users(own), mean, span))
     differences = []
     for number, name in enumerate(names[1:], 1):
         found, span = difference_interval(observed.scores, 0, number, ALPHA / (len(names) - 1))

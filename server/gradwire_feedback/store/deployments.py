@@ -165,6 +165,7 @@ def observe(session: Session, agent_id: str) -> Observed | None:
         np.array([users[row.unit] for row in kept], np.int64),
         np.array([versions.index(row.version) for row in kept], np.int64),
         np.array([row.deployment for row in kept], np.int64),
+        {each.number: [each.weights[version] for version in versions] for each in tested},
     )
     drawn = session.execute(
         sa.select(Item.deployment, Answer.version, sa.func.count(sa.distinct(unit)))

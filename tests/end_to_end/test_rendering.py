@@ -260,6 +260,39 @@ def as_sampled(tokenizer: Any, text: str, end: bool = True) -> Generation:
     return Generation(text, np.array(ids), np.zeros(len(ids), np.float32), "eos" if end else "length")
 
 
+@pytest.mark.parametrize("form", FORMS)
+async def test_the_policy_reads_what_a_tool_said_under_any_template(
+    form: str, address: str, tokenizers: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gemma's refuses a third role, Phi's and Mistral's leave it out; llama's and Qwen's have one."""
+    missing = {
+        "gemma": ["tool"],
+        "phi": ["system", "tool"],
+        "mistral": ["tool"],
+        "olmo": ["tool"],
+        "llama": [],
+        "qwen": [],
+    }
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 2}}</tool_call>'
+    talk: list[Any] = [{"role": "system", "content": "think"}, {"role": "user", "content": "add one"}]
+    async with gradwire.connect(address) as service:
+        for codec in (ServiceCodec(service, form), TokenizerCodec(tokenizers[form])):
+            caplog.clear()
+            for _ in range(2):
+                prompts, history, messages = [], TokenHistory(codec), list(talk)
+                for said in ("the answer is 4", "think of two"):
+                    prompts.append(tokenizers[form].decode(await history.prompt_ids(messages)))
+                    messages += [{"role": "assistant", "content": call}, {"role": "tool", "content": said}]
+                prompts.append(tokenizers[form].decode(await history.prompt_ids(messages)))
+                written = ["".join(prompt.split()) for prompt in prompts]
+                assert all(text.count("theansweris4") == (number > 0) for number, text in enumerate(written))
+                assert all(text.count("thinkoftwo") == (number > 1) for number, text in enumerate(written))
+                assert all("think" in text.replace("thinkoftwo", "") for text in written)
+            told = [record.message for record in caplog.records if "has no role" in record.message]
+            if form in missing:
+                assert [each.split("'")[1] for each in told] == missing[form]
+
+
 @pytest.mark.parametrize("form", ["llama", "qwen", "gemma", "mistral"])
 async def test_histories_keep_the_tokens_that_were_sampled(form: str, address: str, tokenizers: dict[str, Any]) -> None:
     """Over the server's tokenizer and the user's own, with a template that trims, and one that drops reasoning."""

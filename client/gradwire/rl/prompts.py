@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
+from gradwire_proto.chat import TemplateError
 
+from gradwire.errors import InvalidArgumentError
 from gradwire.rl.generation import ChatCodec, Generation, TextCodec
 from gradwire.rl.types import IntArray, Message, Prompt, UserText
 
@@ -32,6 +35,57 @@ def _warn_of_plain_chat(codec: TextCodec) -> None:
             "tokenizer has one; for a base model, give RolloutManager(template=...)",
             name,
         )
+
+
+_SHOWN: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()
+_INSTEAD = {
+    "system": "the system message stands at the beginning of the first user's turn",
+    "tool": "results of tools are users' turns, in <tool_response> and </tool_response>",
+}
+
+
+async def _is_shown(codec: ChatCodec, role: str) -> bool:
+    """Whether the model's template writes what messages of this role say, rather than refuse them or leave it out.
+
+    Each codec is asked once; what is done instead is logged.
+    """
+    known = _SHOWN.setdefault(codec, {})
+    if role in known:
+        return known[role]
+    user, answer = {"role": "user", "content": "How much?"}, {"role": "assistant", "content": "Let me see."}
+    before, after = ([], [user]) if role == "system" else ([user, answer], [])
+    try:
+        probes = [[*before, {"role": role, "content": text}, *after] for text in ("4", "five")]
+        rows = [await codec.render(probe, add_generation_prompt=True) for probe in probes]
+        shown = rows[0] is None or not np.array_equal(rows[0], rows[1])  # type: ignore[arg-type]
+    except (TemplateError, InvalidArgumentError):
+        shown = False
+    if not shown and role not in known:
+        logger.warning("the chat template of %s has no role %r: %s", codec.name, role, _INSTEAD[role])
+    return known.setdefault(role, shown)
+
+
+async def _as_shown(codec: ChatCodec, messages: Sequence[Message]) -> list[Message]:
+    """The messages, with those of roles that the template does not write said by the user."""
+    missing = {role for role in _INSTEAD if any(message["role"] == role for message in messages)}
+    missing = {role for role in missing if not await _is_shown(codec, role)}
+    result: list[Message] = []
+    opening = ""
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role in missing and role == "system":
+            opening += f"{content}\n\n"
+            continue
+        if role in missing:
+            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
+            if result and result[-1]["role"] == "user":
+                content = f"{result.pop()['content']}\n{content}"
+        elif role == "user":
+            content, opening = opening + content, ""
+        result.append(
+            message if (role, content) == (message["role"], message["content"]) else {"role": role, "content": content}
+        )
+    return [*result, {"role": "user", "content": opening.strip()}] if opening else result
 
 
 class TokenHistory:
@@ -90,7 +144,8 @@ class TokenHistory:
         """Format by the model's own template; None if it has none."""
         if not isinstance(self._codec, ChatCodec):
             return None
-        ids = await self._codec.render(self._with_samples(messages), add_generation_prompt=True)
+        written = self._with_samples(await _as_shown(self._codec, messages))
+        ids = await self._codec.render(written, add_generation_prompt=True)
         self._text = self._text if ids is None else None
         return ids
 

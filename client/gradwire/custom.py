@@ -7,6 +7,7 @@ torch; it uses the module that the caller imported.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire.errors import InvalidArgumentError
+from gradwire.errors import InvalidArgumentError, type_of
 from gradwire.results import Columns, LossResult, Timings
 from gradwire.wire.entries import Request
 
@@ -33,6 +34,29 @@ def framework_in_use(framework: Framework | None) -> Framework:
     if framework == "torch" and "torch" not in sys.modules:
         raise InvalidArgumentError('framework="torch" needs torch: import it first', field="framework")
     return framework
+
+
+def check_loss(function: Any) -> None:
+    """Check that a loss can be called with (batch, scores).
+
+    Raises:
+        InvalidArgumentError: It is no function, or takes other arguments.
+    """
+    if not callable(function):
+        raise InvalidArgumentError(f"fn is the loss, a function, not {type_of(function)}", field="fn")
+    try:
+        taken = inspect.signature(function)
+    except ValueError:  # a function in C need not tell its signature
+        return
+    try:
+        taken.bind({}, {})
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise InvalidArgumentError(
+            f"fn is called with two arguments, the batch and the scores; {name}{taken} cannot be: {error}",
+            field="fn",
+            rule="a function of (batch, scores)",
+        ) from None
 
 
 @dataclass

@@ -250,7 +250,11 @@ def _scores(config: DPOConfig, present: frozenset[str]) -> frozenset[ScoreName]:
     layout="pairs",
     fields=(*PAIR_FIELDS, *PAIR_REF_LOG_PROBS),
     scores=_scores,
-    metrics={"implicit_reward": "mean of beta * log-ratio to the reference, over all responses"} | PAIR_METRICS,
+    metrics={
+        "implicit_reward": "mean over all responses, chosen and rejected, of beta times the log-ratio to the "
+        "reference of the response's tokens together"
+    }
+    | PAIR_METRICS,
     reference="Rafailov et al. 2023, Direct Preference Optimization (arXiv 2305.18290); loss types: TRL 1.16",
     formula="1/P sum of, by loss_type, with c, w = log p(y) - log ref(y) of chosen and rejected, D = c - w, b = beta, "
     "e = label_smoothing, s the logistic function:\n"

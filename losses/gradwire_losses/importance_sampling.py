@@ -111,10 +111,15 @@ def _sequence_advantages(batch: Batch) -> Tensor:
         row_field(
             "behavior_log_probs",
             ROWS_OR_TOKENS,
-            "Log-probability of each token, or of each row's scored tokens together, under the policy that wrote "
-            "them; required without target_tokens.",
+            "Log-probability of each token, or of each row's scored tokens together (one ratio per row), under the "
+            "policy that wrote them; required without target_tokens.",
         ),
-        row_field("rewards", ROWS_OR_TOKENS, "Reward of each row, or for each token; required without advantages."),
+        row_field(
+            "rewards",
+            ROWS_OR_TOKENS,
+            "Reward of each row, which counts for all of its tokens, or for each token, which counts for it and those "
+            "before it (rewards to go); required without advantages.",
+        ),
         row_field(
             "advantages", ROWS_OR_TOKENS, "Advantage of each row or token; overrides the advantages from rewards."
         ),

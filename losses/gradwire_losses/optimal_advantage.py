@@ -46,7 +46,8 @@ def _scores(config: A2POConfig, present: frozenset[str]) -> frozenset[ScoreName]
     ),
     scores=_scores,
     metrics={
-        "implicit_reward": "mean of beta2 * log-ratio of a response to the reference",
+        "implicit_reward": "mean over responses of beta2 times the log-ratio to the reference of the response's "
+        "tokens together",
         "advantage_mean": "mean of the rewards minus their prompts' optimal values",
         "reward_mean": "mean reward",
     },

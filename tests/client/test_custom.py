@@ -10,6 +10,7 @@ import gradwire
 import numpy as np
 import pytest
 import torch
+from gradwire.errors import InvalidArgumentError
 from gradwire_proto.v1 import training_pb2 as pb
 from support.scripted import BATCH, Fails, Received, Script, plain, scores, scripted_run, until
 
@@ -31,6 +32,17 @@ async def test_torch_gradients() -> None:
     assert [row.tolist() for row in backward.columns["grad_logprobs"].rows()] == [[-4.0, -6.0], [-10.0]]
     assert result.loss == result["loss"] == 38.0 and result["rows"] == 2
     assert [row.tolist() for row in result.outputs["logprobs"]] == [[-2.0, -3.0], [-5.0]]
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda scores: scores["logprobs"][0].sum(), lambda batch, scores, beta: 0.0, lambda *, batch, scores: 0.0]
+)
+async def test_a_loss_of_another_signature_is_told_so_before_anything_is_sent(fn: Any) -> None:
+    script = Script(answer=scores)
+    async with scripted_run(script) as (run, _):
+        with pytest.raises(InvalidArgumentError, match=r"with two arguments, the batch and the scores; <lambda>\("):
+            await run.forward_backward_custom(BATCH, fn)
+    assert not script.received
 
 
 async def test_numpy_gradients() -> None:

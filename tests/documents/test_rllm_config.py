@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pkgutil
+import re
 import subprocess
 import sys
 from typing import Any
@@ -62,3 +64,15 @@ def test_hicra_of_tensors_is_a_tensor(dtype: torch.dtype) -> None:
 
 def test_hicra_switched_off_gives_zeros() -> None:
     assert not build_hicra_from_dict({"enabled": False})(torch.ones(2, 3)).any()
+
+
+def test_what_the_page_of_paths_names_is_there(request: pytest.FixtureRequest) -> None:
+    page = (request.config.rootpath / "docs/plan_paths.md").read_text()
+    rows = [line.split("|")[2] for line in page.splitlines() if line.startswith("| `")]
+    names = [name for row in rows for name in re.findall(r"`([^` ]+)`", row)]
+    assert len(rows) == 15 and len(names) >= len(rows)
+    for name in names:
+        if name.startswith("gradwire."):
+            assert pkgutil.resolve_name(name) is not None
+        else:
+            assert (request.config.rootpath / name).is_file(), name

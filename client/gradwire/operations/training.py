@@ -7,8 +7,7 @@ from typing import Any, Unpack
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire.custom import CustomCall, CustomLoss, Framework, framework_in_use
-from gradwire.errors import InvalidArgumentError, type_of
+from gradwire.custom import CustomCall, CustomLoss, Framework, check_loss, framework_in_use
 from gradwire.futures import Future
 from gradwire.operations.submitter import Submitter, no_result
 from gradwire.results import LossResult, OptimStepResult, TrainStepResult
@@ -107,8 +106,7 @@ class TrainingOperations(Submitter):
 
         def build() -> Request:
             call.framework = framework_in_use(framework)
-            if not callable(fn):
-                raise InvalidArgumentError(f"fn is the loss, a function, not {type_of(fn)}", field="fn")
+            check_loss(fn)
             return requests.kept_forward(batch_data, scores, weight, temperature)
 
         return self._queue.submit_pair("forward_backward_custom", build, call.compute, call.result, timeout)

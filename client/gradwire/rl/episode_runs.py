@@ -13,6 +13,7 @@ from gradwire.loop.progress import Progress
 from gradwire.rl.batching import GenerationBatcher, SamplerStatistics
 from gradwire.rl.environments.base import Environment
 from gradwire.rl.environments.groups import GroupBuilder
+from gradwire.rl.generation import InferenceModule
 from gradwire.rl.rollout_statistics import Rollouts, summarised
 from gradwire.rl.threads import called, is_cancelled
 from gradwire.rl.types import Task, Trajectory
@@ -51,7 +52,9 @@ class EpisodeRuns:
         plan: All episodes, group by group.
         group_size: Episodes per group.
         environment: The environment of all episodes, or a builder that makes the environments of a group.
-        worker: Makes the worker that runs the episodes of an environment.
+        worker: Makes the worker that runs the episodes of an environment; of another policy's members with its sampler.
+        batcher: Of the manager's sampler.
+        others: Makes a batcher of another policy's sampler.
         shared: Whether the batcher also serves other collections.
         pace: How many episodes run at once, and how many are enough.
         show: Show a progress bar.
@@ -62,8 +65,9 @@ class EpisodeRuns:
         plan: list[Planned],
         group_size: int,
         environment: Environment | GroupBuilder,
-        worker: Callable[[Environment], RLRolloutWorker],
+        worker: Callable[[Environment, InferenceModule | None], RLRolloutWorker],
         batcher: GenerationBatcher,
+        others: Callable[[InferenceModule], GenerationBatcher],
         *,
         shared: bool,
         pace: Pace,
@@ -71,6 +75,9 @@ class EpisodeRuns:
     ) -> None:
         self._plan, self._size, self._worker, self._batcher = plan, group_size, worker, batcher
         self._environment, self._shared = environment, shared
+        self._inferences = environment.inferences if isinstance(environment, GroupBuilder) else {}
+        samplers = {id(each): each for each in self._inferences.values()}
+        self._others = {name: others(sampler) for name, sampler in samplers.items()}
         self._built: dict[int, asyncio.Task[Sequence[Environment]]] = {}
         self._pace = pace
         self._done: dict[int, Trajectory] = {}
@@ -87,6 +94,8 @@ class EpisodeRuns:
                     if not await self._wave(iter(range(start, stop)), min(self._pace.num_parallel, stop - start)):
                         break
         finally:
+            for batcher in self._others.values():
+                await batcher.close()
             if not self._shared:
                 await self._batcher.close()
         return self._result()
@@ -97,7 +106,7 @@ class EpisodeRuns:
         # All episodes register before any runs; otherwise the first would not wait for the others.
         first = [next(indices) for _ in range(places)]
         for index in first:
-            self._batcher.enter(self._place_of(index))
+            self._batcher_of(index).enter(self._place_of(index))
         tasks = [asyncio.create_task(self._place(index, indices, enough)) for index in first]
         stop = asyncio.create_task(enough.wait())
         try:
@@ -121,14 +130,15 @@ class EpisodeRuns:
             # The next episode enters before the last one leaves: the slot is never empty in between.
             following = next(indices, None)
             if following is not None:
-                self._batcher.enter(self._place_of(following))
-            self._batcher.leave(self._place_of(index))
+                self._batcher_of(following).enter(self._place_of(following))
+            self._batcher_of(index).leave(self._place_of(index))
             index = following
 
     async def _episode(self, index: int) -> None:
         planned = self._plan[index]
         group = planned.group
-        place = self._place_of(index)
+        place, batcher = self._place_of(index), self._batcher_of(index)
+        other = self._inferences.get(planned.member)
         try:
             environment = await self._environment_of(planned)
         except (Exception, asyncio.CancelledError) as error:  # the user's builder may raise anything; this group fails
@@ -137,13 +147,14 @@ class EpisodeRuns:
             trajectory = Trajectory(planned.task, group, planned.member, planned.seed, status="failed")
             trajectory.error, trajectory.traceback = f"{type(error).__name__}: {error}", traceback.format_exc()
         else:
-            trajectory = await self._worker(environment).run(
+            trajectory = await self._worker(environment, other).run(
                 planned.task,
-                lambda prompt, params: self._batcher.generate(place, prompt, params),
+                lambda prompt, params: batcher.generate(place, prompt, params),
                 group=group,
                 member=planned.member,
                 seed=planned.seed,
             )
+        trajectory.by_other = other is not None
         self._done[index] = trajectory
         self._steps += len(trajectory.steps)
         self._failed += trajectory.status in ("failed", "timeout")
@@ -155,6 +166,10 @@ class EpisodeRuns:
     def _place_of(self, index: int) -> int:
         """Return a batcher number that no other collection uses."""
         return self._plan[index].group * self._size + self._plan[index].member
+
+    def _batcher_of(self, index: int) -> GenerationBatcher:
+        other = self._inferences.get(self._plan[index].member)
+        return self._batcher if other is None else self._others[id(other)]
 
     async def _environment_of(self, planned: Planned) -> Environment:
         if not isinstance(self._environment, GroupBuilder):

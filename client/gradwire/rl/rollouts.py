@@ -136,6 +136,7 @@ class RolloutManager:
             self.environment,
             functools.partial(self.worker, params=params or self.params),
             batcher or self.batcher(derive_seed(seed, "sampling", first_group)),
+            functools.partial(self.batcher, derive_seed(seed, "others", first_group), deterministic=batcher is None),
             shared=batcher is not None,
             pace=pace,
             show=self._options.get("progress_bar", False),
@@ -146,24 +147,27 @@ class RolloutManager:
     def _interactive(self) -> bool:
         return isinstance(self.environment, GroupBuilder) and self.environment.interactive
 
-    def worker(self, environment: Environment, params: SamplingParams) -> RLRolloutWorker:
-        """Make the worker that runs the episodes of an environment."""
+    def worker(
+        self, environment: Environment, other: InferenceModule | None = None, *, params: SamplingParams
+    ) -> RLRolloutWorker:
+        """Make the worker that runs the episodes of an environment; ``other``: a sampler instead of the manager's."""
+        codec = (other or self.inference).codec
 
         def new_history() -> TokenHistory:
-            return TokenHistory(
-                self.inference.codec, options.get("template"), context_tokens=options.get("context_tokens")
-            )
+            return TokenHistory(codec, options.get("template"), context_tokens=options.get("context_tokens"))
 
         options = self._options
         steps, timeout_s = options.get("max_steps_per_rollout", 16), options.get("timeout_s")
         return RLRolloutWorker(
-            environment, params, new_history, inference=self.inference, max_steps=steps, timeout_s=timeout_s
+            environment, params, new_history, inference=other or self.inference, max_steps=steps, timeout_s=timeout_s
         )
 
-    def batcher(self, seed: int, *, deterministic: bool = True) -> GenerationBatcher:
+    def batcher(
+        self, seed: int, inference: InferenceModule | None = None, *, deterministic: bool = True
+    ) -> GenerationBatcher:
         """Make a batcher that sends the prompts of episodes to the sampler together."""
         return GenerationBatcher(
-            self.inference,
+            inference or self.inference,
             seed=seed,
             deterministic=deterministic and self._options.get("deterministic", True) and not self._interactive,
             max_batch=self._options.get("max_batch", 256),

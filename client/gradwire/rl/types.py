@@ -260,6 +260,7 @@ class Trajectory:
         seconds: Duration.
         reward: Reward of the whole trajectory; set by rewards.
         evaluation: The result that the reward comes from.
+        by_other: Another policy wrote it than the rollouts' own (``GroupBuilder.inferences``): it is not trained on.
     """
 
     task: Task
@@ -275,6 +276,7 @@ class Trajectory:
     seconds: float = 0.0
     reward: float = 0.0
     evaluation: EvaluateResult | None = None
+    by_other: bool = False
 
     @property
     def ok(self) -> bool:

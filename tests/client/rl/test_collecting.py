@@ -358,6 +358,34 @@ async def test_several_agents_in_one_episode(rule_inference: Callable[..., Any])
     assert list(rollouts.errors) == ["ValueError: Lazy made 1 environments for a group of 2"]
 
 
+async def test_two_policies_in_one_game_and_only_ones_own_is_trained(rule_inference: Callable[..., Any]) -> None:
+    """A member per policy: each asks its own sampler in its own tokens, and rows come from the trained one alone."""
+    own, other = rule_inference(coin), rule_inference(lambda text, number: "other")
+    pair = Pair()
+    pair.inferences = {1: other}
+    run = SlowRun(0)
+    algorithm = GRPOAlgorithm(
+        None, run, ["a", "b"], lambda response: float(len(response) % 2), config(batch_size=2, group_size=4),
+        environment=Teams(other), inference=own,
+    )  # fmt: skip
+    rollouts = await RolloutManager(own, pair, num_parallel=4, group_size=2).collect(["a", "b"])
+    assert [each.by_other for each in rollouts.trajectories] == [False, True] * 2
+    assert all((step.action.raw == "other") == each.by_other for each in rollouts.trajectories for step in each.steps)
+    assert len(own.prompts) == len(other.prompts) == 6
+    (metrics,) = await algorithm.train(1, progress_bar=False)
+    assert (metrics["rollouts/trajectories"], metrics["train/trajectories"]) == (8, 4)
+
+
+class Teams(GroupBuilder):
+    """Groups in which the second half of the members is another policy's."""
+
+    def __init__(self, other: Any) -> None:
+        self.inferences = {2: other, 3: other}
+
+    def environments(self, task: Task, size: int, seed: int) -> Sequence[BaseEnvironment]:
+        return [Turns()] * size
+
+
 async def test_a_mixture_of_environments(rule_inference: Callable[..., Any]) -> None:
     class Other(Turns):
         stop = ("|",)

@@ -112,12 +112,30 @@ async def test_what_goes_wrong_in_a_stage(rule_inference: Any) -> None:
     (failed,) = await sandbox.execute_user_reward_code([[{"role": "user", "content": "x"}]], [3])
     sandbox.close()
     assert "TypeError" in failed.error
-    with pytest.raises(StepAlignmentError, match="rollout 0 has no reward: judge: TypeError"):
+    with pytest.raises(StepAlignmentError, match="rollout 0: no reward: judge: TypeError"):
         align_rewards_with_step_data([failed], [[]])
     with pytest.raises(StepAlignmentError, match=r"rollout 0: .* step_index 3"):
         align_rewards_with_step_data(EvaluateResult(1.0, [StepOutput(3, 1.0)]), steps_of("a"), mode="pointwise")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="final_scores_for_rollouts has 2 entries for 1"):
         calculate_advantages([steps_of("a")], [1, 2])
+
+
+@pytest.mark.parametrize("failed", [EvaluateResult(0.0, error="no"), EvaluateResult(1.0, [StepOutput(3, 1.0)])])
+def test_a_failed_evaluation_costs_its_own_rollout_only(
+    failed: EvaluateResult, caplog: pytest.LogCaptureFixture
+) -> None:
+    results = [EvaluateResult(1.0), failed, EvaluateResult(0.0), EvaluateResult(0.5)]
+
+    def advantages(kept: list[int]) -> list[list[float]]:
+        some = [results[number] for number in kept]
+        aligned = align_rewards_with_step_data(some, [steps_of("a", "b") for _ in kept])
+        done = calculate_advantages(aligned, [each.score for each in some], gamma=0.9, omega=0.5)
+        return [[step.advantage for step in steps] for steps in done]
+
+    with_it = advantages([0, 1, 2, 3])
+    assert "left out of the advantages, rollout 1" in caplog.text
+    assert with_it.pop(1) == [0.0, 0.0]
+    assert with_it == advantages([0, 2, 3]) and any(each != [0.0, 0.0] for each in with_it)
 
 
 def steps_of(*said: str) -> list[StepData]:

@@ -287,7 +287,7 @@ class Algorithm(ABC):
 
     async def _learn(self, update: Update, part: Part, minibatches: int) -> dict[str, Metric]:
         """Train on a part."""
-        usable = [each for each in part.trajectories if each.ok]
+        usable = [each for each in part.trajectories if each.ok and not each.by_other]
         replayed = self._replayed(update.iteration, part)
         if self.config.replay_fraction:
             self.replay.add(usable)

@@ -6,6 +6,7 @@ Feng et al. 2025, Group-in-Group Policy Optimization for LLM Agent Training (arX
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack, cast
@@ -120,6 +121,9 @@ def calculate_advantages(
 ) -> list[list[StepData]]:
     """Compute GiGPO's advantages ``A_E + omega A_S`` and write them into the steps. Returns the steps.
 
+    A rollout with a NaN among its rewards, one whose evaluation failed, gets advantages of 0 and is no part of its
+    group's mean.
+
     Args:
         batch_of_step_data_lists: The steps of each rollout, with their rewards.
         final_scores_for_rollouts: Score of each rollout for ``A_E``; by default the sum of its steps' rewards.
@@ -140,10 +144,13 @@ def calculate_advantages(
     for step in (step for steps in rollouts for step in steps):
         if not step.rewarded and not step.reward:
             step.reward = default_step_reward
-    trajectories = [
-        Trajectory(Task(""), group, member, steps=steps, reward=float(score))
-        for member, (group, steps, score) in enumerate(zip(groups, rollouts, scores))
-    ]
+    trajectories = []
+    for member, (group, steps, score) in enumerate(zip(groups, rollouts, scores)):
+        if any(math.isnan(step.reward) for step in steps):
+            for step in steps:
+                step.advantage = 0.0
+        else:
+            trajectories.append(Trajectory(Task(""), group, member, steps=steps, reward=float(score)))
     gigpo_credit(trajectories, gamma=gamma, omega=omega, state_hash=state_hashing_function)
     return rollouts
 

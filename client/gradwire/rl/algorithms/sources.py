@@ -314,4 +314,4 @@ class Source:
 def has_spread(group: Sequence[Trajectory]) -> bool:
     """Whether the rewards of a group differ; equal rewards give no gradient to methods that compare them (dynamic
     sampling: Yu et al. 2025, DAPO)."""
-    return len({each.reward for each in group if each.ok}) > 1
+    return len({each.reward for each in group if each.ok and not each.by_other}) > 1

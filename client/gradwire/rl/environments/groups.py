@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from types import MappingProxyType
 
 from gradwire.rl.environments.base import Environment
+from gradwire.rl.generation import InferenceModule
 from gradwire.rl.types import Task
 
 
@@ -19,9 +21,12 @@ class GroupBuilder(ABC):
     Attributes:
         interactive: Members wait for one another. All members of a group are then started together, and the sampler
             does not wait for waiting members, so that sampling depends on timing.
+        inferences: The samplers of members that another policy plays, by number of the member; the manager's has the
+            others. An algorithm trains only on what the manager's policy wrote.
     """
 
     interactive: bool = False
+    inferences: Mapping[int, InferenceModule] = MappingProxyType({})
 
     @abstractmethod
     def environments(

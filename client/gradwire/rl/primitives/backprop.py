@@ -99,6 +99,7 @@ class BackpropModule:
         self._model, self._ref_model = model, ref_model
         # A copy of the model equals the current model, which the server already has.
         self._own_reference = ref_model is None or same_weights(ref_model, model)
+        self._moves = self._own_reference or (options.get("lora") is None and same_shapes(ref_model, model))
         if isinstance(model, InferenceModule):
             if model.served is None:
                 raise TypeError(
@@ -109,7 +110,7 @@ class BackpropModule:
             self.served = model.served
         else:
             reference = None if self._own_reference else ref_model
-            self.served = ServedModel(model, reference=reference, **options)
+            self.served = ServedModel(model, reference=reference, moves=self._moves, **options)
         self._written_back = LocalInference(model, None) if hasattr(model, "load_state_dict") else None
 
     @property
@@ -121,7 +122,7 @@ class BackpropModule:
         """The KL arguments of the losses."""
         if not self.config.kl_coef:
             return {}
-        return {"reference_model": "ema" if self._own_reference else "reference", "beta": self.config.kl_coef}
+        return {"reference_model": "ema" if self._moves else "reference", "beta": self.config.kl_coef}
 
     async def run(self) -> TrainingClient:
         """The run on the server, which starts at the first use."""
@@ -246,17 +247,17 @@ class BackpropModule:
     def update_ref_model(self, method: Literal["ema", "copy"] = "ema", decay: float = 0.99) -> None:
         """Move the reference towards the policy (``ema``), or set it to the policy (``copy``).
 
-        A loaded ``ref_model`` is updated as well. A reference that was another model than the policy at the start is
-        frozen on the server and cannot be moved.
+        A loaded ``ref_model`` is updated as well. It may have other weights than the model, of the same shapes if all
+        of them are trained; another one, such as a name, is frozen on the server.
 
         Args:
             decay: Share of the old reference that is kept.
         """
         if method not in ("ema", "copy"):
             raise ValueError(f'method must be "ema" or "copy", got {method!r}')
-        if not self._own_reference:
+        if not self._moves:
             raise UnsupportedError(
-                "a ref_model of other weights than the model's is frozen; leave it out, or copy the model"
+                "this ref_model is frozen: a loaded one of the model's own shapes moves, with lora= only a copy of it"
             )
         share = decay if method == "ema" else 0.0
 
@@ -305,9 +306,15 @@ def same_weights(reference: Any, model: Any) -> bool:
     """Whether a reference is the model, or a copy of it."""
     if reference is model or isinstance(reference, str) or isinstance(model, str):
         return bool(reference == model)
+    if not same_shapes(reference, model):
+        return False
+    theirs = reference.state_dict()
+    return all(bool((ours == theirs[name]).all()) for name, ours in model.state_dict().items())
+
+
+def same_shapes(reference: Any, model: Any) -> bool:
+    """Whether two loaded models have weights of the same names and shapes."""
     if not hasattr(reference, "state_dict") or not hasattr(model, "state_dict"):
         return False
-    ours, theirs = model.state_dict(), reference.state_dict()
-    return set(ours) == set(theirs) and all(
-        ours[name].shape == theirs[name].shape and bool((ours[name] == theirs[name]).all()) for name in ours
-    )
+    ours, theirs = ({name: each.shape for name, each in of.state_dict().items()} for of in (model, reference))
+    return ours == theirs

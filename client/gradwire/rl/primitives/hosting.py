@@ -22,6 +22,7 @@ class ServedModel:
         model: A loaded ``transformers`` model, which is saved to a temporary folder and served from there, or a name
             or a path.
         reference: A second model for the server, in the same forms.
+        moves: The reference "ema" starts with its weights rather than the model's; all weights are trained.
         address: Address of a running server that has the model under this name; None: an embedded server.
         state_dir: State folder of the embedded server; None: a temporary folder.
         lora: Rank of an adapter; None trains all weights.
@@ -34,6 +35,7 @@ class ServedModel:
         model: Any,
         *,
         reference: Any = None,
+        moves: bool = False,
         address: str | None = None,
         state_dir: Path | None = None,
         lora: int | None = None,
@@ -41,7 +43,7 @@ class ServedModel:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        self._model, self._reference = model, reference
+        self._model, self._reference, self._moves = model, reference, moves
         self._address, self._state_dir, self._options = address, state_dir, options
         self._settings = {"lora": lora, "head": head, "seed": seed}
         self._folder = tempfile.TemporaryDirectory(prefix="gradwire-model-", ignore_cleanup_errors=True)
@@ -76,9 +78,22 @@ class ServedModel:
                 self._service = await connect(self._address, **self._options)
             base = "policy" if self._address is None else names["policy"]
             self._run = await self._service.create_run(base, **self._settings)
-            # The reference "ema" starts as a copy of the current policy.
-            await self._run.update_reference(ema=1.0)
+            if self._reference is not None and self._moves:
+                await self._move_reference(self._run, "reference" if self._address is None else names["reference"])
+            else:
+                await self._run.update_reference(ema=1.0)  # the reference "ema" starts as a copy of the current policy
         return self._run
+
+    async def _move_reference(self, run: TrainingClient, model: str) -> None:
+        """Let the reference "ema" start with another model's weights, which the run has for a moment."""
+        other = await self._service.create_run(model, **self._settings)
+        theirs = await other.save_checkpoint("reference")
+        await run.save_checkpoint("start")
+        await run.load_checkpoint(theirs, weights_only=True)
+        await run.update_reference(ema=0.0)
+        await run.load_checkpoint("start", weights_only=True)
+        await run.save_checkpoint("start", overwrite=True)  # a restart begins here, without the other run
+        await self._service.delete_run(other.run_id)
 
     async def inference(self, tokenizer: Any = None) -> RunInference:
         """The run's own sampler."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -86,6 +87,9 @@ def align_rewards_with_step_data(
 ) -> list[list[StepData]]:
     """Write results into the steps: each step's ``reward`` and metrics. Returns the steps.
 
+    The steps of a rollout whose result failed, or names a step that does not exist, have NaN as rewards, which is
+    logged; ``calculate_advantages`` leaves that rollout out.
+
     Args:
         eval_results: One result per rollout.
         rollout_step_data: The steps of each rollout.
@@ -93,7 +97,7 @@ def align_rewards_with_step_data(
         default_step_reward: Reward of steps that no step output names.
 
     Raises:
-        StepAlignmentError: A result failed or names a step that does not exist; names the rollout.
+        StepAlignmentError: No result can be used; names what is wrong with the first.
     """
     if mode not in ("batch", "pointwise"):
         raise ValueError(f'mode must be "batch" or "pointwise", got {mode!r}')
@@ -104,13 +108,19 @@ def align_rewards_with_step_data(
         rollouts = [rollouts] if rollouts and isinstance(rollouts[0], StepData) else rollouts
     if len(results) != len(rollouts):
         raise StepAlignmentError(f"{len(results)} results for {len(rollouts)} rollouts")
+    wrong = []
     for number, (result, steps) in enumerate(zip(results, rollouts)):
-        if result.error:
-            raise StepAlignmentError(f"rollout {number} has no reward: {result.error}")
         try:
+            if result.error:
+                raise StepAlignmentError(f"no reward: {result.error}")
             align(
                 Trajectory(Task(""), member=number, steps=list(steps)), result, default_step_reward=default_step_reward
             )
         except StepAlignmentError as error:
-            raise StepAlignmentError(f"rollout {number}: {error}") from None
+            wrong.append(f"rollout {number}: {error}")
+            logger.warning("left out of the advantages, %s", wrong[-1])
+            for step in steps:
+                step.reward, step.metrics, step.rewarded = math.nan, {}, False
+    if results and len(wrong) == len(results):
+        raise StepAlignmentError(wrong[0])
     return [list(steps) for steps in rollouts]

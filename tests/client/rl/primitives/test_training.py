@@ -178,11 +178,25 @@ def test_a_run_of_a_server_samples_and_is_trained(loaded: Loaded, monkeypatch: p
         BackpropModule(model=loaded.inference)
 
 
-def test_a_reference_of_other_weights_is_frozen(loaded: Loaded) -> None:
+def test_a_reference_of_other_weights_moves(loaded: Loaded) -> None:
     other = copy.deepcopy(loaded.model)
     next(other.parameters()).data.add_(0.1)
-    backprop = BackpropModule(model=loaded.model, ref_model=other)
-    assert backprop.reference() == {"reference_model": "reference", "beta": 0.1}
-    with pytest.raises(UnsupportedError, match="is frozen"):
-        backprop.update_ref_model()
-    backprop.close()
+    trajectories = RolloutManager(loaded.env, num_parallel=8).collect_rollouts(8)
+
+    def kl(ref_model: Any, share: float | None) -> float:
+        with BackpropModule(loaded.model, ref_model, config=BackpropConfig(learning_rate=0.0)) as backprop:
+            assert backprop.reference() == {"reference_model": "ema", "beta": 0.1}
+            if share is not None:
+                backprop.update_ref_model(decay=share)
+            return backprop.update(backprop.compute_ppo_loss(trajectories, [0.0] * 8))["kl_divergence"]
+
+    half = copy.deepcopy(other)
+    for mixed, ours in zip(half.parameters(), loaded.model.parameters()):
+        mixed.data.lerp_(ours.data, 0.5)
+    assert kl(other, None) > 1e-3
+    assert kl(copy.deepcopy(other), 0.5) == pytest.approx(kl(half, None), rel=1e-4)
+    assert kl(other, 0.0) == pytest.approx(0.0, abs=1e-6)
+    with BackpropModule(loaded.model, "another", lora=4) as backprop:
+        assert backprop.reference() == {"reference_model": "reference", "beta": 0.1}
+        with pytest.raises(UnsupportedError, match="is frozen"):
+            backprop.update_ref_model()

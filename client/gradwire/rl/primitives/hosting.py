@@ -92,8 +92,6 @@ class ServedModel:
         await run.load_checkpoint(theirs, weights_only=True)
         await run.update_reference(ema=0.0)
         await run.load_checkpoint("start", weights_only=True)
-        await run.save_checkpoint("start", overwrite=True)  # a restart begins here, without the other run
-        await self._service.delete_run(other.run_id)
 
     async def inference(self, tokenizer: Any = None) -> RunInference:
         """The run's own sampler."""

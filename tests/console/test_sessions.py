@@ -59,7 +59,9 @@ def test_a_session_is_shown_branch_by_branch(shown: tuple[Console, gradwire.sync
     assert session.end("later", reward=0.5, turn_rewards={1: 0.25}).end_reason == "ended in the console"
     page.reload()
     expect(page.get_by_text("reward 0.25")).to_be_visible()
-    listed = page.request.get(f"{console.url}/api/sessions").json()
-    assert [(each["num_turns"], each["reward"]) for each in listed] == [(3, 0.5)]
+    page.goto(f"{console.url}/sessions")
+    expect(page.get_by_role("region", name="Sessions").locator("tbody tr")).to_contain_text("0.5")
+    [listed] = page.request.get(f"{console.url}/api/sessions").json()
+    assert (listed["num_turns"], listed["reward"]) == (3, 0.5)
     rollout = session.rollout()
     assert rollout.reward == 0.5 and rollout.turn_rewards == {1: 0.25}

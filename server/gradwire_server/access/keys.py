@@ -82,6 +82,11 @@ class Caller:
         """Whether it reads what belongs to other keys."""
         return self.role in ("admin", "viewer") and self.session is None
 
+    @property
+    def space(self) -> str:
+        """What a door keeps its conversations under: the name; of a rollout session a space of its own."""
+        return self.name if self.session is None else f"{self.name}/{self.session.session_id}"
+
     def check_may_change(self) -> None:
         """Check that it may call something other than what reads.
 

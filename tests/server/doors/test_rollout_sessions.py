@@ -295,3 +295,29 @@ async def test_the_command_line_shows_what_an_agent_did(
     assert "system: make a title" in shown and "turn 2, 6 tokens, version 0" in shown
     assert "enough" in await command("end", session.session_id, "--reason", "enough")
     assert (await session.refresh()).end_reason == "enough"
+
+
+async def test_a_keys_sessions_stay_within_its_room(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    limits = ["--limit", "key_sessions=2", "--limit", "key_session_bytes=500"]
+    server = HttpServer(model, tmp_path / "state", free_port(), *limits)
+    server.start()
+    async with gradwire.connect(server.address) as service:
+        first, second = [await service.rollout_session("tiny") for _ in range(2)]
+        with pytest.raises(gradwire.LimitExceededError, match="key_sessions"):
+            await service.rollout_session("tiny")
+        await Agent(first, "completions").ask()
+        size = (await first.refresh()).size_bytes
+        assert 0 < size < 500
+        await first.end()
+        third = await service.rollout_session("tiny")
+        for _ in range(500 // size + 1):
+            await Agent(third, "completions").ask()
+        with pytest.raises(gradwire.UnknownSessionError):  # the oldest that has ended went
+            await first.refresh()
+        full = await Agent(third, "completions").http.post("/v1/completions", json={"model": "x", "prompt": "cat"})
+        assert full.status_code == 400 and "key_session_bytes" in full.text
+        assert len((await third.rollout()).turns) == 500 // size + 1
+        await third.delete()
+        await Agent(second, "completions").ask()
+    assert server.end() == 0

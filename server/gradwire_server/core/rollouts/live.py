@@ -125,7 +125,7 @@ class RolloutCall:
         transcript: Its turns.
         call: The call.
         end: Ends the session, with a reason.
-        write: Writes turns of the session; returns their size.
+        write: Writes turns of the session.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class RolloutCall:
         transcript: Transcript,
         call: SessionCall,
         end: Callable[[str], Awaitable[object]],
-        write: Callable[[Sequence[journal_pb2.StoredTurn]], Awaitable[int]],
+        write: Callable[[Sequence[journal_pb2.StoredTurn]], Awaitable[object]],
     ) -> None:
         self._live, self._transcript, self._call = live, transcript, call
         self._end, self._write = end, write
@@ -317,12 +317,11 @@ class RolloutCall:
         async with live.changing:
             live.check_open()
             turns = self._turns(answers, step)
-            size = await self._write(turns)
+            await self._write(turns)
             for stored in turns:
                 self._transcript.add(stored)
         session = live.session
         session.num_turns += len(turns)
-        session.size_bytes += size
         session.used_at = time.time()
         for stored in turns:
             session.num_prompt_tokens += stored.turn.prompt_tokens

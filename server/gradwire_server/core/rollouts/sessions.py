@@ -8,6 +8,7 @@ import json
 import logging
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from functools import partial
 
@@ -57,6 +58,15 @@ class Source:
     step: int | None = None
 
 
+@dataclasses.dataclass
+class _Held:
+    """What a key's sessions are: how many open and ended ones, and the bytes of their turns on disk."""
+
+    open: int = 0
+    ended: int = 0
+    bytes: int = 0
+
+
 class RolloutSessions:
     """The sessions of a server.
 
@@ -78,6 +88,7 @@ class RolloutSessions:
         self.url = ""
         self.open_door: Callable[[], Awaitable[object]] | None = None
         self._known: dict[str, LiveSession] = {}
+        self._held: defaultdict[str, _Held] = defaultdict(_Held)
         self._by_digest: dict[str, str] = {}
         self._by_key: dict[tuple[str, str], str] = {}
         self._creating = asyncio.Lock()
@@ -308,6 +319,12 @@ class RolloutSessions:
         live = LiveSession(stored, asyncio.Semaphore(max(1, session.limits.max_concurrent_calls)))
         self._known[session.session_id] = live
         self._by_digest[stored.key_digest] = session.session_id
+        held = self._held[session.owner]
+        held.bytes += session.size_bytes
+        if session.state == OPEN:
+            held.open += 1
+        else:
+            held.ended += 1
         if stored.idempotency_key:
             self._by_key[session.owner, stored.idempotency_key] = session.session_id
         return live
@@ -329,7 +346,7 @@ class RolloutSessions:
         return told
 
     def _check_room(self, owner: str) -> None:
-        count = sum(live.session.owner == owner and live.session.state == OPEN for live in self._known.values())
+        count = self._held[owner].open
         if count >= self._limits.key_sessions:
             message = (
                 f"this key has {count} open rollout sessions, the most that it may have (--limit key_sessions=N); end"
@@ -344,41 +361,58 @@ class RolloutSessions:
             session = live.session
             if session.state != OPEN:
                 return
-            session.state, session.end_reason, session.ended_at = ENDED, reason, time.time()
+            self._mark_ended(session, reason)
             await self._records.update(session)
         await self._make_room(live.session.owner)
+
+    def _mark_ended(self, session: sessions.RolloutSession, reason: str) -> None:
+        session.state, session.end_reason, session.ended_at = ENDED, reason, time.time()
+        held = self._held[session.owner]
+        held.open, held.ended = held.open - 1, held.ended + 1
 
     async def _delete(self, deleted: Iterable[LiveSession]) -> None:
         ids = []
         for live in deleted:
-            session = live.session
-            ids.append(session.session_id)
-            session.state, session.end_reason = ENDED, "it was deleted"
-            self._known.pop(session.session_id, None)
-            self._by_digest.pop(live.stored.key_digest, None)
-            self._by_key.pop((session.owner, live.stored.idempotency_key), None)
+            async with live.changing:  # no turn is being written
+                session = live.session
+                if self._known.pop(session.session_id, None) is None:
+                    continue
+                if session.state == OPEN:
+                    self._mark_ended(session, "it was deleted")
+                held = self._held[session.owner]
+                held.ended, held.bytes = held.ended - 1, held.bytes - session.size_bytes
+                self._by_digest.pop(live.stored.key_digest, None)
+                self._by_key.pop((session.owner, live.stored.idempotency_key), None)
+                ids.append(session.session_id)
         if ids:
             await self._records.delete(ids)
 
-    async def _write(self, live: LiveSession, turns: Iterable[journal_pb2.StoredTurn]) -> int:
+    async def _write(self, live: LiveSession, turns: Iterable[journal_pb2.StoredTurn]) -> None:
         """Write turns of a session, whose owner's oldest ended ones go where they need the room."""
-        limit = self._limits.key_session_bytes
+        limit, held = self._limits.key_session_bytes, self._held[live.session.owner]
         await self._make_room(live.session.owner)
-        if self._size(live.session.owner) >= limit:
+        if held.bytes >= limit:
             message = f"the turns of this key's open rollout sessions have {limit} bytes (--limit key_session_bytes=N)"
             raise ServiceError(pb.ERROR_CODE_LIMIT_EXCEEDED, f"{message}: end some", rule="key_session_bytes")
-        return await self._records.add_turns(live.session.session_id, turns)
-
-    def _size(self, owner: str) -> int:
-        return sum(live.session.size_bytes for live in self._known.values() if live.session.owner == owner)
+        size = await self._records.add_turns(live.session.session_id, turns)
+        held.bytes += size
+        live.session.size_bytes += size
 
     async def _make_room(self, owner: str) -> None:
         """Delete a key's oldest ended sessions beyond what it may keep."""
-        ended = [each for each in self._known.values() if each.session.owner == owner and each.session.state == ENDED]
-        size, count, gone = self._size(owner), len(ended), list[LiveSession]()
-        for live in ended:
-            if size < self._limits.key_session_bytes and count <= self._limits.key_sessions:
+        held, gone = self._held[owner], list[LiveSession]()
+        size, count = held.bytes, held.ended
+
+        def fits() -> bool:
+            return size < self._limits.key_session_bytes and count <= self._limits.key_sessions
+
+        if fits():
+            return
+        for live in [each for each in self._known.values() if each.session.owner == owner]:
+            if fits():
                 break
+            if live.session.state == OPEN:
+                continue
             gone.append(live)
             size, count = size - live.session.size_bytes, count - 1
         await self._delete(gone)
@@ -389,8 +423,7 @@ class RolloutSessions:
             if live.transcript is None:
                 turns = await self._records.turns(live.session.session_id)
                 if len(turns) < live.session.num_turns and live.session.state == OPEN:
-                    live.session.state, live.session.end_reason = ENDED, "some of its turns are damaged on disk"
-                    live.session.ended_at = time.time()
+                    self._mark_ended(live.session, "some of its turns are damaged on disk")
                     await self._records.update(live.session)
                 live.transcript = Transcript(turns)
                 self._forget(live)

@@ -30,9 +30,9 @@ def routes(core: Core) -> APIRouter:
 
     @router.post("/responses", response_model=None)
     async def create_response(asked: ResponseRequest, http: Request, caller: CallerOf) -> Response | dict[str, Any]:
-        items = with_references(asked.own_items, lambda item: kept.item(caller.name, item))
+        items = with_references(asked.own_items, lambda item: kept.item(caller.space, item))
         if asked.previous_response_id is not None:
-            before = kept.get(caller.name, asked.previous_response_id, "previous_response_id")
+            before = kept.get(caller.space, asked.previous_response_id, "previous_response_id")
             items = [*before.all_items(), *items]
         with named(PARAMETERS):
             chat = asked.chat(items)
@@ -44,13 +44,13 @@ def routes(core: Core) -> APIRouter:
             async def events() -> AsyncGenerator[Mapping[str, Any]]:
                 async for event in writing.events(conversation.parts(call)):
                     if event["type"] in ("response.completed", "response.incomplete"):
-                        keep(caller.name, asked, writing.response, items)
+                        keep(caller.space, asked, writing.response, items)
                     yield event
 
             if asked.stream:
                 return await event_stream(events(), writing.error, http.url.path, typed=True)
             response = await unless_left(lambda begun: writing.whole(conversation.parts(call, begun)), http)
-        keep(caller.name, asked, response, items)
+        keep(caller.space, asked, response, items)
         return response
 
     def keep(owner: str, asked: ResponseRequest, response: dict[str, Any], items: Sequence[Item]) -> None:
@@ -59,12 +59,12 @@ def routes(core: Core) -> APIRouter:
 
     @router.get("/responses/{response_id}")
     async def get_response(response_id: str, caller: CallerOf) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(kept.get(caller.name, response_id).content)
+        found: dict[str, Any] = json.loads(kept.get(caller.space, response_id).content)
         return found
 
     @router.get("/responses/{response_id}/input_items")
     async def list_input_items(response_id: str, caller: CallerOf) -> dict[str, Any]:
-        found = kept.get(caller.name, response_id)
+        found = kept.get(caller.space, response_id)
         items = [
             {"type": "message", "id": f"{response_id}_{number}", **item}
             for number, item in enumerate(found.all_items()[: found.inputs])
@@ -74,7 +74,7 @@ def routes(core: Core) -> APIRouter:
 
     @router.delete("/responses/{response_id}")
     async def delete_response(response_id: str, caller: CallerOf) -> dict[str, Any]:
-        kept.delete(caller.name, response_id)
+        kept.delete(caller.space, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     return router

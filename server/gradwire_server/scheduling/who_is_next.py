@@ -5,10 +5,11 @@ now, :class:`Placement` to which engine, and :class:`FairQueue` when: API keys i
 samples in turn.
 
 Requests that already wait in the engine's pipe keep it busy and let it execute small operations together, but a new
-request waits for all of them. So the requests in the pipe are bounded by their tokens, and while several keys use the
-server, so are those of each key: a key waits for few small operations or one large one of each other key before its
-own, however much the others submit. Samples advance by a token at a time beside everything else, and the engine divides
-its room for them between keys. So they are only counted.
+request waits for all of them, unless it is small: then it goes between the micro-batches of a large one. So the
+requests in the pipe are bounded by their tokens, and while several keys use the server, so are those of each key: a key
+waits for few small operations or one large one of each other key before its own, however much the others submit.
+Samples advance by a token at a time beside everything else, and the engine divides its room for them between keys. So
+they are only counted.
 
 A run is placed on one engine and stays there while that engine lives, because its weights are there. It is placed again
 when it is created, when its engine has died, when it could not be restored there, and when it is moved
@@ -131,7 +132,8 @@ class FairQueue(Generic[T]):
                 return total < MOST_SAMPLES
             return total < SAMPLES_AHEAD and not (shared and own >= KEY_SAMPLES_AHEAD)
         there, own = self._count_there, self._tokens[owner]
-        if there >= SMALL_AHEAD or (there >= AHEAD and self._tokens_there >= PIPE_TOKENS):
+        small = shared and load.tokens <= SHARED_TOKENS  # goes between the micro-batches of those that are there
+        if there >= SMALL_AHEAD or (there >= AHEAD and self._tokens_there >= PIPE_TOKENS and not small):
             return False
         return not (shared and own and own + max(load.tokens, LEAST_TOKENS) > SHARED_TOKENS)
 

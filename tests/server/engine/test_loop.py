@@ -99,10 +99,14 @@ class Stage:
 
 
 class First(Decisions):
-    """The first ready request is executed."""
+    """The first ready request is executed; those with these numbers are small."""
 
-    def __init__(self) -> None:
+    def __init__(self, *small: int) -> None:
         super().__init__(Memory(torch.device("cpu")), {}, Agreement())
+        self._small = small
+
+    def is_small(self, request: Request) -> bool:
+        return request.message.id in self._small
 
 
 class Pairs(First):
@@ -160,6 +164,21 @@ def test_samples_begin_between_the_micro_batches_of_an_operation() -> None:
     assert within == ["step", "begin 4", "begin 6", "step", "told 4", "step", "told 1", "told 6"]
     assert log.index("told 2") < log.index("begin 3") < log.index("do 99")  # its run waits
     assert log.index("told 2") < log.index("do 5")  # only samples go before
+
+
+def test_small_operations_of_other_runs_go_between_the_micro_batches_of_a_large_one() -> None:
+    given = [step(1, "a"), step(2, "b"), step(3, "a"), step(4, "c"), step(5, "b"), END]
+    log = Stage({1: 5}).run(*given, decisions=First(2, 3, 5))
+    assert log[:10] == ["do 1", "do 2", "told 2", "do 1", "do 5", "told 5", "do 1", "do 1", "do 1", "told 1"]
+    assert log[10:] == ["do 3", "told 3", "do 4", "told 4", "do 99", "told 99"]  # its own run's, and a large one
+
+
+def test_samples_and_small_operations_share_half_of_the_time() -> None:
+    log = Stage({2: 6}).run(
+        sample(1, "a", tokens=3), step(2, "b"), step(3, "c"), step(4, "c"), END, decisions=First(3, 4)
+    )
+    within = [line for line in log[log.index("do 2") : log.index("told 2")] if not line.startswith("told")]
+    assert within == ["do 2", "do 2", "step", "do 3", "do 2", "do 2", "step", "do 4", "do 2", "do 2"]
 
 
 def test_time_that_nobody_wanted_is_not_saved_up() -> None:

@@ -123,6 +123,28 @@ def test_samples_go_on_between_the_micro_batches_of_a_batch(loss: str, tiny_mode
     assert told_of[0] == told_of[1]
 
 
+def test_small_operations_go_between_the_micro_batches_of_a_large_one(tiny_model_path: Path, tmp_path: Path) -> None:
+    engine = Looped({"tiny": tiny_model_path}, tmp_path, microbatch_tokens=8)
+    rows = token_rows([[1, 20 + row % 40, 30, 5 + row % 20, 9, 8] for row in range(150)])
+    large = {"forward_backward": pb.LossCall(loss_fn="causal_lm")}
+    small: list[dict[str, Any]] = [large, {"optim_step": STEP}, large, {"optim_step": STEP}]
+    told_of = []
+    for together in (True, False):
+        names = [f"{name}-{together}" for name in ("large", "small")]
+        for name in names:
+            engine.create(name, seed=1, lora={"rank": 4, "dropout": 0.2})
+        ids = [engine.give(names[0], rows, **large)]
+        answers = {} if together else engine.work()
+        others = [engine.give(names[1], ROWS if "optim_step" not in each else None, **each) for each in small]
+        answers |= engine.work()
+        assert list(answers)[:5] == ([*others, *ids] if together else [ids[0], 1, *others[:3]])
+        results = [answers[number].reply.result for number in (*ids, *others)]
+        figures: list[Any] = [(result.status, result.loss, result.optim_step) for result in results]
+        figures.append(engine.do(names[0], optim_step=STEP).proto.optim_step)
+        told_of.append([*figures, *(engine.logprobs(name, ROWS).tolist() for name in names)])
+    assert told_of[0] == told_of[1]
+
+
 def test_samples_among_others_are_what_they_are_alone(engine: Looped) -> None:
     alone = [engine.do("run-a", PROMPTS, sample=call(tokens)) for tokens in (9, 4, 12)]
     before = generator(engine, "run-a")

@@ -300,6 +300,18 @@ def test_few_small_requests_are_sent_ahead_while_keys_share_the_server() -> None
     assert given(queue_of(["b1"], large), large) == ["b1"]  # however large, one goes
 
 
+def test_a_small_request_does_not_wait_for_large_ones_of_other_keys() -> None:
+    sizes = {"a": PIPE_TOKENS, "b": PIPE_TOKENS, "c": LEAST_TOKENS, "d": SHARED_TOKENS + 1}
+    fair_queue = FairQueue[str](lambda item: Load(sizes[item[0]]))
+    for item in ("a1", "b1", "d1", "c1", "c2"):
+        fair_queue.put(item[0], item)
+    sent = []
+    while (item := fair_queue.pop()) is not None:
+        fair_queue.enter(item[0], Load(sizes[item[0]]))
+        sent.append(item)
+    assert sent == ["a1", "b1", "c1", "c2"]
+
+
 def test_samples_run_beside_each_other_and_leave_room_for_newcomers() -> None:
     samples = Load(1000, samples=True)
     fair_queue = queue_of((f"a{number}" for number in range(300)), samples)

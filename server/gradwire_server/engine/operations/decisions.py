@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 GROUP_TOKENS = {"cpu": 1024, "cuda": 1 << 14}
 """Maximum tokens of a group by device type; above it, grouping is not faster."""
+SMALL_TOKENS = 512
+"""Tokens up to which an operation may go between two micro-batches of another one."""
 MOST_STEPS = 64
 """Maximum optimizer steps at once, whose runs are all on the device meanwhile."""
 FRESH_S = 1.0
@@ -122,6 +124,13 @@ class Decisions:
             budgets=[self._budget(request) for request in requests],
             group_tokens=self.group_tokens,
         )
+
+    def is_small(self, request: Request) -> bool:
+        """Whether an operation may go between two micro-batches of another run's: it takes no longer than some."""
+        operation = request.message.operation
+        kind, run = kind_of(operation.operation), self._runs.get(operation.run_id)
+        computes = (kind.divisible or kind.ends_accumulation) and run is not None and not run.accumulator.parts
+        return computes and request.tokens <= SMALL_TOKENS and IMAGE_BYTES not in request.columns
 
     def after_out_of_memory(self, run: EngineRun, columns: Columns, budget: Budget) -> Budget | None:
         """Decide the limits within which to repeat an operation that ran out of memory: half as many tokens at a time.

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for _ in carried_out(decision, engine, samples):
             pass
 
-    def let_samples_go_on() -> float:
+    def let_others_go_on() -> float:
         began = time.perf_counter()
         with agreement.aside():
             while not (decision := leader.receive()).empty:
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     while True:
         decision = leader.receive()
         gives_way = engine.gives_way and not decision.steps_samples
-        with activity.working(), giving_way(let_samples_go_on) if gives_way else nullcontext():
+        with activity.working(), giving_way(let_others_go_on) if gives_way else nullcontext():
             carry_out(decision)
         if any(request.ends for request in decision.requests):
             engine.context.residency.close()

@@ -4,7 +4,8 @@ One thread. Requests of one run are executed and answered in order of arrival. A
 progress as soon as no earlier request of its run waits, and the run's other requests wait until its samples have ended.
 
 While samples and others both want the time, each gets half of it: samples advance, a token a step, not only between two
-operations but also between two micro-batches of one. What either does not want is not saved up for it.
+operations but also between two micro-batches of one. What either does not want is not saved up for it. Small operations
+of other runs go between the micro-batches of a large one, too, and share that half.
 """
 
 from __future__ import annotations
@@ -98,30 +99,41 @@ class Loop:
         return bool(sampled)
 
     def _execute(self, decision: Decision) -> None:
-        """Execute a decision, and let samples go on between its micro-batches."""
+        """Execute a decision, and let others go on between its micro-batches."""
         if decision.empty:
             return
         self._executing = {request.run_id for request in (*decision.samples, *decision.requests) if request.run_id}
         gives_way = self._engine.gives_way and not decision.steps_samples
-        with self._working(), giving_way(self._let_samples_go_on) if gives_way else nullcontext():
+        with self._working(), giving_way(self._let_others_go_on) if gives_way else nullcontext():
             self._carry_out(decision)
         self._executing = ()
 
-    def _let_samples_go_on(self) -> float:
-        """Begin the samples that were asked for meanwhile, and advance all by what they are owed; returns the seconds
-        that it took."""
+    def _let_others_go_on(self) -> float:
+        """Begin the samples that were asked for meanwhile, and compute for all and for small operations what they are
+        owed; returns the seconds that it took."""
         began = self._now()
         self._owed_s += began - self._since
         self._drain()
         with self._ranks.agreement.aside():
             self._begin_samples(self._ready(), self._carry_out)
-            while len(self._samples) and self._owed_s > 0:
-                self._carry_out(self._decisions.step_samples(self._samples.messages()))
+            small = self._small()
+            while self._owed_s > 0 and (small or len(self._samples)):
+                if len(self._samples):
+                    self._carry_out(self._decisions.step_samples(self._samples.messages()))
+                if small:
+                    owed_s, since = self._owed_s, self._now()
+                    self._carry_out(self._decisions.execute(small))
+                    self._owed_s = owed_s - (self._now() - since)
+                small = self._small()
         if not len(self._samples):
             self._owed_s = min(self._owed_s, 0.0)
         self._ranks.send(Decision())
         self._since = self._now()
         return self._since - began
+
+    def _small(self) -> list[Request]:
+        """Ready operations that cost no more than a token of samples or a micro-batch does."""
+        return [request for request in self._ready() if self._decisions.is_small(request)]
 
     def _carry_out(self, decision: Decision) -> None:
         for request in (*decision.samples, *decision.requests):

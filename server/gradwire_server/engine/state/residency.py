@@ -172,11 +172,11 @@ class Residency:
     @contextmanager
     def executing(self, run_ids: Collection[str]) -> Iterator[None]:
         """Keep these runs on the device once they are there; afterwards move what exceeds the budgets."""
-        self._executing = run_ids
+        before, self._executing = self._executing, {*self._executing, *run_ids}
         try:
             yield
         finally:
-            self._executing = ()
+            self._executing = before
             self._settle(run_ids)
 
     def prefetch(self, run_id: str) -> None:

@@ -13,7 +13,7 @@ from gradwire_proto.codec import Column, encode
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from support.engine import Driver, EngineProcess, loss_call, token_rows
-from support.ranks import STEP, Engines
+from support.ranks import ROWS, STEP, Engines
 
 PROMPTS = [[1, 20, 30], [1, 5], [1, 40, 41, 42, 43], [1, 7, 8], [1, 60]]
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]})
@@ -108,14 +108,19 @@ def test_samples_go_on_between_the_micro_batches_of_a_batch(engines: Engines, lo
     asked = {"max_tokens": 100, "n": 2, "temperature": 1.0, "seed": 5, "ignore_eos": True}
     for each in (engine, engines.one):
         each.create(run_id, seed=3, lora={"rank": 4}, lanes=4)
+        each.create(f"{run_id}-small", seed=4, lora={"rank": 4}, lanes=4)
     engine.link.send(outside(asked, PROMPTS, id=9001, streams=True), b"")
     assert engine.receive()[0].HasField("sample_frame")
     operation = pb.Operation(forward_backward=call)
     specs, buffers = encode(rows)
     sent = engine_pb2.EngineOperation(run_id=run_id, seq=1, operation=operation, tensors=specs)
     engine.link.send(engine_pb2.EngineRequest(id=9002, operation=sent), buffers)
+    causal = {"forward_backward": pb.LossCall(loss_fn="causal_lm")}
+    specs, buffers = encode(ROWS)
+    sent = engine_pb2.EngineOperation(run_id=f"{run_id}-small", seq=1, operation=pb.Operation(**causal), tensors=specs)
+    engine.link.send(engine_pb2.EngineRequest(id=9003, operation=sent), buffers)
     frames, answers = 0, dict[int, engine_pb2.EngineReply]()
-    while len(answers) < 2:
+    while len(answers) < 3:
         reply, _ = engine.receive()
         if reply.HasField("sample_frame"):
             frames += 9002 not in answers
@@ -127,6 +132,8 @@ def test_samples_go_on_between_the_micro_batches_of_a_batch(engines: Engines, lo
         assert "ValueError" in answers[9002].result.error.message
     else:
         assert frames >= 10, "the streams went on while the batch was computed"
+        assert list(answers).index(9003) < list(answers).index(9002), "and so did a small operation of another run"
+        assert answers[9003].result.loss.loss == engines.one.do(f"{run_id}-small", ROWS, **causal).proto.loss.loss
         assert answers[9002].result.loss.loss == alone.proto.loss.loss
         steps = [each.do(run_id, optim_step=STEP) for each in (engine, engines.one)]
         assert steps[0].proto.optim_step == steps[1].proto.optim_step

@@ -10,6 +10,7 @@ import openai
 import pytest
 from gradwire_server.doors.http.anthropic.requests import CountRequest, MessagesRequest
 from gradwire_server.doors.http.openai.requests import ChatRequest, CompletionRequest
+from gradwire_server.doors.http.openai.responses.compaction import SUMMARY, sealed, unsealed
 from gradwire_server.doors.http.openai.responses.requests import ResponseRequest
 from gradwire_server.doors.http.openai.unserved import FIELDS, TOOLS, DoorRequest, unserved_tool
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as ChatParams
@@ -148,9 +149,7 @@ def test_the_older_functions_are_tools(client: openai.OpenAI) -> None:
 
 
 def test_reasoning_comes_back_without_a_stored_response(client: openai.OpenAI) -> None:
-    from gradwire_server.doors.http.openai.responses.requests import sealed, unsealed
-
-    assert unsealed(sealed("the café")) == "the café" and unsealed("gAAAA") == unsealed(None) == ""
+    assert unsealed(sealed("the café")) == "the café" and unsealed("gAAAA") is unsealed(None) is None
     reasoning = {"type": "reasoning", "summary": [], "encrypted_content": sealed("the cat " * 9)}
     counts = []
     for before in ([], [reasoning], [reasoning | {"encrypted_content": "gAAAA"}]):
@@ -159,3 +158,26 @@ def test_reasoning_comes_back_without_a_stored_response(client: openai.OpenAI) -
         assert response.usage is not None
         counts.append(response.usage.input_tokens)
     assert counts[0] == counts[2] < counts[1] - 9
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the package: users' messages are no outputs
+def test_a_conversation_is_counted_and_compacted(client: openai.OpenAI, openai_server: HttpServer) -> None:
+    told: Any = [*HELLO, {"role": "assistant", "content": "the cat sat"}, {"role": "user", "content": "and"}]
+    counted = client.responses.input_tokens.count(model="tiny", input=told, instructions="Be brief.", tools=[ADD])
+    whole: Any = client.responses.create(model="tiny", input=told, instructions="Be brief.", tools=[ADD])
+    assert counted.input_tokens == whole.usage.input_tokens
+    compacted: Any = client.responses.compact(model="tiny", input=told, extra_body={"seed": 1})
+    *asked, summary = compacted.output
+    assert [item.content[0].text for item in asked] == ["hello cat", "and"]
+    assert summary.type == "compaction" and compacted.usage.input_tokens > counted.input_tokens // 2
+    text = unsealed(summary.encrypted_content)
+    went_on: Any = client.responses.create(model="tiny", input=[*compacted.output, *HELLO], max_output_tokens=1)
+    shown = [*HELLO, {"role": "user", "content": "and"}, {"role": "user", "content": SUMMARY + text}, *HELLO]
+    same: Any = client.responses.create(model="tiny", input=shown, max_output_tokens=1)
+    assert text and went_on.usage.input_tokens == same.usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="a compaction of another server"):
+        client.responses.create(model="tiny", input=[{"type": "compaction", "encrypted_content": "gAAAA"}])
+    with pytest.raises(openai.BadRequestError, match="go on with previous_response_id"):
+        client.conversations.create()
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket"}
+    assert "POST to /v1/responses" in httpx.get(f"{openai_server.url}/v1/responses", headers=upgrade).text

@@ -72,8 +72,9 @@ FIELDS: Mapping[str, Mapping[str, Unserved]] = {
     | _PARALLEL
     | _MODERATION
     | _ignored(
-        "client_metadata", "context_management", "max_tool_calls", "access_programs", "background_options", "image",
-        "text.verbosity", "reasoning.summary", "reasoning.generate_summary", "reasoning.context", "reasoning.mode",
+        "client_metadata", "personality", "context_management", "max_tool_calls", "access_programs",
+        "background_options", "image", "text.verbosity", "reasoning.summary", "reasoning.generate_summary",
+        "reasoning.context", "reasoning.mode",
     )
     | {
         "truncation": Unserved(usual=("disabled",)),

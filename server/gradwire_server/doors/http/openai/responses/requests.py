@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -19,6 +17,7 @@ from gradwire_server.doors.http.openai.requests import (
     invalid,
     unsupported,
 )
+from gradwire_server.doors.http.openai.responses.compaction import SUMMARY, unsealed
 from gradwire_server.doors.http.openai.unserved import ITEMS
 
 Item = dict[str, Any]
@@ -120,23 +119,6 @@ class ResponseRequest(SamplingRequest):
         return chat
 
 
-def sealed(text: str) -> str:
-    """Reasoning as ``encrypted_content``, in which clients without stored responses carry it; no secret from them."""
-    return base64.b64encode(_SEAL + text.encode(errors="replace")).decode()
-
-
-def unsealed(content: Any) -> str:
-    """The text of :func:`sealed`; empty for what another server made."""
-    try:
-        text = base64.b64decode(content if isinstance(content, str) else "", validate=True)
-    except (binascii.Error, ValueError):
-        return ""
-    return text.removeprefix(_SEAL).decode(errors="replace") if text.startswith(_SEAL) else ""
-
-
-_SEAL = b"gradwire:"
-
-
 def with_references(items: Sequence[Item], find: Callable[[str], Item]) -> list[Item]:
     """The items, with those in the place of references to them."""
     return [find(str(item.get("id"))) if item.get("type") == "item_reference" else item for item in items]
@@ -153,7 +135,7 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
     for number, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "reasoning":
-            reasoning += _text(item.get("content") or [], number) or unsealed(item.get("encrypted_content"))
+            reasoning += _text(item.get("content") or [], number) or unsealed(item.get("encrypted_content")) or ""
             reasoning = reasoning or _text(item.get("summary") or [], number)
         elif kind == "message":
             message = {"role": item.get("role"), "content": _content(item.get("content"), number)}
@@ -175,6 +157,12 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
         elif kind in ("function_call_output", "custom_tool_call_output"):
             content = _content(item.get("output"), number)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        elif kind == "compaction":
+            summary = unsealed(item.get("encrypted_content"))
+            if summary is None:
+                told = f"item {number} of input is a compaction of another server: send what it stands for"
+                raise invalid(told, "input")
+            messages.append({"role": "user", "content": SUMMARY + summary})
         elif kind not in ITEMS:
             known = "messages, function calls, their outputs and reasoning"
             raise unsupported(f"item {number} of input is of type {str(kind)[:50]!r}; there are {known}", "input")

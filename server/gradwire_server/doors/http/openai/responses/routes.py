@@ -9,11 +9,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.openai.answers import TokenTexts, unless_left
 from gradwire_server.doors.http.openai.conversations import Conversation
 from gradwire_server.doors.http.openai.events import event_stream
-from gradwire_server.doors.http.openai.requests import named
+from gradwire_server.doors.http.openai.requests import named, unsupported
+from gradwire_server.doors.http.openai.responses.compaction import SUMMARIZE, SUMMARY_TOKENS, compacted
 from gradwire_server.doors.http.openai.responses.kept import KeptResponses
 from gradwire_server.doors.http.openai.responses.requests import Item, ResponseRequest, with_references
 from gradwire_server.doors.http.openai.responses.writing import Writing
@@ -28,12 +30,17 @@ def routes(core: Core) -> APIRouter:
     """The routes."""
     router, kept = APIRouter(), KeptResponses()
 
-    @router.post("/responses", response_model=None)
-    async def create_response(asked: ResponseRequest, http: Request, caller: CallerOf) -> Response | dict[str, Any]:
+    def said(asked: ResponseRequest, caller: Caller) -> list[Item]:
+        """The whole conversation that a request is about."""
         items = with_references(asked.own_items, lambda item: kept.item(caller.space, item))
-        if asked.previous_response_id is not None:
-            before = kept.get(caller.space, asked.previous_response_id, "previous_response_id")
-            items = [*before.all_items(), *items]
+        if asked.previous_response_id is None:
+            return items
+        before = kept.get(caller.space, asked.previous_response_id, "previous_response_id")
+        return [*before.all_items(), *items]
+
+    async def answer(
+        asked: ResponseRequest, items: Sequence[Item], http: Request, caller: Caller
+    ) -> Response | dict[str, Any]:
         with named(PARAMETERS):
             chat = asked.chat(items)
             conversation = Conversation(core, caller, chat)
@@ -52,6 +59,37 @@ def routes(core: Core) -> APIRouter:
             response = await unless_left(lambda begun: writing.whole(conversation.parts(call, begun)), http)
         keep(caller.space, asked, response, items)
         return response
+
+    @router.post("/responses", response_model=None)
+    async def create_response(asked: ResponseRequest, http: Request, caller: CallerOf) -> Response | dict[str, Any]:
+        return await answer(asked, said(asked, caller), http, caller)
+
+    @router.post("/responses/input_tokens")
+    async def count_input_tokens(asked: ResponseRequest, http: Request, caller: CallerOf) -> dict[str, Any]:
+        with named(PARAMETERS):
+            chat = asked.chat(said(asked, caller))
+            call = await Conversation(core, caller, chat).request()
+            tell_ignored(http, chat, PARAMETERS)
+        return {"object": "response.input_tokens", "input_tokens": len(call.prompt_ids[0].ids)}
+
+    @router.post("/responses/compact")
+    async def compact_response(asked: ResponseRequest, http: Request, caller: CallerOf) -> dict[str, Any]:
+        items = said(asked, caller)
+        told = {"role": "user", "content": SUMMARIZE}
+        turn = asked.model_copy(update={"store": False, "stream": None, "max_output_tokens": SUMMARY_TOKENS})
+        response = await answer(turn, [*items, told], http, caller)
+        assert isinstance(response, dict)
+        return compacted(items, response)
+
+    @router.get("/responses", include_in_schema=False)
+    async def no_websocket() -> None:
+        raise unsupported("responses are not served by a websocket: POST to /v1/responses, with stream for events", "")
+
+    @router.api_route("/conversations", methods=["GET", "POST"], include_in_schema=False)
+    @router.api_route("/conversations/{rest:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    async def no_conversations() -> None:
+        message = "this server keeps no conversations: go on with previous_response_id, or send all of it as input"
+        raise unsupported(message, "conversation")
 
     def keep(owner: str, asked: ResponseRequest, response: dict[str, Any], items: Sequence[Item]) -> None:
         if asked.store is not False:

@@ -15,7 +15,8 @@ from gradwire_server.doors.http.openai.answers import TokenTexts
 from gradwire_server.doors.http.openai.chat import token_entries
 from gradwire_server.doors.http.openai.conversations import Counts, Part
 from gradwire_server.doors.http.openai.errors import error_body
-from gradwire_server.doors.http.openai.responses.requests import ResponseRequest, sealed
+from gradwire_server.doors.http.openai.responses.compaction import sealed
+from gradwire_server.doors.http.openai.responses.requests import ResponseRequest
 from gradwire_server.errors import ServiceError
 
 Event = dict[str, Any]

@@ -29,6 +29,9 @@ from gradwire.rl.types import (
 )
 from gradwire.whole_files import whole_file
 
+Collected = tuple[int, Task, Sequence[Trajectory], Mapping[str, Metric]]
+"""A group's number, task, trajectories and the metrics of its collection, of which those of the clock are not kept."""
+
 
 class GroupLog:
     """A file of scored groups, one a line, which begins with the group's number.
@@ -46,18 +49,15 @@ class GroupLog:
     def __init__(self, path: Path | None) -> None:
         self.path, self._lock, self.places = path, threading.Lock(), itertools.count()
 
-    def add(self, number: int, task: Task, group: Sequence[Trajectory], metrics: Mapping[str, Metric]) -> int:
-        """Append a group, with the metrics of its collection that do not depend on the clock; return its place."""
+    def add(self, groups: Sequence[Collected]) -> list[int]:
+        """Append groups that were collected together; return their places."""
         assert self.path is not None
-        timeless = {name: [type(each).__name__, *vars(each).values()] for name, each in metrics.items()
-                    if not isinstance(each, Elapsed)}  # fmt: skip
-        content = {"task": task.key, "metrics": timeless, "trajectories": [_packed(each) for each in group]}
-        line = f"{number}\t{json.dumps(content, default=_plain)}\n"
+        lines = "".join(map(_line, groups))
         with self._lock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(line)
-            return next(self.places)
+                file.write(lines)
+            return [next(self.places) for _ in groups]
 
     def lines(self) -> Iterator[tuple[int, str]]:
         """Yield each group's number and content, in the order of their collection; an incomplete line is left out."""
@@ -76,6 +76,17 @@ class GroupLog:
             for number, content in self.lines():
                 if wanted(number):
                     whole.write(f"{number}\t{content}".encode())
+
+
+def _line(collected: Collected) -> str:
+    number, task, group, metrics = collected
+    timeless = {
+        name: [type(each).__name__, *vars(each).values()]
+        for name, each in metrics.items()
+        if not isinstance(each, Elapsed)
+    }
+    content = {"task": task.key, "metrics": timeless, "trajectories": [_packed(each) for each in group]}
+    return f"{number}\t{json.dumps(content, default=_plain)}\n"
 
 
 def read_group(content: str, task: Task) -> tuple[list[Trajectory], dict[str, Metric]] | None:

@@ -64,7 +64,7 @@ def test_a_group_is_read_as_it_was_collected(tmp_path: Path) -> None:
         group.append(Trajectory(task, 12, member, 99, steps, said, "truncated", seconds=1.5, reward=0.1 + member,
                                 evaluation=verdict))  # fmt: skip
     metrics = {"a": Mean(3.0, 2), "b": Std.of([1, 2, 5]), "c": Elapsed(0, 1), "d": Max(4.0)}
-    assert [log.add(12, task, group, metrics), log.add(13, task, group[:1], {})] == [0, 1]
+    assert log.add([(12, task, group, metrics), (13, task, group[:1], {})]) == [0, 1]
     with log.path.open("a") as file:  # type: ignore[union-attr]
         file.write('14\t{"task": "t1", "traj')  # the process was killed here
     (number, content), (following, _) = log.lines()
@@ -85,7 +85,7 @@ def test_a_group_is_read_as_it_was_collected(tmp_path: Path) -> None:
     assert read_group(content, Task("another")) is None
     log.keep(lambda number: number == 13)
     assert [number for number, _ in log.lines()] == [13]
-    log.add(15, task, group, {})
+    assert log.add([(15, task, group, {})]) == [2]
     assert [number for number, _ in log.lines()] == [13, 15]
 
 

@@ -111,12 +111,12 @@ class Ledger:
     async def collect(self, groups: Mapping[Group, tuple[list[Trajectory], Mapping[str, Metric]]]) -> None:
         """Enter the trajectories of groups, and log them; groups without any that ran are not logged."""
         places = {group: next(self._log.places) for group in groups}
+        ran = [group for group, (trajectories, _) in groups.items() if any(each.ok for each in trajectories)]
+        if ran and self._log.path is not None:
+            collected = [(group.number, group.task, *groups[group]) for group in ran]
+            places |= zip(ran, await asyncio.to_thread(self._log.add, collected), strict=True)
         for group, (trajectories, metrics) in groups.items():
-            if self._log.path is not None and any(each.ok for each in trajectories):
-                add = self._log.add
-                places[group] = await asyncio.to_thread(add, group.number, group.task, trajectories, metrics)
-        for group, (group.trajectories, group.metrics) in groups.items():
-            group.collected = places[group]
+            group.trajectories, group.metrics, group.collected = trajectories, metrics, places[group]
 
     def forget(self, groups: Sequence[Group]) -> None:
         """Let these groups be collected again."""

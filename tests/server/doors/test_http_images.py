@@ -219,3 +219,35 @@ async def test_a_fine_tuning_job_learns_from_images(http: httpx.AsyncClient) -> 
     assert job["error"]["message"].endswith(": there are images, and text takes none"), job
     elsewhere = await upload([*(row(n) for n in range(12)), row(13, "https://example.org/cat.png")])
     assert "line 13: message 0 of messages has an image 'https://example.org/cat.png'" in elsewhere["status_details"]
+
+
+@pytest.mark.slow
+async def test_images_in_results_of_tools_are_seen_at_every_door(http: httpx.AsyncClient) -> None:
+    data, call = base64.b64encode(CAT).decode(), {"name": "look", "arguments": "{}"}
+    url, asked = f"data:image/png;base64,{data}", {"role": "user", "content": "look"}
+    turn = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": call}]}
+    result = {"role": "tool", "tool_call_id": "c", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+    use = {"type": "tool_use", "id": "c", "name": "look", "input": {}}
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    block = {"type": "tool_result", "tool_use_id": "c", "content": [image]}
+    output = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": url}]}
+    counts = []
+    for path, limit, body in (
+        ("chat/completions", "max_tokens", {"messages": [asked, turn, result]}),
+        ("chat/completions", "max_tokens", {"messages": [asked, turn, result | {"content": ""}]}),
+        (
+            "messages",
+            "max_tokens",
+            {"messages": [asked, {"role": "assistant", "content": [use]}, {"role": "user", "content": [block]}]},
+        ),
+        (
+            "responses",
+            "max_output_tokens",
+            {"input": [asked, {"type": "function_call", "call_id": "c", **call}, output]},
+        ),
+    ):
+        answer = await http.post(f"/v1/{path}", json={"model": "qwen", limit: 1, **body})
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        counts.append(usage["prompt_tokens"] if "prompt_tokens" in usage else usage["input_tokens"])
+    assert counts[0] == counts[2] == counts[3] == counts[1] + CAT_TOKENS + 2

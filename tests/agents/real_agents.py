@@ -215,7 +215,7 @@ AGENTS: Mapping[str, Agent] = {
         _python("sdk", "smolagents"),
         '`OpenAIServerModel(NAME, api_base="URL/v1", api_key=…)`',
         _venv("sdk", "smolagent"),
-        one_sequence=False,  # it puts back the stop string before which an answer ended
+        one_sequence=False,  # it writes the calls that it read from an answer into it
     ),
     "openai_agents": Agent(
         "openai-agents",

@@ -314,6 +314,7 @@ class StoredTurn(_message.Message):
     SEEN_FIELD_NUMBER: _builtins.int
     BODY_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
     asked: _builtins.bytes
     """digest of the conversation that was asked"""
     answered: _builtins.bytes
@@ -329,6 +330,8 @@ class StoredTurn(_message.Message):
     """digest of the request"""
     idempotency_key: _builtins.str
     """of the request"""
+    stop: _builtins.str
+    """the stop string before which the answer's text ends"""
     @_builtins.property
     def turn(self) -> _sessions_pb2.SessionTurn:
         """without what follows from other turns: used"""
@@ -355,10 +358,11 @@ class StoredTurn(_message.Message):
         seen: _abc.Iterable[_builtins.int] | None = ...,
         body: _builtins.bytes = ...,
         idempotency_key: _builtins.str = ...,
+        stop: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["turn", b"turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "asked", b"asked", "body", b"body", "chain", b"chain", "chain_start", b"chain_start", "idempotency_key", b"idempotency_key", "num_messages", b"num_messages", "prompt_chars", b"prompt_chars", "prompt_digest", b"prompt_digest", "seen", b"seen", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "asked", b"asked", "body", b"body", "chain", b"chain", "chain_start", b"chain_start", "idempotency_key", b"idempotency_key", "num_messages", b"num_messages", "prompt_chars", b"prompt_chars", "prompt_digest", b"prompt_digest", "seen", b"seen", "stop", b"stop", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -321,3 +321,16 @@ async def test_a_keys_sessions_stay_within_its_room(tmp_path: Path) -> None:
         await third.delete()
         await Agent(second, "completions").ask()
     assert server.end() == 0
+
+
+async def test_an_answer_with_its_stop_string_put_back_is_recognized(service: gradwire.ServiceClient) -> None:
+    session = await service.rollout_session("tiny")
+    agent = Agent(session, "chat")
+    stops = list("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ")
+    await agent.ask(max_tokens=60, stop=stops)
+    first = (await session.rollout()).turns[0]
+    assert first.finish_reason == "stop"
+    [sampled] = await service.decode("tiny", [first.response_ids])
+    agent.said[-1]["content"] = first.text + sampled[len(first.text)]
+    await agent.ask("go on", max_tokens=2)
+    assert [(turn.parent, turn.fork) for turn in (await session.rollout()).turns] == [(-1, ""), (0, "")]

@@ -44,6 +44,7 @@ class Answer:
         ids, logprobs: The sampled tokens: ``[tokens]``.
         finish_reason: ``"stop"``, ``"length"`` or ``"tool_calls"``.
         text, reasoning, calls: The answer taken apart; calls in OpenAI's form.
+        stop: The stop string before which the text ends; empty for none.
     """
 
     ids: Sequence[int]
@@ -52,6 +53,7 @@ class Answer:
     text: str
     reasoning: str = ""
     calls: Sequence[Mapping[str, Any]] = ()
+    stop: str = ""
 
 
 @dataclass(eq=False)
@@ -352,6 +354,7 @@ class RolloutCall:
             turn.text, turn.reasoning = answer.text, answer.reasoning
             turn.tool_calls_json = json.dumps(answer.calls, ensure_ascii=False) if answer.calls else ""
             turn.started_at, turn.seconds = self._began, time.time() - self._began
+            stored.stop = answer.stop
             stored.prompt_chars, stored.prompt_digest = prompt.rendered.prompt_chars, prompt.rendered.prompt_digest
             if asked is not None:
                 self._add_conversation(stored, asked, place)

@@ -92,6 +92,8 @@ class Transcript:
         self._answers.append(answer)
         self._by_call |= dict.fromkeys(call_ids(message), number)
         self._by_answer[answer.key].append(number)
+        if stored.stop:  # which some agents put back
+            self._by_answer[answer_key(turn.text + stored.stop, message.get("tool_calls", ()))].append(number)
         self._by_asked[stored.asked].append(number)
         self._sizes |= {each: stored.chain_start + place for place, each in enumerate(stored.chain)}
         self._systems.add(turn.system_digest)

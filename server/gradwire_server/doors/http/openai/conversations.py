@@ -162,8 +162,9 @@ class Conversation:
             for number, row in enumerate(answer.rows):
                 read = whole(row.text, self._form)
                 reason = _reason(row.finish_reason, read.calls)
+                stop = await self._stop_string(call, row.tokens.ids) if self._turn is not None else None
                 parts.append(
-                    Part(number, read.content, read.reasoning, read.calls, reason, None, row.tokens, row.prompt)
+                    Part(number, read.content, read.reasoning, read.calls, reason, stop, row.tokens, row.prompt)
                 )
             await self._record(parts, answer.step)
         return list(map(self._given, parts)), Counts(answer.num_prompt_tokens, answer.num_sampled_tokens, 0)
@@ -208,7 +209,7 @@ class Conversation:
             answers = [
                 Answer(
                     part.tokens.ids, [value or 0.0 for value in part.tokens.logprobs], part.finish_reason or "stop",
-                    part.content, part.reasoning, part.calls,
+                    part.content, part.reasoning, part.calls, part.stop_string or "",
                 )
                 for part in parts
             ]  # fmt: skip

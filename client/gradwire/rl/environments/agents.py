@@ -34,6 +34,8 @@ Runner = Callable[[Program], Awaitable[Exit]]
 CLIENTS = {"openai": "AsyncOpenAI", "anthropic": "AsyncAnthropic"}
 LIMITED = re.compile(r"\((max_turns|max_tokens|max_seconds)\)$")
 """The end of the reason of a session that a limit ended."""
+PATIENCE = 10
+"""How often a function's client repeats a call, for about a minute: a server may be restarted meanwhile."""
 SPARE_S = 60.0
 """Seconds that a session lasts longer than its agent may."""
 SHOWN = 2_000
@@ -334,7 +336,8 @@ class _SharedClient:
 
     def _make(self) -> Any:
         module = require(self._kind, self._kind, "AgentEnvironment's client")
-        return getattr(module, CLIENTS[self._kind])(base_url="http://localhost", api_key="-")
+        client = getattr(module, CLIENTS[self._kind])
+        return client(base_url="http://localhost", api_key="-", max_retries=PATIENCE)
 
 
 def _write(trajectory: Trajectory, rollout: Rollout, ended: _Ended) -> None:

@@ -195,7 +195,7 @@ def test_messages_have_tools_and_refusals(openai_server: HttpServer) -> None:
         ({"wrong": 1}, "invalid_request_error", "not a parameter"),
         ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, "invalid_request_error", "'sound'"),
         ({"messages": [{"role": "user", "content": "cat " * 2000}]}, "invalid_request_error", "context"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "invalid_request_error", "client calls"),
+        ({"tools": [{"type": "computer_20251124", "name": "computer"}]}, "invalid_request_error", "client calls"),
     ):
         for stream in (False, True):
             refused = httpx.post(url, json=body | wrong | {"stream": stream})

@@ -181,3 +181,16 @@ def test_a_conversation_is_counted_and_compacted(client: openai.OpenAI, openai_s
         client.conversations.create()
     upgrade = {"Connection": "Upgrade", "Upgrade": "websocket"}
     assert "POST to /v1/responses" in httpx.get(f"{openai_server.url}/v1/responses", headers=upgrade).text
+
+
+def test_tools_that_anthropics_models_know_are_functions(openai_server: HttpServer) -> None:
+    kinds = {"bash_20250124": "bash", "text_editor_20250728": "edit", "memory_20250818": "memory"}
+    tools = [{"type": kind, "name": name} for kind, name in kinds.items()]
+    counts = []
+    for given in ([], tools):
+        body = {"model": "tiny", "messages": HELLO, "tools": given}
+        counts.append(httpx.post(f"{openai_server.url}/v1/messages/count_tokens", json=body).json()["input_tokens"])
+    assert counts[1] > counts[0] + 100
+    body = {"model": "tiny", "messages": HELLO, "tools": tools, "tool_choice": {"type": "tool", "name": "none"}}
+    refused = httpx.post(f"{openai_server.url}/v1/messages", json=body | {"max_tokens": 1}).json()
+    assert "the tools are bash, edit, memory" in refused["error"]["message"]

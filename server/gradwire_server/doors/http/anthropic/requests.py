@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from gradwire_http.models import BoundedModel
 from pydantic import ConfigDict, Field
 
+from gradwire_server.doors.http.anthropic.known_tools import known_tool
 from gradwire_server.doors.http.openai.requests import (
     MAX_TOKENS,
     ChatRequest,
@@ -183,6 +184,8 @@ def _text(content: Text, field: str) -> str:
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if (known := known_tool(tool)) is not None:
+        return {"type": "function", "function": known}
     if tool.get("type") not in (None, "custom"):
         return dict(tool)
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}

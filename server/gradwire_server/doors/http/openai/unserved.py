@@ -4,7 +4,8 @@ A field or a tool is
 
 - *ignored*, and named in the answer's header ``gradwire-ignored``, if the answer is as good without it: hints, billing,
   caching, and tools that a provider runs where the client has tools of its own beside them;
-- *flattened* (:mod:`.tools`), if it is a function in another form: namespaces, custom tools, the older ``functions``;
+- *flattened* (:mod:`.tools`), if it is a function in another form: namespaces, custom tools, the older ``functions``,
+  Anthropic's ``bash``, ``text_editor`` and ``memory``;
 - *refused*, with what to do instead, if the answer would be wrong without it.
 """
 
@@ -102,8 +103,7 @@ TOOLS: Mapping[str, Unserved] = _ignored(
 ) | {
     "file_search": Unserved("search in the client: describe a function that does"),
     "mcp": Unserved("connect to the server in the client, and describe its tools as functions"),
-    **dict.fromkeys(("bash", "text_editor", "memory", "computer", "browser"), Unserved(_CLIENT)),
-    **dict.fromkeys(("local_shell", "shell", "apply_patch"), Unserved(_CLIENT)),
+    **dict.fromkeys(("computer", "browser", "local_shell", "shell", "apply_patch"), Unserved(_CLIENT)),
 }  # fmt: skip
 """Beginnings of types of tools: ``web_search`` is ``web_search_20260209`` too. Any other type is refused."""
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampling and of training: equal in float32; in bfloat16 they differ, which RL corrects for."""
+"""Log-probabilities of sampling and of training: equal, but for bfloat16 without our kernels, which RL corrects for."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from gradwire.rl import AlgorithmConfig, GiGPOAlgorithm, GRPOAlgorithm, PPOAlgor
 from support.server import Server
 from transformers import AutoModelForCausalLM
 
+PLAIN = "bfloat16 --kernels plain"
 PROMPTS = [[5, 9, 11], [12, 33], [7, 40, 41, 8]]
 
 
@@ -38,11 +39,13 @@ def opinionated(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
-@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["float32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("bfloat16", PLAIN))]
+)
 async def served(
     request: pytest.FixtureRequest, opinionated: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[tuple[str, gradwire.ServiceClient]]:
-    server = Server(opinionated, tmp_path_factory.mktemp("state"), "--dtype", request.param).start()
+    server = Server(opinionated, tmp_path_factory.mktemp("state"), "--dtype", *request.param.split()).start()
     async with gradwire.connect(server.address) as service:
         yield request.param, service
     assert server.end() == 0
@@ -61,7 +64,7 @@ async def test_how_far_apart_they_are(served: tuple[str, gradwire.ServiceClient]
     sampled = np.concatenate([sample.logprobs for _, sample in rows])
     difference = float(np.abs(trained - sampled).max())
     print(f"{dtype}: {difference:.2e}")
-    assert difference < 1e-4 if dtype == "float32" else 1e-3 < difference < 0.1
+    assert difference < 1e-4 if dtype != PLAIN else 1e-3 < difference < 0.1
     # Every RL step reports it, from what the batch brings.
     old = [[0.0] * len(prompt) + sample.logprobs.tolist() for prompt, sample in rows]
     given: dict[str, Any] = batch | {"old_log_probs": old, "advantages": [1.0] * len(rows)}
@@ -72,7 +75,7 @@ async def test_how_far_apart_they_are(served: tuple[str, gradwire.ServiceClient]
         assert found["sampler_logprob_diff"] == pytest.approx(mean, rel=1e-3, abs=1e-6)
     weighted = {"behavior_log_probs": old, "advantages": [1.0] * len(rows)} | batch
     assert (await run.forward(weighted, "importance_sampling"))["sampler_kl"] == pytest.approx(found["sampler_kl"])
-    assert found["sampler_kl"] < 1e-8 if dtype == "float32" else found["sampler_kl"] > 1e-8
+    assert found["sampler_kl"] < 1e-8 if dtype != PLAIN else found["sampler_kl"] > 1e-8
     await service.delete_run(run.run_id)
 
 
@@ -95,7 +98,7 @@ async def test_rl_corrects_for_it_where_it_matters(
         metrics = await trained("auto")
     told = [record for record in caplog.records if "truncated importance weights" in record.getMessage()]
     apart = [each["train/sampler_logprob_diff_max"] for each in metrics]
-    if dtype == "float32":
+    if dtype != PLAIN:
         assert told == [] and max(apart[:1]) < 1e-3
         assert all(math.isnan(each["train/sampler_ratio_mean"]) for each in metrics)
     else:

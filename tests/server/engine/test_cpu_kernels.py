@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gradwire_server.engine.model.attention.blocks import in_blocks
@@ -151,6 +152,69 @@ def test_attention_in_blocks(
     leaves = [each.requires_grad_() for each in taken]
     by_kernel = {each.name() for each in graph(in_blocks(*leaves, layout, 0.1, by_kernel=True))}
     assert ("_ByKernelBackward" in by_kernel) == (name != "one" or kv_heads >= threads)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 64), (3, 3, 128)])
+def test_attention_in_order_has_the_same_bits_whatever_is_beside_a_query(
+    kernels: CpuKernels, heads: int, kv_heads: int, size: int
+) -> None:
+    """Alone, behind a shared beginning, as one of a batch and in scattered pages; and it is attention."""
+    generator = torch.Generator().manual_seed(2)
+    length, more = 150, 70
+    q, k, v = (torch.randn(length + more, each, size, generator=generator) for each in (heads, kv_heads, kv_heads))
+    whole = lay_out(torch.arange(length), torch.tensor([length]))
+    alone, lse = kernels.attend_in_order(q[:length], k[:length], v[:length], whole.ordered, 0.2)
+    wide = (each[:length].double().repeat_interleave(heads // each.shape[1], 1).transpose(0, 1) for each in (q, k, v))
+    expected = F.scaled_dot_product_attention(*wide, is_causal=True, scale=0.2).transpose(0, 1)
+    torch.testing.assert_close(alone.double(), expected, rtol=1e-4, atol=1e-5)
+    for part in (1, 2, 33, 64, 65, 149):  # what comes later is not there yet
+        layout = lay_out(torch.arange(part), torch.tensor([part]))
+        assert torch.equal(kernels.attend_in_order(q[:part], k[:part], v[:part], layout.ordered, 0.2)[0], alone[:part])
+    # Two rows with a beginning of 80 tokens: of the one that is cut off, and of 70 others.
+    ids = torch.cat([torch.arange(length), torch.arange(80), torch.arange(more) + 500])
+    shared = lay_out(ids, torch.tensor([length, 80 + more]), torch.tensor([2]))
+    assert len(shared.input_ids) == length + more
+    places = shared.places[:length]
+    q_of, k_of, v_of = (torch.empty_like(each) for each in (q, k, v))
+    rest = torch.tensor(sorted(set(range(length + more)) - set(places.tolist())))
+    for packed, each in ((q_of, q), (k_of, k), (v_of, v)):
+        packed[places], packed[rest] = each[:length], each[length:]
+    assert torch.equal(kernels.attend_in_order(q_of, k_of, v_of, shared.ordered, 0.2)[0][places], alone)
+    pages = torch.randperm(40, generator=generator)
+    keys, values = (torch.zeros(kv_heads, 40 * PAGE, size) for _ in range(2))
+    for token in range(length):
+        place = pages[token // PAGE] * PAGE + token % PAGE
+        keys[:, place], values[:, place] = k[token], v[token]
+    lengths = torch.tensor([1, 16, 17, 64, 100, length])
+    found = kernels.attend_to_pages_in_order(
+        q[lengths - 1], keys, values, pages[:10].repeat(len(lengths), 1), lengths, PAGE, 0.2
+    )
+    assert torch.equal(found[0], alone[lengths - 1]) and torch.equal(found[1], lse[lengths - 1])
+
+
+def test_in_bfloat16_sampling_is_training_to_the_bit_of_a_state(tmp_path: Path) -> None:
+    """States of a prompt, and of tokens drawn one by one beside others, are those of the whole sequence at once."""
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=64, vocab_size=200, max_position_embeddings=256, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.model.norm.weight.data.mul_(8)
+    model.save_pretrained(tmp_path)
+    policy = Policy(ModelPool({"m": str(tmp_path)}, dtype=torch.bfloat16).get("m"))
+    assert policy.split_model.in_order
+    prompts = [[5, 9, 11, 40] * 5, [12, 33], [7, 41, 8] * 30]
+    samples = samples_of(policy, prompts, SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
+    ends = samples.lengths.cumsum()[:-1]
+    drawn = zip(np.split(samples.token_ids, ends), np.split(samples.logprobs, ends), strict=True)
+    for prompt, (token_ids, logprobs) in zip(prompts, drawn, strict=True):
+        ids = torch.tensor([*prompt, *token_ids.tolist()])
+        with torch.no_grad():
+            states = policy.split_model.states(lay_out(ids, torch.tensor([len(ids)])))
+            logits = states.float() @ model.model.embed_tokens.weight.bfloat16().float().T
+        expected = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[len(prompt) - 1 :, 0]
+        torch.testing.assert_close(torch.from_numpy(logprobs), expected, rtol=0, atol=1e-5)
 
 
 def test_what_is_no_number_stays_in_its_own_sequence(kernels: CpuKernels) -> None:

@@ -78,6 +78,31 @@ class QueryBlocks(NamedTuple):
     families: Tensor
 
 
+class OrderedKeys(NamedTuple):
+    """What a CPU's kernel of attention computes at a time where each query takes its keys in their order.
+
+    Attributes:
+        places: ``[N]`` of the keys of all blocks.
+        blocks: ``[B, 4]`` first and last place of up to :data:`BLOCK` queries, and first and last of the ``places`` to
+            which the last query attends; each one before it attends to one less.
+    """
+
+    places: Tensor
+    blocks: Tensor
+
+
+def ordered_keys(segments: Sequence[QuerySegment]) -> OrderedKeys:
+    """Cut segments into blocks."""
+    blocks, first = [], 0
+    for each in segments:
+        before = first + len(each.keys) - each.length
+        for start in range(0, each.length, BLOCK):
+            stop = min(start + BLOCK, each.length)
+            blocks.append((each.start + start, each.start + stop, first, before + stop))
+        first += len(each.keys)
+    return OrderedKeys(torch.cat([each.keys for each in segments]), torch.tensor(blocks))
+
+
 @dataclass(frozen=True, eq=False)
 class Bucket:
     """Segments computed by one call of causal attention.
@@ -192,6 +217,11 @@ class Layout:
             prefix = torch.arange(prefix_start, prefix_start + prefix_length)
             segments.append(QuerySegment(start, length, torch.cat([prefix, own])))
         return MaskedSegments(segments)
+
+    @cached_property
+    def ordered(self) -> OrderedKeys:
+        """Blocks for the kernel that takes each query's keys in their order."""
+        return ordered_keys(self.masked.segments)
 
     @cached_property
     def offsets(self) -> tuple[Tensor, Tensor]:

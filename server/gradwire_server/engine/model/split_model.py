@@ -151,9 +151,11 @@ class SplitModel:
         replays: Whether a forward of one token of every row may be replayed as a graph of kernels.
         packs: Whether a sampler may copy its weights into a kernel's order (:mod:`.layers.packed_linear`).
         by_kernels: Whether a CPU's kernels (:mod:`.layers.cpu_kernels`) may attend, and draw for a sampler.
+        in_order: Whether a CPU's attention takes each query's keys in order, as training so sampling, so that nothing
+            beside a row changes its states: in bfloat16 and float16, whose products here have that property already.
     """
 
-    replays = packs = by_kernels = False
+    replays = packs = by_kernels = in_order = False
 
     def __init__(self, facts: ModelFacts, model: PreTrainedModel, placement: Placement, *, mixed: bool = False) -> None:
         self.facts = facts
@@ -281,7 +283,7 @@ class SplitModel:
             # transformers passes a four-dimensional mask on unchanged; with a layout, attention ignores it.
             attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.bool, device=self.device),
             use_cache=False,
-            **{LAYOUT: layout, BY_KERNEL: self.by_kernels},
+            **{LAYOUT: layout, BY_KERNEL: self.by_kernels or self.in_order},
         ).last_hidden_state
         return packed[0]
 

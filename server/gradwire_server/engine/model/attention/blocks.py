@@ -9,6 +9,7 @@ each block's exact share of the gradient, so no key is copied and no mask is bui
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from typing import Any
 
@@ -47,6 +48,29 @@ def _kernels_for(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> C
     return CpuKernels(None) if query.is_meta else kernels
 
 
+def in_order(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, kernels: CpuKernels) -> Tensor:
+    """:func:`in_blocks` of ``[M, H, D]``, by the kernel in which a query's bits do not depend on what is beside it."""
+    attended: Tensor = _InOrder.apply(query, key, value, layout, scale, kernels)  # type: ignore[no-untyped-call]
+    return attended
+
+
+class _InOrder(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, kernels: CpuKernels
+    ) -> Tensor:
+        out, lse = kernels.attend_in_order(query, key, value, layout.ordered, scale)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.plan, ctx.scale, ctx.kernels = layout.query_blocks, scale, kernels
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        grads = ctx.kernels.attend_in_blocks_gradients(grad_out, *ctx.saved_tensors, ctx.plan, ctx.scale)
+        return *grads, None, None, None
+
+
 @cache
 @torch.enable_grad()
 def has_right_kernel() -> bool:
@@ -61,8 +85,11 @@ def has_right_kernel() -> bool:
     taken = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     mine = _ByKernel.apply(*taken, layout, 0.125, kernels)  # type: ignore[no-untyped-call]
     theirs = _Blocks.apply(*taken, layout, 0.125)  # type: ignore[no-untyped-call]
-    mine, theirs = ([out, *torch.autograd.grad(out.sin().sum(), taken)] for out in (mine, theirs))
-    return all(apart <= 1e-5 * size for apart, size in map(largest_difference, mine, theirs))
+    by_token = (each[0].transpose(0, 1) for each in taken)
+    ordered = _InOrder.apply(*by_token, layout, 0.125, kernels)[None]  # type: ignore[no-untyped-call]
+    found = [[out, *torch.autograd.grad(out.sin().sum(), taken, retain_graph=True)] for out in (mine, ordered, theirs)]
+    pairs = [pair for each in found[:2] for pair in zip(each, found[2], strict=True)]
+    return all(apart <= 1e-5 * size for apart, size in itertools.starmap(largest_difference, pairs))
 
 
 class _ByKernel(torch.autograd.Function):

@@ -16,25 +16,39 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from gradwire_server.engine.model.attention.blocks import in_blocks
+from gradwire_server.engine.model.attention.blocks import in_blocks, in_order
 from gradwire_server.engine.model.attention.masked import masked_attention
 from gradwire_server.engine.model.attention.paged import PagedDecode, PagedPrefill
 from gradwire_server.engine.model.attention.varlen import kernel_for
+from gradwire_server.engine.model.layers.cpu_kernels import CpuKernels, cpu_kernels
 from gradwire_server.engine.model.meta_device import computes_as_cpu, is_estimate
-from gradwire_server.engine.model.packing import Layout
+from gradwire_server.engine.model.packing import Layout, lay_out
 
 NAME = "gradwire"
 """Name of the attention implementation."""
 LAYOUT = "token_layout"
 """Keyword that carries a :class:`.packing.Layout`, or a plan of :mod:`.paged`, through a model."""
+IN_ORDER = "attends_in_order"
+"""Keyword for whether a query's bits are not to depend on what is beside it, where a kernel can do that."""
 BY_KERNEL = "attends_by_kernel"
 """Keyword that carries whether a kernel of ours may attend on a CPU (:mod:`.blocks`)."""
 
+HALVES = (torch.bfloat16, torch.float16)
+"""Dtypes whose attention a CPU's kernel computes in float32, key by key. Products of these have the same bits whatever
+rows are beside a row, so a model's states have them, too. Any other order ends in other states: one rounding that falls
+differently is everywhere some layers later."""
+BY_KERNEL = "attends_by_kernel"
+"""Keyword that carries whether a kernel of ours may attend on a CPU (:mod:`.blocks`)."""
+
+HALVES = (torch.bfloat16, torch.float16)
+"""Dtypes whose attention a CPU computes in float32, as in training so in sampling: scores and their softmax rounded to
+halves, here in blocks and there by pages, were most of what the two differed by."""
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "is_causal"}
 
 
@@ -61,6 +75,14 @@ def packed_attention(
     """
     layout: Layout | PagedPrefill | PagedDecode | None = kwargs.pop(LAYOUT, None)
     by_kernel: bool = kwargs.pop(BY_KERNEL, False)
+    if layout is None and _rows_in_order and attention_mask is None:
+        rows, length = query.shape[0], query.shape[2]
+        layout = lay_out(torch.zeros(rows * length, dtype=torch.long), torch.full((rows,), length))
+        query, key, value = (each.transpose(0, 1).flatten(1, 2)[None] for each in (query, key, value))
+        of_rows, _ = packed_attention(
+            module, query, key, value, None, dropout, scaling, sliding_window, **{LAYOUT: layout, BY_KERNEL: True}
+        )
+        return of_rows[0].unflatten(0, (rows, length)), None
     if layout is None:
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, sliding_window=sliding_window, **kwargs
@@ -76,6 +98,10 @@ def packed_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings widen them under autocast
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+    if by_kernel and value.dtype in HALVES and value.is_cpu and not sliding_window and not dropout:
+        ordered = _in_order(module, q, k, v, layout, scale)
+        if ordered is not None:
+            return ordered.to(value.dtype)[None], None
     if not isinstance(layout, Layout):
         if sliding_window:
             raise NotImplementedError("pages keep all tokens, and a window would leave some out")
@@ -98,6 +124,37 @@ def packed_attention(
     return masked_attention(q, k, v, layout.masked, scale, window, dropout)[None], None
 
 
+def _in_order(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: Layout | PagedPrefill | PagedDecode, scale: float
+) -> Tensor | None:
+    """``[M, H, D]`` attention whose bits in a token depend on nothing beside it, in training as in sampling; None if
+    there is no kernel for such heads."""
+    kernels, size = cpu_kernels(), q.shape[2]
+    if kernels is None or size != v.shape[2]:
+        return None
+    q, k, v = (nn.functional.pad(each.float(), (0, kernels.missing(size))) for each in (q, k, v))
+    return _padded_in_order(module, q, k, v, layout, scale, kernels)[..., :size]
+
+
+def _padded_in_order(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout | PagedPrefill | PagedDecode,
+    scale: float,
+    kernels: CpuKernels,
+) -> Tensor:
+    if isinstance(layout, PagedDecode):
+        return layout.attend(module, q, k, v, scale, in_order=True)
+    if isinstance(layout, PagedPrefill):
+        keys, values = layout.write(module, k, v)
+        if layout.layout is None:
+            return kernels.attend_in_order(q, keys, values, layout.ordered, scale)[0]
+        layout = layout.layout
+    return in_order(q, k, v, layout, scale, kernels)
+
+
 # ------------------------------------------------------------------ attention features that a model uses
 
 
@@ -117,6 +174,18 @@ class Observed:
 
 
 _observed: Observed | None = None
+_rows_in_order = False
+
+
+@contextmanager
+def rows_in_order(used: bool) -> Iterator[None]:
+    """Compute padded rows, too, in the body by the kernel that takes keys in order, if ``used``; to compare with."""
+    global _rows_in_order
+    _rows_in_order = used
+    try:
+        yield
+    finally:
+        _rows_in_order = False
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import mmap
 import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from gradwire_server.engine.model.attention.masked import MaskedSegments
 from gradwire_server.engine.model.comparison import largest_difference
-from gradwire_server.engine.model.layers.cpu_kernels import sampling_kernels
-from gradwire_server.engine.model.packing import Layout
+from gradwire_server.engine.model.layers.cpu_kernels import cpu_kernels, sampling_kernels
+from gradwire_server.engine.model.packing import Layout, OrderedKeys, ordered_keys
 from gradwire_server.engine.threads import products
 
 logger = logging.getLogger(__name__)
@@ -154,6 +154,11 @@ class PagedPrefill:
     segments: MaskedSegments
     _sent: dict[torch.device, Tensor] = field(default_factory=dict)
 
+    @cached_property
+    def ordered(self) -> OrderedKeys:
+        """The sequences for the kernel that takes keys in order; used without a layout."""
+        return ordered_keys(self.segments.segments)
+
     def write(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values ``[M, K, D]``; returns the layer's whole ones, ``[T, K, D]``."""
         if key.device not in self._sent:
@@ -252,31 +257,48 @@ class PagedDecode:
         """The same with what a function makes of each tensor."""
         return PagedDecode(self.store, function(self.places), self.shared.mapped(function), self.own.mapped(function))
 
-    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """``[R, H, D], [R, K, D], [R, K, D] -> [R, H, D]``; writes the keys and values."""
+    def attend(
+        self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, *, in_order: bool = False
+    ) -> Tensor:
+        """``[R, H, D], [R, K, D], [R, K, D] -> [R, H, D]``; writes the keys and values.
+
+        Args:
+            in_order: Whether to take the kernel in which a row's bits do not depend on what is beside it.
+        """
         device = query.device
         if device not in self._sent:
             self._sent[device] = sent(self.places, device)
         keys, values = self.store.write(layer, self._sent[device], key, value)
-        out, lse = _over(self.own, query, keys, values, scale)
+        out, lse = _over(self.own, query, keys, values, scale, in_order=in_order)
         if not self.shared.classes:
             return out
-        of_shared, lse_of_shared = _over(self.shared, query, keys, values, scale)
+        of_shared, lse_of_shared = _over(self.shared, query, keys, values, scale, in_order=in_order)
         weight = torch.sigmoid(lse_of_shared - lse)[..., None]
-        return torch.lerp(out, of_shared, weight.to(out.dtype))
+        return torch.lerp(out.to(weight.dtype), of_shared.to(weight.dtype), weight).to(out.dtype)
 
 
-def _over(lists: RowLists, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _over(
+    lists: RowLists, query: Tensor, keys: Tensor, values: Tensor, scale: float, *, in_order: bool
+) -> tuple[Tensor, Tensor]:
     """``[R, H, D]`` attention of each row over its list, and ``[R, H]`` its log-sum-exp; -inf for a row in none."""
     heads, shared_by = query.shape[1], query.shape[1] // len(keys)
     on_device = lists.on(query.device)
     order = on_device.order
     outputs, sums = [], []
     kernels = sampling_kernels(query)
+    ordering = cpu_kernels() if in_order else None
     for of_class in on_device.classes:
         groups, count = of_class.rows.shape
-        in_order = order is None and groups * count == len(query)
-        q = query if in_order else query.index_select(0, of_class.rows.flatten())
+        every = order is None and groups * count == len(query)
+        q = query if every else query.index_select(0, of_class.rows.flatten())
+        if ordering is not None and count == 1:
+            lengths = of_class.lengths
+            if lengths is None:
+                lengths = torch.full((groups,), of_class.table.shape[1] * PAGE)
+            out, lse = ordering.attend_to_pages_in_order(q, keys, values, of_class.table, lengths, PAGE, scale)
+            outputs.append(out)
+            sums.append(lse)
+            continue
         if kernels is not None and count == 1 and of_class.lengths is not None:
             out, lse = kernels.attend(q, keys, values, of_class.table, of_class.lengths, scale)
             outputs.append(out)

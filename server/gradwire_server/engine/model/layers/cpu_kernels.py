@@ -39,7 +39,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from gradwire_server.checkpoint_files import StoredFile
-from gradwire_server.engine.model.packing import QueryBlocks
+from gradwire_server.engine.model.packing import OrderedKeys, QueryBlocks
 from gradwire_server.engine.threads import product_threads
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,8 @@ _SIGNATURES = {
     "rotate": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 4),
     "product": (*[c_void_p] * 4, *[c_int64] * 4),
     "attend_in_blocks": (*_STRIDED * 3, *[c_void_p] * 2, c_float, *[c_void_p] * 2, *[c_int64] * 5),
+    "attend_in_order": (*_STRIDED * 3, *[c_void_p] * 2, c_float, *[c_void_p] * 2, *[c_int64] * 5),
+    "attend_to_pages_in_order": (c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_float, *[c_void_p] * 2, *[c_int64] * 8),
     "attend_in_blocks_gradients": (
         (c_void_p, *_STRIDED * 3, *[c_void_p] * 5, c_float, *[c_void_p] * 3) + (c_int64,) * 5
     ),
@@ -180,6 +182,36 @@ class CpuKernels:
         )  # fmt: skip
         return out, lse
 
+    def attend_in_order(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: OrderedKeys, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """The same as :meth:`attend_in_blocks` with keys at places, ``[T, K, D]`` twice, if nothing is :meth:`missing`.
+
+        A query's bits are the same whatever is beside it and wherever its keys lie, also in those of
+        :meth:`attend_to_pages_in_order`.
+        """
+        count, heads, size = query.shape
+        out, lse = query.new_empty(count, heads, size), query.new_empty(count, heads)
+        self._call(
+            "attend_in_order", *_strided(query, key, value), *plan, scale, out, lse, len(plan.blocks), heads,
+            key.shape[1], size, product_threads(),
+        )  # fmt: skip
+        return out, lse
+
+    def attend_to_pages_in_order(
+        self, query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, page: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """The same as :meth:`attend`, in the order of :meth:`attend_in_order`."""
+        rows, heads, size = query.shape
+        kv_heads, room, _ = values.shape
+        out, lse = torch.empty(query.shape, dtype=query.dtype), query.new_empty(rows, heads)
+        table, lengths = _whole(table), _whole(lengths)
+        self._call(
+            "attend_to_pages_in_order", query, *query.stride()[:2], keys, values, table, lengths, scale, out, lse, rows,
+            heads, kv_heads, room, table.shape[1], page, size, product_threads(),
+        )  # fmt: skip
+        return out, lse
+
     def attend_in_blocks_gradients(
         self,
         of_out: Tensor,
@@ -204,7 +236,11 @@ class CpuKernels:
 
     def fit(self, kv_heads: int, size: int, plan: QueryBlocks) -> bool:
         """Whether heads of this size are whole panels, and there is work for all threads in a backward pass."""
-        return size % self._columns == 0 and kv_heads * (len(plan.families) - 1) >= product_threads()
+        return not self.missing(size) and kv_heads * (len(plan.families) - 1) >= product_threads()
+
+    def missing(self, size: int) -> int:
+        """By how much heads of this size are to be filled up to whole panels."""
+        return int(-size % self._columns)
 
     def norm(self, hidden: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         """``hidden [.., D] / sqrt(mean(hidden^2) + eps) * (offset + weight [D])``."""

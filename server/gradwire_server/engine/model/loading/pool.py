@@ -22,6 +22,7 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.machine import machine_memory
 from gradwire_server.engine.model.attention.blocks import has_right_kernel
+from gradwire_server.engine.model.attention.packed import HALVES, rows_in_order
 from gradwire_server.engine.model.layers.packed_linear import has_right_products
 from gradwire_server.engine.model.loading import quantization
 from gradwire_server.engine.model.loading.compilation import compile_layers
@@ -88,6 +89,7 @@ class ModelPool:
         self.dtype = torch.float32 if dtype == "mixed" else dtype or on_device
         torch.backends.cuda.enable_cudnn_sdp(fused)
         fused = fused and not compiled
+        self._orders = fused
         whole = fused and type(self.placement) is Placement and not self._mixed
         fits = fused and (self.device.type == "cuda" or not self._mixed)
         self.kernels = kernels_for(self.device, self.dtype) if fits else None
@@ -227,14 +229,16 @@ class ModelPool:
             offload_layers(model, self.device)
         split_model = SplitModel(facts, model, placement, mixed=self._mixed and dtype is None)
         split_model.by_kernels = fused and on_cpu and has_right_kernel()
+        split_model.in_order = self._orders and on_cpu and split_model.dtype in HALVES and has_right_kernel()
         if on_cpu or quantize is not None or split_model.routers is not None:
             quantization.release_file(model)  # transformers joins the weights of experts
         if facts.takes_images and quantize is None:
             split_model.vision = Vision(model, facts.path, mixed=split_model.mixed)
         with explained_failures(split_model):
             check_split(split_model)
-            split_model.packing = choose_packing(split_model)
-            check_rows(split_model)
+            with rows_in_order(split_model.in_order):
+                split_model.packing = choose_packing(split_model)
+                check_rows(split_model)
         split_model.replays = self._replays and not offload and quantize is None
         small = split_model.weight_bytes <= machine_memory() // PACKED_SHARE
         whole = self._packs and not offload and quantize is None

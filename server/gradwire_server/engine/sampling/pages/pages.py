@@ -26,6 +26,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from gradwire_server.engine.agreement import Agreement, Failure
 from gradwire_server.engine.model.attention.masked import MaskedSegments, QuerySegment
+from gradwire_server.engine.model.attention.packed import rows_in_order
 from gradwire_server.engine.model.attention.paged import PAGE, PagedDecode, PagedPrefill, PageStore, RowLists
 from gradwire_server.engine.model.comparison import largest_difference, relative_tolerance
 from gradwire_server.engine.model.layers.cpu_kernels import sampling_by_kernels
@@ -214,7 +215,7 @@ class Pages:
     def decode(self, policies: Sequence[Policy], tokens: IntArray, positions: IntArray) -> Tensor:
         split_model = policies[0].split_model
         rows, fills = self._rows, fills_up(split_model.device)
-        whole = fills or split_model.by_kernels
+        whole = fills or split_model.by_kernels or split_model.in_order
         for row, page in zip(rows, (positions // PAGE).tolist(), strict=True):
             if page == len(row.shared) + len(row.own):
                 row.own.append(self._table.new())
@@ -227,7 +228,10 @@ class Pages:
             # alone; several would be copied for it. A kernel reads few pages once more for each row in less time.
             shared_by, joined = Counter(row.shared for row in rows), whole or len(rows) == 1
             few = FEW if split_model.by_kernels else 0
-            alone = [joined and (shared_by[row.shared] == 1 or len(row.shared) <= few) for row in rows]
+            alone = [
+                joined and (split_model.in_order or shared_by[row.shared] == 1 or len(row.shared) <= few)
+                for row in rows
+            ]
             self._apart = [row.shared if of_one else () for row, of_one in zip(rows, alone, strict=True)]
             shared = [() if of_one else row.shared for row, of_one in zip(rows, alone, strict=True)]
             self._shared = shared_lists(shared, fills)
@@ -382,7 +386,8 @@ def paged_token_bytes(policy: Policy, agreement: Agreement) -> int:
         decoded = pages.decode([policy] * 2, tokens[[-1, 1]], np.array([count - 1, 1]))
         return decoded.float(), expected.last_hidden_state[0, [count - 1, 1]].float(), pages.token_bytes
 
-    with sampling_by_kernels(policy.split_model.by_kernels):
+    split_model = policy.split_model
+    with sampling_by_kernels(split_model.by_kernels), rows_in_order(split_model.in_order):
         compared = agreement.attempt(states)
     if isinstance(compared, Failure):  # an architecture may do anything with keywords that it does not know
         if compared.out_of_memory:

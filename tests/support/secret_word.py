@@ -47,7 +47,11 @@ secret_word_reward = reward_function(sandboxed=False)(right)
 
 async def agent(client: Any, prompt: str, task: Task) -> str:
     """An agent as one writes them with the ``openai`` package: it knows nothing of training."""
-    messages: list[Any] = [{"role": "user", "content": prompt}]
+    return await converse(client, [{"role": "user", "content": prompt}], str(task.ground_truth).lower())
+
+
+async def converse(client: Any, messages: list[Any], word: str) -> str:
+    """Go on with a conversation until an answer calls no tool."""
     while True:
         answer = await client.chat.completions.create(model="any", messages=messages, tools=TOOLS)
         message = answer.choices[0].message
@@ -55,7 +59,7 @@ async def agent(client: Any, prompt: str, task: Task) -> str:
         if not message.tool_calls:
             return str(message.content)
         for call in message.tool_calls:
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(task.ground_truth).lower()})
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": word})
 
 
 class OwnEnvironment(ToolEnvironment):

@@ -146,3 +146,18 @@ def test_an_adapter_that_peft_refuses_leaves_the_others(pool: ModelPool) -> None
         policy(pool, 1, {"rank": 4, "target_modules": ["no_such_layer"]})
     assert torch.equal(states(first), before)
     assert states(moved(policy(pool, 2, {"rank": 4, "target_modules": ["o_proj"]}))).isfinite().all()
+
+
+def test_a_subclass_of_linear_that_computes_something_else_has_no_adapter() -> None:
+    """DeepSeek-V4's product in groups, whose output is of another shape than a linear layer's."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=50, num_key_value_heads=2, **sizes))
+    attention = model.model.layers[0].self_attn
+    attention.o_proj = DeepseekV4GroupedLinear(16, 32, 2)
+    config = lora_config(model, LoraSettings(rank=2))
+    wrapped = PeftModel(model, config, autocast_adapter_dtype=False)
+    adapted = {name.rpartition(".")[2] for name, module in wrapped.named_modules() if hasattr(module, "base_layer")}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"}

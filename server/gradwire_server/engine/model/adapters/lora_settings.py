@@ -95,16 +95,23 @@ def _left_out(model: PreTrainedModel) -> list[str] | None:
     """Names of linear layers that "all-linear" leaves out, because models read their weights or their tuples.
 
     They are those of which :func:`.layers_read` tells, projections of state-space layers whose kernels do so on a GPU
-    alone, and routers that return more than a product.
+    alone, routers that return more than a product, and subclasses of Linear that compute something else.
     """
     names = {"dt_proj"} | ({"out_proj"} if model.config.model_type in MAMBA else set())
     read = layers_read(model)
     left_out = [
         name
         for name, module in model.named_modules()
-        if _is_router(module) or name in read or name.rpartition(".")[2] in names
+        if _is_router(module) or _is_no_product(module) or name in read or name.rpartition(".")[2] in names
     ]
     return left_out or None
+
+
+def _is_no_product(layer: nn.Module) -> bool:
+    """Whether it is a model's own subclass of Linear with a forward of its own, as DeepSeek-V4's of groups: the product
+    of an adapter would have another shape."""
+    own = type(layer).__module__.startswith("transformers.models.")
+    return own and isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward
 
 
 def _is_router(layer: nn.Module) -> bool:
@@ -150,6 +157,7 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
         if name != head
         and name not in read
         and not _is_router(module)
+        and not _is_no_product(module)
         and isinstance(getattr(module, "base_layer", module), (nn.Linear, Conv1D))
         and not any(name.startswith(layer + ".") for layer in wrapped)
     ]

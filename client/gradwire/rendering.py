@@ -1,17 +1,23 @@
-"""Rendering of conversations by the server: requests and rows."""
+"""Texts and tokens: the calls that use a model's own tokenizer and chat template, and their requests and rows."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, TypeGuard
+from typing import Any, Literal, TypedDict, TypeGuard, overload
 
 import numpy as np
 import numpy.typing as npt
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire.errors import InvalidArgumentError
+from gradwire.descriptions import ServerInfo, TokenizerInfo
+from gradwire.errors import InvalidArgumentError, type_of
+from gradwire.sampling import token_ids
+from gradwire.wire.processes import Connected
+from gradwire.wire.requests import message
+from gradwire.wire.transport import Transport
 
 Conversation = Sequence[Mapping[str, Any]]
 """Messages with ``role`` and ``content`` and any other keys that the model's template reads: ``tool_calls``,
@@ -20,6 +26,11 @@ TrainOn = Literal["assistant", "last", "all"] | Callable[[Mapping[str, Any]], bo
 """``"assistant"``: what the assistant writes, its end token included. ``"last"``: the last of its messages. ``"all"``:
 every token. A function: the messages for which it is true."""
 
+LEFT_OUT = (
+    "the chat template%s does not write %s, which the model therefore never sees: say it in a user's message, or give "
+    "the model's folder a template that has a place for it"
+)
+logger = logging.getLogger("gradwire")
 CHUNK_CHARS = 1 << 20
 """Conversations are sent in one request up to this many characters."""
 TRAIN_ON = {"assistant": pb.TRAIN_ON_ASSISTANT, "last": pb.TRAIN_ON_LAST, "all": pb.TRAIN_ON_ALL}
@@ -160,3 +171,155 @@ def _json(value: Any, field: str) -> str:
         return json.dumps(value, default=plain, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(f"{field}: {error}", field=field.split()[0], rule="JSON") from error
+
+
+class Texts(Connected):
+    """What a model's tokenizer and chat template make of texts, tokens and conversations."""
+
+    def __init__(self, transport: Transport, info: ServerInfo) -> None:
+        self._transport, self._info = transport, info
+        self._said: dict[str, set[str]] = {}
+
+    async def encode(self, model: str, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Convert texts to rows of token ids with the model's own tokenizer."""
+        request = message(pb.EncodeRequest, model=model, texts=_texts(texts), add_special_tokens=add_special_tokens)
+        answer = await self._transport.unary(lambda stub: stub.Encode, request)
+        return [list(sequence.ids) for sequence in answer.sequences]
+
+    async def decode(self, model: str, ids: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
+        """Convert rows of token ids to texts with the model's own tokenizer."""
+        request = pb.DecodeRequest(
+            model=model, sequences=[token_ids(row) for row in ids], skip_special_tokens=skip_special_tokens
+        )
+        return list((await self._transport.unary(lambda stub: stub.Decode, request)).texts)
+
+    async def tokenizer_info(self, model: str = "") -> TokenizerInfo:
+        """Fetch a model's vocabulary size, special tokens and chat template; by default of the server's only model."""
+        request = message(pb.GetTokenizerInfoRequest, model=model)
+        return TokenizerInfo.from_message(await self._transport.unary(lambda stub: stub.GetTokenizerInfo, request))
+
+    @overload
+    async def render(
+        self,
+        messages: Conversation,
+        tools: Sequence[Any] | None = None,
+        train_on: TrainOn | None = "assistant",
+        add_generation_prompt: bool = False,
+        *,
+        model: str = "",
+        **template_kwargs: Any,
+    ) -> Rendered: ...
+
+    @overload
+    async def render(
+        self,
+        messages: Sequence[Conversation],
+        tools: Sequence[Any] | None = None,
+        train_on: TrainOn | None = "assistant",
+        add_generation_prompt: bool = False,
+        *,
+        model: str = "",
+        **template_kwargs: Any,
+    ) -> list[Rendered]: ...
+
+    async def render(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        tools: Sequence[Any] | None = None,
+        train_on: TrainOn | None = "assistant",
+        add_generation_prompt: bool = False,
+        *,
+        model: str = "",
+        **template_kwargs: Any,
+    ) -> Rendered | list[Rendered]:
+        """Convert conversations to token ids and a loss mask with the model's own chat template, for ``causal_lm``.
+
+        The ids equal those of ``apply_chat_template``, but for a token across the border of a prompt, which is divided
+        there. The mask selects the model's output: from the end of the prompt that a sampler gets, to the token that
+        ends the turn; of it only ``{% generation %}`` where the template has that. An answer that the template writes
+        otherwise in the history than for the model that answers is not learned, which is logged:
+        :meth:`render_turns` gives it a row of its own.
+
+        Args:
+            messages: One conversation, or a list of them. An assistant's message may have ``token_ids``: its sampled
+                tokens, which then replace its text where the template keeps the text.
+            tools: JSON schemas, or :class:`gradwire.rl.Tool`.
+            train_on: ``"assistant"``, ``"last"`` (the assistant's last message), ``"all"``, or a function of a
+                message; for other roles, the mask covers content and end token. None: no mask.
+            add_generation_prompt: End with the opening of the assistant's turn.
+            model: A model of the server; may be omitted if it has only one.
+            template_kwargs: Further variables of the template, such as ``enable_thinking=False``.
+
+        Raises:
+            UnsupportedError: The model has no template, or the template does not show the tokens of a message.
+            InvalidArgumentError: The conversation is malformed, or the template refuses it.
+        """
+        one = is_one(messages)
+        rows = [
+            each.row
+            async for each in self._rendered(
+                [messages] if one else messages,  # type: ignore[list-item, arg-type]
+                model=model, tools=tools, train_on=train_on, add_generation_prompt=add_generation_prompt,
+                template_kwargs=template_kwargs,
+            )
+        ]  # fmt: skip
+        return rows[0] if one else rows
+
+    async def render_turns(
+        self,
+        conversations: Sequence[Conversation],
+        tools: Sequence[Any] | None = None,
+        train_on: TrainOn = "assistant",
+        *,
+        model: str = "",
+        **template_kwargs: Any,
+    ) -> list[RenderedTurns]:
+        """Convert conversations to rows that hold all learned turns, each behind the prompt that a sampler gets for it.
+
+        A template may write an answer in the history otherwise than the model writes it, as without its reasoning;
+        :meth:`render` does not learn it then, and here it has a row of its own. A conversation's last learned turn is
+        in its first row.
+
+        Args:
+            conversations: A list of conversations; the other arguments are those of :meth:`render`.
+
+        Raises:
+            InvalidArgumentError: As for :meth:`render`; or the template writes an answer behind its prompt nowhere.
+            UnsupportedError: As for :meth:`render`.
+        """
+        return [
+            each
+            async for each in self._rendered(
+                conversations, model=model, tools=tools, train_on=train_on, template_kwargs=template_kwargs, unroll=True
+            )
+        ]
+
+    async def _rendered(
+        self, conversations: Sequence[Conversation], *, model: str, add_generation_prompt: bool = False,
+        unroll: bool = False, **asked: Any,
+    ) -> AsyncIterator[RenderedTurns]:  # fmt: skip
+        most = self._info.limits.get("max_encode_texts", 1024)
+        for request in requests(
+            conversations, model=model, add_generation_prompt=add_generation_prompt, unroll=unroll, most=most, **asked
+        ):
+            answer = await self._transport.unary(lambda stub: stub.Render, request, timeout_s=None)
+            self._tell_of(model, {part for row in answer.rows for part in row.left_out}, LEFT_OUT)
+            if not unroll:
+                self._tell_of(model, {remark for row in answer.rows for remark in row.remarks}, "render%s: %s")
+            for row in answer.rows:
+                place = request.first + row.conversation
+                yield RenderedTurns(row_of(row), place, row.num_messages, tuple(row.remarks))
+
+    def _tell_of(self, model: str, said: set[str], words: str) -> None:
+        """Log once what is particular about rendered conversations."""
+        for each in sorted(said - self._said.get(model, set())):
+            logger.warning(words, f" of {model}" if model else "", each)
+        self._said.setdefault(model, set()).update(said)
+
+
+def _texts(texts: Sequence[str]) -> list[str]:
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise InvalidArgumentError(
+            f"texts must be a list of strings, not {type_of(texts)}", field="texts", rule="a list"
+        )
+    return list(texts)

@@ -7,28 +7,27 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Unpack
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire.descriptions import LossInfo, ModelInfo, RunInfo, ServerInfo, TokenizerInfo, Usage
+from gradwire.descriptions import LossInfo, ModelInfo, RunInfo, ServerInfo, Usage
 from gradwire.embedded import EmbeddedServer
-from gradwire.errors import InvalidArgumentError, ServiceClosedError, UnsupportedError, did_you_mean, type_of
+from gradwire.errors import InvalidArgumentError, ServiceClosedError, UnsupportedError, did_you_mean
 from gradwire.files import Files
 from gradwire.history import History, RunUpdates
 from gradwire.jobs import Jobs
 from gradwire.losses import LossCatalogue, model_path
 from gradwire.recordings import KeyInfo, QueuedRun
-from gradwire.rendering import Conversation, Rendered, RenderedTurns, TrainOn, is_one, requests, row_of
+from gradwire.rendering import Texts
 from gradwire.results import Checkpoint
-from gradwire.sampling import SamplingClient, token_ids
+from gradwire.sampling import SamplingClient
 from gradwire.sessions import RolloutSession, RolloutSessions, SessionOptions
 from gradwire.training import TrainingClient
 from gradwire.wire.link import RunLink
 from gradwire.wire.options import check_options
-from gradwire.wire.processes import Connected
 from gradwire.wire.requests import message
 from gradwire.wire.transport import Transport
 from gradwire.wire.uploads import Kind, Upload, as_upload_id, upload
@@ -37,10 +36,6 @@ WINDOW = 256
 MAX_IN_FLIGHT = 1024
 PAGE_SIZE = 500
 
-LEFT_OUT = (
-    "the chat template%s does not write %s, which the model therefore never sees: say it in a user's message, or give "
-    "the model's folder a template that has a place for it"
-)
 logger = logging.getLogger("gradwire")
 
 PathLike = os.PathLike[str]
@@ -48,17 +43,15 @@ Lora = int | Mapping[str, Any]
 """A rank, or ``rank``, ``alpha``, ``dropout`` and ``target_modules``."""
 
 
-class ServiceClient(Connected):
+class ServiceClient(Texts):
     """A connection to a server. Created by :func:`connect`; ends with :meth:`close` or its ``async with`` block."""
 
     def __init__(self, transport: Transport, info: ServerInfo, embedded: EmbeddedServer | None = None) -> None:
-        self._transport = transport
-        self._info = info
+        super().__init__(transport, info)
         self._embedded = embedded
         self._loop = asyncio.get_running_loop()
         self._losses = LossCatalogue()
         self._links: list[RunLink] = []
-        self._said: dict[str, set[str]] = {}
         self._files = Files(transport)
         self._jobs = Jobs(transport, self._files)
         self._sessions = RolloutSessions(transport)
@@ -447,142 +440,6 @@ class ServiceClient(Connected):
         check_options(SessionOptions, options, self.rollout_session)
         return await self._sessions.create(model, options)
 
-    async def encode(self, model: str, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Convert texts to rows of token ids with the model's own tokenizer."""
-        request = message(pb.EncodeRequest, model=model, texts=_texts(texts), add_special_tokens=add_special_tokens)
-        answer = await self._transport.unary(lambda stub: stub.Encode, request)
-        return [list(sequence.ids) for sequence in answer.sequences]
-
-    async def decode(self, model: str, ids: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
-        """Convert rows of token ids to texts with the model's own tokenizer."""
-        request = pb.DecodeRequest(
-            model=model, sequences=[token_ids(row) for row in ids], skip_special_tokens=skip_special_tokens
-        )
-        return list((await self._transport.unary(lambda stub: stub.Decode, request)).texts)
-
-    async def tokenizer_info(self, model: str = "") -> TokenizerInfo:
-        """Fetch a model's vocabulary size, special tokens and chat template; by default of the server's only model."""
-        request = message(pb.GetTokenizerInfoRequest, model=model)
-        return TokenizerInfo.from_message(await self._transport.unary(lambda stub: stub.GetTokenizerInfo, request))
-
-    @overload
-    async def render(
-        self,
-        messages: Conversation,
-        tools: Sequence[Any] | None = None,
-        train_on: TrainOn | None = "assistant",
-        add_generation_prompt: bool = False,
-        *,
-        model: str = "",
-        **template_kwargs: Any,
-    ) -> Rendered: ...
-
-    @overload
-    async def render(
-        self,
-        messages: Sequence[Conversation],
-        tools: Sequence[Any] | None = None,
-        train_on: TrainOn | None = "assistant",
-        add_generation_prompt: bool = False,
-        *,
-        model: str = "",
-        **template_kwargs: Any,
-    ) -> list[Rendered]: ...
-
-    async def render(
-        self,
-        messages: Conversation | Sequence[Conversation],
-        tools: Sequence[Any] | None = None,
-        train_on: TrainOn | None = "assistant",
-        add_generation_prompt: bool = False,
-        *,
-        model: str = "",
-        **template_kwargs: Any,
-    ) -> Rendered | list[Rendered]:
-        """Convert conversations to token ids and a loss mask with the model's own chat template, for ``causal_lm``.
-
-        The ids equal those of ``apply_chat_template``, but for a token across the border of a prompt, which is divided
-        there. The mask selects the model's output: from the end of the prompt that a sampler gets, to the token that
-        ends the turn; of it only ``{% generation %}`` where the template has that. An answer that the template writes
-        otherwise in the history than for the model that answers is not learned, which is logged:
-        :meth:`render_turns` gives it a row of its own.
-
-        Args:
-            messages: One conversation, or a list of them. An assistant's message may have ``token_ids``: its sampled
-                tokens, which then replace its text where the template keeps the text.
-            tools: JSON schemas, or :class:`gradwire.rl.Tool`.
-            train_on: ``"assistant"``, ``"last"`` (the assistant's last message), ``"all"``, or a function of a
-                message; for other roles, the mask covers content and end token. None: no mask.
-            add_generation_prompt: End with the opening of the assistant's turn.
-            model: A model of the server; may be omitted if it has only one.
-            template_kwargs: Further variables of the template, such as ``enable_thinking=False``.
-
-        Raises:
-            UnsupportedError: The model has no template, or the template does not show the tokens of a message.
-            InvalidArgumentError: The conversation is malformed, or the template refuses it.
-        """
-        one = is_one(messages)
-        rows = [
-            each.row
-            async for each in self._rendered(
-                [messages] if one else messages,  # type: ignore[list-item, arg-type]
-                model=model, tools=tools, train_on=train_on, add_generation_prompt=add_generation_prompt,
-                template_kwargs=template_kwargs,
-            )
-        ]  # fmt: skip
-        return rows[0] if one else rows
-
-    async def render_turns(
-        self,
-        conversations: Sequence[Conversation],
-        tools: Sequence[Any] | None = None,
-        train_on: TrainOn = "assistant",
-        *,
-        model: str = "",
-        **template_kwargs: Any,
-    ) -> list[RenderedTurns]:
-        """Convert conversations to rows that hold all learned turns, each behind the prompt that a sampler gets for it.
-
-        A template may write an answer in the history otherwise than the model writes it, as without its reasoning;
-        :meth:`render` does not learn it then, and here it has a row of its own. A conversation's last learned turn is
-        in its first row.
-
-        Args:
-            conversations: A list of conversations; the other arguments are those of :meth:`render`.
-
-        Raises:
-            InvalidArgumentError: As for :meth:`render`; or the template writes an answer behind its prompt nowhere.
-            UnsupportedError: As for :meth:`render`.
-        """
-        return [
-            each
-            async for each in self._rendered(
-                conversations, model=model, tools=tools, train_on=train_on, template_kwargs=template_kwargs, unroll=True
-            )
-        ]
-
-    async def _rendered(
-        self, conversations: Sequence[Conversation], *, model: str, add_generation_prompt: bool = False,
-        unroll: bool = False, **asked: Any,
-    ) -> AsyncIterator[RenderedTurns]:  # fmt: skip
-        most = self._info.limits.get("max_encode_texts", 1024)
-        for request in requests(
-            conversations, model=model, add_generation_prompt=add_generation_prompt, unroll=unroll, most=most, **asked
-        ):
-            answer = await self._transport.unary(lambda stub: stub.Render, request, timeout_s=None)
-            self._tell_of(model, {part for row in answer.rows for part in row.left_out}, LEFT_OUT)
-            if not unroll:
-                self._tell_of(model, {remark for row in answer.rows for remark in row.remarks}, "render%s: %s")
-            for row in answer.rows:
-                place = request.first + row.conversation
-                yield RenderedTurns(row_of(row), place, row.num_messages, tuple(row.remarks))
-
-    def _tell_of(self, model: str, said: set[str], words: str) -> None:
-        """Log once what is particular about rendered conversations."""
-        for each in sorted(said - self._said.get(model, set())):
-            logger.warning(words, f" of {model}" if model else "", each)
-        self._said.setdefault(model, set()).update(said)
-
     async def close(self) -> None:
         """Close the connection, and stop the server if it was embedded.
 
@@ -624,11 +481,3 @@ def _lora(lora: Lora | None) -> pb.LoraSettings | None:
                 field=f"lora.{name}", rule="a known setting",
             )  # fmt: skip
     return message(pb.LoraSettings, **settings)
-
-
-def _texts(texts: Sequence[str]) -> list[str]:
-    if isinstance(texts, str) or not isinstance(texts, Iterable):
-        raise InvalidArgumentError(
-            f"texts must be a list of strings, not {type_of(texts)}", field="texts", rule="a list"
-        )
-    return list(texts)

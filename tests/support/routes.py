@@ -12,7 +12,7 @@ from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.door import HttpDoor
 
-HIDDEN = {"/embeddings"}
+HIDDEN = {"/embeddings", "/responses", "/conversations", "/conversations/{rest:path}"}
 """Routes that no document has: they only say why there is nothing."""
 
 

@@ -21,7 +21,10 @@ from gradwire_server.doors.http.openai.requests import check_encodable, invalid,
 from gradwire_server.doors.http.openai.tool_forms import form_of
 from gradwire_server.doors.http.openai.unserved import refused, unserved_tool
 
-ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"developer": "system", "function": "tool"}
+ROLES = {
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
+    "function": "tool",
+}  # fmt: skip
 """Roles of OpenAI -> the names that templates know."""
 
 

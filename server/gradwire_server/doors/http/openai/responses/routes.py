@@ -85,8 +85,8 @@ def routes(core: Core) -> APIRouter:
     async def no_websocket() -> None:
         raise unsupported("responses are not served by a websocket: POST to /v1/responses, with stream for events", "")
 
-    @router.api_route("/conversations", methods=["GET", "POST"], include_in_schema=False)
-    @router.api_route("/conversations/{rest:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    @router.post("/conversations", include_in_schema=False)
+    @router.get("/conversations/{rest:path}", include_in_schema=False)
     async def no_conversations() -> None:
         message = "this server keeps no conversations: go on with previous_response_id, or send all of it as input"
         raise unsupported(message, "conversation")

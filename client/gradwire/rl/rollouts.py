@@ -151,15 +151,15 @@ class RolloutManager:
         self, environment: Environment, other: InferenceModule | None = None, *, params: SamplingParams
     ) -> RLRolloutWorker:
         """Make the worker that runs the episodes of an environment; ``other``: a sampler instead of the manager's."""
-        codec = (other or self.inference).codec
+        inference = other or self.inference
 
         def new_history() -> TokenHistory:
-            return TokenHistory(codec, options.get("template"), context_tokens=options.get("context_tokens"))
+            return TokenHistory(inference.codec, options.get("template"), context_tokens=options.get("context_tokens"))
 
         options = self._options
         steps, timeout_s = options.get("max_steps_per_rollout", 16), options.get("timeout_s")
         return RLRolloutWorker(
-            environment, params, new_history, inference=other or self.inference, max_steps=steps, timeout_s=timeout_s
+            environment, params, new_history, inference=inference, max_steps=steps, timeout_s=timeout_s
         )
 
     def batcher(

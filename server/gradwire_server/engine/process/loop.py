@@ -95,7 +95,8 @@ class Loop:
         """Begin the requests for samples among those that are ready; returns whether there were any."""
         sampled = [request for request in ready if request.samples]
         for request in sampled:
-            execute(self._decisions.sample(request))
+            if request in self._waiting:  # else it was begun while one before it let others go on
+                execute(self._decisions.sample(request))
         return bool(sampled)
 
     def _execute(self, decision: Decision) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,14 @@ KL, CLIPPED, SILENT, SAMPLER_KL, ENTROPY = 0.1, 0.3, 0.5, 0.05, 0.05
 groups without signal, KL between sampler and trainer (nats); and below which mean entropy (nats)."""
 SPIKE = 10.0
 """How many times the usual gradient norm the newest one is a spike."""
+FEW, START = 5, 10
+"""Newest values that show a model without a signal, and values whose mean is a loss's start."""
+UNIFORM = 1e-4
+"""How near to ln V, relatively, a loss is that of equal logits; one of a model that was just made is 1e-3 above."""
+JUMP = 0.2
+"""By how much the newest accuracies are above those before on average where they jump."""
+ACCURACIES = ("token_accuracy", "preference_accuracy")
+"""Measured by losses that fall as the model learns; those on rewards are about zero whatever it learns."""
 
 
 @dataclass(frozen=True)
@@ -38,30 +47,32 @@ class Measured(Protocol):
     """What a run measured: a :class:`.Record`, or its end.
 
     Attributes:
-        non_finite: Trained batches whose loss was not finite.
+        non_finite: Trained batches whose loss was not finite, and steps without a finite gradient.
     """
 
     non_finite: int
 
     def newest(self, metric: str, count: int) -> Numbers:
-        """The newest values of a metric, oldest first; empty if the run has no such metric."""
+        """The newest finite values of a metric, oldest first; empty if the run has no such metric."""
+        ...
+
+    def first(self, metric: str, count: int) -> Numbers:
+        """The first finite values of a metric, oldest first; empty if they are not known."""
         ...
 
 
-def advise(record: Measured) -> list[Advice]:
-    """Remarks on a run, the gravest first."""
-    advice = []
+def advise(record: Measured, vocab_size: int = 0) -> list[Advice]:
+    """Remarks on a run, the gravest first.
+
+    Args:
+        vocab_size: Logits of its model; 0 if that is not known.
+    """
+    advice = _dead(record, vocab_size) + _worse(record)
 
     def mean(metric: str) -> float:
         values = record.newest(metric, RECENT)
         return float(values.mean()) if len(values) else float("nan")
 
-    if record.non_finite:
-        advice.append(Advice(
-            "loss",
-            f"{record.non_finite} batches had a loss that is not a finite number.",
-            "Lower the learning rate, clip the gradient (max_grad_norm), and look at the batches' rewards and masks.",
-        ))  # fmt: skip
     norms = record.newest("grad_norm", SPAN)
     if len(norms) > RECENT and norms[-1] > SPIKE * (usual := float(np.median(norms[:-1]))) > 0:
         advice.append(Advice(
@@ -102,3 +113,61 @@ def advise(record: Measured) -> list[Advice]:
             "Share the weights after every step, check temperature and precision, or use sampler_correction.",
         ))  # fmt: skip
     return advice
+
+
+def _dead(record: Measured, vocab_size: int) -> list[Advice]:
+    """Remarks on a model that computes no number, or from which nothing can be learned."""
+    advice = []
+    if record.non_finite:
+        advice.append(Advice(
+            "loss",
+            f"NaN or infinity: {record.non_finite} batches or steps had no finite loss or gradient.",
+            "Lower the learning rate, clip the gradient (max_grad_norm), and look at the batches' rewards and masks.",
+        ))  # fmt: skip
+    losses, uniform = record.newest("loss", FEW), math.log(max(vocab_size, 1))
+    if uniform and len(losses) == FEW and np.allclose(losses, uniform, rtol=UNIFORM, atol=0):
+        advice.append(Advice(
+            "uniform_loss",
+            f"The loss is {losses[-1]:.4g} nats, the logarithm of the vocabulary's {vocab_size:,} tokens: to the model"
+            " all of them are equally likely.",
+            "It has diverged, unless it is yet to learn: take an earlier checkpoint, a lower learning rate and more"
+            " warm-up.",
+        ))  # fmt: skip
+    norms = record.newest("grad_norm", FEW)
+    if len(norms) == FEW and not norms.any():
+        advice.append(Advice(
+            "zero_gradient",
+            f"The gradient was exactly zero in the last {FEW} steps: nothing is learned.",
+            "See whether the masks leave tokens to learn and whether rewards differ within a group; if the loss is high"
+            " too, the model has diverged: take an earlier checkpoint and a lower learning rate.",
+        ))  # fmt: skip
+    return advice
+
+
+def _worse(record: Measured) -> list[Advice]:
+    """Remarks on a model that had learned more than it knows now."""
+    learns = [name for name in ACCURACIES if len(record.newest(name, 1))]
+    start, newest, recent = (record.first("loss", START), record.newest("loss", START), record.newest("loss", RECENT))
+    advice = []
+    if learns and len(start) == START and len(recent) == RECENT:
+        begun, now = float(start.mean()), float(newest.mean())
+        if now > begun + max(2 * float(start.std()), 0.01 * abs(begun)):
+            advice.append(Advice(
+                "loss_above_start",
+                f"The loss is {now:.4g} on average, above the {begun:.4g} with which the run began.",
+                "The model is worse than before the training: take an earlier checkpoint and a lower learning rate.",
+            ))  # fmt: skip
+    for name in learns:
+        accuracies = record.newest(name, RECENT)
+        if len(accuracies) == len(recent) == RECENT and _rise(accuracies) > JUMP and _rise(recent) > 0:
+            advice.append(Advice(
+                "accuracy_jump",
+                f"{name} has risen by {_rise(accuracies):.2f} while the loss rose: more is not learned by that.",
+                "Look at the model's answers and at the masks before you trust it, and at earlier checkpoints.",
+            ))  # fmt: skip
+    return advice
+
+
+def _rise(values: Numbers) -> float:
+    """How much the newest few values are above those before, on average."""
+    return float(values[-FEW:].mean() - values[:-FEW].mean())

@@ -6,15 +6,15 @@ import asyncio
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
 from gradwire import History
 
-from gradwire_console.advice import SPAN, Advice, advise
-from gradwire_console.series import Numbers, has_loss, values_of
+from gradwire_console.advice import SPAN, START, Advice, advise
+from gradwire_console.series import Numbers, non_finite, values_of
 from gradwire_console.workspace import Workspace
 
 log = logging.getLogger(__name__)
@@ -43,15 +43,25 @@ class Recent:
     def __init__(self) -> None:
         self.non_finite = 0
         self._values: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=SPAN))
+        self._first: defaultdict[str, list[float]] = defaultdict(list)
+        self._from_start = True
 
     def append(self, history: History) -> None:
+        if not self._values and history.seq[0] > 1:
+            self._from_start = False
         for name, values, measured in values_of(history):
-            self._values[name].extend(values[measured & np.isfinite(values)].tolist())
-        trained = has_loss(history) & (history.operation != "forward")
-        self.non_finite += int((trained & ~np.isfinite(history.loss)).sum())
+            finite = values[measured & np.isfinite(values)].tolist()
+            self._values[name].extend(finite)
+            first = self._first[name]
+            first += finite[: START - len(first)]
+        self.non_finite += int(non_finite(history).sum())
 
     def newest(self, metric: str, count: int) -> Numbers:
         return np.array(self._values[metric])[-count:] if metric in self._values else np.zeros(0)
+
+    def first(self, metric: str, count: int) -> Numbers:
+        """As of a record; of a run that is older than the console they are not known."""
+        return np.array(self._first.get(metric, ()) if self._from_start else ())[:count]
 
 
 class Alerts:
@@ -80,25 +90,26 @@ class Alerts:
 
     async def _look(self) -> None:
         await self._workspace.listed()
-        self._active = set(dict(self._remarks()))  # what is so already is no news
+        self._active = {key async for key, _ in self._remarks()}  # what is so already is no news
         revision = self._workspace.revision
         while True:
             await asyncio.sleep(LOOK_S)
             if self._workspace.revision != revision and not self._workspace.away:
                 revision = self._workspace.revision
-                self._compare(dict(self._remarks()))
+                self._compare({key: advice async for key, advice in self._remarks()})
 
-    def _remarks(self) -> Iterator[tuple[tuple[str, str], Advice]]:
-        for run_id, live in self._workspace.runs.items():
+    async def _remarks(self) -> AsyncIterator[tuple[tuple[str, str], Advice]]:
+        for run_id, live in list(self._workspace.runs.items()):
             if live.info.parked:
                 remedy = "Its journal is kept; run.discard_pending() and run.accept_changes() say what may be done."
                 yield (run_id, "parked"), Advice("parked", f"The run is parked: {live.info.parked}", remedy)
             if run_id in self._recent:
-                for each in advise(self._recent[run_id]):
+                for each in advise(self._recent[run_id], await self._workspace.vocab_size(run_id)):
                     yield (run_id, each.name), each
 
     def _compare(self, current: dict[tuple[str, str], Advice]) -> None:
         now = time.monotonic()
+        current = {key: advice for key, advice in current.items() if key[0] in self._workspace.runs}
         for key, advice in current.items():
             if key not in self._active and now - self._told.get(key, -QUIET_S) >= QUIET_S:
                 self._told[key] = now

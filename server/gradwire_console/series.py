@@ -69,6 +69,12 @@ def values_of(history: History) -> list[tuple[str, Numbers, NDArray[np.bool_]]]:
     return measured + [(name, values, ~np.isnan(values)) for name, values in history.metrics.items()]
 
 
+def non_finite(history: History) -> NDArray[np.bool_]:
+    """Whether each operation is a trained batch whose loss, or a step whose gradient, is not finite."""
+    trained = {name: measured & ~np.isfinite(values) for name, values, measured in values_of(history)}
+    return np.asarray(trained["loss"] | trained["grad_norm"])
+
+
 @dataclass
 class _Metric:
     at: array[int] = field(default_factory=lambda: array("I"))
@@ -133,7 +139,7 @@ class Record:
         self._begins: dict[str, int] = {}  # run -> position of its first operation
         self._metrics: dict[str, _Metric] = {}
         self.operations: deque[Operation] = deque(maxlen=NEWEST)
-        self.non_finite = 0  # trained batches whose loss was not finite
+        self.non_finite = 0  # trained batches whose loss was not finite, and steps without a finite gradient
         self._last: dict[str, int] = {}  # run -> the newest operation of it
         self.append(history)
 
@@ -149,8 +155,7 @@ class Record:
         if not len(fresh):
             return
         computed = has_loss(history)
-        trained = new & computed & (history.operation != "forward")
-        self.non_finite += int((trained & ~np.isfinite(history.loss)).sum())
+        self.non_finite += int((new & non_finite(history)).sum())
         self._number_weights(history, fresh)
         begin, tokens = len(self._axes["step"]), self._axes["tokens"][-1] if self._axes["tokens"] else 0.0
         _extend(self._axes["step"], history.step[fresh])
@@ -213,6 +218,11 @@ class Record:
         """The newest finite values of a metric, oldest first; empty if the run has no such metric."""
         found = self._metrics.get(metric)
         return _finite(found)[1][-count:] if found is not None else np.zeros(0)
+
+    def first(self, metric: str, count: int) -> Numbers:
+        """The first finite values of a metric, oldest first; empty if the run has no such metric."""
+        found = self._metrics.get(metric)
+        return _finite(found)[1][:count] if found is not None else np.zeros(0)
 
     def at_checkpoint(self, metric: str, checkpoint: Checkpoint) -> Figure | None:
         """The last value of a metric with a checkpoint's weights, else with earlier ones that led to them."""

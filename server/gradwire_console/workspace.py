@@ -173,13 +173,21 @@ class Workspace:
         """The server's keys, of which the stream tells nothing: asked every 30 seconds."""
         return await self._answers.of("keys", self.service.list_keys, every_s=30.0, stale_s=30.0)
 
-    async def models(self) -> list[str]:
-        """Names of the models that are served, of ten seconds ago at most."""
+    async def models(self) -> dict[str, gradwire.ModelInfo]:
+        """The models that are served by name, of ten seconds ago at most."""
 
-        async def ask() -> list[str]:
-            return [model.name for model in await self.service.list_models()]
+        async def ask() -> dict[str, gradwire.ModelInfo]:
+            return {model.name: model for model in await self.service.list_models()}
 
         return await self._answers.of("models", ask, every_s=10.0, stale_s=10.0)
+
+    async def vocab_size(self, run_id: str) -> int:
+        """Tokens that a run's model tells apart; 0 where that is not known."""
+        with contextlib.suppress(gradwire.GradwireError):
+            models = await self.models()
+            if (live := self.runs.get(run_id)) is not None and live.info.base_model in models:
+                return models[live.info.base_model].vocab_size
+        return 0
 
     async def uploads(self) -> list[gradwire.Upload]:
         """The uploads, oldest first, of which the stream tells nothing: asked every ten seconds."""

@@ -49,7 +49,7 @@ def test_a_webhook_is_told_once_of_what_is_new(server: Server) -> None:
         Console(server.address, "--webhook", url) as console,
     ):
         run = service.create_run("tiny", lora={"rank": 2}, name="without signal")
-        for _ in range(3):
+        for _ in range(5):
             run.forward_backward(GROUP, "grpo").result(60)
             run.optim_step().result(60)
         told = [taken.get(timeout=60)]
@@ -60,6 +60,7 @@ def test_a_webhook_is_told_once_of_what_is_new(server: Server) -> None:
             told.append(taken.get(timeout=60))
     about = [(each["run"], each["alert"]) for each in told]
     assert len(set(about)) == len(about), "none is told again"
+    assert ("without signal", "zero_gradient") in about
     silent = told[about.index(("without signal", "zero_spread_groups"))]
     assert silent["run_id"] == run.run_id and silent["url"] == f"{console.url}/run/{run.run_id}"
     assert silent["what"] == "100% of the groups give no signal: all their rewards are equal."

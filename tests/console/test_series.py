@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gradwire import Checkpoint, History
+from gradwire_console.advice import advise
 from gradwire_console.alerts import Recent
 from gradwire_console.series import CURVE_POINTS, Record, Records, min_max, smoothed
 
@@ -172,3 +173,39 @@ def test_alerts_judge_by_the_values_that_a_record_ends_with() -> None:
     assert recent.non_finite == record.non_finite == 120
     for metric in ("loss", "accuracy", "learning_rate", "none"):
         np.testing.assert_array_equal(recent.newest(metric, 100), record.newest(metric, 100))
+        np.testing.assert_array_equal(recent.first(metric, 10), record.first(metric, 10))
+    later = Recent()
+    later.append(history(60, 60))
+    assert len(later.newest("loss", 5)) == 5 and not len(later.first("loss", 10)), "where it began is not known"
+
+
+VOCAB = 50_000
+LEARNING = np.concatenate([np.linspace(3, 1, 40), np.full(40, 1.0)])
+CHANCE = np.full(5, np.log(VOCAB))
+
+
+@pytest.mark.parametrize(
+    ("losses", "accuracies", "norms", "remarks"),
+    [
+        (LEARNING, 1 - LEARNING / 4, 1.0, []),
+        (np.full(80, 2.0) + 0.1 * np.sin(np.arange(80)), 0.4, 1.0, []),  # it learns nothing, and is not worse
+        (LEARNING, 1 - LEARNING / 4, 0.0, ["zero_gradient"]),
+        (np.append(LEARNING, CHANCE), np.append(1 - LEARNING / 4, np.ones(5)), 1.0,
+         ["uniform_loss", "loss_above_start", "accuracy_jump"]),
+        (np.append(LEARNING, CHANCE * 1.001), 0.0, 1.0, ["loss_above_start"]),
+        (np.append(LEARNING, [np.nan]), 0.7, 1.0, ["loss"]),
+        (LEARNING, 0.7, np.append(np.ones(79), np.inf), ["loss"]),
+        (LEARNING[::-1], np.nan, 1.0, []),  # as on rewards, where a loss need not fall
+    ],
+)  # fmt: skip
+def test_advice_is_on_models_that_broke_and_on_no_others(
+    losses: np.ndarray, accuracies: np.ndarray | float, norms: np.ndarray | float, remarks: list[str]
+) -> None:
+    whole = of(*[("train_step", n + 1, loss) for n, loss in enumerate(losses)])
+    whole.grad_norm[:] = norms
+    whole.metrics["token_accuracy"] = np.broadcast_to(accuracies, losses.shape)
+    recent = Recent()
+    recent.append(whole)
+    for measured in (Record(whole), recent):
+        assert [each.name for each in advise(measured, VOCAB)] == remarks
+    assert "uniform_loss" not in [each.name for each in advise(recent)], "the vocabulary is not known"

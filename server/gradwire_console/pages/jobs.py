@@ -131,7 +131,7 @@ class _Form:
 
     async def show(self) -> None:
         try:
-            self._models = await self._workspace.models()
+            self._models = list(await self._workspace.models())
             await self._list_files()
         except gradwire.GradwireError as failure:
             error(str(failure))

@@ -101,7 +101,7 @@ class _Playground:
 
     async def show(self) -> None:
         try:
-            served = await self._workspace.models()
+            served = list(await self._workspace.models())
         except gradwire.GradwireError as failure:
             error(str(failure))
             return

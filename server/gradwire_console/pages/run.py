@@ -126,12 +126,11 @@ class _Run:
             with self._away:
                 error(str(failure))
             return
-        self._advise(record)
+        self._advise(advise(record, await self._workspace.vocab_size(self._run_id)))
         self._curves.show({live.name: record})
         self._operations.show([_operation(each) for each in reversed(record.operations)])
 
-    def _advise(self, record: Record) -> None:
-        advice = advise(record)
+    def _advise(self, advice: list[Advice]) -> None:
         if advice != self._advised:
             self._advised = advice
             self._advice.clear()

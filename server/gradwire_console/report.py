@@ -9,7 +9,7 @@ from typing import Any
 
 from gradwire import RunInfo
 
-from gradwire_console.series import Record
+from gradwire_console.series import Record, flat
 
 WIDTH, HEIGHT, EDGE = 520, 200, 44
 COLOURS = ("#0072b2", "#c25100", "#007a5a", "#a03c85", "#7d6400", "#525c69", "#3b4cc0", "#7a3b1d")
@@ -73,7 +73,8 @@ def _plot(name: str, curves: Sequence[Sequence[Sequence[float]]]) -> str:
     if not points:
         return ""
     left, right = min(x for x, _ in points), max(x for x, _ in points)
-    low, high = min(y for _, y in points), max(y for _, y in points)
+    level = flat(curves)
+    low, high = (level.low, level.high) if level else (min(y for _, y in points), max(y for _, y in points))
     across, up = (right - left) or 1.0, (high - low) or 1.0
 
     def at(x: float, y: float) -> str:
@@ -91,7 +92,8 @@ def _plot(name: str, curves: Sequence[Sequence[Sequence[float]]]) -> str:
         f'<text x="{EDGE}" y="{HEIGHT - 6}">{left:.0f}</text>'
         f'<text x="{WIDTH - 8}" y="{HEIGHT - 6}" text-anchor="end">{right:.0f}</text>'
     )
+    said = f"<br><small>{level.reason}</small>" if level and level.reason else ""
     return (
-        f'<figure><figcaption>{_text(name)}</figcaption><svg width="{WIDTH}" height="{HEIGHT}" font-size="10" '
+        f'<figure><figcaption>{_text(name)}{said}</figcaption><svg width="{WIDTH}" height="{HEIGHT}" font-size="10" '
         f'fill="#525c69" role="img" aria-label="{_text(name)}">{marks}{lines}</svg></figure>'
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,9 @@ Numbers = NDArray[np.float64]
 AXES = ("step", "tokens", "time")
 CURVE_POINTS = 600
 """A plot is 400 to 750 pixels wide, so two points fall on two pixels or less; more only take a browser's time."""
+ROUNDING, NOTHING = 1e-4, 1e-10
+"""Relative range of a metric, and its size, below which its curve shows the rounding of a model's numbers: a token's
+log-probability is a sum of products in float32, of factors in 16 bits as a rule, and a KL the square of such errors."""
 CACHE_BYTES = 128 << 20
 NEWEST = 100
 STEP_BITS = 40
@@ -41,10 +46,37 @@ def smoothed(y: Numbers, window: int) -> Numbers:
     """The mean of each value and those before it, ``window`` of them at most."""
     if window <= 1 or not len(y):
         return y
-    sums = np.concatenate([[0.0], np.cumsum(y)])
+    sums = np.concatenate([[0.0], np.cumsum(y - y[0])])  # so that what is constant stays it to the bit
     ends = np.arange(1, len(y) + 1)
     starts = np.maximum(ends - window, 0)
-    return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
+    return np.asarray(y[0] + (sums[ends] - sums[starts]) / (ends - starts))
+
+
+@dataclass(frozen=True)
+class Flat:
+    """How curves are drawn whose differences mean nothing.
+
+    Attributes:
+        low, high: Ends of the axis, on which they are level.
+        reason: Why, in words; "" where all values are the same.
+    """
+
+    low: float
+    high: float
+    reason: str
+
+
+def flat(curves: Sequence[Sequence[Sequence[float]]]) -> Flat | None:
+    """How to draw curves, as pairs, that differ by rounding alone; None: as they are."""
+    values = [y for points in curves for _, y in points]
+    low, high = min(values, default=math.nan), max(values, default=math.nan)
+    size = max(abs(low), abs(high))
+    if size < NOTHING:
+        return Flat(-1.0, 1.0, f"at most {size:.1g}, drawn as 0: rounding" if size else "")
+    if not high - low <= ROUNDING * size:
+        return None
+    reason = f"{low:.7g} to {high:.7g}, drawn flat: about rounding" if high > low else ""
+    return Flat(min(2 * low, 0.0), max(2 * high, 0.0), reason)
 
 
 def has_loss(history: History) -> NDArray[np.bool_]:

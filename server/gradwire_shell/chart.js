@@ -5,7 +5,7 @@ export { echarts };
 // A tick of an axis: with an exponent where it is long, and without the digits that rounding left.
 export const amount = (value) => {
   const size = Math.abs(value);
-  if (size === 0 || (size >= 1e-4 && size < 1e9)) return echarts.format.addCommas(value);
+  if (size === 0 || (size >= 1e-4 && size < 1e9)) return echarts.format.addCommas(Number(value.toPrecision(9)));
   return Number(value.toPrecision(6)).toExponential();
 };
 

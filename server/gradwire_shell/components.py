@@ -128,7 +128,7 @@ class Plot(Element, component="plot.js", dependencies=["chart.js"], default_clas
         on_range: Callable[[tuple[float, float] | None], object] | None = None,
     ) -> None:
         super().__init__()
-        self._props |= {"series": _columns(curves), "title": title, "time": False}
+        self._props |= {"series": _columns(curves), "title": title, "time": False, "level": None}
         if on_range is not None:
             zoomed = on_range
 
@@ -138,11 +138,16 @@ class Plot(Element, component="plot.js", dependencies=["chart.js"], default_clas
 
             self.on("range", select)
 
-    def show(self, curves: Sequence[Curve], *, time: bool | None = None) -> None:
-        """Show other curves, if they are others: drawing costs a browser most."""
-        series, time = _columns(curves), self._props["time"] if time is None else time
-        if (series, time) != (self._props["series"], self._props["time"]):
-            self._props |= {"series": series, "time": time}
+    def show(self, curves: Sequence[Curve], *, time: bool = False, level: tuple[float, float] | None = None) -> None:
+        """Show other curves, if they are others: drawing costs a browser most.
+
+        Args:
+            time: Whether x is a time, in milliseconds.
+            level: The ends of the vertical axis; None: those of the curves.
+        """
+        shown = {"series": _columns(curves), "time": time, "level": level}
+        if any(self._props[name] != value for name, value in shown.items()):
+            self._props |= shown
             self.update()
 
 

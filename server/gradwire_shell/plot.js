@@ -4,7 +4,7 @@ import { amount, chart } from "chart";
 
 export default {
   mixins: [chart],
-  props: { series: Array, time: Boolean },
+  props: { series: Array, time: Boolean, level: Array },
   mounted() {
     this.chart.on("datazoom", (event) => {
       const zoom = event.batch?.[0] ?? event;
@@ -24,7 +24,7 @@ export default {
         xAxis: { type: this.time ? "time" : "value", min: "dataMin", max: "dataMax", splitLine: { show: false }, ...axis,
                  axisLabel: { ...axis.axisLabel, alignMaxLabel: "right", // or its end is cut off
                               formatter: this.time ? null : amount } },
-        yAxis: { type: "value", scale: true, splitLine: { lineStyle: { color: token("--line"), width: 0.5 } }, ...axis,
+        yAxis: { type: "value", scale: true, min: this.level?.[0] ?? null, max: this.level?.[1] ?? null, splitLine: { lineStyle: { color: token("--line"), width: 0.5 } }, ...axis,
                  axisLabel: { ...axis.axisLabel, formatter: amount }, axisLine: { show: false } },
         tooltip: { trigger: "axis",
                    valueFormatter: (value) => (value === undefined ? "" : Number(value).toPrecision(5)) },

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from gradwire_shell.components import Curve, Items, Plot, button, empty, plain
+from gradwire_shell.components import Curve, Items, Lines, Plot, button, empty, plain
 from nicegui import ui
 
-from gradwire_console.series import Record
+from gradwire_console.series import Record, flat
 
 FIRST = ("loss", "loss (forward only)", "reward_mean", "preference_accuracy", "token_accuracy", "grad_norm",
          "learning_rate", "approx_kl", "entropy", "clip_fraction")  # fmt: skip
@@ -80,9 +80,13 @@ class Curves:
             plain(name, "gw-plot-title grow")
             value = plain("", "mono")
         plot = Plot([], title=name, on_range=self._range)
+        reason = Lines(classes="quiet")
 
         def show(name: str) -> None:
-            plot.show(self._of(name), time=self._axis == "time")
+            curves = self._of(name)
+            level = flat([curve.points for curve in curves])
+            plot.show(curves, time=self._axis == "time", level=(level.low, level.high) if level else None)
+            reason.show([level.reason] if level is not None and level.reason else [])
             last = [record.last[name] for record in self._records.values() if name in record.last]
             value.text = last[0].text(5) if len(last) == 1 else ""  # type: ignore[attr-defined]
 

@@ -109,6 +109,7 @@ class Workspace:
         revision: Grows with every change.
         jobs_revision: Grows with every change of a job.
         away: Why the server cannot be reached at the moment; "" while it can.
+        away_since: Unix time since when it cannot.
     """
 
     def __init__(self, service: gradwire.ServiceClient) -> None:
@@ -116,6 +117,7 @@ class Workspace:
         self.runs: dict[str, LiveRun] = {}
         self.revision = self.jobs_revision = 0
         self.away = ""
+        self.away_since = 0.0
         self.role = ""
         self.key_name = ""
         self._answers = Answers()
@@ -355,6 +357,8 @@ class Workspace:
                 await asyncio.sleep(AGAIN_S)
 
     def _says(self, away: str) -> None:
+        if not self.away:
+            self.away_since = time.time()
         self.away = away
         self.revision += 1
         self._changed.set()

@@ -44,7 +44,9 @@ def shown(server: Server) -> Iterator[tuple[Console, sync.TrainingClient]]:
         run.optim_step().result(60)
         with pytest.raises(gradwire.InvalidBatchError):
             run.forward_backward({"input_ids": [[5, 6, 700_000]]}, "causal_lm").result(60)
-        run.record_rollouts(4, [rollout(0, 0, 1.0), rollout(0, 1, 0.0), rollout(1, 0, 0.5), rollout(1, 1, 0.5)])
+        cut = rollout(1, 1, 0.5) | {"status": "completed"}
+        cut["steps"][-1]["stop_reason"] = "length"
+        run.record_rollouts(4, [rollout(0, 0, 1.0), rollout(0, 1, 0.0), rollout(1, 0, 0.5), cut])
         yield console, run
 
 
@@ -70,6 +72,10 @@ def test_a_group_of_answers_is_shown_with_its_rewards(shown: tuple[Console, sync
     expect(page.locator(".gw-turn.tool").first).to_contain_text(EVIL)
     page.get_by_role("link", name="group 1").click()
     expect(page.get_by_text("this group gives no gradient")).to_be_visible()
+    expect(page.get_by_role("region", name="Groups").locator("td").nth(4)).to_have_text("")
+    expect(page.get_by_role("region", name="Groups").locator("tr").last.locator("td").nth(4)).to_have_text("1")
+    expect(page.get_by_text("cut: its last turn reached max_tokens")).to_have_count(1)
+    expect(page.get_by_text("completed", exact=True)).to_have_count(0)
     expect(page.locator(".gw-main img")).to_have_count(0)
     assert page.request.get(f"{console.url}/api/runs/{run.run_id}/rollouts/4").json()[3]["reward"] == 0.5
     for path, status in (
@@ -116,3 +122,20 @@ def test_a_report_opens_offline(shown: tuple[Console, sync.TrainingClient], page
     expect(page.get_by_role("heading", level=1)).to_have_text(f"inside {EVIL}")
     expect(page.locator("svg polyline").first).to_be_attached()
     expect(page.locator("img, script, link")).to_have_count(0)
+
+
+def test_an_idle_run_says_where_it_was_left(shown: tuple[Console, sync.TrainingClient], page: Page) -> None:
+    console, run = shown
+    page.goto(f"{console.url}/run/{run.run_id}")
+    now = page.locator(".gw-facts").first
+    expect(now).to_contain_text("the server is not told whether its program has ended or crashed")
+    expect(now).to_contain_text("since optim_step 2")
+    expect(now).to_contain_text("1 step is in no checkpoint")
+    expect(now).not_to_contain_text("has no optim_step yet")
+    run.forward_backward(GROUP, "grpo").result(60)
+    expect(now).to_contain_text("the newest gradient has no optim_step yet")
+    run.optim_step().result(60)
+    run.save_checkpoint("end").result(60)
+    expect(now).to_contain_text("since save_checkpoint")
+    expect(now).not_to_contain_text("in no checkpoint")
+    expect(now).not_to_contain_text("has no optim_step yet")

@@ -340,6 +340,7 @@ def test_keys_of_the_server_are_asked_for(tiny_model_path: Path, tmp_path: Path,
         expect(page.get_by_text("No run yet.")).to_be_visible()
         server.end()
         expect(page.locator(".gw-state.away")).to_be_visible()
+        expect(page.get_by_text("The server is away: what is shown here is")).to_be_visible()
 
 
 @pytest.mark.slow
@@ -366,6 +367,7 @@ def test_a_restarted_server_is_found_again(tiny_model_path: Path, tmp_path: Path
         for each in pages:
             expect(each.locator(".gw-server .gw-state.connected")).to_be_visible()
             expect(each.locator(".gw-error").filter(visible=True)).to_have_count(0)
+            expect(each.get_by_text("what is shown here is")).to_be_hidden()
         train(run, 3)
         expect(pages[-1].get_by_role("region", name="Operations").locator("tbody tr")).not_to_have_count(0)
         expect(page.get_by_role("region", name="Operations").locator("tbody tr")).to_have_count(8)

@@ -11,7 +11,7 @@ import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire.cli.text import money
 from gradwire.recipes.settings import SettingsError
-from gradwire_shell.components import button, empty, error, named, plain, sdk_line, skeleton, state, title
+from gradwire_shell.components import Lines, button, empty, error, named, plain, sdk_line, skeleton, state, title
 from gradwire_shell.frame import frame
 from nicegui import app, ui
 from nicegui.element import Element
@@ -85,10 +85,13 @@ async def opened_run(
 def _framed(workspaces: Workspaces, workspace: Workspace, here: str) -> Iterator[None]:
     """The frame of a page, with the state of the connection."""
     with frame("console", SECTIONS, here) as place:
+        stale = Lines(classes="gw-note")
         yield
     shown: list[str | None] = [None]
 
     def follow() -> None:
+        age = ago(workspace.away_since)
+        stale.show([f"The server is away: what is shown here is {age} old."] if workspace.away else [])
         if workspace.away != shown[0]:
             shown[0] = workspace.away
             place.clear()

@@ -21,6 +21,7 @@ GROUPS = (
     Column("task", "Task"),
     Column("signal", "Signal", "none: all rewards of the group are equal, so it teaches nothing"),
     Column("count", "Answers", num=True),
+    Column("cut", "Cut", "Answers that a limit ended, as max_tokens", num=True, sparse=True),
     Column("mean", "Mean reward", num=True),
     Column("std", "Deviation", num=True),
     Column("low", "Lowest", num=True),
@@ -83,6 +84,14 @@ def signal(values: Sequence[float]) -> bool:
     return len(set(values)) > 1
 
 
+def ending(rollout: Rollout) -> str:
+    """How an answer ended: its status, or which limit cut it."""
+    steps, status = rollout.get("steps") or [{}], str(rollout.get("status", ""))
+    if status in ("completed", "") and steps[-1].get("stop_reason") == "length":
+        return "cut: its last turn reached max_tokens"
+    return "cut by a limit of the rollout" if status == "truncated" else status
+
+
 def _row(run_id: str, iteration: int, name: str, group: Sequence[Rollout]) -> dict[str, Any]:
     values = np.array(rewards(group) or [np.nan])
     task = " ".join(str(group[0].get("task", "")).split())
@@ -94,6 +103,7 @@ def _row(run_id: str, iteration: int, name: str, group: Sequence[Rollout]) -> di
         "task_hint": task,
         "signal": "yes" if signal(rewards(group)) else "none",
         "count": len(group),
+        "cut": sum(ending(each).startswith("cut") for each in group) or "",
         "mean": f"{values.mean():.4g}",
         "std": f"{values.std():.3g}",
         "low": f"{values.min():.4g}",
@@ -124,7 +134,7 @@ def _rollout(rollout: Rollout) -> None:
             {
                 "Reward": f"{reward:.4g}" if isinstance(reward, int | float) else reward,
                 "Reason": rollout.get("reason", ""),
-                "Status": rollout.get("status", ""),
+                "Status": ending(rollout),
                 "Error": rollout.get("error", ""),
                 **{name: f"{value:.4g}" for name, value in _numbers(rollout.get("metrics")).items()},
             }

@@ -34,7 +34,7 @@ from gradwire_console.pages import checkpoint_actions as actions
 from gradwire_console.pages.checkpoints import measured
 from gradwire_console.pages.common import act, ago, ask, on_change, opened_run, run_views, short, size_of
 from gradwire_console.pages.curves import Curves
-from gradwire_console.pages.runs import trains
+from gradwire_console.pages.runs import IDLE, trains
 from gradwire_console.series import Operation, Record
 from gradwire_console.workspace import LiveRun, Server, Workspace, Workspaces
 
@@ -49,6 +49,8 @@ OPERATIONS = (
     Column("ended", "Age", "Since it ended", num=True),
 )
 
+TRAINING = ("forward_backward", "backward", "optim_step", "train_step", "load_checkpoint")
+"""Operations that change gradient or weights; the first two leave a gradient."""
 NEWEST = 5
 """Checkpoints that are shown here; their own page has all."""
 
@@ -118,11 +120,12 @@ class _Run:
                 error("The run was deleted, or is no longer shared with this key.")
             return
         self._state.show((live.state, live.info.parked), lambda shown: state(*shown))
-        self._now.show(_now(live), facts)
         try:
             record, found = await (asked or self._ask())
+            self._now.show(_now(live) | _left(live, record, found), facts)
             self._show_checkpoints(found, record)
         except gradwire.GradwireError as failure:
+            self._now.show(_now(live), facts)
             with self._away:
                 error(str(failure))
             return
@@ -206,6 +209,21 @@ def _now(live: LiveRun) -> dict[str, object]:
         "Recovery": f"{info.recovery_s:.1f} s, if the engine died now",
         "Newest checkpoint": info.latest_checkpoint.rpartition("/")[2],
         "Engine": info.engine,
+    }
+
+
+def _left(live: LiveRun, record: Record, checkpoints: list[gradwire.Checkpoint]) -> dict[str, object]:
+    """What tells a run that was left in the middle from one that has ended."""
+    if live.state != "idle" or not record.operations:
+        return {}
+    last = record.operations[-1]
+    unsaved = live.info.step - (checkpoints[-1].step if checkpoints else 0)
+    known = unsaved > 0 and (checkpoints or not live.info.forked_from)
+    trained = [each.operation for each in record.operations if each.operation in TRAINING]
+    return {
+        "Idle": f"since {last.operation} {last.seq}, {ago(last.time)} ago; {IDLE}",
+        "Unsaved": f"{unsaved:,} {'steps are' if unsaved > 1 else 'step is'} in no checkpoint" if known else "",
+        "Unfinished": "the newest gradient has no optim_step yet" if trained and trained[-1] in TRAINING[:2] else "",
     }
 
 

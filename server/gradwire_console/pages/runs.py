@@ -28,6 +28,7 @@ COLUMNS = (
     Column("owner", "Owner", "Name of the key that created the run", sparse=True),
     Column("age", "Age", num=True),
 )  # fmt: skip
+IDLE = "nothing is submitted; the server is not told whether its program has ended or crashed"
 EXAMPLE = 'run = await service.create_run("MODEL", lora={"rank": 16}, name="first")'
 
 
@@ -40,7 +41,7 @@ def row_of(run: LiveRun) -> dict[str, Any]:
         "name_sub": ", ".join(f"{key}={value}" for key, value in info.tags.items()),
         "name_hint": info.run_id,
         "state": run.state,
-        "state_hint": info.parked,
+        "state_hint": info.parked or (IDLE if run.state == "idle" else ""),
         "step": f"{info.step:,}",
         "pace": short(run.tokens_per_s) if run.tokens_per_s else "",
         "tokens": short(info.num_tokens) if info.num_tokens else "",

@@ -9,6 +9,7 @@ Functions on text only: the server brings its template and tokenizer, the client
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from bisect import bisect_left
@@ -23,6 +24,26 @@ History = Literal["as written", "unless dropped", "kept"]
 SAMPLED = "token_ids"
 """Key of an assistant's message: the tokens that were sampled for it, kept where its text is."""
 KNOWN_ROLES = ("system", "user", "assistant")
+_HALVES = re.compile(r"[\ud800-\udfff]")
+_MAY_HAVE_HALVES = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
+
+
+def encodable(text: str) -> str:
+    """A text with U+FFFD for each half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    return _HALVES.sub("\ufffd", text)
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text whose texts are :func:`encodable`: models write halves of pairs as escapes.
+
+    Raises:
+        ValueError: It is none.
+        RecursionError: It is nested too deep.
+    """
+    value = json.loads(text)
+    if not _MAY_HAVE_HALVES.search(text):
+        return value
+    return json.loads(encodable(json.dumps(value, ensure_ascii=False)))
 
 
 class TemplateError(Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 import time
 from collections import OrderedDict
@@ -380,7 +379,7 @@ def _is_assistant(message: chat.Message) -> bool:
 
 def _json(text: str, kind: type, field: str, place: int | None = None) -> Any:
     try:
-        parsed = json.loads(text)
+        parsed = chat.read_json(text)
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, kind):

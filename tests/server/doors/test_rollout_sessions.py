@@ -22,6 +22,7 @@ from support.tinker import HttpServer
 from support.tiny import tiny_model
 from typer.testing import CliRunner
 
+SHORT: Any = {"model": "any", "max_tokens": 4}
 ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the cat"}]
 DOORS = ("chat", "chat streamed", "messages", "messages streamed", "responses", "responses streamed", "completions")
 
@@ -182,6 +183,11 @@ async def test_beyond_its_limits_a_session_ends(service: gradwire.ServiceClient)
     session = await service.rollout_session("tiny", limits=gradwire.SessionLimits(max_turns=1))
     await Agent(session, "chat").ask()
     assert "1 turns" in await refused(session) and "max_turns" in (await session.refresh()).end_reason
+    session = await service.rollout_session("tiny", limits=gradwire.SessionLimits(max_turns=2))
+    calls = [
+        Agent(session, "chat").http.post("/v1/chat/completions", json={"messages": ASK, **SHORT}) for _ in range(5)
+    ]
+    assert sorted(each.status_code for each in await asyncio.gather(*calls)) == [200, 200, 403, 403, 403]
     session = await service.rollout_session("tiny", limits=gradwire.SessionLimits(max_tokens=4))
     answer = await Agent(session, "chat").ask()
     assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 4
@@ -334,3 +340,32 @@ async def test_an_answer_with_its_stop_string_put_back_is_recognized(service: gr
     agent.said[-1]["content"] = first.text + sampled[len(first.text)]
     await agent.ask("go on", max_tokens=2)
     assert [(turn.parent, turn.fork) for turn in (await session.rollout()).turns] == [(-1, ""), (0, "")]
+
+
+async def test_half_a_surrogate_pair_stops_neither_a_conversation_nor_a_list(
+    service: gradwire.ServiceClient, openai_server: HttpServer
+) -> None:
+    session = await service.rollout_session("tiny")
+    look = {"name": "look", "description": "\ud83d", "parameters": {"type": "object"}}
+    written = r'\{"name": "look", "parameters": \{"word": "\\ud83d"\}\}'
+    settings: Any = {**SHORT, "max_tokens": 99, "tools": [{"type": "function", "function": look}]}
+    agent = Agent(session, "chat").http
+
+    async def ask(messages: Any, **more: Any) -> Any:
+        answer = await agent.post("/v1/chat/completions", content=json.dumps({**settings, "messages": messages} | more))
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["message"]
+
+    agent.headers["content-type"] = "application/json"
+    called = await ask(ASK, structured_outputs={"regex": written})
+    (call,) = called["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"word": "\ufffd"}  # what the model wrote is no Unicode
+    await ask([*ASK, called, {"role": "tool", "tool_call_id": call["id"], "content": "nothing"}])
+    first, second = (await session.rollout()).turns
+    assert (second.parent, second.fork) == (first.number, "")
+    theirs = {**call, "id": "theirs", "function": {"name": "look", "arguments": r'{"word": "\ud83d"}'}}
+    await ask([*ASK, {**called, "tool_calls": [theirs]}, {"role": "tool", "tool_call_id": "theirs", "content": "."}])
+    with pytest.raises(gradwire.InvalidArgumentError, match="task"):
+        await service.rollout_session("tiny", task="\ud83d")
+    async with httpx.AsyncClient() as http:
+        assert (await http.get(f"{openai_server.url}/v1/sessions")).status_code == 200

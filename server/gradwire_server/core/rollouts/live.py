@@ -66,16 +66,18 @@ class LiveSession:
         active: Calls under way.
         used_s: ``time.monotonic()`` of the newest call's beginning or end.
         changing: Held while turns are read or written.
-        places: Calls that may be computed at a time.
+        computed: Calls that are being computed.
+        places: Notified when one of them is done.
         answering: The calls that are being answered, by what a repetition is recognized by.
     """
 
     stored: StoredSession
-    places: asyncio.Semaphore
     transcript: Transcript | None = None
     active: int = 0
     used_s: float = field(default_factory=time.monotonic)
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    computed: int = 0
+    places: asyncio.Condition = field(default_factory=asyncio.Condition)
     answering: dict[bytes, asyncio.Event] = field(default_factory=dict)
 
     @property
@@ -100,6 +102,12 @@ class LiveSession:
         if limits.max_tokens and session.num_sampled_tokens >= limits.max_tokens:
             return f"it has sampled its {limits.max_tokens} tokens (max_tokens)"
         return self.time_is_up()
+
+    def has_place(self) -> bool:
+        """Whether one more call may be computed now: no more at a time than the session has turns left."""
+        limits = self.session.limits
+        places = min(limits.max_concurrent_calls, limits.max_turns - self.session.num_turns)
+        return self.computed < max(1, places)
 
     def time_is_up(self) -> str:
         """Why its time is over; empty if it is not."""
@@ -155,10 +163,7 @@ class RolloutCall:
         Raises:
             ServiceError: PERMISSION_DENIED if the session has ended, or ends by one of its limits.
         """
-        self._live.check_open()
-        if reason := self._live.limit_reached():
-            await self._end(reason)
-            self._live.check_open()
+        await self._check_limits()
         session = self._live.session
         sampling, limits = session.sampling, session.limits
         for name in SETTINGS:
@@ -276,15 +281,33 @@ class RolloutCall:
                 yield recorded
                 return
             async with live.places:
-                live.check_open()
+                await live.places.wait_for(live.has_place)
+                live.computed += 1
+            try:
+                await self._check_limits()  # those before this call may have reached one
                 self._began = time.time()
                 yield []
+            finally:
+                live.computed -= 1
+                async with live.places:
+                    live.places.notify_all()
         finally:
             live.active -= 1
             live.used_s = time.monotonic()
             if live.answering.get(same) is done:
                 del live.answering[same]
             done.set()
+
+    async def _check_limits(self) -> None:
+        """Check that the session is open, and end it if it is at one of its limits.
+
+        Raises:
+            ServiceError: PERMISSION_DENIED.
+        """
+        self._live.check_open()
+        if reason := self._live.limit_reached():
+            await self._end(reason)
+            self._live.check_open()
 
     @property
     def _may_repeat(self) -> bool:

@@ -11,6 +11,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from gradwire_proto.chat import read_json
+
 Message = Mapping[str, Any]
 
 
@@ -44,7 +46,7 @@ def _arguments(call: Mapping[str, Any]) -> Any:
     arguments = _function(call).get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = read_json(arguments or "{}")
         except (ValueError, RecursionError):
             return arguments
     return _plain(arguments)

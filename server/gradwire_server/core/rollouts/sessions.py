@@ -289,9 +289,9 @@ class RolloutSessions:
             message = f"task has {len(request.task_json)} characters as JSON; {MAX_TASK_CHARS} at most: keep the rest"
             raise _invalid(f"{message} in a file, and name that", "task")
         try:
-            json.loads(request.task_json or "null")
+            json.dumps(json.loads(request.task_json or "null"), ensure_ascii=False).encode()
         except (ValueError, RecursionError):
-            raise _invalid("task is no JSON", "task") from None
+            raise _invalid("task is no JSON, or has half of a surrogate pair, which is no character", "task") from None
         if request.history not in ("", *HISTORIES):
             raise _invalid(f"history is {request.history[:50]!r}; there are {', '.join(HISTORIES)}", "history")
         if not all(each >= 0 for each in (given.max_seconds, given.idle_s)):
@@ -316,7 +316,7 @@ class RolloutSessions:
 
     def _add(self, stored: StoredSession) -> LiveSession:
         session = stored.session
-        live = LiveSession(stored, asyncio.Semaphore(max(1, session.limits.max_concurrent_calls)))
+        live = LiveSession(stored)
         self._known[session.session_id] = live
         self._by_digest[stored.key_digest] = session.session_id
         held = self._held[session.owner]

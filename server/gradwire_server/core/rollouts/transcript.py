@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from gradwire_proto.chat import read_json
 from gradwire_proto.v1 import journal_pb2
 from gradwire_proto.v1 import sessions_pb2 as sessions
 
@@ -236,7 +237,7 @@ def _message(turn: sessions.SessionTurn) -> dict[str, Any]:
 def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        arguments = read_json(function["arguments"] or "{}")
     except ValueError:
         arguments = None
     if isinstance(arguments, dict):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
+
+from gradwire_proto.chat import read_json
 
 from gradwire_server.doors.http.anthropic.requests import MessagesRequest
 from gradwire_server.doors.http.openai.conversations import Counts, Part
@@ -79,7 +80,7 @@ class Writing:
             function = call["function"]
             block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
             yield from self._begun(block)
-            self._content[-1] = block | {"input": json.loads(function["arguments"])}
+            self._content[-1] = block | {"input": read_json(function["arguments"])}
             yield self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})
 
     def _begun(self, block: dict[str, Any]) -> Iterator[Event]:

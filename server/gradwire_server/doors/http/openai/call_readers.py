@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from gradwire_proto.chat import read_json
+
 Schemas = Mapping[str, Mapping[str, Any]]
 """The tools' names and the JSON schemas of their parameters."""
 MOST_CALLS = 128
@@ -193,7 +195,7 @@ def _named(value: Any, *, by_key: bool = False) -> list[tuple[str, Any]]:
 def json_or_none(text: str) -> Any:
     """The value of a JSON text; None if it is none."""
     try:
-        return json.loads(text)
+        return read_json(text)
     except (ValueError, RecursionError):
         return None
 

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradwire_proto.chat import encodable
+
 from gradwire_server.doors.http.openai.call_readers import MOST_CALLS, json_or_none, read_mistral
 from gradwire_server.doors.http.openai.images import IMAGE_PART, ConversationImages
 from gradwire_server.doors.http.openai.requests import check_encodable, invalid, unsupported
@@ -316,10 +318,9 @@ def _call(text: str, names: set[str]) -> dict[str, Any] | None:
 
 def _written(name: str, arguments: Any) -> dict[str, Any]:
     """A call in OpenAI's form, with an id of its own."""
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {
         "id": f"call_{secrets.token_hex(12)}",
         "type": "function",
-        "function": {"name": name, "arguments": arguments},
+        "function": {"name": name, "arguments": encodable(text)},
     }

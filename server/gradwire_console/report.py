@@ -17,7 +17,8 @@ STYLE = """body{font:14px/1.5 system-ui,sans-serif;color:#191e25;background:#fff
 padding:0 1rem}h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}table{border-collapse:collapse}
 td,th{padding:.3rem .8rem;border-bottom:1px solid #d8dde4;text-align:left}
 td+td,th+th{text-align:right;font-variant-numeric:tabular-nums}.plots{display:flex;flex-wrap:wrap;gap:1rem}
-figure{margin:0}figcaption{font-weight:600}svg{background:#f6f7f9}p{color:#525c69}
+h1,p{overflow-wrap:anywhere}td,th{max-width:16rem;overflow-wrap:break-word}.wide{overflow-x:auto}
+figure{margin:0;max-width:100%}figcaption{font-weight:600}svg{background:#f6f7f9;max-width:100%}p{color:#525c69}
 .key{display:inline-block;width:1rem;height:3px;vertical-align:middle;margin-right:.4rem}"""
 
 
@@ -47,7 +48,7 @@ def page(
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width"><title>gradwire: comparison</title>'
-        f"<style>{STYLE}</style></head><body><h1>{_text(', '.join(labels))}</h1>"
+        f"<style>{STYLE}</style></head><body><h1>{', '.join(map(_text, labels))}</h1>"
         f"<p>{keys}<br>written {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}</p>"
         f"<h2>Runs</h2>{_table(labels, own)}<h2>Settings that differ</h2>"
         f"{_table(labels, differences) if differences else '<p>None.</p>'}"
@@ -57,7 +58,7 @@ def page(
 
 
 def _text(value: object) -> str:
-    return html.escape(str(value))
+    return f"<bdi>{html.escape(str(value))}</bdi>"
 
 
 def _table(labels: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
@@ -65,7 +66,8 @@ def _table(labels: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> 
         return "".join(f"<{tag}>{_text(value)}</{tag}>" for value in values)
 
     body = "".join(f"<tr>{cells([name, *values])}</tr>" for name, values in rows)
-    return f"<table><thead><tr>{cells(['', *labels], 'th')}</tr></thead><tbody>{body}</tbody></table>"
+    head = cells(["", *labels], "th")
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _plot(name: str, curves: Sequence[Sequence[Sequence[float]]]) -> str:
@@ -94,6 +96,7 @@ def _plot(name: str, curves: Sequence[Sequence[Sequence[float]]]) -> str:
     )
     said = f"<br><small>{level.reason}</small>" if level and level.reason else ""
     return (
-        f'<figure><figcaption>{_text(name)}{said}</figcaption><svg width="{WIDTH}" height="{HEIGHT}" font-size="10" '
-        f'fill="#525c69" role="img" aria-label="{_text(name)}">{marks}{lines}</svg></figure>'
+        f"<figure><figcaption>{_text(name)}{said}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" font-size="10" '
+        f'fill="#525c69" role="img" aria-label="{html.escape(name)}">{marks}{lines}</svg></figure>'
     )

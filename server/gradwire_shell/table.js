@@ -11,7 +11,7 @@ export default {
         <table>
           <thead><tr>
             <td v-if="selectable"></td>
-            <th v-for="c in filled" :key="c.name" :class="{num: c.num}" scope="col">
+            <th v-for="c in filled" :key="c.name" :class="{num: c.num}" :title="c.label.length > 30 ? c.label : null" scope="col">
               <abbr v-if="c.hint" :title="c.hint">{{ c.label }}</abbr><template v-else>{{ c.label }}</template>
             </th>
           </tr></thead>

@@ -8,8 +8,8 @@ from typing import Any
 import gradwire
 import pytest
 from gradwire import sync
-from playwright.sync_api import Page, expect
-from support.console import Console
+from playwright.sync_api import Browser, Page, expect
+from support.console import Console, page_of
 from support.server import Server
 
 pytestmark = pytest.mark.browser
@@ -139,3 +139,34 @@ def test_an_idle_run_says_where_it_was_left(shown: tuple[Console, sync.TrainingC
     expect(now).to_contain_text("since save_checkpoint")
     expect(now).not_to_contain_text("in no checkpoint")
     expect(now).not_to_contain_text("has no optim_step yet")
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_long_and_turning_names_keep_to_themselves(
+    server: Server, shown: tuple[Console, sync.TrainingClient], browser: Browser, width: int
+) -> None:
+    console, _ = shown
+    with gradwire.sync.connect(server.address) as service, page_of(browser, width) as page:
+        names = ("\u202eturned", "\u0645\u0631\u062d\u0628\u0627 1", "long" * 50, "plain")
+        runs = [service.create_run("tiny", lora={"rank": 2}, name=each, tags={"seen": each}) for each in names]
+        for run in runs:
+            run.forward_backward(GROUP, "grpo").result(60)
+        asked = ",".join(run.run_id for run in runs)
+        page.goto(f"{console.url}/?{width}")
+        if width > 400:  # a phone leaves the tags out
+            for run in runs[:2]:
+                cell = page.locator(f'tr[data-key="{run.run_id}"] td').nth(1)
+                expect(cell.locator(".sub")).to_be_attached()
+                name, tag = (cell.locator(each).bounding_box() for each in ("a", ".sub"))
+                assert name and tag and name["x"] + name["width"] <= tag["x"], "the tag stands behind the name"
+        fits = "document.documentElement.scrollWidth <= innerWidth"
+        assert page.evaluate(fits), "the runs"
+        page.goto(f"{console.url}/compare?runs={asked}")
+        expect(page.locator(".gw-plot canvas").first).to_be_visible()
+        assert page.evaluate(fits), "the comparison"
+        page.set_content(page.request.get(f"{console.url}/api/report?runs={asked}").text())
+        boxes = [each.bounding_box() for each in page.locator("h1 bdi").all()]
+        assert page.evaluate(fits) and len(boxes) == 4, "the report"
+        assert boxes[0] and boxes[1] and (boxes[0]["x"], boxes[0]["y"]) < (boxes[1]["x"], boxes[0]["y"] + 1)
+        for run in runs:
+            service.delete_run(run.run_id)

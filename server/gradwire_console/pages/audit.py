@@ -13,7 +13,7 @@ from gradwire_shell.components import Column, Table, empty, plain, sdk_line, tit
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
-from gradwire_console.pages.common import on_change, opened, told
+from gradwire_console.pages.common import isolated, on_change, opened, told
 from gradwire_console.workspace import LiveRun, Workspace, Workspaces
 
 COLUMNS = (
@@ -99,7 +99,14 @@ def _of_run(run: LiveRun) -> list[Event]:
 def _of_checkpoints(run: LiveRun, checkpoints: Sequence[gradwire.Checkpoint]) -> list[Event]:
     href = f"run/{run.info.run_id}/checkpoints"
     return [
-        Event(each.created_at, run.info.owner, "checkpoint saved", f"{run.name}, {each.name}", href, each.note)
+        Event(
+            each.created_at,
+            run.info.owner,
+            "checkpoint saved",
+            f"{isolated(run.name)}, {isolated(each.name)}",
+            href,
+            each.note,
+        )
         for each in checkpoints
     ]
 

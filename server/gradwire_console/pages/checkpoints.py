@@ -14,7 +14,7 @@ from gradwire_shell.frame import page_at
 from nicegui import ui
 
 from gradwire_console.pages import checkpoint_actions as actions
-from gradwire_console.pages.common import ago, on_change, opened_run, run_head, size_of, told
+from gradwire_console.pages.common import ago, isolated, on_change, opened_run, run_head, size_of, told
 from gradwire_console.series import Record
 from gradwire_console.workspace import Workspace, Workspaces
 
@@ -173,7 +173,7 @@ def _origin(workspace: Workspace, path: str) -> tuple[str, str]:
     live = workspace.runs.get(parent)
     if live is None:
         return f"{name} of {parent}, a run that was deleted or is another key's", ""
-    return f"{name} of {live.name}", f"/run/{parent}/checkpoints"
+    return f"{isolated(name)} of {isolated(live.name)}", f"/run/{parent}/checkpoints"
 
 
 def _row(each: gradwire.Checkpoint, record: Record, forks: list[str], rated: list[str]) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def _row(each: gradwire.Checkpoint, record: Record, forks: list[str], rated: lis
         "size": size_of(each.size_bytes),
         "age": ago(each.created_at),
         "note": each.note,
-        "forks": ", ".join(forks),
+        "forks": ", ".join(map(isolated, forks)),
         "rated": "; ".join(rated),
         **measured(record, each),
     }

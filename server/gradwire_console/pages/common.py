@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import unicodedata
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from urllib.parse import quote
@@ -32,6 +33,9 @@ SECTIONS = (
 )
 RUN_VIEWS = (("Curves", ""), ("Checkpoints", "/checkpoints"), ("Batches", "/batches"), ("Rollouts", "/rollouts"),
              ("Journal", "/journal"))  # fmt: skip
+CONTROLS = frozenset(("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"))
+TURNING = CONTROLS | {"R", "AL", "AN"}
+"""Kinds of characters that change the direction of text, as Unicode calls them."""
 REFRESH_S = 0.4
 FAILURES = (gradwire.GradwireError, SettingsError, ValueError, OSError, ImportError)
 
@@ -235,6 +239,15 @@ def ago(at: float) -> str:
         if seconds >= unit:
             return f"{seconds / unit:.0f} {name}"
     return f"{seconds:.0f} s"
+
+
+def isolated(name: str) -> str:
+    """A name for use within a sentence: one that would turn its neighbours' direction is as in <bdi>."""
+    kinds = {unicodedata.bidirectional(each) for each in name}
+    if kinds.isdisjoint(TURNING):
+        return name
+    plain_name = "".join(each for each in name if unicodedata.bidirectional(each) not in CONTROLS)
+    return f"\u2068{plain_name}\u2069"
 
 
 def cost_of(info: gradwire.ServerInfo, engine_s: float) -> str:

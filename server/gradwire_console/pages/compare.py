@@ -12,7 +12,7 @@ from gradwire_shell.components import Column, Drawn, Table, button, empty, error
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
-from gradwire_console.pages.common import on_change, opened, short
+from gradwire_console.pages.common import isolated, on_change, opened, short
 from gradwire_console.pages.curves import Curves
 from gradwire_console.report import page
 from gradwire_console.series import Record
@@ -50,10 +50,10 @@ def _choice(workspace: Workspace, asked: list[str]) -> None:
 
 def labels(infos: list[RunInfo]) -> dict[str, str]:
     """A label for each run: its name, with its id where that is taken."""
-    names = [info.name for info in infos]
+    names = [isolated(info.name) for info in infos]
     return {
-        info.run_id: info.name if info.name and names.count(info.name) == 1 else f"{info.name} {info.run_id}".strip()
-        for info in infos
+        info.run_id: name if name and names.count(name) == 1 else f"{name} {info.run_id}".strip()
+        for info, name in zip(infos, names, strict=True)
     }
 
 

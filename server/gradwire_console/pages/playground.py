@@ -19,7 +19,7 @@ from nicegui.element import Element
 from pydantic import FiniteFloat
 
 from gradwire_console.feedback import Feedback, offer_url
-from gradwire_console.pages.common import opened
+from gradwire_console.pages.common import isolated, opened
 from gradwire_console.workspace import Workspace, Workspaces
 
 MOST = 5
@@ -110,7 +110,7 @@ class _Playground:
         for run in self._workspace.newest_first():
             path = run.info.latest_checkpoint
             if path:
-                names[path] = f"{run.name}, {path.rpartition('/')[2]}"
+                names[path] = f"{isolated(run.name)}, {path.rpartition('/')[2]}"
                 self._base[path] = run.info.base_model
         for path in self._first.models:
             names.setdefault(path, path)

@@ -10,7 +10,7 @@ from gradwire_shell.frame import page_at
 from nicegui import ui
 
 from gradwire_console.feedback import Rated
-from gradwire_console.pages.common import opened
+from gradwire_console.pages.common import isolated, opened
 from gradwire_console.workspace import Workspace, Workspaces
 
 COLUMNS = (
@@ -79,7 +79,7 @@ def _row(workspace: Workspace, each: Rated) -> dict[str, Any]:
     compared = each.wins + each.ties + each.losses
     row = {
         "key": f"{each.agent} {each.source}",
-        "name": f"{live.name}, {checkpoint}" if live is not None else each.source or "answers from elsewhere",
+        "name": f"{isolated(live.name)}, {checkpoint}" if live is not None else each.source or "answers from elsewhere",
         "name_hint": each.source,
         "agent": each.agent,
         "mean": "" if each.mean is None else f"{each.mean:.3f}",

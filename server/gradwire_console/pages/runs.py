@@ -11,7 +11,7 @@ from gradwire_shell.components import Column, Table, button, empty, plain, title
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
-from gradwire_console.pages.common import ago, on_change, opened, short
+from gradwire_console.pages.common import ago, isolated, on_change, opened, short
 from gradwire_console.workspace import LiveRun, Workspace, Workspaces
 
 COLUMNS = (
@@ -38,7 +38,7 @@ def row_of(run: LiveRun) -> dict[str, Any]:
         "key": info.run_id,
         "href": f"run/{info.run_id}",
         "name": run.name,
-        "name_sub": ", ".join(f"{key}={value}" for key, value in info.tags.items()),
+        "name_sub": ", ".join(isolated(f"{key}={value}") for key, value in info.tags.items()),
         "name_hint": info.run_id,
         "state": run.state,
         "state_hint": info.parked or (IDLE if run.state == "idle" else ""),

@@ -287,6 +287,9 @@ class RolloutSessions:
     async def create(self, model: str | Checkpoint, options: SessionOptions) -> RolloutSession:
         """Create a session; see :meth:`gradwire.ServiceClient.rollout_session`."""
         limits, sampling = options.get("limits") or SessionLimits(), options.get("sampling") or {}
+        if not isinstance(limits, SessionLimits):
+            message = f"limits are gradwire.SessionLimits(max_turns=…), not a {type(limits).__name__}"
+            raise InvalidArgumentError(message, field="limits")
         try:
             request = pb.CreateRolloutSessionRequest(
                 model=model_path(model),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -158,6 +159,19 @@ async def test_a_program_works_in_its_own_copy_of_a_folder_and_is_scored_there(
     assert len({*folders}) == 3
     assert not {Path(folder).parent.name for folder in folders} & {*os.listdir(tempfile.gettempdir())}
     assert sorted(os.listdir(template)) == ["agent.py", "status"]
+
+
+@pytest.mark.parametrize(
+    ("task", "error"),
+    [
+        (Task("a", task_id="missing"), "NotADirectoryError: workdir: there is no folder templates/missing"),
+        (Task("a"), r"ValueError: workdir is templates/\{task_id\}, and the task has no task_id"),  # not all templates
+    ],
+)
+async def test_a_task_without_a_template_folder_is_told(task: Task, error: str) -> None:
+    os.makedirs("templates/other")
+    (one,) = await played(AgentEnvironment(asks, workdir="templates/{task_id}"), ScriptedSessions(), task)
+    assert one.status == "failed" and re.match(error, one.error)
 
 
 @pytest.mark.parametrize(

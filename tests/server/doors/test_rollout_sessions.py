@@ -58,6 +58,7 @@ class Agent:
             path = "/v1/responses"
         else:
             asked |= {"prompt": "".join(each["content"] for each in self.said), "max_tokens": 6} | settings
+            asked["logit_bias"] = {str(special): -100 for special in range(4)}  # which no text of an answer has
             path = "/v1/completions"
         answer = await self.http.post(path, json=asked)
         assert answer.status_code == 200, answer.text
@@ -369,3 +370,24 @@ async def test_half_a_surrogate_pair_stops_neither_a_conversation_nor_a_list(
         await service.rollout_session("tiny", task="\ud83d")
     async with httpx.AsyncClient() as http:
         assert (await http.get(f"{openai_server.url}/v1/sessions")).status_code == 200
+
+
+async def test_mistakes_name_their_place_and_the_sessions_model(
+    service: gradwire.ServiceClient, openai_server: HttpServer
+) -> None:
+    async with httpx.AsyncClient(base_url=openai_server.url) as http:
+        for given, message in (
+            ({"limits": {"max_turns": -1}}, "limits.max_turns: Input should be greater"),
+            ({"sampling": {"temp": 1}}, "sampling.temp is not a parameter"),
+            ({"limits": 3}, "limits: Input should be"),
+            ({"foo": 1}, "foo is not a parameter"),
+        ):
+            error = (await http.post("/v1/sessions", json={"model": "tiny", **given})).json()["error"]
+            assert error["message"].startswith(message) and error["param"] == next(iter(given))
+    with pytest.raises(gradwire.InvalidArgumentError, match=r"SessionLimits\(max_turns"):
+        await service.rollout_session("tiny", limits={"max_turns": 2})  # type: ignore[typeddict-item]
+    run = await service.create_run("tiny", lora=2)
+    session = await run.rollout_session()
+    await service.delete_run(run.run_id)
+    answer = await Agent(session, "chat").http.post("/v1/chat/completions", json={**SHORT, "messages": ASK})
+    assert answer.status_code == 404 and run.run_id in answer.json()["error"]["message"]

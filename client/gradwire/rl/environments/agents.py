@@ -210,9 +210,14 @@ class AgentEnvironment(EpisodeEnvironment):
         }
 
     def _folders(self, task: Task) -> contextlib.AbstractAsyncContextManager[Path]:
-        template = self._options.get("workdir")
-        if template is not None:
-            template = Path(filled(str(template), {"task_id": task.task_id})).expanduser()
+        given = self._options.get("workdir")
+        if given is None:
+            return own_folder(None)
+        if "{task_id}" in str(given) and not task.task_id:
+            raise ValueError(f"workdir is {given}, and the task has no task_id: rl.Task(prompt, ground_truth, task_id)")
+        template = Path(filled(str(given), {"task_id": task.task_id})).expanduser()
+        if not template.is_dir():
+            raise NotADirectoryError(f"workdir: there is no folder {template}")
         return own_folder(template)
 
     def close(self) -> None:

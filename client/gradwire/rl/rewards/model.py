@@ -88,7 +88,7 @@ class EnvironmentReward:
             return EvaluateResult(
                 0.0,
                 error='the environment gives no rewards of its own: its step() returns data={"env_rewards": [...]}, '
-                "one number for each step so far; or choose another reward",
+                "one number for each step so far (an AgentEnvironment has reward=…); or choose another reward",
             )
         return EvaluateResult(
             float(sum(rewards)), tuple(StepOutput(index, float(reward)) for index, reward in enumerate(rewards))

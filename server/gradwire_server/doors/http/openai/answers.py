@@ -111,7 +111,7 @@ async def sampled(core: Core, caller: Caller, asked: pb.SampleRequest, name: str
         step = result.step if result.HasField("step") else None
         return Answers(rows, result.num_prompt_tokens, result.num_sampled_tokens, step)
 
-    with _called(name, asked.model):
+    with _called(caller, name, asked.model):
         return await unless_left(work, http)
 
 
@@ -163,7 +163,7 @@ async def streamed(
     core: Core, caller: Caller, asked: pb.SampleRequest, name: str, on_start: OnStart | None = None
 ) -> AsyncGenerator[pb.SampleFrame]:
     """The frames of a streamed sample. Errors say ``name`` of the model."""
-    with _called(name, asked.model):
+    with _called(caller, name, asked.model):
         async with (
             core.calls.turn(caller.name, CallKind.SAMPLE),
             aclosing(core.stream_sample(caller, asked, on_start)) as frames,
@@ -173,13 +173,14 @@ async def streamed(
 
 
 @contextmanager
-def _called(name: str, source: str) -> Iterator[None]:
-    """Let errors name a model as the client does, and not by the run that it is."""
-    run = source.partition("/")[0]
+def _called(caller: Caller, name: str, source: str) -> Iterator[None]:
+    """Let errors name a model as the client does, and not by the run that it is; in a rollout session, whose agent may
+    name anything, by the session's own."""
+    known = (source, source.partition("/")[0]) if caller.session is None else ()
     try:
         yield
     except ServiceError as error:
-        error.error.message = in_public_names(error.error.message, lambda path: name if path in (source, run) else path)
+        error.error.message = in_public_names(error.error.message, lambda path: name if path in known else path)
         raise
 
 

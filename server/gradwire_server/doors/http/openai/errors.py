@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -51,8 +51,23 @@ def invalid_field(error: RequestValidationError) -> pb.Error:
     first = error.errors()[0]
     problem = body_problem(first)
     field = "" if problem else str(first["loc"][1])[:100]
+    place = "" if problem else _place(first["loc"][1:], error.body)
     if first["type"] == "extra_forbidden":
-        text = f"{field} is not a parameter that this server knows"
+        text = f"{place} is not a parameter that this server knows"
     else:
-        text = problem or f"{field}: {str(first['msg'])[:500]}"
+        text = problem or f"{place}: {str(first['msg'])[:500]}"
     return pb.Error(code=pb.ERROR_CODE_INVALID_ARGUMENT, message=text, field=field)
+
+
+def _place(parts: Sequence[str | int], body: Any) -> str:
+    """Where a body is wrong, without what pydantic says of the form that it took a part of it for."""
+    names = []
+    for part in parts:
+        if isinstance(body, list) and isinstance(part, int):
+            body = body[part]
+        elif isinstance(body, Mapping) and (part in body or part is parts[-1]):
+            body = body.get(part)
+        else:
+            continue
+        names.append(str(part))
+    return ".".join(names or [str(parts[0])])[:100]

@@ -9,7 +9,7 @@ import signal
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import gradwire
 import typer
@@ -20,6 +20,9 @@ from rich.console import Console
 
 from gradwire_console import alerts
 from gradwire_console.feedback import Feedback
+
+if TYPE_CHECKING:
+    from gradwire_console.workspace import Server
 
 app = typer.Typer(help="See and steer a server's trainings in a browser.", add_completion=False)
 console = Console(stderr=True, soft_wrap=True)
@@ -103,20 +106,10 @@ async def _serve(
 
     server, host = Server(address, ca_cert), names[0]
     key: str | None = os.environ.get("GRADWIRE_API_KEY", "")
-    if sign_in or host not in LOOPBACK:
+    if sign_in or host not in LOOPBACK or not await _is_taken(server, key or "", parent_pid):
         key = None
-    else:
-        try:
-            await (await server.connect(key or "")).close()
-        except gradwire.UnauthenticatedError:
-            key = None
-    if key is None and not sign_in and host not in LOOPBACK:
-        try:
-            await (await server.connect("")).close()
-        except gradwire.UnauthenticatedError:
-            pass  # so every browser signs in
-        else:
-            _fail(f"{host} is reachable from other machines, but the server asks for no key: listen on 127.0.0.1")
+    if key is None and not sign_in and host not in LOOPBACK and await _is_taken(server, "", parent_pid):
+        _fail(f"{host} is reachable from other machines, but the server asks for no key: listen on 127.0.0.1")
     workspaces = Workspaces(server, key, read_only, feedback)
     listener = listen(host, port)
     http = HttpServer(
@@ -139,6 +132,23 @@ async def _serve(
     await http.serve(sockets=[listener])
     for task in tasks:
         task.cancel()
+
+
+async def _is_taken(server: Server, key: str, parent_pid: int | None) -> bool:
+    """Whether the server takes a key; waits for the server where it is not there yet."""
+    waits = False
+    while parent_pid in (None, os.getppid()):
+        try:
+            await (await server.connect(key)).close()
+        except gradwire.UnauthenticatedError:
+            return False
+        except gradwire.ConnectionLostError as error:
+            if not waits:
+                console.print(f"gradwire console: waiting for the server: {error}", markup=False)
+            waits = True
+        else:
+            return True
+    raise typer.Exit(0)
 
 
 async def _stop_with(parent_pid: int, http: uvicorn.Server) -> None:

@@ -112,8 +112,9 @@ class Workspace:
         away_since: Unix time since when it cannot.
     """
 
-    def __init__(self, service: gradwire.ServiceClient) -> None:
+    def __init__(self, service: gradwire.ServiceClient, read_only: bool = False) -> None:
         self.service = service
+        self._read_only = read_only
         self.runs: dict[str, LiveRun] = {}
         self.revision = self.jobs_revision = 0
         self.away = ""
@@ -152,6 +153,12 @@ class Workspace:
             raise
         except gradwire.GradwireError as error:
             self._says(str(error))
+
+    def may_change(self, owner: str | None = None) -> bool:
+        """Whether this key may change something by this console: what another key made if ``owner`` is its name."""
+        if self._read_only or self.role == "viewer":
+            return False
+        return owner is None or self.role != "user" or owner == self.key_name
 
     async def server_info(self) -> gradwire.ServerInfo:
         """The server: asked every two seconds while runs change, every ten while they do not."""
@@ -469,7 +476,7 @@ class Workspaces:
         """
         async with self._opening:
             if key not in self._by_key:
-                self._by_key[key] = Workspace(await self.server.connect(key))
+                self._by_key[key] = Workspace(await self.server.connect(key), self.read_only)
             workspace = self._by_key[key]
             try:
                 await workspace.check_key()

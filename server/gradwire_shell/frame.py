@@ -184,6 +184,11 @@ def _help(keys: dict[str, str]) -> ui.dialog:
     return dialog
 
 
+def behind_proxy(path: str) -> str:
+    """A path of the pages as a browser asks for it: behind the one under which a proxy shows them (root_path)."""
+    return str(ui.context.client.request.scope.get("root_path", "")) + path
+
+
 def sign_in(product: str, label: str, enter: Callable[[str], Awaitable[str]], target: str) -> None:
     """The page that asks for a key.
 
@@ -201,7 +206,7 @@ def sign_in(product: str, label: str, enter: Callable[[str], Awaitable[str]], ta
         if why:
             refusal.set_text(why)
         else:
-            ui.run_javascript(f"location.assign({json.dumps(target)} + location.hash)")
+            ui.run_javascript(f"location.assign({json.dumps(behind_proxy(target))} + location.hash)")
 
     with ui.element("div").classes("gw-main").style("max-width: 26rem; padding-top: 18vh"), panel_form():
         title(f"gradwire {product}")

@@ -128,6 +128,20 @@ def run(server: Server) -> Iterator[sync.TrainingClient]:
         yield run
 
 
+def test_signing_in_behind_a_proxy_keeps_its_path(server: Server, run: sync.TrainingClient, browser: Browser) -> None:
+    with (
+        Console(server.address, "--sign-in", "--root-path", "/console") as console,
+        forwarded(console.url, "/console") as url,
+        page_of(browser) as page,
+    ):
+        page.goto(f"{url}/run/{run.run_id}")
+        page.wait_for_url(f"{url}/login?next=*")
+        page.get_by_label("Key of the server").fill("any, as the server has no keys")
+        page.keyboard.press("Enter")
+        page.wait_for_url(f"{url}/run/{run.run_id}")
+        expect(page.get_by_role("heading", level=1)).to_have_text("from afar")
+
+
 @pytest.mark.parametrize("way", ["proxy", "tunnel", "ssh"])
 def test_it_is_used_through_a_proxy_and_a_tunnel(
     server: Server, run: sync.TrainingClient, browser: Browser, way: str, tmp_path: Path

@@ -69,10 +69,12 @@ class _Checkpoints:
             with ui.element("div"):
                 with ui.element("div").classes("gw-actions"):
                     button("Try selected", self._try)
-                    self._button("Fork", actions.fork)
-                    self._button("Export", actions.export)
-                    self._button("Delete", actions.delete, kind="danger")
-                    button("Save checkpoint", self._save)
+                    if self._workspace.may_change():
+                        self._button("Fork", actions.fork)
+                        self._button("Export", actions.export)
+                    if self._workspace.may_change(self._workspace.runs[self._run_id].info.owner):
+                        self._button("Delete", actions.delete, kind="danger")
+                        button("Save checkpoint", self._save)
                 self._table = Table(
                     COLUMNS, (), label="Checkpoints", search="Search checkpoints: name, note, fork", unit="checkpoints",
                     none="None yet.", on_chosen=lambda keys: self._chosen.__setitem__(slice(None), keys),

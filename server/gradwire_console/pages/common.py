@@ -13,7 +13,7 @@ from fastapi.responses import RedirectResponse
 from gradwire.cli.text import money
 from gradwire.recipes.settings import SettingsError
 from gradwire_shell.components import Lines, button, empty, error, named, plain, sdk_line, skeleton, state, title
-from gradwire_shell.frame import frame
+from gradwire_shell.frame import behind_proxy, frame
 from nicegui import app, ui
 from nicegui.element import Element
 
@@ -61,7 +61,7 @@ async def opened(
         ui.timer(3.0, ui.navigate.reload, once=True)
         return None
     if workspace is None:
-        return RedirectResponse(f"/login?next={quote(path, safe='')}")
+        return RedirectResponse(behind_proxy(f"/login?next={quote(path, safe='')}"))
     await workspace.listed()
     with suppress(gradwire.GradwireError):  # which the frame shows
         await workspace.jobs()  # their names are those of their runs

@@ -90,11 +90,13 @@ async def _list(workspaces: Workspaces, workspace: Workspace) -> None:
     with ui.element("div").classes("gw-head"):
         title("Jobs")
         ui.element("div").classes("grow")
-        button("New training", lambda: open_form(), kind="primary")
-    with panel("New training") as panel_of_form:
-        form = _Form(workspaces, workspace)
-        await form.show()
-    panel_of_form.set_visibility(False)
+        if workspace.may_change():
+            button("New training", lambda: open_form(), kind="primary")
+    if workspace.may_change():
+        with panel("New training") as panel_of_form:
+            form = _Form(workspaces, workspace)
+            await form.show()
+        panel_of_form.set_visibility(False)
 
     async def open_form() -> None:
         panel_of_form.set_visibility(not panel_of_form.visible)
@@ -366,12 +368,16 @@ class _Job:
     def _offered(self) -> list[tuple[ui.button, Callable[[gradwire.Job], bool]]]:
         """The buttons, and when each fits: they stay while a job changes, so that no click is lost."""
         jobs = self._workspace.service.jobs
+        curves = button("Curves", lambda: ui.navigate.to(f"/run/{self._job.run_id}"))
+        offered: list[tuple[ui.button, Callable[[gradwire.Job], bool]]] = [(curves, lambda job: bool(job.run_id))]
+        if not self._workspace.may_change(self._job.owner):
+            return offered
         return [
+            *offered,
             (self._action("Pause", jobs.pause, "pause"), lambda job: job.state in ("queued", "running")),
             (self._action("Resume", jobs.resume, "resume"), lambda job: job.state == "paused"),
             (self._action("Cancel", jobs.cancel, "cancel"), lambda job: not job.has_ended),
             (button("Delete", self._delete, kind="danger"), lambda job: job.has_ended),
-            (button("Curves", lambda: ui.navigate.to(f"/run/{self._job.run_id}")), lambda job: bool(job.run_id)),
         ]
 
     def _action(self, text: str, call: Callable[[str], Awaitable[object]], method: str) -> ui.button:

@@ -41,12 +41,13 @@ async def _show(workspaces: Workspaces, workspace: Workspace, run_id: str) -> No
     failed = ui.element("div")
     with ui.element("div").classes("gw-split"):
         with ui.element("div"):
-            with ui.element("div").classes("gw-actions"):
-                button("Cancel selected", lambda: _cancel(workspaces, workspace, run_id, sorted(map(int, chosen))))
+            if changes := workspace.may_change(workspace.runs[run_id].info.owner):
+                with ui.element("div").classes("gw-actions"):
+                    button("Cancel selected", lambda: _cancel(workspaces, workspace, run_id, sorted(map(int, chosen))))
             table = Table(
                 COLUMNS, (), label="Operations", search="Search operations: kind, state, error", unit="operations",
                 none="None since the server started.",
-                on_chosen=lambda keys: chosen.__setitem__(slice(None), keys),
+                on_chosen=(lambda keys: chosen.__setitem__(slice(None), keys)) if changes else None,
             )  # fmt: skip
         with ui.element("div"):
             with panel("A recovery now"):

@@ -81,9 +81,13 @@ class _Run:
             self._state = Drawn()
             run_views(self._run_id, "")
             ui.element("div").classes("grow")
-            button("Save checkpoint", self._save)
-            button("Export", self._export)
-            button("Delete", self._delete, kind="danger")
+            own = self._workspace.may_change(live.info.owner)
+            if own:
+                button("Save checkpoint", self._save)
+            if self._workspace.may_change():
+                button("Export", self._export)
+            if own:
+                button("Delete", self._delete, kind="danger")
         self._away = ui.element("div")
         self._advice = ui.element("div").classes("gw-stack")
         self._advised: list[Advice] = []
@@ -154,7 +158,8 @@ class _Run:
             with ui.element("div").classes("grow"):
                 plain(each.name, "mono", tag="div")
                 lines = Lines(classes="quiet")
-            self._button("Fork", partial(actions.fork, self._workspaces, self._workspace, each), each)
+            if self._workspace.may_change():
+                self._button("Fork", partial(actions.fork, self._workspaces, self._workspace, each), each)
             self._button("Try", partial(actions.try_out, [each]), each)
             return lambda now: lines.show(_about(now, self._measured[now.path]))
 

@@ -103,7 +103,7 @@ async def _show(workspaces: Workspaces, workspace: Workspace, session_id: str) -
     with ui.element("div").classes("gw-head"):
         title(info.name or info.session_id)
         ui.element("div").classes("grow")
-        if info.state == "open":
+        if info.state == "open" and workspace.may_change(info.owner):
             button("End", lambda: _end(workspaces, session), kind="danger")
     facts(
         {

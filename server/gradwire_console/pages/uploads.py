@@ -48,11 +48,12 @@ class _Uploads:
             title("Uploads")
             plain("weights from elsewhere, from which runs can begin", "quiet")
             ui.element("div").classes("grow")
-            picker = ui.upload(on_multi_upload=self._upload, multiple=True, auto_upload=True)
-            picker.props("accept=.json,.safetensors").style("display: none")
-            button("Upload an adapter…", lambda: picker.run_method("pickFiles"), kind="primary")
-            button("Begin a run", lambda: self._of_one(self._begin))
-            button("Delete", lambda: self._of_one(self._delete), kind="danger")
+            if changes := self._workspace.may_change():
+                picker = ui.upload(on_multi_upload=self._upload, multiple=True, auto_upload=True)
+                picker.props("accept=.json,.safetensors").style("display: none")
+                button("Upload an adapter…", lambda: picker.run_method("pickFiles"), kind="primary")
+                button("Begin a run", lambda: self._of_one(self._begin))
+                button("Delete", lambda: self._of_one(self._delete), kind="danger")
         self._failed, none = ui.element("div"), ui.element("div")
         with none:
             empty(
@@ -61,7 +62,7 @@ class _Uploads:
             )
         self._table = Table(
             COLUMNS, (), label="Uploads", search="Search uploads: id, model, run", unit="uploads", instead=none,
-            on_chosen=lambda keys: self._chosen.__setitem__(slice(None), keys),
+            on_chosen=(lambda keys: self._chosen.__setitem__(slice(None), keys)) if changes else None,
         )  # fmt: skip
         sdk_line("await service.list_uploads()")
         await self._refresh()

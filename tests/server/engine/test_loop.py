@@ -65,6 +65,9 @@ class Stage:
         message = request.message
         self.log.append(f"begin {message.id}")
         call = message.sample.call if message.HasField("sample") else message.operation.operation.sample
+        if call.prompt_logprobs:  # which takes seconds, and lets others go on
+            self.clock += 1.0
+            give_way()
         self.under_way.append((message, [call.max_tokens]))
         return []
 
@@ -179,6 +182,14 @@ def test_samples_and_small_operations_share_half_of_the_time() -> None:
     )
     within = [line for line in log[log.index("do 2") : log.index("told 2")] if not line.startswith("told")]
     assert within == ["do 2", "do 2", "step", "do 3", "do 2", "do 2", "step", "do 4", "do 2", "do 2"]
+
+
+def test_a_request_is_executed_once_where_one_before_it_lets_others_go_on() -> None:
+    scored = sample(1, "a", tokens=1)
+    scored.message.operation.operation.sample.prompt_logprobs = True
+    log = Stage().run(scored, sample(2, "b", tokens=1), sample(3, "c", tokens=1), step(4, "d"), END, decisions=First(4))
+    assert log[:4] == ["begin 1", "begin 2", "begin 3", "step"]
+    assert {number: log.count(f"told {number}") for number in (1, 2, 3, 4)} == dict.fromkeys((1, 2, 3, 4), 1)
 
 
 def test_time_that_nobody_wanted_is_not_saved_up() -> None:

@@ -64,6 +64,7 @@ failing("memory", torch.OutOfMemoryError("injected"), False)
 failing("memory_in_its_part", torch.OutOfMemoryError("injected"), True)
 failing("fault", ValueError("injected"), False)
 failing("fault_in_its_part", ValueError("injected"), True)
+failing("fault_beside", ValueError("injected"), True)
 """
 """A file of losses that fail on one rank, and of layers that do."""
 

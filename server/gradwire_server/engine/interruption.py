@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 
 def _go_on() -> None:
     pass
@@ -69,7 +71,7 @@ def give_way() -> None:
         return
     _yield, _aside = None, True
     try:
-        with interruptible(_go_on):
+        with interruptible(_go_on), torch.enable_grad():  # as if between two operations
             _given_s += others()
     finally:
         _yield, _aside = others, False

@@ -100,14 +100,19 @@ def generator(engine: LocalEngine, run_id: str) -> torch.Tensor:
     return engine.context.runs[run_id].rng_tensors()["cpu"]
 
 
+def rows_of(loss: str) -> tuple[dict[str, codec.Column], pb.LossCall]:
+    """150 rows and a call of their loss; "bco" is one of the whole batch, and has a reference."""
+    rows = token_rows([[1, 20 + row % 40, 30, 5 + row % 20, 9, 8] for row in range(150)])
+    if loss == "bco":
+        rows["label"] = codec.Column(np.arange(150, dtype=np.float32) % 2)
+        return rows, loss_call(get_loss(loss), {"reference_model": "base"})
+    return rows, pb.LossCall(loss_fn=loss)
+
+
 @pytest.mark.parametrize("loss", ["causal_lm", "bco"])
 def test_samples_go_on_between_the_micro_batches_of_a_batch(loss: str, tiny_model_path: Path, tmp_path: Path) -> None:
     engine = Looped({"tiny": tiny_model_path}, tmp_path, microbatch_tokens=8)
-    rows = token_rows([[1, 20 + row % 40, 30, 5 + row % 20, 9, 8] for row in range(150)])
-    asked_loss = pb.LossCall(loss_fn=loss)
-    if loss == "bco":
-        rows["label"] = codec.Column(np.arange(150, dtype=np.float32) % 2)
-        asked_loss = loss_call(get_loss(loss), {"reference_model": "base"})
+    rows, asked_loss = rows_of(loss)
     asked = pb.SampleRequest(model="tiny", call=call(20, seed=1), prompt_ids=[pb.TokenIds(ids=[1, 2])])
     told_of: list[Any] = []
     for name in ("alone", "beside"):
@@ -123,11 +128,14 @@ def test_samples_go_on_between_the_micro_batches_of_a_batch(loss: str, tiny_mode
     assert told_of[0] == told_of[1]
 
 
-def test_small_operations_go_between_the_micro_batches_of_a_large_one(tiny_model_path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss", ["causal_lm", "bco"])
+def test_small_operations_go_between_the_micro_batches_of_a_large_one(
+    loss: str, tiny_model_path: Path, tmp_path: Path
+) -> None:
     engine = Looped({"tiny": tiny_model_path}, tmp_path, microbatch_tokens=8)
-    rows = token_rows([[1, 20 + row % 40, 30, 5 + row % 20, 9, 8] for row in range(150)])
-    large = {"forward_backward": pb.LossCall(loss_fn="causal_lm")}
-    small: list[dict[str, Any]] = [large, {"optim_step": STEP}, large, {"optim_step": STEP}]
+    rows, asked_loss = rows_of(loss)
+    large, causal = {"forward_backward": asked_loss}, {"forward_backward": pb.LossCall(loss_fn="causal_lm")}
+    small: list[dict[str, Any]] = [causal, {"optim_step": STEP}, causal, {"optim_step": STEP}]
     told_of = []
     for together in (True, False):
         names = [f"{name}-{together}" for name in ("large", "small")]

@@ -95,9 +95,9 @@ def test_requests_beside_each_other_are_answered_each(engines: Engines) -> None:
     assert found[9103].error.code
 
 
-@pytest.mark.parametrize("loss", ["causal_lm", "bco", "fault_in_its_part"])
+@pytest.mark.parametrize("loss", ["causal_lm", "bco", "fault_beside"])
 def test_samples_go_on_between_the_micro_batches_of_a_batch(engines: Engines, loss: str) -> None:
-    if loss == "fault_in_its_part" and "weights divided" in engines.group.hello.hello.device:
+    if loss == "fault_beside" and "weights divided" in engines.group.hello.hello.device:
         pytest.skip("one rank's fault ends a group whose weights are divided")
     engine, run_id = engines.group, f"beside-{loss}"
     rows = token_rows([[1, 20 + row % 40, 30, 5 + row % 20, 9, 8, 7] for row in range(200)])
@@ -128,7 +128,7 @@ def test_samples_go_on_between_the_micro_batches_of_a_batch(engines: Engines, lo
             answers[reply.id] = reply
     engine.seqs[run_id] = 1
     alone = engines.one.op(run_id, rows, forward_backward=call)
-    if loss == "fault_in_its_part":
+    if loss == "fault_beside":
         assert "ValueError" in answers[9002].result.error.message
     else:
         assert frames >= 10, "the streams went on while the batch was computed"

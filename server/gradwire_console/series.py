@@ -76,7 +76,9 @@ def flat(curves: Sequence[Sequence[Sequence[float]]]) -> Flat | None:
     if not high - low <= ROUNDING * size:
         return None
     reason = f"{low:.7g} to {high:.7g}, drawn flat: about rounding" if high > low else ""
-    return Flat(min(2 * low, 0.0), max(2 * high, 0.0), reason)
+    unit = 10.0 ** math.floor(math.log10(2 * size))
+    end = math.ceil(2 * size / unit - 1e-9) * unit  # about twice the values, in one digit
+    return Flat(0.0, end, reason) if high > 0 else Flat(-end, 0.0, reason)
 
 
 def has_loss(history: History) -> NDArray[np.bool_]:

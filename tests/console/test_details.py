@@ -128,7 +128,7 @@ def test_an_idle_run_says_where_it_was_left(shown: tuple[Console, sync.TrainingC
     console, run = shown
     page.goto(f"{console.url}/run/{run.run_id}")
     now = page.locator(".gw-facts").first
-    expect(now).to_contain_text("the server is not told whether its program has ended or crashed")
+    expect(now).to_contain_text("whether its program has ended or crashed is not known")
     expect(now).to_contain_text("since optim_step 2")
     expect(now).to_contain_text("1 step is in no checkpoint")
     expect(now).not_to_contain_text("has no optim_step yet")

@@ -28,7 +28,7 @@ COLUMNS = (
     Column("owner", "Owner", "Name of the key that created the run", sparse=True),
     Column("age", "Age", num=True),
 )  # fmt: skip
-IDLE = "nothing is submitted; the server is not told whether its program has ended or crashed"
+IDLE = "whether its program has ended or crashed is not known"
 EXAMPLE = 'run = await service.create_run("MODEL", lora={"rank": 16}, name="first")'
 
 

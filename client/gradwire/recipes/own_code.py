@@ -106,11 +106,14 @@ def reward_of(reward: str | Mapping[str, float], models: Mapping[str, Scorer] = 
 
 
 def task_of(row: Prompt, reward: str | Mapping[str, float]) -> Task:
-    """Return the problem of a row, for a reward that compares with its answer: of a worked solution, with the last."""
+    """Return the problem of a row, for a reward that compares with its answer: of a worked solution, with the last.
+
+    Its ``task_id`` is the row's, if there is such a column.
+    """
     answer = row.answer
     if isinstance(answer, str) or (answer is not None and reward in REWARDS):
         answer = final_answer(str(answer))
-    return Task(cast("tuple[Message, ...]", row.prompt), answer, data=row.columns)
+    return Task(cast("tuple[Message, ...]", row.prompt), answer, str(row.columns.get("task_id", "")), row.columns)
 
 
 def _scorer(reward: Any) -> Scorer:

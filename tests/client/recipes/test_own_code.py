@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gradwire.data import prompts
 from gradwire.recipes import command
-from gradwire.recipes.own_code import agent_of, environment_of, reward_of
+from gradwire.recipes.own_code import agent_of, environment_of, reward_of, task_of
 from gradwire.recipes.settings import SettingsError
 from gradwire.rl import last_number
 from gradwire.rl.rewards import RewardComputer, WeightedReward
@@ -153,3 +154,9 @@ def test_settings_are_checked_before_anything_starts(given: dict[str, Any], word
         command.settings_of("rloo", given)
     with pytest.raises(SettingsError, match="environment is empty; gigpo compares"):
         command.settings_of("gigpo", {})
+
+
+def test_a_task_has_the_id_of_its_row() -> None:
+    rows = [{"question": "1 + 1?", "answer": "2", "task_id": 7}, {"question": "1 + 2?", "answer": "3"}]
+    tasks = [task_of(row, "last_number") for row in prompts(rows)]
+    assert [(task.task_id, task.ground_truth) for task in tasks] == [("7", "2"), ("", "3")]

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import openai  # noqa: F401  # importing takes longer than a test may hold its loop
 import pytest
 from gradwire import rl
 from gradwire.rl import AgentEnvironment, AlgorithmConfig, GRPOAlgorithm, RolloutManager, Task, Trajectory

@@ -214,7 +214,10 @@ class AgentEnvironment(EpisodeEnvironment):
         if given is None:
             return own_folder(None)
         if "{task_id}" in str(given) and not task.task_id:
-            raise ValueError(f"workdir is {given}, and the task has no task_id: rl.Task(prompt, ground_truth, task_id)")
+            raise ValueError(
+                f"workdir is {given}, and the task has no task_id: rl.Task(prompt, ground_truth, task_id), or a row's"
+                " column task_id"
+            )
         template = Path(filled(str(given), {"task_id": task.task_id})).expanduser()
         if not template.is_dir():
             raise NotADirectoryError(f"workdir: there is no folder {template}")

@@ -140,7 +140,7 @@ def test_a_viewer_reads_everything_and_changes_nothing(
 ) -> None:
     """Every RPC that the server knows is called by hand with a viewer's key."""
     import grpc
-    from gradwire_proto.v1 import jobs_pb2
+    from gradwire_proto.v1 import jobs_pb2, sessions_pb2
     from gradwire_proto.v1 import training_pb2 as pb
     from gradwire_server.access.calls import RPCS, VIEWED
 
@@ -159,7 +159,7 @@ def test_a_viewer_reads_everything_and_changes_nothing(
     metadata = (("authorization", f"Bearer {keys['eve']}"),)
     allowed = set()
     with grpc.insecure_channel(server.address) as channel:
-        for file in (pb.DESCRIPTOR, jobs_pb2.DESCRIPTOR):
+        for file in (pb.DESCRIPTOR, jobs_pb2.DESCRIPTOR, sessions_pb2.DESCRIPTOR):
             for name, declared in file.services_by_name.items():
                 for method in declared.methods:
                     call = channel.stream_stream(f"/gradwire.v1.{name}/{method.name}")

@@ -306,11 +306,21 @@ async def test_the_command_line_shows_what_an_agent_did(
 
 async def test_a_keys_sessions_stay_within_its_room(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
-    limits = ["--limit", "key_sessions=2", "--limit", "key_session_bytes=500"]
-    server = HttpServer(model, tmp_path / "state", free_port(), *limits)
+    limits = {"key_sessions": 2, "key_session_bytes": 500, "max_session_turns": 90, "max_session_calls": 5}
+    limits |= {"max_session_seconds": 800, "session_idle_seconds": 70}
+    words = [word for name, value in limits.items() for word in ("--limit", f"{name}={value}")]
+    server = HttpServer(model, tmp_path / "state", free_port(), *words)
     server.start()
     async with gradwire.connect(server.address) as service:
-        first, second = [await service.rollout_session("tiny") for _ in range(2)]
+        first, second = [
+            await service.rollout_session("tiny", limits=asked)
+            for asked in (None, gradwire.SessionLimits(max_turns=9, max_seconds=9999, max_concurrent_calls=9, idle_s=9))
+        ]
+        given = [
+            (each.max_turns, each.max_concurrent_calls, each.max_seconds, each.idle_s)
+            for each in (first.info.limits, second.info.limits)
+        ]
+        assert given == [(90, 5, 800, 70), (9, 5, 800, 9)]
         with pytest.raises(gradwire.LimitExceededError, match="key_sessions"):
             await service.rollout_session("tiny")
         await Agent(first, "completions").ask()

@@ -136,6 +136,17 @@ ELSEWHERE = {
     "max_incoming_bytes": "test_payloads_on_their_way_are_bounded",
     "key_queued_operations": "test_a_keys_queue_is_bounded_over_all_its_runs_and_empties",
     "key_queued_bytes": "test_a_keys_queue_is_bounded_over_all_its_runs_and_empties",
+    **dict.fromkeys(
+        (
+            "key_sessions",
+            "key_session_bytes",
+            "max_session_calls",
+            "max_session_turns",
+            "max_session_seconds",
+            "session_idle_seconds",
+        ),
+        "tests/server/doors/test_rollout_sessions.py",
+    ),
     "key_tokens_per_minute": "test_a_keys_tokens_run_over_time",
 }
 

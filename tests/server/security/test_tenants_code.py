@@ -49,6 +49,7 @@ PLACES = {
     "server/gradwire_server/grammar_trial.py": ("tried", BOUNDED),
     "server/gradwire_server/grammar_forms.py": ("written", BOUNDED),
     "server/gradwire_server/doors/http/openai/call_readers.py": ("tagged", "written", "python_between", FIXED),
+    "server/gradwire_server/doors/http/door.py": ("", FIXED),
     "server/gradwire_server/doors/http/openai/reading.py": ("_pattern", FIXED),
     "server/gradwire_server/engine/model/attention/varlen.py": ("varlen_kernel", FIXED),
     "server/gradwire_server/engine/model/loading/configuration.py": ("without_path", FIXED),

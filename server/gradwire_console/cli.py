@@ -126,6 +126,7 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(name, setattr, http, "should_exit", True)
     tasks = [asyncio.create_task(_stop_with(parent_pid, http))] if parent_pid else []
     if webhook:
+        await _is_taken(server, os.environ.get("GRADWIRE_API_KEY", ""), parent_pid)
         followed = await workspaces.of_key(os.environ.get("GRADWIRE_API_KEY", ""))
         tasks.append(asyncio.create_task(alerts.Alerts(followed, webhook, url_of(listener) + root_path).run()))
     print(f"gradwire console: listening on {url_of(listener)}", flush=True)

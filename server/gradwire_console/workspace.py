@@ -124,6 +124,7 @@ class Workspace:
         self._answers = Answers()
         self._jobs: dict[str, FollowedJob] = {}
         self._checked_at = 0.0
+        self._vocab_sizes: dict[str, int] = {}
         self._records = Records()
         self._clients: dict[str, TrainingClient] = {}
         self._locks: dict[str, asyncio.Lock] = {}
@@ -192,11 +193,12 @@ class Workspace:
 
     async def vocab_size(self, run_id: str) -> int:
         """Tokens that a run's model tells apart; 0 where that is not known."""
-        with contextlib.suppress(gradwire.GradwireError):
-            models = await self.models()
-            if (live := self.runs.get(run_id)) is not None and live.info.base_model in models:
-                return models[live.info.base_model].vocab_size
-        return 0
+        live = self.runs.get(run_id)
+        model = live.info.base_model if live is not None else ""
+        if model and model not in self._vocab_sizes:
+            with contextlib.suppress(gradwire.GradwireError):
+                self._vocab_sizes = {name: each.vocab_size for name, each in (await self.models()).items()}
+        return self._vocab_sizes.get(model, 0)
 
     async def uploads(self) -> list[gradwire.Upload]:
         """The uploads, oldest first, of which the stream tells nothing: asked every ten seconds."""

@@ -398,6 +398,13 @@ async def test_mistakes_name_their_place_and_the_sessions_model(
         await service.rollout_session("tiny", limits={"max_turns": 2})  # type: ignore[typeddict-item]
     run = await service.create_run("tiny", lora=2)
     session = await run.rollout_session()
+    with pytest.raises(gradwire.InvalidArgumentError, match="temperature"):
+        await run.rollout_session(sampling={"temperature": float("nan")})
+    for rewards in ({"reward": float("nan")}, {"turn_rewards": {0: float("inf")}}):
+        with pytest.raises(gradwire.InvalidArgumentError, match="finite"):
+            await session.end(**rewards)
+    with pytest.raises(gradwire.InvalidArgumentError, match="there are open, ended"):
+        await service.sessions.list(state="close")  # type: ignore[arg-type]
     await service.delete_run(run.run_id)
     answer = await Agent(session, "chat").http.post("/v1/chat/completions", json={**SHORT, "messages": ASK})
     assert answer.status_code == 404 and run.run_id in answer.json()["error"]["message"]

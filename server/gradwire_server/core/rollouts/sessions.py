@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import math
 import secrets
 import time
 from collections import defaultdict
@@ -158,8 +159,10 @@ class RolloutSessions:
         """A page of the caller's sessions, an admin's of all, newest first, and the next page's token, "" at the end.
 
         Raises:
-            ServiceError: INVALID_ARGUMENT for an unknown token.
+            ServiceError: INVALID_ARGUMENT for an unknown token or state.
         """
+        if request.state not in ("", OPEN, ENDED):
+            raise _invalid(f"state is {request.state[:50]!r}; there are {OPEN}, {ENDED}", "state")
         size = min(request.page_size or 100, MAX_PAGE)
         mine = [
             live
@@ -187,6 +190,8 @@ class RolloutSessions:
         """
         live = self._of(caller, request.session_id, write=True)
         session = live.session
+        if not all(map(math.isfinite, (request.reward, *request.turn_rewards.values()))):
+            raise _invalid("rewards are finite numbers", "reward")
         if any(number >= session.num_turns for number in request.turn_rewards):
             raise _invalid(f"the session has {session.num_turns} turns, numbered from 0", "turn_rewards")
         await self._end(live, (request.reason or "ended by its owner")[:MAX_REASON_CHARS])
@@ -297,7 +302,7 @@ class RolloutSessions:
         if not all(each >= 0 for each in (given.max_seconds, given.idle_s)):
             raise _invalid("limits are seconds of 0 or more", "limits")
         sampling = request.sampling
-        if sampling.temperature < 0 or not 0 <= sampling.top_p <= 1 or not 0 <= sampling.min_p <= 1:
+        if not 0 <= sampling.temperature < math.inf or not 0 <= sampling.top_p <= 1 or not 0 <= sampling.min_p <= 1:
             raise _invalid("temperature is 0 or more, top_p and min_p are from 0 to 1", "sampling")
         source = self._find(caller, request.model)
         holding = sessions.SessionLimits(

@@ -122,9 +122,7 @@ class Loop:
                 if len(self._samples):
                     self._carry_out(self._decisions.step_samples(self._samples.messages()))
                 if small:
-                    owed_s, since = self._owed_s, self._now()
-                    self._carry_out(self._decisions.execute(small))
-                    self._owed_s = owed_s - (self._now() - since)
+                    self._carry_out(self._decisions.execute(small), given=True)
                 small = self._small()
         if not len(self._samples):
             self._owed_s = min(self._owed_s, 0.0)
@@ -136,7 +134,8 @@ class Loop:
         """Ready operations that cost no more than a token of samples or a micro-batch does."""
         return [request for request in self._ready() if self._decisions.is_small(request)]
 
-    def _carry_out(self, decision: Decision) -> None:
+    def _carry_out(self, decision: Decision, *, given: bool = False) -> None:
+        """Carry out a decision; ``given``: in the time of the samples, of which they are owed less then."""
         for request in (*decision.samples, *decision.requests):
             self._waiting.remove(request)
         self._ranks.send(decision)
@@ -145,7 +144,7 @@ class Loop:
             self._send(answer)
         took_s = self._now() - self._since
         of_samples = decision.steps_samples or all(request.only_samples for request in decision.samples)
-        self._owed_s += -took_s if of_samples and not decision.requests else took_s
+        self._owed_s += -took_s if given or (of_samples and not decision.requests) else took_s
 
     def _now(self) -> float:
         return self._engine.now(settled=len(self._samples) > 0)

@@ -102,21 +102,19 @@ def _left_out(model: PreTrainedModel) -> list[str] | None:
     left_out = [
         name
         for name, module in model.named_modules()
-        if _is_router(module) or _is_no_product(module) or name in read or name.rpartition(".")[2] in names
+        if _is_no_product(module) or name in read or name.rpartition(".")[2] in names
     ]
     return left_out or None
 
 
 def _is_no_product(layer: nn.Module) -> bool:
-    """Whether it is a model's own subclass of Linear with a forward of its own, as DeepSeek-V4's of groups: the product
-    of an adapter would have another shape."""
-    own = type(layer).__module__.startswith("transformers.models.")
-    return own and isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward
-
-
-def _is_router(layer: nn.Module) -> bool:
-    own = type(getattr(layer, "base_layer", layer))
-    return issubclass(own, nn.Linear) and "Router" in own.__name__
+    """Whether a linear layer is no mere product: a router that returns more, or a model's own subclass of Linear with a
+    forward of its own, as DeepSeek-V4's of groups, for which the product of an adapter would have another shape."""
+    router = type(getattr(layer, "base_layer", layer))
+    own = isinstance(layer, nn.Linear) and type(layer).__module__.startswith("transformers.models.")
+    return (issubclass(router, nn.Linear) and "Router" in router.__name__) or (
+        own and type(layer).forward is not nn.Linear.forward
+    )
 
 
 def _named(model: PreTrainedModel, given: Sequence[str]) -> list[str]:
@@ -156,7 +154,6 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
         for name, module in named.items()
         if name != head
         and name not in read
-        and not _is_router(module)
         and not _is_no_product(module)
         and isinstance(getattr(module, "base_layer", module), (nn.Linear, Conv1D))
         and not any(name.startswith(layer + ".") for layer in wrapped)

@@ -176,7 +176,7 @@ class EngineSettings(BaseModel):
         """A mapping of names to folders stays; a list, or text with commas, is named by :func:`parse_model`."""
         return _named(given) if isinstance(given, str | list | tuple) else given
 
-    @field_validator("losses", "state_dir", "tls_cert", "tls_key", "tls_client_ca", "mirror", check_fields=False)
+    @field_validator("losses", "state_dir", "tls_cert", "tls_key", "tls_client_ca", check_fields=False)
     @classmethod
     def _absolute(cls, given: Path | tuple[Path, ...] | None) -> Path | tuple[Path, ...] | None:
         if isinstance(given, tuple):
@@ -297,9 +297,6 @@ class ServerConfig(EngineSettings):
     keep_results_hours: float = setting(168.0, "Hours that a result waits to be fetched.", subject=DURABILITY, gt=0)
     price_per_hour: float = setting(
         0.0, "What an hour of one engine costs, for `gradwire usage`.", subject=OBSERVABILITY, ge=0, allow_inf_nan=False
-    )
-    mirror: Path | None = setting(
-        None, "Folder, best on another disk, for a second copy of the journal.", subject=DURABILITY
     )
     accept_changes: bool = setting(
         False,

@@ -27,7 +27,7 @@ def check(config: ServerConfig) -> None:
     Raises:
         SettingsError: Some of them cannot be used.
     """
-    mistakes = [*_packages(config), *_mirror(config)]
+    mistakes = list(_packages(config))
     absent = [
         *_files(config),
         *(_models(config) if config.engines != 0 else ()),  # the engines elsewhere have models of their own
@@ -35,20 +35,13 @@ def check(config: ServerConfig) -> None:
         *_port("--http", config.http),
     ]
     if not (mistakes or absent):
-        absent = [*_folder("--state-dir", config.state_dir), *_folder("--mirror", config.mirror)]
+        absent = list(_folder("--state-dir", config.state_dir))
     if mistakes or absent:
         raise SettingsError(*mistakes, *absent, may_pass=not mistakes)
 
 
-def _mirror(config: ServerConfig) -> Iterator[str]:
-    if config.mirror is not None and config.mirror.resolve() == config.state_dir.resolve():
-        yield f"--mirror {config.mirror} is the state folder itself: give another folder, best on another disk"
-
-
-def _folder(flag: str, folder: Path | None) -> Iterator[str]:
+def _folder(flag: str, folder: Path) -> Iterator[str]:
     """Make a folder that the server writes to."""
-    if folder is None:
-        return
     try:
         make_folder(folder, 0o700)
     except (FileExistsError, NotADirectoryError) as error:

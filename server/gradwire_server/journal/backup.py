@@ -119,9 +119,8 @@ def restore(copy: Path, state_dir: Path, say: Callable[[str], object]) -> Copied
     try:
         copied = _check(partial, say, damaged=False)
         with closing(connect(partial / DATABASE)) as database:
-            # Clients that were at work know another history: they are fenced. So is a mirror of the old folder.
+            # Clients that were at work know another history: they are fenced.
             database.execute("UPDATE runs SET epoch = epoch + ?, writer = ''", (EPOCHS,))
-            database.execute("UPDATE state SET folder = lower(hex(randomblob(8)))")
             database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     except (_Changed, sqlite3.DatabaseError) as error:
         shutil.rmtree(partial)

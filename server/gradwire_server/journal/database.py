@@ -28,10 +28,9 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.durable_files import is_full
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.commit_log import TRANSACTIONS, Statement, description_of
-from gradwire_server.journal.mirror import copy_database
 from gradwire_server.journal.rows import Row
 from gradwire_server.journal.schema import GIVE_BACK, connect, connect_as, migrate, newest_commit
-from gradwire_server.journal.segments import Location, Segments, say_mirror_lost
+from gradwire_server.journal.segments import Location, Segments
 
 log = logging.getLogger(__name__)
 
@@ -49,18 +48,13 @@ FULL_SAID_EVERY_S = 60.0
 
 
 class JournalConnection(sqlite3.Connection):
-    """A connection whose changes are made in a second database as well, and noted to be made again after a crash.
+    """A connection whose changes are noted, to be made again after a crash.
 
-    The statements of the journal depend on nothing but their values and the tables, so all databases become the same.
+    The statements of the journal depend on nothing but their values and the tables: made again, they do the same.
 
     Attributes:
         statements: The changes since whoever uses the connection emptied this list.
-        mirror: The second database; None without one, and from its first failure on.
-        mirror_folder: The folder that it is in.
     """
-
-    mirror: sqlite3.Connection | None = None
-    mirror_folder: Path = Path()
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -82,37 +76,19 @@ class JournalConnection(sqlite3.Connection):
         return cursor
 
     def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
-        """Execute a statement here and, unless it only reads, in the mirror."""
+        """Execute a statement and, unless it only reads, note it."""
         cursor = super().execute(sql, parameters)
         if sql.startswith(("SELECT", "PRAGMA")) and not sql.startswith(GIVE_BACK):
             return cursor
         if not sql.startswith(TRANSACTIONS):
             self.statements.append(Statement(sql, parameters, self._record))
-        if self.mirror is not None:
-            try:
-                self.mirror.execute(sql, parameters).fetchall()
-            except sqlite3.Error as error:
-                self.drop_mirror(error)
         return cursor
 
     def executemany(self, sql: str, parameters: Iterable[Any], /) -> sqlite3.Cursor:
-        """Execute a statement with each of the parameters, here and in the mirror."""
+        """Execute a statement with each of the parameters, and note each."""
         for each in parameters:
             self.execute(sql, each)
         return self.cursor()
-
-    def rollback(self) -> None:
-        """End a transaction that failed, here and in the mirror."""
-        super().rollback()
-        if self.mirror is not None:
-            self.mirror.rollback()
-
-    def drop_mirror(self, error: Exception) -> None:
-        """Go on without the mirror."""
-        if self.mirror is not None:
-            mirror, self.mirror = self.mirror, None
-            mirror.close()
-            say_mirror_lost(self.mirror_folder, error)
 
 
 class _Item(NamedTuple):
@@ -130,7 +106,6 @@ class Database:
     Args:
         path: The database file, up to date with the segments.
         segments: Where commits are recorded, after the records that their writes have added; used in the writer thread.
-        mirror: A second database file in which every change is made as well, until that fails.
 
     Attributes:
         commit: Number of the present commit; set in the writer thread before each group.
@@ -139,13 +114,7 @@ class Database:
             whether the group was committed.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        segments: Segments,
-        mirror: Path | None = None,
-    ) -> None:
-        self._mirror = mirror
+    def __init__(self, path: Path, segments: Segments) -> None:
         self._path, self._segments = path, segments
         self.on_commit: Callable[[int, float, bool], object] = lambda writes, seconds, committed: None
         self._began, self.noted = time.monotonic(), False
@@ -164,8 +133,8 @@ class Database:
         self._reading: sqlite3.Connection | None = None
 
     async def open(self) -> None:
-        """Create the file or bring it to the present version, and its mirror; then start to write."""
-        self._ran_before_s, self.commit = await asyncio.to_thread(_prepare, self._path, self._mirror)
+        """Create the file or bring it to the present version, then start to write."""
+        self._ran_before_s, self.commit = await asyncio.to_thread(_prepare, self._path)
         self._began, self._noted_s = time.monotonic(), self._ran_before_s
         self._writer.start()
 
@@ -268,8 +237,6 @@ class Database:
 
     def _write(self) -> None:
         connection = connect_as(JournalConnection, self._path)
-        if self._mirror is not None:
-            connection.mirror, connection.mirror_folder = connect(self._mirror), self._mirror.parent
         ending = False
         while not ending:
             items: list[_Item] = []
@@ -292,8 +259,6 @@ class Database:
                 except (sqlite3.Error, OSError) as error:  # the segments have every commit
                     if self._storage_error(error) is error:
                         log.error("%s is not written, and tried again: %s", self._path, error)
-        if connection.mirror is not None:
-            connection.mirror.close()
         connection.close()
 
     def _commit(self, connection: JournalConnection, items: list[_Item]) -> list[Any]:
@@ -399,13 +364,10 @@ def _deliver(items: list[_Item], outcomes: list[Any]) -> None:
             item.done.set_exception(error)
 
 
-def _prepare(path: Path, mirror: Path | None) -> tuple[float, int]:
-    """Bring a file to the present version, and make its mirror; return its ``ran_s`` and its newest commit."""
+def _prepare(path: Path) -> tuple[float, int]:
+    """Bring a file to the present version; return its ``ran_s`` and its newest commit."""
     with closing(connect(path)) as connection:
         migrate(connection)
         connection.execute("PRAGMA journal_mode = WAL")
         [(ran_s,)] = connection.execute("SELECT ran_s FROM state").fetchall()
-        commit = newest_commit(connection)
-    if mirror is not None and not mirror.exists():
-        copy_database(path, mirror)
-    return float(ran_s), commit
+        return float(ran_s), newest_commit(connection)

@@ -67,7 +67,6 @@ class Journal:
         keep_payloads: bool = True,
         segment_bytes: int = SEGMENT_BYTES,
         history_points: int = Limits().max_history_points,
-        mirror: Path | None = None,
         accept_changes: bool = False,
     ) -> Journal:
         """Bring the database to the present version, and open it for writing and reading until :meth:`close`.
@@ -78,11 +77,10 @@ class Journal:
             keep_payloads: False for ``durability=checkpoint``: operations are recorded, but cannot be replayed.
             segment_bytes: Size in bytes from which on a new segment file is begun.
             history_points: Points of a run's record; see :mod:`.history`.
-            mirror: Folder of a second copy, equal to the first (:func:`.mirror.reconcile`).
             accept_changes: Whether runs go on with something other than what they were computed with.
         """
-        segments = Segments(state_dir / SEGMENTS, segment_bytes, None if mirror is None else mirror / SEGMENTS)
-        store = Database(state_dir / DATABASE, segments, None if mirror is None else mirror / DATABASE)
+        segments = Segments(state_dir / SEGMENTS, segment_bytes)
+        store = Database(state_dir / DATABASE, segments)
         await store.open()
         return cls(store, segments, keep_payloads, history_points, accept_changes)
 

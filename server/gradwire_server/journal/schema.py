@@ -99,7 +99,7 @@ _SECOND = (
     # an older copy is known by it.
     # And for how many seconds servers have run on the folder, which decides how long results are kept: a wall clock
     # may jump.
-    # The name of the folder tells a mirror of it from that of another.
+    # Nothing reads the folder's name any more: it told a second copy of the journal from that of another.
     "CREATE TABLE state (commits INTEGER NOT NULL, ran_s REAL NOT NULL, folder TEXT NOT NULL)",
     "INSERT INTO state VALUES (0, 0, lower(hex(randomblob(8))))",
     "UPDATE results SET stored_at = 0",

@@ -10,17 +10,14 @@ Records of version 1 of the state folder have another magic word, no commit and 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gradwire_server.durable_files import make_folder, sync
-
-log = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<4s16sQIQ")
 """Magic word, digest, commit, lengths of description and payload."""
@@ -64,11 +61,6 @@ class Record:
     end: int
 
 
-def say_mirror_lost(mirror: Path, error: Exception) -> None:
-    """Log that a mirror of the state folder is no longer written."""
-    log.error("the mirror %s is given up until the next start, the journal goes on alone: %s", mirror, error)
-
-
 class Segments:
     """The folder of segments.
 
@@ -77,16 +69,9 @@ class Segments:
     Args:
         folder: The folder.
         segment_bytes: Size in bytes from which on a new file is begun.
-        mirror: A folder with the same files, to which everything is written as well, until that fails.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        segment_bytes: int = SEGMENT_BYTES,
-        mirror: Path | None = None,
-    ) -> None:
-        self._mirror = Segments(mirror, segment_bytes) if mirror is not None else None
+    def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.folder, self._segment_bytes = folder, segment_bytes
         make_folder(folder)
         self._fd = -1
@@ -114,7 +99,6 @@ class Segments:
                 self._gathered.append(buffer)
                 self._gathered_bytes += len(buffer)
                 self._size += len(buffer)
-        self._mirrored(lambda mirror: mirror.append(payload, description, commit), location)
         return location
 
     def sync(self) -> None:
@@ -123,7 +107,6 @@ class Segments:
             self.write()
             os.fsync(self._fd)
             self._synced_size = self._size
-            self._mirrored(lambda mirror: mirror.sync())
 
     def write(self) -> None:
         """Write the records added so far, by one system call, and do not wait until they are durable."""
@@ -148,19 +131,6 @@ class Segments:
             os.close(self._fd)
         self._fd = -1
         self._gathered, self._gathered_bytes, self._size = [], 0, self._synced_size
-        self._mirrored(lambda mirror: mirror.abandon())
-
-    def _mirrored(self, change: Callable[[Segments], Location | None], expected: Location | None = None) -> None:
-        """Make a change in the mirror as well."""
-        mirror = self._mirror
-        if mirror is None:
-            return
-        try:
-            if change(mirror) != expected:
-                raise OSError("the mirror's files are not those of the journal")
-        except OSError as error:
-            self._mirror = None
-            say_mirror_lost(mirror.folder.parent, error)
 
     def read(self, location: Location) -> bytearray:
         """Read the payload of a record.
@@ -168,15 +138,8 @@ class Segments:
         Raises:
             CorruptRecord: The bytes are not those that were written.
         """
-        mirror = self._mirror
-        try:
-            with self._opened(location.segment) as fd:
-                return _read(fd, location)[1]
-        except (CorruptRecord, OSError) as error:
-            if mirror is None:
-                raise
-            log.error("a record of %s is read from the mirror: %s", self._path(location.segment), error)
-            return mirror.read(location)
+        with self._opened(location.segment) as fd:
+            return _read(fd, location)[1]
 
     def records(self, number: int) -> Iterator[Record]:
         """The records of a segment, checked byte by byte, up to its end or to one that is cut short.
@@ -208,7 +171,6 @@ class Segments:
             self.sync()
             os.close(self._fd)
             self._fd, self._size = -1, 0
-            self._mirrored(lambda mirror: mirror.end_file())
 
     def closed(self) -> set[int]:
         """Numbers of the segments to which nothing will be appended, but for the newest one."""
@@ -218,7 +180,6 @@ class Segments:
         """Delete closed segments."""
         for number in numbers:
             self._path(number).unlink(missing_ok=True)
-        self._mirrored(lambda mirror: mirror.forget(numbers))
 
     def close(self) -> None:
         """Make every record durable and close the file."""

@@ -14,7 +14,6 @@ from gradwire_server.journal import state_folder
 from gradwire_server.journal.checkpoint_records import CheckpointRecords
 from gradwire_server.journal.job_records import FileRecords, JobRecords
 from gradwire_server.journal.journal import Journal
-from gradwire_server.journal.mirror import reconcile
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.session_records import SessionRecords
@@ -25,7 +24,7 @@ from gradwire_server.stores.store import Store, StoreError, StoreFull, StoreUnre
 
 
 class Storage:
-    """The state folder and its mirror. No other server may use them until :meth:`close`.
+    """The state folder. No other server may use it until :meth:`close`.
 
     Attributes:
         journal: The journal.
@@ -38,7 +37,7 @@ class Storage:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
-        self._locks: list[int] = []
+        self._lock: int | None = None
         self._opened: Journal | None = None
         self.folders: Store
 
@@ -51,17 +50,12 @@ class Storage:
         config = self._config
         try:
             make_folder(config.state_dir, 0o700)
-            self._locks.append(state_folder.lock(config.state_dir))
-            if config.mirror is not None:
-                make_folder(config.mirror, 0o700)
-                self._locks.append(state_folder.lock(config.mirror))
-                await asyncio.to_thread(reconcile, config.state_dir, config.mirror)
+            self._lock = state_folder.lock(config.state_dir)
             await asyncio.to_thread(state_folder.check, config.state_dir)
             self.journal = self._opened = await Journal.open(
                 config.state_dir,
                 keep_payloads=config.durability == "journal",
                 history_points=config.limits.max_history_points,
-                mirror=config.mirror,
                 accept_changes=config.accept_changes,
             )
             self.usage = Usage(self.journal.store)
@@ -79,10 +73,11 @@ class Storage:
             raise unusable(error, config.state_dir) from error
 
     async def close(self) -> None:
-        """Finish the writes, close the files and unlock the folders. A second call does nothing."""
+        """Finish the writes, close the files and unlock the folder. A second call does nothing."""
         journal, self._opened = self._opened, None
         if journal is not None:
             self.usage.save()
             await journal.close()
-        while self._locks:
-            os.close(self._locks.pop())
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)

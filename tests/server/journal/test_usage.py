@@ -1,4 +1,4 @@
-"""What keys have used, in the database: bounded in rows, the same sums, and in the mirror as well."""
+"""What keys have used, in the database: bounded in rows, the same sums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.journal import usage as usage_module
 from gradwire_server.journal.journal import Journal
-from gradwire_server.journal.mirror import reconcile
 from gradwire_server.journal.run_row import RunRecord, new_record
 from gradwire_server.journal.schema import connect
 from gradwire_server.journal.usage import DAY_S, HOUR_S, Usage
@@ -34,11 +33,10 @@ def run_of(run_id: str, name: str) -> RunRecord:
 
 
 async def test_a_key_has_few_rows_and_its_sums_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A year of sessions and runs that are gone, beside a run that is there, in a journal with a mirror."""
+    """A year of sessions and runs that are gone, beside a run that is there."""
     monkeypatch.setattr(usage_module, "MOST_ROWS", MOST)
-    rng, state, mirror = random.Random(5), tmp_path / "state", tmp_path / "mirror"
-    reconcile(state, mirror)
-    journal = await Journal.open(state, mirror=mirror)
+    rng, state = random.Random(5), tmp_path / "state"
+    journal = await Journal.open(state)
     there = await new_run(journal, state)
     usage, now, expected, of_there = Usage(journal.store), time.time(), Counter[tuple[str, str]](), 0
     for number in range(ROWS):
@@ -53,11 +51,10 @@ async def test_a_key_has_few_rows_and_its_sums_stay(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(time, "time", lambda: now)
     assert counted(await usage.between(0, now + 1, ["owner", "model"])) == expected
     months, models, runs = 400 // 30 + 2, 2, 2
-    for folder in (state, mirror):
-        with closing(connect(folder / "gradwire.db")) as connection:
-            rows = dict(connection.execute("SELECT owner, count(*) FROM usage GROUP BY owner").fetchall())
-            [sums] = connection.execute("SELECT sum(sampled_tokens), sum(operations) FROM usage").fetchall()
-        assert sums == (sum(expected.values()), ROWS)
-        assert all(count <= months * models * runs for count in rows.values()), rows
+    with closing(connect(state / "gradwire.db")) as connection:
+        rows = dict(connection.execute("SELECT owner, count(*) FROM usage GROUP BY owner").fetchall())
+        [sums] = connection.execute("SELECT sum(sampled_tokens), sum(operations) FROM usage").fetchall()
+    assert sums == (sum(expected.values()), ROWS)
+    assert all(count <= months * models * runs for count in rows.values()), rows
     assert (await usage.of_runs())[there][0] == of_there
     await journal.close()

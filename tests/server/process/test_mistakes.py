@@ -87,10 +87,6 @@ MISTAKES = {
         "--model tiny --state-dir {here}/server.key/state",
         "--state-dir {here}/server.key/state cannot be used: {here}/server.key is no folder",
     ),
-    "mirror in the same place": (
-        "--model tiny --state-dir {here}/state --mirror {here}/empty/../state",
-        "--mirror {here}/state is the state folder itself: give another folder, best on another disk",
-    ),
     "state folder in use": (
         "--model tiny --state-dir {here}/taken",
         "the state folder {here}/taken is in use by process {pid}",

@@ -81,7 +81,7 @@ data-parity: .venv-parity/.installed .venv-axolotl/.installed
 	test -x .venv-parity/bin/python || $(PYTHON) -m venv .venv-parity
 	.venv-parity/bin/python -m pip install --quiet --editable '.[server,dev]'
 	.venv-parity/bin/python -m pip install --quiet --requirement tests/parity/requirements.txt
-	.venv-parity/bin/python -m pip install --quiet --no-deps verl==0.9.1 obp==0.4.1
+	.venv-parity/bin/python -m pip install --quiet --no-deps verl==0.9.1
 	touch $@
 
 # GGUF files read by llama.cpp, which is compiled: cmake, a C++ compiler and some minutes.

@@ -2,8 +2,7 @@
 
 The policy is linear and needs only numpy, in production as in training:
 
-* ``features``, ``policy``, ``routing``, ``records``: production.
-* ``logs``, ``offline``, ``offline_training``: logged decisions, for evaluating and training policies.
+* ``features``, ``policy``, ``routing``: production.
 * ``world``, ``rollouts``, ``environment``: the synthetic requests of the training.
 * ``ppo``, ``trainer``, ``adapter``, ``evaluation``: training and evaluation.
 * ``settings``, ``settings_file``, ``run_folder``, ``observability``, ``commands``: running it. They need
@@ -14,12 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from gradwire.router.features import FeatureSpace
-from gradwire.router.logs import LogError, read_log
-from gradwire.router.offline import Estimate, OfflineReport, evaluate_offline
-from gradwire.router.offline_training import train_offline
 from gradwire.router.policy import LinearPolicy
-from gradwire.router.records import LoggedDecision
-from gradwire.router.routing import Decision, RouterPolicy
+from gradwire.router.routing import Decision, LoggedDecision, RouterPolicy
 
 if TYPE_CHECKING:
     from gradwire.rl.hicra import build_hicra_from_dict
@@ -39,12 +34,9 @@ _LATER = {
 
 __all__ = [
     "Decision",
-    "Estimate",
     "FeatureSpace",
     "LinearPolicy",
-    "LogError",
     "LoggedDecision",
-    "OfflineReport",
     "RouterEnvironment",
     "RouterPPOAdapter",
     "RouterPolicy",
@@ -52,9 +44,6 @@ __all__ = [
     "TrainingDisabledError",
     "TrainingResult",
     "build_hicra_from_dict",
-    "evaluate_offline",
-    "read_log",
-    "train_offline",
 ]
 
 

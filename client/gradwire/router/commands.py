@@ -1,4 +1,4 @@
-"""``gradwire router config | train | evaluate | promote | explain``, or ``python -m gradwire.router …``."""
+"""``gradwire router config | train | evaluate | explain``, or ``python -m gradwire.router …``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _add_config(commands)
     _add_train(commands)
     _add_evaluate(commands)
-    _add_promote(commands)
     _add_explain(commands)
     _run(parser, arguments)
 
@@ -133,30 +132,15 @@ def _train(options: argparse.Namespace) -> None:
     if result.output_dir is None:
         console.print("nothing was written: experiment.enabled is false")
     else:
-        console.print(f"candidate: {result.output_dir / 'policy_state.npz'}", markup=False)
-
-
-def _policy_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--policy", type=Path, metavar="FILE", help="default: policy_state.npz in the settings' experiment.output_dir"
-    )
-
-
-def _policy_file(options: argparse.Namespace, output_dir: str) -> Path:
-    file: Path = options.policy or Path(output_dir) / "policy_state.npz"
-    return file
+        console.print(f"policy: {result.output_dir / 'policy_state.npz'}", markup=False)
 
 
 def _add_evaluate(commands: Any) -> None:
-    text = "Compare a policy with other routers on held-out requests, or evaluate it on logged decisions."
+    text = "Compare a policy with other routers on held-out requests."
     parser = _command(commands, "evaluate", _evaluate, text)
     _settings_arguments(parser)
-    _policy_argument(parser)
     parser.add_argument(
-        "--log",
-        type=Path,
-        metavar="FILE",
-        help="evaluate it on these logged decisions (.jsonl or .csv) instead of held-out requests",
+        "--policy", type=Path, metavar="FILE", help="default: policy_state.npz in the settings' experiment.output_dir"
     )
 
 
@@ -164,46 +148,16 @@ def _evaluate(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from gradwire.router.console import show_report
-    from gradwire.router.offline import evaluate_offline
+    from gradwire.router.evaluation import HeldOut
     from gradwire.router.policy import LinearPolicy
     from gradwire.router.settings_file import load_settings
-
-    settings = load_settings(options.config, options.set)
-    policy = LinearPolicy.load(_policy_file(options, settings.experiment.output_dir))
-    if options.log is not None:
-        print(evaluate_offline(options.log, policy))
-        return
-    show_report(Console(highlight=False, soft_wrap=True), _held_out(settings).report(policy))
-
-
-def _held_out(settings: Any) -> Any:
-    from gradwire.router.evaluation import HeldOut
     from gradwire.router.world import World
 
-    world = World(settings.rollout.episode_length, settings.trainer.reward_weights.weights())
-    return HeldOut(world, settings.evaluation.seeds, settings.evaluation.episodes)
-
-
-def _add_promote(commands: Any) -> None:
-    text = "Replace the production policy by a candidate, if the candidate is better."
-    parser = _command(commands, "promote", _promote, text)
-    _settings_arguments(parser)
-    _policy_argument(parser)
-    parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="the file that production reads")
-    parser.add_argument("--force", action="store_true", help="promote even if it is not better")
-
-
-def _promote(options: argparse.Namespace) -> None:
-    from gradwire.router.promotion import promote
-    from gradwire.router.settings_file import load_settings
-
     settings = load_settings(options.config, options.set)
-    candidate = _policy_file(options, settings.experiment.output_dir)
-    done = promote(candidate, options.to, _held_out(settings), force=options.force)
-    print(
-        f"{candidate} earns {done.candidate_reward:.4f} on held-out requests, {done.beaten} {done.reward_to_beat:.4f}"
-    )
-    print(f"promoted to {options.to}" + (f"; the previous policy is kept as {done.previous}" if done.previous else ""))
+    policy = LinearPolicy.load(options.policy or Path(settings.experiment.output_dir) / "policy_state.npz")
+    world = World(settings.rollout.episode_length, settings.trainer.reward_weights.weights())
+    held_out = HeldOut(world, settings.evaluation.seeds, settings.evaluation.episodes)
+    show_report(Console(highlight=False, soft_wrap=True), held_out.report(policy))
 
 
 def _add_explain(commands: Any) -> None:

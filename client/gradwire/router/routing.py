@@ -8,16 +8,17 @@ import random
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from gradwire.router.features import Features, Floats
 from gradwire.router.policy import LinearPolicy
-from gradwire.router.records import Event, LoggedDecision
 
 MAX_WEIGHT = 10.0
+Event = Literal["decision", "dry_run", "outcome"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,32 @@ class Decision:
     propensity: float
     probabilities: Mapping[str, float]
     value: float
+
+
+@dataclass(frozen=True)
+class LoggedDecision:
+    """One line of a decision log, an object in JSON.
+
+    Attributes:
+        event: ``decision`` when a request is routed, ``dry_run`` when it is only recorded, ``outcome`` when the
+            reward is known. An outcome repeats features, mode and propensity, so that it is complete by itself.
+        time: Unix seconds.
+        features: The request's features by name; see :class:`~gradwire.router.features.FeatureSpace`.
+        mode: The chosen mode; in a ``dry_run`` the mode that would have been chosen.
+        propensity: The probability with which it was chosen, in (0, 1].
+        reward: The reward; None while unknown.
+        value: The reward that the policy expected.
+        probabilities: Probability of every mode under the policy.
+    """
+
+    event: Event
+    time: float
+    features: Mapping[str, float | str]
+    mode: str
+    propensity: float
+    reward: float | None = None
+    value: float | None = None
+    probabilities: Mapping[str, float] = field(default_factory=dict)
 
 
 class RouterPolicy:
@@ -226,16 +253,16 @@ class RouterPolicy:
             else dict(zip(self.policy.features.names, np.asarray(features, dtype=np.float64).tolist()))
         )
         record = LoggedDecision(
-            named,
+            event,
+            time.time(),
+            dict(named),
             decision.mode,
             decision.propensity,
             reward,
-            event,
             decision.value,
-            decision.probabilities,
-            time.time(),
+            dict(decision.probabilities),
         )
-        line = json.dumps(record.to_json(), default=float) + "\n"
+        line = json.dumps(asdict(record), default=float) + "\n"
         with self._lock:
             assert self._log is not None
             self._log.parent.mkdir(parents=True, exist_ok=True)

@@ -113,7 +113,7 @@ class Experiment(Section):
 
     enabled: bool = Field(default=False, description="write them")
     output_dir: Annotated[str, Field(min_length=1)] = Field(
-        default="outputs/rllm/", description="history, policy, metadata, settings; a candidate until it is promoted"
+        default="outputs/rllm/", description="history, policy, metadata, settings"
     )
 
 

@@ -22,21 +22,18 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_from_training_to_a_promoted_policy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_is_trained_evaluated_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
     main(["train", *SETTINGS, "--updates", "6", "--seed", "42", "--episode-length", "4"])
     said = capsys.readouterr().out
     assert len(re.findall(r"^update \d: reward \d\.\d+  policy loss", said, re.MULTILINE)) == 6
     assert re.search(r"mean_reward +\d\.\d+ +▁.*█", said)
-    assert "candidate: outputs/rllm/policy_state.npz" in said
+    assert "policy: outputs/rllm/policy_state.npz" in said
     main(["evaluate", *SETTINGS])
     said = capsys.readouterr().out
     assert all(
         name in said for name in ("policy", "single: large", "oracle", "random", "40 neighbours", "APGR", "CPT 80%")
     )
-    main(["promote", *SETTINGS, "--to", "production.npz"])
-    assert "promoted to production.npz" in capsys.readouterr().out
-    assert Path("production.npz").read_bytes() == Path("outputs/rllm/policy_state.npz").read_bytes()
-    main(["explain", "production.npz", "--top", "2"])
+    main(["explain", "outputs/rllm/policy_state.npz", "--top", "2"])
     said = capsys.readouterr().out
     assert "planner_worker" in said or "planner_" in said
     assert "(no feature)" in said
@@ -55,7 +52,7 @@ def test_the_settings_are_printed_as_shipped(capsys: pytest.CaptureFixture[str])
         (["train", "--config", "none.yaml"], "no settings file none.yaml; `gradwire router config > none.yaml`"),
         (["train", *SETTINGS, "--updates", "0"], "--set trainer.updates: input should be greater than 0, not 0"),
         (["explain", "none.npz"], "there is no policy at none.npz"),
-        (["promote", *SETTINGS, "--to", "here.npz"], "there is no policy at outputs/rllm/policy_state.npz"),
+        (["evaluate", *SETTINGS], "there is no policy at outputs/rllm/policy_state.npz"),
         (["train", "--config", str(ROOT / "README.md")], "README.md, line "),
     ],
 )

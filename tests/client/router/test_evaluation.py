@@ -1,15 +1,11 @@
-"""The field's measures of routers, against their definitions; and promotion."""
+"""The field's measures of routers, against their definitions."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 from gradwire.router import FeatureSpace, LinearPolicy
 from gradwire.router.evaluation import HeldOut, calls_to_reach, nearest_neighbours, recovered_by_calls
-from gradwire.router.promotion import NotBetterError, promote
 from gradwire.router.world import World
 
 
@@ -61,25 +57,6 @@ def test_held_out_requests_are_those_of_their_seeds(held_out: HeldOut) -> None:
     again = HeldOut(World(), [2], 400)
     assert (again.x == held_out.x[400:]).all()
     assert not (again.x == World().draw(np.random.default_rng(2), 400)).all()
-
-
-def test_only_a_better_candidate_is_promoted(held_out: HeldOut, tmp_path: Path) -> None:
-    target = tmp_path / "production/router.npz"
-    for mode in ("small", "large", "review"):
-        constant(mode).save(tmp_path / f"{mode}.npz")
-    with pytest.raises(NotBetterError, match=r"the best single mode .* nothing was promoted"):
-        promote(tmp_path / "small.npz", target, held_out)
-    assert not target.exists()
-    promote(tmp_path / "small.npz", target, held_out, force=True)
-    done = promote(tmp_path / "review.npz", target, held_out)
-    assert done.candidate_reward > done.reward_to_beat
-    assert target.read_bytes() == (tmp_path / "review.npz").read_bytes()
-    assert done.previous is not None
-    assert done.previous.read_bytes() == (tmp_path / "small.npz").read_bytes()
-    record = json.loads((tmp_path / "production/router.npz.json").read_text())
-    assert record["forced"] is False
-    with pytest.raises(NotBetterError, match=r"earns .* the policy at"):
-        promote(tmp_path / "small.npz", target, held_out)
 
 
 def test_a_policy_of_another_world_is_refused(held_out: HeldOut) -> None:

@@ -173,13 +173,6 @@ fine-tuning-clients: setup .venv-tuners/.installed .venv-wandb/.installed
 	.venv-wandb/bin/python -m pip install --quiet --constraint constraints.txt wandb==0.31.0
 	touch $@
 
-# The environment of the router's benchmark against stable-baselines3.
-.venv-sb3/.installed: pyproject.toml
-	test -x .venv-sb3/bin/python || $(PYTHON) -m venv .venv-sb3
-	.venv-sb3/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[router,gymnasium]'
-	.venv-sb3/bin/python -m pip install --quiet --constraint constraints.txt stable-baselines3==2.9.0
-	touch $@
-
 # Real faults, in short and long form; each test prints what it tried and what was lost.
 test-faults: setup
 	GRADWIRE_SEED=$${GRADWIRE_SEED:-random} $(BIN)/python -m pytest tests/faults -m "faults or not faults" -s
@@ -214,7 +207,7 @@ test-fleet: setup .venv-fleet/.installed .node-azurite/.installed
 	touch $@
 
 # The table of benchmarks/README.md, 15 minutes on an idle machine; `make bench ARGS=--write-docs` writes it there.
-bench: setup .venv-parity/.installed .venv-sb3/.installed .venv-tinker/.installed
+bench: setup .venv-parity/.installed .venv-tinker/.installed
 	$(BIN)/python -m benchmarks $(ARGS)
 
 # Whether the recipes teach a real model with their defaults, beside TRL: docs/results.md. DATA=FOLDER has GSM8K's files;

@@ -31,11 +31,10 @@ BEGIN, END = "<!-- figures: begin (python -m benchmarks --write-docs) -->", "<!-
 LONG_BEGIN = "<!-- long rows: begin (python -m benchmarks --long --write-docs) -->"
 LONG_END = "<!-- long rows: end -->"
 ROWS = (
-    "overhead", "step_counts", "short_engine", "in_process", "padded_loop", "vocabulary", "against_trl", "memory",
-    "second_epoch", "lora_runs", "growth", "sampling", "groups", "grpo_loop", "rl_rollouts", "async_rl", "router",
-    "shortcuts", "tinker_door",
+    "overhead", "in_process", "padded_loop", "vocabulary", "against_trl", "memory", "lora_runs", "groups", "grpo_loop",
+    "async_rl", "tinker_door",
 )  # fmt: skip
-LONG_ROWS = ("real_shapes", "memory_cases", "long_rows", "grouped_runs", "many_runs", "crowd")
+LONG_ROWS = ("real_shapes", "memory_cases", "many_runs", "engines")
 """Rows that take many minutes each."""
 LIMIT_S = 1800.0
 

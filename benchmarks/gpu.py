@@ -31,6 +31,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,6 @@ from rich.table import Table
 from benchmarks import ROOT, machine
 from benchmarks.gpu_cases import SIDES, TRAINERS, Case, run_case
 from benchmarks.qwen import SCALED, SIZES
-from benchmarks.ranks import efficiency
 from benchmarks.report import show
 from benchmarks.roofline import PARTS
 from benchmarks.step_parts import IDLE, UNPROFILED
@@ -151,6 +151,16 @@ def on_ranks(most: int) -> list[Case]:
     """The cases of ``--ranks``: 1, 2, 4 and so on, the fewest first."""
     counts = [1 << power for power in range(most.bit_length())]
     return [Case(size, tuning, f"ours@{ranks}") for size in SCALED for tuning in ("lora", "full") for ranks in counts]
+
+
+def efficiency(rates: Sequence[tuple[int, dict[str, Any]]]) -> dict[int, float]:
+    """Tokens per second and rank, over those of the fewest ranks.
+
+    Args:
+        rates: Number of ranks and result of a case, the fewest first.
+    """
+    measured = [(ranks, found["tokens_per_second"]) for ranks, found in rates if "tokens_per_second" in found]
+    return {ranks: rate / ranks * measured[0][0] / measured[0][1] for ranks, rate in measured}
 
 
 def scaling_table(results: dict[str, Any], cases: list[Case]) -> Table:

@@ -68,7 +68,7 @@ main()
         (["render", "nowhere.jsonl"], 2, "there is no file nowhere.jsonl"),
         (["trajectories", "view", "--help"], 0, "--html"),
         (["doctor"], 0, "only the client is installed"),
-        (["router", "--help"], 0, "promote"),
+        (["router", "--help"], 0, "explain"),
         (["train", "--example", "sft"], 0, "learning_rate"),
         (["serve"], 2, "gradwire[server]"),
         (["keys", "list"], 0, "no keys in gradwire-state"),

@@ -1,6 +1,6 @@
 """Simulated A/B tests with a look at the comparison every 50 answers.
 
-``python tests/support/ab_tests.py [SIMULATIONS]`` prints the tables of docs/feedback.md and benchmarks/measurements.md.
+``python tests/support/ab_tests.py [SIMULATIONS]`` prints the tables of docs/feedback.md.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ One more uint64 is the end of the engine's lease, 0 for an engine without one (:
 the front's, the front's part is an agent's.
 
 A mark costs both ends 5 microseconds of processor time; a message that a request begins would cost 80, and two
-switches between the processes (``benchmarks/shortcuts.py``). This module needs no torch, because the front imports it
+switches between the processes. This module needs no torch, because the front imports it
 too.
 """
 

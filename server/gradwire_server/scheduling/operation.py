@@ -138,7 +138,7 @@ def may_begin_early(operation: pb.Operation) -> bool:
     True if the operation leaves no trace once the engine drops its run: it writes no files, and it reads no checkpoint
     that a user could delete before the journal records its use.
 
-    Awaited steps take 7.6 ms beside their computing, and would take 10.4 ms without this (``benchmarks/shortcuts.py``).
+    Awaited steps take 7.6 ms beside their computing, and would take 10.4 ms without this.
     """
     return not kind_of(operation).writes_files and not uses(operation)
 

@@ -3,7 +3,7 @@
 Legend: ``R`` samples (rows), ``P`` prompts, ``H`` hidden size. Rows may join and leave :class:`.pages.Pages` at any
 time, and share what begins alike; this needs a model whose layers all attend to everything before. :class:`Together`
 uses any cache of transformers, for rows that begin at the same time.
-While requests keep arriving, rows that join sample 1.4 times as many tokens a second (``benchmarks/shortcuts.py``).
+While requests keep arriving, rows that join sample 1.4 times as many tokens a second.
 """
 
 from __future__ import annotations

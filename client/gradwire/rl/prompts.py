@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from gradwire_proto.chat import TemplateError
+from gradwire_proto.recognition import Answers
 
 from gradwire.errors import InvalidArgumentError
 from gradwire.rl.generation import ChatCodec, Generation, TextCodec
@@ -65,11 +66,11 @@ async def _is_shown(codec: ChatCodec, role: str) -> bool:
     return known.setdefault(role, shown)
 
 
-async def _as_shown(codec: ChatCodec, messages: Sequence[Message]) -> list[Message]:
+async def _as_shown(codec: ChatCodec, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The messages, with those of roles that the template does not write said by the user."""
     missing = {role for role in _INSTEAD if any(message["role"] == role for message in messages)}
     missing = {role for role in missing if not await _is_shown(codec, role)}
-    result: list[Message] = []
+    result: list[Mapping[str, Any]] = []
     opening = ""
     for message in messages:
         role, content = message["role"], message["content"]
@@ -93,8 +94,9 @@ class TokenHistory:
 
     Re-encoding a sampled text need not give the sampled ids. So the sampled ids are kept wherever their text is: in a
     conversation formatted by the model's chat template, even if that drops earlier reasoning, and in a text that
-    continues the last prompt and response. If a prompt begins with everything before it, the episode is one training
-    row; otherwise another row begins.
+    continues the last prompt and response. An answer is recognized in a conversation as in a session of the server
+    (:mod:`gradwire_proto.recognition`): without regard to blanks, and by what it answered if its text was said twice.
+    If a prompt begins with everything before it, the episode is one training row; otherwise another row begins.
 
     Args:
         codec: Converts text and conversations to ids.
@@ -111,7 +113,8 @@ class TokenHistory:
         self._text: str | None = None
         self._ids: IntArray = np.zeros(0, np.int64)
         self._ended = False
-        self._sampled: list[Generation] = []
+        self._answers = Answers()
+        self._asked = b""
 
     async def prompt_ids(self, prompt: Prompt) -> IntArray:
         asked = None
@@ -144,22 +147,18 @@ class TokenHistory:
         """Format by the model's own template; None if it has none."""
         if not isinstance(self._codec, ChatCodec):
             return None
-        written = self._with_samples(await _as_shown(self._codec, messages))
+        written = await _as_shown(self._codec, self._with_samples(messages))
         ids = await self._codec.render(written, add_generation_prompt=True)
         self._text = self._text if ids is None else None
         return ids
 
     def _with_samples(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Add their tokens to the messages that were sampled in this episode."""
-        result, used = [], 0
-        for message in messages:
-            row: dict[str, Any] = dict(message)
-            if message["role"] == "assistant":
-                for at in range(used, len(self._sampled)):
-                    if self._sampled[at].text == message["content"]:
-                        row["token_ids"], used = self._sampled[at].token_ids.tolist(), at + 1
-                        break
-            result.append(row)
+        asked = self._answers.read(b"", messages, {})
+        self._asked = asked.chain[-1]
+        result = [dict(message) for message in messages]
+        for index, number in asked.seen.items():
+            result[index]["token_ids"] = list(self._answers.token_ids(number))
         return result
 
     async def _encoded(self, text: str, *, add_special_tokens: bool) -> IntArray:
@@ -174,9 +173,15 @@ class TokenHistory:
         self._text = text
         return ids
 
-    def wrote(self, generation: Generation) -> None:
-        """Record the response to the last prompt."""
-        self._sampled.append(generation)
+    def wrote(self, generation: Generation, stop: Iterable[str] = ()) -> None:
+        """Record the response to the last prompt.
+
+        Args:
+            stop: The strings before which it may have ended; an environment may put them back.
+        """
+        stops = stop if generation.stop_reason == "stop" else ()
+        message = {"role": "assistant", "content": generation.text}
+        self._answers.add(message, generation.token_ids.tolist(), self._asked, stops)
         self._text = None if self._text is None else self._text + generation.text
         self._ids = np.concatenate([self._ids, generation.token_ids])
         self._ended = generation.stop_reason == "eos"

@@ -167,7 +167,7 @@ class _Episode:
         observation, key = environment.observation(state), environment.state_key(state)
         prompt_ids = await self.history.prompt_ids(environment.build_prompt(state))
         generation = await self.generate(prompt_ids, self.params)
-        self.history.wrote(generation)
+        self.history.wrote(generation, self.params.stop)
         action = environment.parse_action(state, generation.text)
         step = StepData(
             index=len(trajectory.steps),

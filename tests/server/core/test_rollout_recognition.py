@@ -283,8 +283,8 @@ async def played(model: Model, form: str, history: str, conversations: int = 12)
                     appended += 1
                     assert turn.parent == number - 1
                     assert np.array_equal(row[: len(before)], before)
-            asked = session.transcript.read(b"", messages_for_template(session.messages, ConversationImages()), {})
-            expected = model.write(asked.messages, True)
+            shown = messages_for_template(session.messages, ConversationImages())
+            expected = model.write(session.transcript.answers.read(b"", shown, {}).messages, True)
             assert bare(model.text(prompt)) == bare(expected), (form, seed, number)
             session.messages.append(as_agents_do(rng, given))
             calls = given.get("tool_calls") or []

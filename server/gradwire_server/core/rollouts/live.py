@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from gradwire_proto.chat import Message
+from gradwire_proto.recognition import Asked, digest_of
 from gradwire_proto.v1 import journal_pb2
 from gradwire_proto.v1 import sessions_pb2 as sessions
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import SessionCall
-from gradwire_server.core.rollouts.recognition import Message, digest_of
-from gradwire_server.core.rollouts.transcript import Asked, Ids, Place, Transcript, system_digest, system_of
+from gradwire_server.core.rollouts.transcript import Ids, Place, Transcript, system_digest, system_of
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.session_records import StoredSession
 
@@ -201,7 +202,7 @@ class RolloutCall:
         """
         session, transcript = self._live.session, self._transcript
         settings = digest_of(session.base_model, request.tools_json, request.template_kwargs_json)
-        asked = transcript.read(settings, messages, images)
+        asked = transcript.answers.read(settings, messages, images)
         tools = json.loads(request.tools_json) if request.tools_json else []
         self._tools = [str(tool["function"]["name"]) for tool in tools]
         kept = session.history != "template"

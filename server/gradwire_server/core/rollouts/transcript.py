@@ -10,44 +10,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gradwire_proto.chat import read_json
+from gradwire_proto.chat import Message, read_json
+from gradwire_proto.recognition import Answers, Asked, digest_of
 from gradwire_proto.v1 import journal_pb2
 from gradwire_proto.v1 import sessions_pb2 as sessions
-
-from gradwire_server.core.rollouts.recognition import Message, answer_key, call_ids, digest_of
 
 Ids = npt.NDArray[np.uint32]
 KEPT_ROWS = 4
 """Turns whose whole prompts and responses are kept together; others are put together of their parents' again."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A conversation as a session reads it.
-
-    Attributes:
-        messages: The messages, with recognized answers as the model gave them.
-        texts: The same as JSON.
-        seen: The turns that were recognized: index of the message -> number.
-        goes_on: The last of these up to which the conversation is the one that was asked and answered: its number, and
-            the index of its message; None for a conversation that none begins.
-        chain: Digests of the conversation's beginnings: its settings alone, then with each message.
-    """
-
-    messages: Sequence[Message]
-    texts: Sequence[str]
-    seen: Mapping[int, int]
-    goes_on: tuple[int, int] | None
-    chain: Sequence[bytes]
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """A turn's answer as chat templates take it, the same as JSON, and what it is recognized by."""
-
-    message: Message
-    text: str
-    key: bytes
 
 
 @dataclass(frozen=True)
@@ -70,13 +40,12 @@ class Transcript:
 
     Attributes:
         turns: The turns, by number.
+        answers: Their answers.
     """
 
     def __init__(self, turns: Sequence[journal_pb2.StoredTurn] = ()) -> None:
         self.turns: list[journal_pb2.StoredTurn] = []
-        self._answers: list[_Answer] = []
-        self._by_call: dict[str, int] = {}
-        self._by_answer: defaultdict[bytes, list[int]] = defaultdict(list)
+        self.answers = Answers()
         self._by_asked: defaultdict[bytes, list[int]] = defaultdict(list)
         self._sizes: dict[bytes, int] = {}
         self._systems: set[str] = set()
@@ -87,55 +56,11 @@ class Transcript:
     def add(self, stored: journal_pb2.StoredTurn) -> None:
         """Add the next turn."""
         turn, number = stored.turn, len(self.turns)
-        message = _message(turn)
-        answer = _Answer(message, json.dumps(message), answer_key(turn.text, message.get("tool_calls", ())))
         self.turns.append(stored)
-        self._answers.append(answer)
-        self._by_call |= dict.fromkeys(call_ids(message), number)
-        self._by_answer[answer.key].append(number)
-        if stored.stop:  # which some agents put back
-            self._by_answer[answer_key(turn.text + stored.stop, message.get("tool_calls", ()))].append(number)
+        self.answers.add(_message(turn), turn.response_ids, stored.asked, [stored.stop] if stored.stop else [])
         self._by_asked[stored.asked].append(number)
         self._sizes |= {each: stored.chain_start + place for place, each in enumerate(stored.chain)}
         self._systems.add(turn.system_digest)
-
-    def read(self, settings: bytes, messages: Sequence[Message], images: Mapping[int, Sequence[bytes]]) -> Asked:
-        """Recognize the answers in a conversation.
-
-        Args:
-            settings: Digest of what is written before the messages: tools, and variables of the template.
-            messages: As chat templates take them.
-            images: Digests of the images of each message that has some.
-        """
-        shown, texts, seen, goes_on, chain = list(messages), list[str](), dict[int, int](), None, [settings]
-        for index, message in enumerate(messages):
-            number = self._recognized(message, chain[-1]) if message.get("role") == "assistant" else None
-            if number is None:
-                texts.append(json.dumps(message))
-                chain.append(digest_of(chain[-1], texts[-1], *images.get(index, ())))
-                continue
-            if self.turns[number].asked == chain[-1]:
-                goes_on = number, index
-            answer = self._answers[number]
-            seen[index] = number
-            shown[index] = answer.message
-            texts.append(answer.text)
-            chain.append(digest_of(chain[-1], f"turn {number}"))
-        return Asked(shown, texts, seen, goes_on, chain)
-
-    def _recognized(self, message: Message, before: bytes) -> int | None:
-        """The turn whose answer a message is; None if it is none, or may be several with other tokens."""
-        calls, text = message.get("tool_calls") or [], message.get("content")
-        known = {self._by_call.get(each) for each in call_ids(message)}
-        if len(known) == 1 and (number := next(iter(known))) is not None:
-            given = text or self.turns[number].turn.text
-            return number if answer_key(given, calls) == self._answers[number].key else None
-        found = self._by_answer.get(answer_key(text, calls), [])
-        fitting = [number for number in found if self.turns[number].asked == before]
-        if fitting:
-            return fitting[-1]
-        responses = {tuple(self.turns[number].turn.response_ids) for number in found}
-        return found[-1] if len(responses) == 1 else None
 
     def row(self, number: int) -> Ids:
         """The prompt of a turn and its response: ``[tokens]``."""

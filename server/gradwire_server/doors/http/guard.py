@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 
 from gradwire_http.request_headers import PROTOBUF, headers_of, media_type
+from gradwire_proto.recognition import digest_of
 from gradwire_proto.v1 import training_pb2 as pb
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -24,7 +25,6 @@ from starlette.types import Message, Receive, Scope, Send
 from gradwire_server.access.calls import CallKind
 from gradwire_server.access.keys import SESSION_KEY, Caller, Keys, SessionCall
 from gradwire_server.core.core import Core
-from gradwire_server.core.rollouts.recognition import digest_of
 from gradwire_server.doors.http.bodies import (
     BEGINNING_BYTES,
     ENCODINGS,

@@ -135,6 +135,12 @@ class EngineSettings(BaseModel):
         "too), sampled tokens by graphs of kernels, or on a CPU recorded forwards; plain: as transformers does.",
         subject=COMPUTE,
     )
+    deterministic: bool = setting(
+        False,
+        "The bits of a log-probability depend on its own row alone, and are the same in sampling, scoring and training:"
+        " on a CPU with a C compiler, in float32 or bfloat16.",
+        subject=COMPUTE,
+    )
     sampler: Literal["local", "vllm"] = setting(
         "local", "What generates: the engine itself, or vLLM (gradwire[vllm], a GPU).", subject=COMPUTE
     )

@@ -268,6 +268,7 @@ class Policy:
             parameter = self._parameters[name]
             if parameter is not master:
                 parameter.data = master.to(parameter.dtype)
+        increment_version(self._parameters.values())
 
     def close(self) -> None:
         """Release what the policy holds of the model."""

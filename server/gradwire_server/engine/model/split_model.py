@@ -10,7 +10,7 @@ Both run inside the forward of one module, the *root*: see :meth:`SplitModel.com
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -19,16 +19,18 @@ from gradwire_losses.batch import sent
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gradwire_server.engine.model.attention.packed import BY_KERNEL, LAYOUT
+from gradwire_server.engine.model.attention.packed import BY_KERNEL, IN_ORDER, LAYOUT
 from gradwire_server.engine.model.attention.paged import PagedDecode, PagedPrefill
 from gradwire_server.engine.model.layers.dropout import DropoutPlaces, EmbeddingNoise, jittered
 from gradwire_server.engine.model.layers.embedding import add_rows_in_place
+from gradwire_server.engine.model.layers.exact_products import exact_kernels, exact_product
 from gradwire_server.engine.model.layers.feed_forward import FeedForward
 from gradwire_server.engine.model.layers.rotary import fix_rotary_factors
 from gradwire_server.engine.model.layers.routers import Routers
 from gradwire_server.engine.model.packing import Layout, Packing, Padded, arrange
 from gradwire_server.engine.model.placement import Placement
 from gradwire_server.engine.model.trunk import trunk_of
+from gradwire_server.engine.threads import products_apart
 
 if TYPE_CHECKING:
     from gradwire_losses.images import ImageTokens
@@ -82,6 +84,9 @@ class HeadAdapter:
         """``[T, R]`` ``scale * dropout(h) A^T`` in at least float32, differentiable."""
         dtype = torch.float64 if self.a.dtype == torch.float64 else torch.float32
         dropped = nn.functional.dropout(hidden, self.dropout) if self.dropout else hidden
+        exact = exact_kernels()
+        if exact is not None and not torch.is_grad_enabled():
+            return exact_product(dropped.to(dtype), self.a, None, exact) * self.scale
         return nn.functional.linear(dropped.to(dtype), self.a.to(dtype)) * self.scale
 
 
@@ -152,10 +157,12 @@ class SplitModel:
         packs: Whether a sampler may copy its weights into a kernel's order (:mod:`.layers.packed_linear`).
         by_kernels: Whether a CPU's kernels (:mod:`.layers.cpu_kernels`) may attend, and draw for a sampler.
         in_order: Whether a CPU's attention takes each query's keys in order, as training so sampling, so that nothing
-            beside a row changes its states: in bfloat16 and float16, whose products here have that property already.
+            beside a row changes attention: in bfloat16 and float16, and in an exact model.
+        exact: Whether the bits of a token's states and log-probabilities depend on its sequence alone, in training and
+            sampling (:mod:`.layers.exact_products`).
     """
 
-    replays = packs = by_kernels = in_order = False
+    replays = packs = by_kernels = in_order = exact = False
 
     def __init__(self, facts: ModelFacts, model: PreTrainedModel, placement: Placement, *, mixed: bool = False) -> None:
         self.facts = facts
@@ -278,13 +285,16 @@ class SplitModel:
             images: The image tokens among them, if there are images.
         """
         inputs = {"position_ids": sent(position_ids[None], self.device)}
-        packed: Tensor = self.trunk(
-            **inputs | self._inputs(sent(input_ids[None], self.device), images),
-            # transformers passes a four-dimensional mask on unchanged; with a layout, attention ignores it.
-            attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.bool, device=self.device),
-            use_cache=False,
-            **{LAYOUT: layout, BY_KERNEL: self.by_kernels or self.in_order},
-        ).last_hidden_state
+        # What torch computes number by number, one thread computes in vectors from the first to the last: where several
+        # cut the numbers, the ends of each part are computed one by one, by other functions.
+        with products_apart() if self.exact else nullcontext():
+            packed: Tensor = self.trunk(
+                **inputs | self._inputs(sent(input_ids[None], self.device), images),
+                # transformers passes a four-dimensional mask on unchanged; with a layout, attention ignores it.
+                attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.bool, device=self.device),
+                use_cache=False,
+                **{LAYOUT: layout, BY_KERNEL: self.by_kernels, IN_ORDER: self.in_order},
+            ).last_hidden_state
         return packed[0]
 
     def _inputs(self, input_ids: Tensor, images: ImageTokens | None) -> dict[str, Any]:

@@ -55,6 +55,8 @@ class ComputedWith:
         further: dict[str, str] = {"quantize": self._pool.quantize} if self._pool.quantize else {}
         if self._pool.compiled:
             further["compile"] = "on"
+        if self._pool.exact:
+            further["deterministic"] = "on"
         if self._pool.kernels is not None:
             further |= self._pool.kernels.version
         if self._pool.facts(base_model).takes_images:

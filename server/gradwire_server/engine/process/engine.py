@@ -98,6 +98,7 @@ class Engine:
             compiled=settings.compile,
             quantize=settings.quantize,
             fused=settings.kernels == "auto",
+            exact=settings.deterministic,
         )
         self._store = open_store(settings, staging)
         store = CheckpointStore(self._store)

@@ -12,6 +12,7 @@ from gradwire_proto.v1 import training_pb2
 
 from gradwire_server.config import EngineSettings
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.layers.cpu_kernels import cpu_kernels
 
 
 def check_settings(settings: EngineSettings) -> None:
@@ -22,6 +23,8 @@ def check_settings(settings: EngineSettings) -> None:
     """
     if settings.device:
         _check_device(settings.device)
+    if settings.deterministic:
+        _check_deterministic(settings)
     if settings.num_ranks > 1 or settings.shard == "on":
         _check_ranks(settings)
     for file in settings.losses:
@@ -51,6 +54,23 @@ def _check_device(name: str) -> None:
             f"--device {name}: torch {torch.__version__} finds {devices} here; `gradwire doctor` looks for the reason,"
             " and --device cpu trains without one",
         )
+
+
+def _check_deterministic(settings: EngineSettings) -> None:
+    on_gpu = settings.device.startswith("cuda") or (not settings.device and torch.cuda.is_available())
+    if on_gpu:
+        reason = "no kernels of a GPU have the same bits in sampling and training yet; give --device cpu"
+    elif settings.dtype not in (None, "float32", "bfloat16"):
+        reason = f"--dtype {settings.dtype} is not computed so; give float32 or bfloat16"
+    elif settings.kernels == "plain" or settings.compile or settings.quantize or settings.shard == "on":
+        reason = "leave out --kernels plain, --compile, --quantize and --shard on, which compute in other ways"
+    elif settings.sampler != "local":
+        reason = "vLLM computes in other ways; leave out --sampler"
+    elif cpu_kernels() is None:
+        reason = "it needs a C compiler (install gcc or clang, or name one by CC)"
+    else:
+        return
+    raise OperationError(training_pb2.ERROR_CODE_UNSUPPORTED, f"--deterministic: {reason}")
 
 
 def _check_ranks(settings: EngineSettings) -> None:

@@ -6,7 +6,7 @@ are the same on any number of ranks to rounding, or to the bit if each rank comp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,7 +25,7 @@ from gradwire_server.engine.model.vision.row_images import ImagePrompt, images_o
 from gradwire_server.engine.sampling.drawing.draw import draw_many
 from gradwire_server.engine.sampling.samplers.sampler import TopTokens
 from gradwire_server.engine.scoring.planner import Budget, MicroBatch, split
-from gradwire_server.engine.scoring.token_scores import token_logits
+from gradwire_server.engine.scoring.token_scores import chosen_logprobs, token_logits
 from gradwire_server.engine.threads import suited_threads
 
 
@@ -163,22 +163,26 @@ def _scores(
         head, chunk = policy.output_head(), max(1, budget.logits_elements // policy.facts.vocab_size)
         for start in range(0, len(hidden), chunk):
             among = slice(start, start + chunk)
-            log_p = token_logits(hidden[among], head, temperature=temperature).log_softmax(dim=-1)
+            logits = token_logits(hidden[among], head, temperature=temperature)
             places = micro.tokens[among]
 
-            def keep(name: str, ids: Tensor, log_p: Tensor = log_p, among: slice = among) -> None:
-                scores[f"{name}_ids"][among] = ids.int().cpu()
-                scores[f"{name}_logprobs"][among] = log_p.gather(1, ids).float().cpu()
+            log_p = None if policy.split_model.exact else logits.log_softmax(dim=-1)
 
-            targets = sent(part.targets[among, None], log_p.device)
-            scores["logprobs"][among] = log_p.gather(1, targets)[:, 0].float().cpu()
+            def of(ids: Tensor, logits: Tensor = logits, log_p: Tensor | None = log_p) -> Tensor:
+                found = chosen_logprobs(logits, ids) if log_p is None else log_p.gather(1, ids)
+                return found.float().cpu()
+
+            def keep(name: str, ids: Tensor, among: slice = among, of: Callable[[Tensor], Tensor] = of) -> None:
+                scores[f"{name}_ids"][among] = ids.int().cpu()
+                scores[f"{name}_logprobs"][among] = of(ids)
+
+            scores["logprobs"][among] = of(sent(part.targets[among, None], logits.device))[:, 0]
             if candidates is not None:
-                wanted = sent(candidates[places], log_p.device)
-                scores["candidates"][among] = log_p.gather(1, wanted).float().cpu()
+                scores["candidates"][among] = of(sent(candidates[places], logits.device))
             if top:
-                keep("top", log_p.topk(top, dim=-1).indices)
+                keep("top", logits.topk(top, dim=-1).indices)
             if draws is not None:
-                keep("drawn", draw_many(log_p, sent(uniform[places], log_p.device), draws.temperature))
+                keep("drawn", draw_many(logits, sent(uniform[places], logits.device), draws.temperature))
         return scores
 
     packing = policy.packing(images=batch.images is not None)

@@ -17,6 +17,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
+from gradwire_server.engine.model.layers.exact_products import exact_kernels
 from gradwire_server.engine.model.layers.packed_linear import linear
 from gradwire_server.engine.model.meta_device import computes_as_cpu
 from gradwire_server.engine.model.split_model import OutputHead
@@ -213,13 +214,15 @@ class WeightProduct:
         """Product with the transposed weight: ``[C, H] -> [C, V]``."""
         if self.mixed:
             return torch.mm(states.to(self.weight.dtype), self.weight.T, out_dtype=self.dtype)
+        if place is None and exact_kernels() is not None:
+            return linear(states.to(self.dtype), self.stored)
         if place is None:
             return linear(states.to(self.dtype), self.weight)
         return torch.mm(states.to(self.dtype), self.weight.T, out=place)
 
     def add_by_transpose(self, total: Tensor, states: Tensor) -> None:
         """Add the product with the transposed weight to ``total [C, V]``."""
-        if self.mixed:
+        if self.mixed or exact_kernels() is not None:
             total += self.by_transpose(states)
         else:
             total.addmm_(states.to(self.dtype), self.weight.T)

@@ -17,16 +17,19 @@ needs no logits. Else that recomputes them if they are too many to keep, in tile
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradwire_server.engine.model.layers.exact_products import exact_kernels
 from gradwire_server.engine.model.meta_device import computes_as_cpu
 from gradwire_server.engine.model.split_model import OutputHead
 from gradwire_server.engine.scoring.head_products import HeadGradients, HeadProduct, head_logits, parts
 from gradwire_server.engine.scoring.vocabulary_tiles import ScoreRequest, ScoreTiles
+from gradwire_server.engine.threads import products_apart
 
 FEWEST_PLACES = 256
 """Chunks of fewer places are computed in tiles. Each chunk reads the whole output weight four times; at fewer places
@@ -98,7 +101,38 @@ def score_tokens(
         max(vocabulary, 1),
     )  # fmt: skip
     compute = ScoreTiles if tiled else _ScoreTokens
-    return TokenScores(*compute.apply(request, ids, head.bias, *operands))  # type: ignore[no-untyped-call]
+    scores = TokenScores(*compute.apply(request, ids, head.bias, *operands))  # type: ignore[no-untyped-call]
+    if exact_kernels() is None:
+        return scores
+    exact = _exact_logprobs(hidden, head, ids, temperature, max(1, chunk_elements // len(head.weight)))
+    return replace(scores, logprobs=_WithValues.apply(scores.logprobs, exact))  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def _exact_logprobs(hidden: Tensor, head: OutputHead, ids: Tensor, temperature: float, places: int) -> Tensor:
+    """``[T, K]`` log-probabilities with the bits that a sampler gives them, of so many places at a time."""
+    parts = [slice(start, start + places) for start in range(0, len(ids), places)]
+    found = [chosen_logprobs(token_logits(hidden[part], head, temperature=temperature), ids[part]) for part in parts]
+    return torch.cat(found) if found else hidden.new_empty(ids.shape, dtype=torch.float32)
+
+
+class _WithValues(torch.autograd.Function):
+    """Other values, which differ by rounding alone, with the gradient of these."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def chosen_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
+    """``[T, K]`` log-probabilities of ids given ``[T, V]`` logits, where products are exact: so are these."""
+    kernels = exact_kernels()
+    assert kernels is not None
+    return kernels.log_probabilities(logits, ids)
 
 
 def _only_states_train(head: OutputHead, operands: Sequence[Tensor]) -> bool:
@@ -115,8 +149,9 @@ def _only_states_train(head: OutputHead, operands: Sequence[Tensor]) -> bool:
 
 def token_logits(hidden: Tensor, head: OutputHead, *, temperature: float = 1.0) -> Tensor:
     """``[T, V]`` logits over the temperature of a few states ``[T, H]``, for the sampler; no gradient."""
-    operands = head.operands(hidden)
-    return head_logits(HeadProduct(operands[1::2]), operands[::2], head.bias, head, temperature)[0]
+    with products_apart() if exact_kernels() is not None else nullcontext():  # as SplitModel.packed_states
+        operands = head.operands(hidden)
+        return head_logits(HeadProduct(operands[1::2]), operands[::2], head.bias, head, temperature)[0]
 
 
 class _ScoreTokens(torch.autograd.Function):

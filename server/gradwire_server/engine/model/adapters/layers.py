@@ -33,9 +33,11 @@ from gradwire_server.engine.model.adapters.products import (
     InTurn,
     Span,
     SpanBucket,
+    add_adapter,
     alike,
     bucketed,
 )
+from gradwire_server.engine.model.layers.exact_products import exact_kernels
 from gradwire_server.engine.model.layers.packed_linear import linear
 
 logger = logging.getLogger(__name__)
@@ -66,7 +68,7 @@ class Active:
         self, x: Tensor, spans: Sequence[Span], pairs: Sequence[Tensor], scales: Sequence[float]
     ) -> AdapterProducts:
         """How a layer computes the products of the spans whose adapters are on it."""
-        if len(spans) == 1:
+        if len(spans) == 1 or exact_kernels() is not None:
             return InTurn(spans, scales)
         ends = self.ends if len(spans) == len(self.spans) and alike(pairs, scales) else None
         if ends is not None and ends.device == x.device and grouped_products_run(x.device, x.dtype):
@@ -201,8 +203,7 @@ def _one_product(
     """What :class:`_OneAdapter` computes, and ``x A^T``, ``[N, R]``."""
     tokens = x.flatten(0, -2)
     output = linear(tokens, weight, bias)
-    inner = F.linear(tokens, a)
-    output.addmm_(inner, b.T, alpha=scale)
+    inner = add_adapter(output, tokens, a, b, scale)
     return _shaped(output, x), inner
 
 

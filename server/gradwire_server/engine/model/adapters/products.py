@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from gradwire_server.engine.model.layers.exact_products import exact_kernels, exact_product
 from gradwire_server.engine.model.packing import Bucket, Segment, bucket_of
 
 MOST_PADDING = 64
@@ -49,6 +50,18 @@ class AdapterProducts(Protocol):
         """The gradients of the pairs, given that of the output; adds that of the tokens to ``into``, if given."""
 
 
+def add_adapter(output: Tensor, tokens: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Add ``scale * x A^T B^T`` to ``output [N, O]``; returns ``x A^T``, ``[N, R]``."""
+    exact = exact_kernels()
+    if exact is not None:
+        inner = exact_product(tokens, a, None, exact)
+        output.add_(exact_product(inner, b, None, exact), alpha=scale)
+        return inner
+    inner = F.linear(tokens, a)
+    output.addmm_(inner, b.T, alpha=scale)
+    return inner
+
+
 @dataclass(frozen=True)
 class InTurn:
     """One span after another."""
@@ -59,8 +72,7 @@ class InTurn:
     def add(self, output: Tensor, tokens: Tensor, pairs: Sequence[Tensor]) -> list[Tensor]:
         saved = []
         for span, scale, a, b in zip(self.spans, self.scales, pairs[::2], pairs[1::2], strict=True):
-            saved.append(_rows(tokens, span) @ a.T)
-            _rows(output, span).addmm_(saved[-1], b.T, alpha=scale)
+            saved.append(add_adapter(_rows(output, span), _rows(tokens, span), a, b, scale))
         return saved
 
     def gradients(

@@ -35,20 +35,13 @@ NAME = "gradwire"
 LAYOUT = "token_layout"
 """Keyword that carries a :class:`.packing.Layout`, or a plan of :mod:`.paged`, through a model."""
 IN_ORDER = "attends_in_order"
-"""Keyword for whether a query's bits are not to depend on what is beside it, where a kernel can do that."""
+"""Keyword that carries whether a query's bits are not to depend on what is beside it, where a kernel can do that."""
 BY_KERNEL = "attends_by_kernel"
 """Keyword that carries whether a kernel of ours may attend on a CPU (:mod:`.blocks`)."""
 
 HALVES = (torch.bfloat16, torch.float16)
-"""Dtypes whose attention a CPU's kernel computes in float32, key by key. Products of these have the same bits whatever
-rows are beside a row, so a model's states have them, too. Any other order ends in other states: one rounding that falls
-differently is everywhere some layers later."""
-BY_KERNEL = "attends_by_kernel"
-"""Keyword that carries whether a kernel of ours may attend on a CPU (:mod:`.blocks`)."""
-
-HALVES = (torch.bfloat16, torch.float16)
-"""Dtypes whose attention a CPU computes in float32, as in training so in sampling: scores and their softmax rounded to
-halves, here in blocks and there by pages, were most of what the two differed by."""
+"""Dtypes whose attention a CPU's kernel computes in float32, key by key: scores and their softmax rounded to halves,
+here in blocks and there by pages, were most of what sampling and training differed by."""
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "is_causal"}
 
 
@@ -75,12 +68,13 @@ def packed_attention(
     """
     layout: Layout | PagedPrefill | PagedDecode | None = kwargs.pop(LAYOUT, None)
     by_kernel: bool = kwargs.pop(BY_KERNEL, False)
+    orders: bool = kwargs.pop(IN_ORDER, False)
     if layout is None and _rows_in_order and attention_mask is None:
         rows, length = query.shape[0], query.shape[2]
         layout = lay_out(torch.zeros(rows * length, dtype=torch.long), torch.full((rows,), length))
         query, key, value = (each.transpose(0, 1).flatten(1, 2)[None] for each in (query, key, value))
         of_rows, _ = packed_attention(
-            module, query, key, value, None, dropout, scaling, sliding_window, **{LAYOUT: layout, BY_KERNEL: True}
+            module, query, key, value, None, dropout, scaling, sliding_window, **{LAYOUT: layout, IN_ORDER: True}
         )
         return of_rows[0].unflatten(0, (rows, length)), None
     if layout is None:
@@ -98,7 +92,7 @@ def packed_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings widen them under autocast
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-    if by_kernel and value.dtype in HALVES and value.is_cpu and not sliding_window and not dropout:
+    if orders and value.is_cpu and not sliding_window and not dropout:
         ordered = _in_order(module, q, k, v, layout, scale)
         if ordered is not None:
             return ordered.to(value.dtype)[None], None

@@ -81,6 +81,7 @@ _SIGNATURES = {
     "attend_in_blocks_gradients": (
         (c_void_p, *_STRIDED * 3, *[c_void_p] * 5, c_float, *[c_void_p] * 3) + (c_int64,) * 5
     ),
+    "log_probabilities": (*[c_void_p] * 3, *[c_int64] * 4),
     "draw": (c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3),
 }
 
@@ -324,6 +325,13 @@ class CpuKernels:
             "product", x, panels, bias, out, x.numel() // inputs, inputs, outputs,
             product_threads(),
         )  # fmt: skip
+        return out
+
+    def log_probabilities(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Log-probabilities ``[R, C]`` of ``ids [R, C]`` given ``[R, V]`` logits; :meth:`draw` gives the same bits."""
+        logits, ids = _whole(logits), _whole(ids)
+        out = logits.new_empty(ids.shape)
+        self._call("log_probabilities", logits, ids, out, *ids.shape, logits.shape[1], product_threads())
         return out
 
     def draw(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from gradwire_server.engine.model.comparison import largest_difference
 from gradwire_server.engine.model.layers.cpu_kernels import CpuKernels, cpu_kernels
+from gradwire_server.engine.model.layers.exact_products import exact_kernels, exact_product
 from gradwire_server.engine.threads import products
 
 MOST_ROWS = 256
@@ -31,7 +32,11 @@ _packed: ContextVar[Mapping[int, Packed]] = ContextVar("packed", default=Mapping
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x W^T + bias``, within :meth:`PackedWeights.in_use` with the copy of the weight."""
+    """``x W^T + bias``, within :meth:`PackedWeights.in_use` with the copy of the weight; without a gradient where
+    products are exact."""
+    exact = exact_kernels()
+    if exact is not None:
+        return exact_product(x, weight, bias, exact)
     packed = _packed.get().get(id(weight))
     if packed is None or x.numel() > MOST_ROWS * x.shape[-1]:
         with products():

@@ -84,6 +84,37 @@ def check_rows(split_model: SplitModel) -> None:
             )
 
 
+@torch.no_grad()
+def check_exact(split_model: SplitModel) -> None:
+    """Check that the bits of a row's states depend on no other row.
+
+    Raises:
+        OperationError: UNSUPPORTED.
+    """
+    facts, usable = split_model.facts, _usable_ids(split_model)
+    lengths = [min(length, facts.context_length) for length in (40, 50, 1, 2, 5, 70, 131)]
+    ids = torch.arange(max(lengths)) * 3
+    rows = [usable[(ids[:length] + max(0, number - 1)) % len(usable)] for number, length in enumerate(lengths)]
+    groups = torch.tensor([2, *[1] * (len(rows) - 2)])
+    reason = "it takes padded sequences"
+    if split_model.packing is not Packing.PADDED:
+        arranged = arrange(split_model.packing, torch.cat(rows), torch.tensor(lengths), groups)
+        with packed.observing() as seen:
+            together = split_model.states(arranged)[arranged.places]
+        reason = "its layers attend within a window" if seen.attention_windows != {None} else ""
+        for row, mine in zip(rows, together.split(lengths), strict=True):
+            alone = split_model.states(arrange(split_model.packing, row, torch.tensor([len(row)]), groups[1:2]))
+            if not (reason or torch.equal(mine, alone)):
+                reason = f"a row of {len(row)} tokens has other bits beside others"
+    if reason:
+        raise OperationError(
+            training_pb2.ERROR_CODE_UNSUPPORTED,
+            f"model {facts.name!r} ({facts.architecture}) cannot be computed with --deterministic: {reason}; leave it"
+            " out, and log-probabilities are equal to rounding",
+            field="base_model",
+        )
+
+
 def boundaries(config: Mapping[str, Any]) -> set[int]:
     """Lengths that a configuration names as such, also those of its rotary embeddings."""
     numbers: set[int] = set()

@@ -23,6 +23,7 @@ from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.machine import machine_memory
 from gradwire_server.engine.model.attention.blocks import has_right_kernel
 from gradwire_server.engine.model.attention.packed import HALVES, rows_in_order
+from gradwire_server.engine.model.layers.exact_products import compute_exactly, use_exact_products
 from gradwire_server.engine.model.layers.packed_linear import has_right_products
 from gradwire_server.engine.model.loading import quantization
 from gradwire_server.engine.model.loading.compilation import compile_layers
@@ -34,7 +35,7 @@ from gradwire_server.engine.model.loading.configuration import (
 )
 from gradwire_server.engine.model.loading.fused_kernels import kernels_for, use_fused_kernels
 from gradwire_server.engine.model.loading.offload import offload_layers
-from gradwire_server.engine.model.loading.packing_check import check_rows, choose_packing
+from gradwire_server.engine.model.loading.packing_check import check_exact, check_rows, choose_packing
 from gradwire_server.engine.model.loading.quantization import Quantization
 from gradwire_server.engine.model.loading.weights_check import check_weights
 from gradwire_server.engine.model.placement import Placement, layers_of
@@ -63,11 +64,12 @@ class ModelPool:
         quantize: How shared copies hold their linear layers; None in ``dtype``.
         fused: Whether :mod:`.fused_kernels` are used, where there are any, graphs of kernels on a GPU, and a sampler's
             copies of weights on a CPU.
+        exact: Whether the bits of a row's scores and samples depend on nothing beside it; needs ``fused`` on a CPU.
 
     Attributes:
         placement: Where models live.
         dtype: Dtype of the weights.
-        quantize, compiled: As given.
+        quantize, compiled, exact: As given.
         kernels: The fused kernels that are used; None for none.
     """
 
@@ -80,9 +82,11 @@ class ModelPool:
         compiled: bool = False,
         quantize: Quantization | None = None,
         fused: bool = True,
+        exact: bool = False,
     ) -> None:
         choose_functions()
-        self.quantize, self.compiled = quantize, compiled
+        self.quantize, self.compiled, self.exact = quantize, compiled, exact
+        use_exact_products(exact)
         self.placement = placement if isinstance(placement, Placement) else Placement(placement)
         self._mixed = dtype == "mixed"
         on_device = torch.bfloat16 if self.device.type == "cuda" else torch.float32
@@ -90,7 +94,7 @@ class ModelPool:
         torch.backends.cuda.enable_cudnn_sdp(fused)
         fused = fused and not compiled
         self._orders = fused
-        whole = fused and type(self.placement) is Placement and not self._mixed
+        whole = fused and type(self.placement) is Placement and not self._mixed and not exact
         fits = fused and (self.device.type == "cuda" or not self._mixed)
         self.kernels = kernels_for(self.device, self.dtype) if fits else None
         on_cpu = self.device.type == "cpu" and self.kernels is not None
@@ -229,7 +233,11 @@ class ModelPool:
             offload_layers(model, self.device)
         split_model = SplitModel(facts, model, placement, mixed=self._mixed and dtype is None)
         split_model.by_kernels = fused and on_cpu and has_right_kernel()
-        split_model.in_order = self._orders and on_cpu and split_model.dtype in HALVES and has_right_kernel()
+        orders = self.exact or split_model.dtype in HALVES
+        split_model.in_order = self._orders and on_cpu and orders and has_right_kernel()
+        if self.exact:
+            compute_exactly(model)
+            split_model.exact = True
         if on_cpu or quantize is not None or split_model.routers is not None:
             quantization.release_file(model)  # transformers joins the weights of experts
         if facts.takes_images and quantize is None:
@@ -239,6 +247,8 @@ class ModelPool:
             with rows_in_order(split_model.in_order):
                 split_model.packing = choose_packing(split_model)
                 check_rows(split_model)
+            if self.exact:
+                check_exact(split_model)
         split_model.replays = self._replays and not offload and quantize is None
         small = split_model.weight_bytes <= machine_memory() // PACKED_SHARE
         whole = self._packs and not offload and quantize is None

@@ -24,7 +24,7 @@ from gradwire_server.engine.sampling.jobs import LocalJob
 from gradwire_server.engine.sampling.pages.key_values import IntArray
 from gradwire_server.engine.sampling.rows import BoolArray, Rows
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams, TopTokens
-from gradwire_server.engine.scoring.token_scores import token_logits
+from gradwire_server.engine.scoring.token_scores import chosen_logprobs, token_logits
 
 SPARE_KINDS = 32
 """Drawing parameters that no row uses, kept for the requests to come."""
@@ -112,7 +112,10 @@ class Kinds:
             logits = token_logits(part, kind.policy.output_head(), temperature=kind.params.temperature or 1.0)
             choices = logits_to_choose_by(logits, kind.params, rows, of_kind)
             drawn.append((kind, of_kind))
-            outputs += draw(logits, sent(torch.from_numpy(uniform[of_kind]), logits.device), kind.params, choices)
+            token, logprob = draw(logits, sent(torch.from_numpy(uniform[of_kind]), logits.device), kind.params, choices)
+            if kind.policy.split_model.exact:
+                logprob = chosen_logprobs(logits, token[:, None])[:, 0]
+            outputs += token, logprob
             if kind.params.top_logprobs:
                 outputs += top_tokens(logits, kind.params.top_logprobs)
         tokens, ends = np.empty(count, np.int64), np.empty(count, np.bool_)

@@ -109,6 +109,13 @@ class LocalSampler:
             return job
         self._division.divide(job)
         split_model = policy.split_model
+        if split_model.exact and not self._fits_pages(policy):
+            raise OperationError(
+                training_pb2.ERROR_CODE_UNSUPPORTED,
+                f"model {policy.facts.name!r} has a cache of its own when it samples, which --deterministic does not"
+                " know; leave that out",
+                field="base_model",
+            )
         has_images = any(isinstance(prompt, ImagePrompt) for prompt in prompts)
         if has_images and not self._fits_pages(policy) and not self._keeps_cache(policy):
             raise OperationError(

@@ -100,29 +100,50 @@ void product(const float *x, const float *panels, const float *bias, float *out,
   }
 }
 
+enum { BLOCK = 128 };  // logits whose weights are summed together
+
+static __attribute__((noinline)) float largest(const float *logits, number V) {
+  float best[BLOCK], most = -INFINITY;
+  for (number c = 0; c < BLOCK; c++) best[c] = -INFINITY;
+  for (number start = 0; start < V; start += BLOCK)
+    for (number c = 0, count = V - start < BLOCK ? V - start : BLOCK; c < count; c++)
+      best[c] = logits[start + c] > best[c] ? logits[start + c] : best[c];
+  for (number c = 0; c < BLOCK; c++) most = best[c] > most ? best[c] : most;
+  return most;
+}
+
+static __attribute__((noinline)) double sum_of(const float *block, number count, float most) {
+  float sum = 0;
+  for (number c = 0; c < count; c++) sum += weight_of(block[c], most);
+  return sum;
+}
+
+// Log-probabilities [R, C] of tokens [R, C], given logits [R, V]: what draw gives for the token that it draws.
+void log_probabilities(const float *logits, const number *tokens, float *out, number R, number C, number V,
+                       number threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (number row = 0; row < R; row++) {
+    const float *own = logits + row * V;
+    float most = largest(own, V);
+    double total = 0;
+    for (number b = 0; b < V; b += BLOCK) total += sum_of(own + b, V - b < BLOCK ? V - b : BLOCK, most);
+    for (number c = 0; c < C; c++) out[row * C + c] = own[tokens[row * C + c]] - most - log(total);
+  }
+}
+
 // A token of each row of logits [R, V] with a stride, drawn by inverting its cumulative distribution at uniform [R], and
 // its log-probability [R]: as drawing/draw.py does, the block first, whose sums are in double. A weight of zero is never
 // drawn; where a logit is not a number, nor is the log-probability.
 void draw(const float *logits, number of_row, const double *uniform, number *tokens, float *logprobs, number R, number V,
           number threads) {
-  enum { BLOCK = 128 };
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (number row = 0; row < R; row++) {
     const float *own = logits + row * of_row;
-    float best[BLOCK], most = -INFINITY;
-    for (number c = 0; c < BLOCK; c++) best[c] = -INFINITY;
-    for (number start = 0; start < V; start += BLOCK)
-      for (number c = 0, count = V - start < BLOCK ? V - start : BLOCK; c < count; c++)
-        best[c] = own[start + c] > best[c] ? own[start + c] : best[c];
-    for (number c = 0; c < BLOCK; c++) most = best[c] > most ? best[c] : most;
+    float most = largest(own, V);
     number blocks = (V + BLOCK - 1) / BLOCK;
     double sums[blocks], total = 0;
     for (number b = 0; b < blocks; b++) {
-      const float *block = own + b * BLOCK;
-      number count = V - b * BLOCK < BLOCK ? V - b * BLOCK : BLOCK;
-      float sum = 0;
-      for (number c = 0; c < count; c++) sum += weight_of(block[c], most);
-      total += sums[b] = sum;
+      total += sums[b] = sum_of(own + b * BLOCK, V - b * BLOCK < BLOCK ? V - b * BLOCK : BLOCK, most);
     }
     double before = 0, passed = 0, target = uniform[row] * total;
     number chosen = 0, token = 0;

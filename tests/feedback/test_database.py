@@ -17,7 +17,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from gradwire_feedback.database.connection import Database, UnusableDatabaseError
 from gradwire_feedback.database.ownership import LOCK, Ownership
-from gradwire_feedback.database.tables import Policy, Table, UtcDateTime
+from gradwire_feedback.database.tables import Job, Policy, Table, UtcDateTime
 from gradwire_feedback.store import deployments, feedback, jobs, rankings, rating, ratings
 from gradwire_feedback.store.order import next_number
 from gradwire_feedback.store.problems import ConflictError, ForbiddenError
@@ -94,7 +94,7 @@ def test_of_jobs_at_once_one_is_made_and_the_others_name_it(database_url: str) -
     with ThreadPoolExecutor(8) as pool:
         told = list(pool.map(submit, range(8)))
     with database.read() as session:
-        (made,) = [job.id for job in jobs.active_jobs(session) if job.agent_id == "contested"]
+        (made,) = session.scalars(sa.select(Job.id).where(Job.active_agent == "contested"))
     assert told.count(made) == 1
     assert sum(f"is being trained by job {made}" in each for each in told) == 7
     with database.write() as session:  # or the services of later tests would go on with it

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "pydantic", "gradwire_losses", "gradwire_server")
 BASE_LACKS = (
     "torch", "transformers", "accelerate", "peft", "safetensors", "tokenizers", "pydantic_settings",
-    "prometheus_client", "grpc_health", "fastapi", "sqlalchemy", "alembic", "dbos", "nicegui", "uvicorn", "jsonschema",
+    "prometheus_client", "grpc_health", "fastapi", "sqlalchemy", "alembic", "nicegui", "uvicorn", "jsonschema",
     "matplotlib", "datasets", "opentelemetry", "huggingface_hub",
 )  # fmt: skip
 if not any(need.startswith("pydantic") for need in importlib.metadata.requires("typer") or ()):

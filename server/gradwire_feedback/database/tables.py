@@ -230,6 +230,7 @@ class Job(Table):
     progress: Mapped[dict[str, Any]] = mapped_column(default=dict)
     error: Mapped[str | None]
     cancel_requested: Mapped[bool] = mapped_column(default=False)
+    starts: Mapped[int] = mapped_column(default=0)
     created_at: Mapped[datetime] = mapped_column(default=now)
     started_at: Mapped[datetime | None]
     finished_at: Mapped[datetime | None]

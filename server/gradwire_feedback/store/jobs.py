@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -55,8 +54,9 @@ def job_of(session: Session, job_id: str) -> Job:
     return job
 
 
-def active_jobs(session: Session) -> Sequence[Job]:
-    return session.scalars(sa.select(Job).where(Job.active_agent.is_not(None)).order_by(Job.created_at)).all()
+def oldest_active(session: Session) -> Job | None:
+    """The job that is next, of all agents."""
+    return session.scalar(sa.select(Job).where(Job.active_agent.is_not(None)).order_by(Job.created_at).limit(1))
 
 
 def newest_job(session: Session, agent_id: str) -> Job | None:

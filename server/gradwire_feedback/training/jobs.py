@@ -1,11 +1,8 @@
-"""Durable training jobs: each is a DBOS workflow of three steps, snapshot, train and publish.
+"""Durable training jobs: a row a job, and a thread that works on the oldest row that has not ended.
 
-DBOS records finished steps in the database (SQLite or PostgreSQL, the service's own), and restarts unfinished
-workflows when the service starts; it needs no broker and no second process. The smaller huey removes a task from
-its queue before it runs it, so a task is lost if its process is killed.
-
-Steps are idempotent: the snapshot is a file that is kept, the trainer finds its run on the training server
-again, and a job creates one version because ``policies.job_id`` is unique.
+A job is a snapshot of the feedback, a training and a new version. Each part may be done again: the snapshot is a file
+that is kept, the trainer finds its run on the training server again, and a job creates one version because
+``policies.job_id`` is unique. So a killed service goes on with the row that it finds.
 """
 
 from __future__ import annotations
@@ -14,8 +11,6 @@ import asyncio
 import json
 import logging
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from shutil import rmtree
@@ -23,7 +18,6 @@ from typing import Any
 
 import gradwire
 import sqlalchemy as sa
-from dbos import DBOS, DBOSConfig, SetWorkflowID
 from gradwire.rlhf import TrainingResult
 from gradwire.whole_files import whole_file
 
@@ -41,13 +35,11 @@ from gradwire_feedback.training.server import TrainingServer
 
 log = logging.getLogger(__name__)
 
-QUEUE = "training"
-QUEUE_POLL_S = 0.2
 WAIT_POLL_S = 0.3
 STOP_PATIENCE_S = 10.0
 ATTEMPTS = 5
-UNFINISHED = ("ENQUEUED", "PENDING", "DELAYED")
-"""DBOS's states of unfinished workflows."""
+MOST_STARTS = 50
+"""A job that was begun that often, as each time it ended the process, has failed."""
 RETRY_AFTER_S = 2.0
 
 
@@ -62,61 +54,28 @@ class Jobs:
 
     def __init__(self, settings: Settings, database: Database, server: TrainingServer) -> None:
         self._settings, self._database, self._server = settings, database, server
-        self._stopping = threading.Event()
-        self._running: set[str] = set()
-        self._launched = False
+        self._stopping, self._asked = threading.Event(), threading.Event()
+        self._worker = threading.Thread(target=self._work, name="gradwire-feedback-jobs", daemon=True)
 
     @property
     def stopping(self) -> bool:
         return self._stopping.is_set()
 
     def start(self) -> None:
-        """Start the workers; unfinished jobs of the last process continue."""
-        url = self._database.url
-        if self._database.sqlite:
-            assert url.database is not None
-            url = url.set(database=str(Path(url.database).with_suffix(".jobs.db")))
-        DBOS(
-            config=DBOSConfig(
-                name="gradwire-feedback",
-                system_database_url=url.render_as_string(hide_password=False),
-                application_version="1",  # jobs of an older release continue in a newer one
-                sys_db_pool_size=5,
-                log_level="WARNING",
-            )
-        )
-
-        @DBOS.workflow(name="train")
-        def workflow(job_id: str) -> None:
-            self._run(job_id)
-
-        self._workflow = workflow
-        DBOS.launch()
-        self._launched = True
-        DBOS.register_queue(QUEUE, worker_concurrency=1, polling_interval_sec=QUEUE_POLL_S, on_conflict="always_update")
-        with self._database.read() as session:
-            left = [job.id for job in store.active_jobs(session)]
-        for job_id in left:
-            known = DBOS.get_workflow_status(job_id)
-            if known is None:  # the service was killed before it updated DBOS
-                self._enqueue(job_id)
-            elif known.status not in UNFINISHED:
-                self._end(job_id, "failed", f"it was tried too often: its workflow is {known.status}")
+        """Start to work; unfinished jobs of the last process continue."""
+        self._worker.start()
 
     def interrupt(self) -> None:
         """Make the running job stop at its next step; it continues at the next start of the service."""
         self._stopping.set()
+        self._asked.set()
 
     def stop(self) -> bool:
-        """Interrupt the running job and stop the workers; return False if the job does not stop in time."""
+        """Interrupt the running job; return False if it does not stop in time."""
         self.interrupt()
-        deadline = time.monotonic() + STOP_PATIENCE_S
-        while self._running and time.monotonic() < deadline:
-            time.sleep(WAIT_POLL_S)
-        ended = not self._running
-        if ended and self._launched:
-            DBOS.destroy()
-        return ended
+        if self._worker.ident is not None:
+            self._worker.join(STOP_PATIENCE_S)
+        return not self._worker.is_alive()
 
     def submit(self, agent_id: str, plan: Plan) -> Job:
         """Queue a training.
@@ -126,12 +85,8 @@ class Jobs:
         """
         with self._database.write() as session:
             job = store.create_job(session, agent_id, asdict(plan))
-        self._enqueue(job.id)
+        self._asked.set()
         return job
-
-    def _enqueue(self, job_id: str) -> None:
-        with SetWorkflowID(job_id):
-            DBOS.enqueue_workflow(QUEUE, self._workflow, job_id)
 
     def cancel(self, job_id: str) -> Job:
         """Request the end of a job; a job that has ended is not changed.
@@ -164,27 +119,41 @@ class Jobs:
                 return job
             await asyncio.sleep(WAIT_POLL_S)
 
-    def _run(self, job_id: str) -> None:
-        """The workflow."""
-        self._running.add(job_id)
-        try:
-            if self.get(job_id).status not in store.ACTIVE:
+    def _work(self) -> None:
+        """The thread: one job after another, the oldest first."""
+        while True:
+            self._asked.clear()
+            if self.stopping:
                 return
-            self._step("snapshot", self._snapshot, job_id)
-            self._step("train", self._train, job_id)
-            self._step("publish", self._publish, job_id)
+            try:
+                with self._database.write() as session:
+                    job = store.oldest_active(session)
+                    job_id = job and job.id
+                    if job is not None:
+                        job.starts += 1
+                if job_id is None:
+                    self._asked.wait()
+                else:
+                    self._run(job_id)
+            except ServiceStopping:
+                return
+            except Exception:  # the database is away: the row says what is left to do
+                log.exception("the jobs cannot go on now; they are tried again")
+                self._stopping.wait(RETRY_AFTER_S)
+
+    def _run(self, job_id: str) -> None:
+        try:
+            if self.get(job_id).starts > MOST_STARTS:
+                raise RuntimeError(f"it was begun {MOST_STARTS} times, and the service ended each time")
+            self._snapshot(job_id)
+            self._train(job_id)
+            self._publish(job_id)
         except JobCancelledError:
             self._end(job_id, "cancelled", None)
         except Exception as error:
             # an error of the training server is a sentence for the operator; any other needs its traceback
             log.error("job %s failed: %s", job_id, error, exc_info=not isinstance(error, gradwire.GradwireError))
             self._end(job_id, "failed", f"{type(error).__name__}: {error}")
-        finally:
-            self._running.discard(job_id)
-
-    @staticmethod
-    def _step(name: str, work: Callable[[str], None], job_id: str) -> None:
-        DBOS.run_step({"name": name}, work, job_id)
 
     def _snapshot_file(self, job: Job) -> Path:
         return self._settings.models_dir / job.agent_id / ".jobs" / f"{job.id}.jsonl"
@@ -193,6 +162,8 @@ class Jobs:
         """Fix the job's feedback, and with it the version's name."""
         with self._database.write() as session:
             job = store.job_of(session, job_id)
+            if job.status not in store.ACTIVE:  # cancelled a moment ago
+                raise JobCancelledError
             file = self._snapshot_file(job)
             if not file.exists():
                 job.request = job.request | {"trained_until": next_number(session, job.agent_id)}

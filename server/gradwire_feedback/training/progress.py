@@ -26,7 +26,7 @@ class JobCancelledError(Exception):
 
 
 class ServiceStopping(BaseException):
-    """The service stops during a job. Not an Exception, so that DBOS keeps the workflow for the next start."""
+    """The service stops during a job. Not an Exception: the job has not failed, and goes on at the next start."""
 
 
 class ProgressReporter:

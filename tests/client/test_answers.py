@@ -10,7 +10,7 @@ import gradwire
 import grpc
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.doors.grpc.errors import GRPC_STATUS
+from gradwire_server.doors.grpc.interceptors import GRPC_STATUS
 from support.scripted import Received, Script, ScriptedService, scripted_run, scripted_server, until
 
 Code = pb.ErrorCode.ValueType

@@ -10,7 +10,7 @@ import gradwire
 import pytest
 from gradwire import errors
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.doors.grpc.errors import GRPC_STATUS
+from gradwire_server.doors.grpc.interceptors import GRPC_STATUS
 from support.scripted import Script, ScriptedService, scripted_run, scripted_server
 
 CODES = pb.ErrorCode.values()

@@ -128,7 +128,7 @@ class Jobs:
             try:
                 with self._database.write() as session:
                     job = store.oldest_active(session)
-                    job_id = job and job.id
+                    job_id = None if job is None else job.id
                     if job is not None:
                         job.starts += 1
                 if job_id is None:

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import json
 import os
 import resource
 import signal
 import sqlite3
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,13 +28,56 @@ from gradwire_server.cli.preflight import check
 from gradwire_server.cli.saying import MISTAKE, NOT_NOW, console, fail, say
 from gradwire_server.cli.settings import load, misspelled_variables, with_settings
 from gradwire_server.cli.settings_file import SettingsError
-from gradwire_server.cli.trained import Trained
 from gradwire_server.config import ServerConfig
 from gradwire_server.durable_files import is_full, replace_text
 from gradwire_server.observability import logs
 
 if TYPE_CHECKING:
     from gradwire_server.server import Server
+
+
+HTTP = "127.0.0.1:8000"
+"""Where what was trained is served to OpenAI's clients unless --http says otherwise."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A training that had a server of its own.
+
+    Attributes:
+        model: Its base model.
+        state_dir: State folder of its server.
+        checkpoint: ``RUN_ID/NAME`` of its newest checkpoint.
+    """
+
+    model: str
+    state_dir: str
+    checkpoint: str
+
+    @staticmethod
+    def read(folder: Path) -> Trained:
+        """Read a training's folder.
+
+        Raises:
+            SettingsError: There is no finished training in it, or another server holds what it trained.
+        """
+        file = folder / "state.json"
+        try:
+            note = dict(json.loads(file.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            note = {}
+        except (OSError, ValueError, TypeError):
+            raise SettingsError(f"{file} is not the state of a training") from None
+        if not note.get("checkpoint") or "settings" not in note:
+            raise SettingsError(f"{folder} holds no training that has saved a checkpoint")
+        if not note.get("server"):
+            raise SettingsError(f"the training in {folder} used the server at {note.get('address')}, which serves it")
+        return Trained(note["settings"]["model"], note["server"], note["checkpoint"])
+
+    def flags(self) -> dict[str, Any]:
+        """The settings of a server for it."""
+        return {"models": [self.model], "state_dir": self.state_dir, "http": HTTP}
+
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -2,7 +2,7 @@
 
 A micro-batch of a small model consists of some hundred operations of microseconds each, and handing half of one to
 another thread takes microseconds while that thread spins, tens of them when it sleeps (see
-:mod:`gradwire_server.engine.process.idle_threads`). The number depends on the work alone, so a replay of the journal
+:mod:`gradwire_server.engine.process.setup`). The number depends on the work alone, so a replay of the journal
 reproduces the same bits.
 """
 

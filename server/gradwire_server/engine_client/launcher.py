@@ -31,7 +31,7 @@ ENVIRONMENT = {
 
 OpenMP's threads spin ten thousand times, some 150 to 500 us, before they sleep: most operations of a model follow the
 one before within that time, and waking a thread that sleeps takes as long as many of them. While others want the
-processors, the engine lets them sleep at once (:mod:`gradwire_server.engine.process.idle_threads`).
+processors, the engine lets them sleep at once (:mod:`gradwire_server.engine.process.setup`).
 
 Blocks of 4 MiB or more are mapped and go back at once when they are freed: glibc before 2.38 hardly reuses an aligned
 block within its heap. A new mapping costs the kernel its pages: a training step on 5 M weights took 1.35 times the

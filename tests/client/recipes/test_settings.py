@@ -299,8 +299,8 @@ def test_what_was_trained_is_exported_and_talked_to(
 
 
 def test_a_server_finds_what_was_trained(tmp_path: Path) -> None:
+    from gradwire_server.cli.serve import Trained
     from gradwire_server.cli.settings_file import SettingsError
-    from gradwire_server.cli.trained import Trained
 
     state = {"run_id": "run-1", "checkpoint": "run-1/step-1", "settings": {"model": "m"}, "server": "/s", "address": ""}
     (tmp_path / "state.json").write_text(json.dumps(state))

@@ -22,8 +22,7 @@ from gradwire_server.checkpoint_files import MANIFEST, sealed
 from gradwire_server.config import EngineSettings, ServerConfig, parse_model
 from gradwire_server.core.core import PROTOCOL
 from gradwire_server.doors.grpc.door import SERVICE
-from gradwire_server.doors.grpc.errors import GRPC_STATUS
-from gradwire_server.doors.grpc.interceptors import CALLER
+from gradwire_server.doors.grpc.interceptors import CALLER, GRPC_STATUS
 from gradwire_server.doors.grpc.service import TrainingService
 from gradwire_server.engine_client.process import EngineProcess
 from gradwire_server.errors import ServiceError

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from gradwire_proto.v1 import engine_pb2
 from gradwire_server.engine.errors import GroupBroken
-from gradwire_server.engine.group_agreement import GroupAgreement
-from gradwire_server.engine.group_messages import GroupMessages
+from gradwire_server.engine.group_agreement import GroupAgreement, GroupMessages
 from gradwire_server.engine.process.activity import Activity
 from gradwire_server.engine.process.pulse import Pulse
 from gradwire_server.engine_link.pulses import RankWatch

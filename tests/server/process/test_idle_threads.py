@@ -10,14 +10,14 @@ import time
 
 import pytest
 import torch  # whose OpenMP is meant
-from gradwire_server.engine.process import idle_threads
-from gradwire_server.engine.process.idle_threads import IdleThreads, contended
+from gradwire_server.engine.process import setup
+from gradwire_server.engine.process.setup import IdleThreads, contended
 from gradwire_server.engine_client.launcher import ENVIRONMENT
 
 SPINS = "200000"
 SPEND = """
 import time, torch
-from gradwire_server.engine.process.idle_threads import IdleThreads
+from gradwire_server.engine.process.setup import IdleThreads
 torch.set_num_threads(2)
 x, idle = torch.ones(1 << 17), IdleThreads(2)
 
@@ -45,11 +45,11 @@ def test_idle_threads_sleep_and_spin() -> None:
 
 def test_they_sleep_while_others_want_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([(0, 0), (5, 5), (15, 5), (20, 10), (30, 10), (40, 20)])
-    monkeypatch.setattr(idle_threads, "processor_times", lambda: {"1": next(times)})
+    monkeypatch.setattr(setup, "processor_times", lambda: {"1": next(times)})
     torch.ones(1 << 17).exp()
     idle, found = IdleThreads(2), []
     for _ in range(5):
-        _compute(idle_threads.IDLE * idle_threads.LOOK_S)
+        _compute(setup.IDLE * setup.LOOK_S)
         idle.look()
         found.append(idle.asleep)
     assert found == [False, True, False, True, False]
@@ -64,9 +64,9 @@ def test_a_share_of_waiting_is_contention(ran: int, waited: int, found: bool) ->
 
 
 def test_processor_times_are_the_kernels() -> None:
-    before, thread = idle_threads.processor_times(), str(threading.get_native_id())
+    before, thread = setup.processor_times(), str(threading.get_native_id())
     _compute(0.2)
-    ran, waited = idle_threads.processor_times()[thread]
+    ran, waited = setup.processor_times()[thread]
     assert ran - before[thread][0] > 0.15e9 and waited >= before[thread][1]
 
 

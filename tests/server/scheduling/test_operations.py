@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.doors.grpc import submissions
+from gradwire_server.doors.grpc import service
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.rows import StoredResult
 from gradwire_server.scheduling import admission
@@ -345,7 +345,7 @@ async def test_an_operation_whose_acknowledgement_nobody_awaits_is_durable_with_
 async def test_an_acknowledgement_waits_long_only_where_there_is_a_result(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submissions, "ANSWERED_ACKS_WAIT_S", 3600.0)
+    monkeypatch.setattr(service, "ANSWERED_ACKS_WAIT_S", 3600.0)
     client = await (await door.client()).begin()
     door.engine.gate.clear()
     [first] = client.frames(1, forward_backward=pb.LossCall(loss_fn="a"))

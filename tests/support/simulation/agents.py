@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gradwire.errors import ConnectionLostError
 from gradwire_proto.v1 import engine_pb2
 from gradwire_server.agent.agent import Agent
-from gradwire_server.doors.grpc.engines import EngineService
+from gradwire_server.doors.grpc.door import EngineService
 from gradwire_server.engine_client.client import EngineAnswer, EngineDied
 from gradwire_server.engine_client.remote import RemoteLife
 from gradwire_server.engine_link import lease

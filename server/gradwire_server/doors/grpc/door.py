@@ -4,29 +4,198 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 import grpc.aio
-from gradwire_proto.v1.engine_pb2_grpc import add_EngineServiceServicer_to_server
-from gradwire_proto.v1.jobs_pb2_grpc import add_JobServiceServicer_to_server
-from gradwire_proto.v1.sessions_pb2_grpc import add_SessionServiceServicer_to_server
+from gradwire_proto.v1 import jobs_pb2 as jobs
+from gradwire_proto.v1 import sessions_pb2 as sessions
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_proto.v1.engine_pb2 import EngineChunk
+from gradwire_proto.v1.engine_pb2_grpc import EngineServiceServicer, add_EngineServiceServicer_to_server
+from gradwire_proto.v1.jobs_pb2_grpc import JobServiceServicer, add_JobServiceServicer_to_server
+from gradwire_proto.v1.sessions_pb2_grpc import SessionServiceServicer, add_SessionServiceServicer_to_server
 from gradwire_proto.v1.training_pb2_grpc import add_TrainingServiceServicer_to_server
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from gradwire_server.config import ServerConfig
+from gradwire_server.config import CHUNK_BYTES, ServerConfig
 from gradwire_server.core.core import Core
 from gradwire_server.doors.certificates import Certificates
 from gradwire_server.doors.door import Door
-from gradwire_server.doors.grpc.engines import EngineService
 from gradwire_server.doors.grpc.headers import HEADER_BYTES
-from gradwire_server.doors.grpc.interceptors import Guard
-from gradwire_server.doors.grpc.jobs import JobService
+from gradwire_server.doors.grpc.interceptors import CALLER, Guard
 from gradwire_server.doors.grpc.service import TrainingService
-from gradwire_server.doors.grpc.sessions import SessionService
-from gradwire_server.errors import NotNow
+from gradwire_server.engine_client.remote import RemoteLife
+from gradwire_server.engine_link.chunks import ADMITTED
+from gradwire_server.errors import NotNow, ServiceError
 from gradwire_server.limits import Limits
+
+
+class SessionService(SessionServiceServicer):
+    """The RPCs of the session service, documented in ``sessions.proto``."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    async def CreateRolloutSession(
+        self, request: sessions.CreateRolloutSessionRequest, context: Any
+    ) -> sessions.RolloutSession:
+        return await self._core.rollouts.create(CALLER.get(), request)
+
+    async def GetRolloutSession(
+        self, request: sessions.GetRolloutSessionRequest, context: Any
+    ) -> sessions.RolloutSession:
+        return self._core.rollouts.get(CALLER.get(), request.session_id)
+
+    async def ListRolloutSessions(
+        self, request: sessions.ListRolloutSessionsRequest, context: Any
+    ) -> sessions.ListRolloutSessionsResponse:
+        page, token = self._core.rollouts.page(CALLER.get(), request)
+        return sessions.ListRolloutSessionsResponse(sessions=page, next_page_token=token)
+
+    async def EndRolloutSession(
+        self, request: sessions.EndRolloutSessionRequest, context: Any
+    ) -> sessions.RolloutSession:
+        return await self._core.rollouts.end(CALLER.get(), request)
+
+    async def DeleteRolloutSession(
+        self, request: sessions.DeleteRolloutSessionRequest, context: Any
+    ) -> sessions.DeleteRolloutSessionResponse:
+        await self._core.rollouts.delete(CALLER.get(), request.session_id)
+        return sessions.DeleteRolloutSessionResponse()
+
+    async def GetRollout(
+        self, request: sessions.GetRolloutRequest, context: Any
+    ) -> AsyncIterator[sessions.RolloutFrame]:
+        rollout = self._core.rollouts.rollout(CALLER.get(), request.session_id, request.first)
+        async with aclosing(rollout) as frames:
+            async for frame in frames:
+                yield frame
+
+
+class JobService(JobServiceServicer):
+    """The RPCs of the job service, documented in ``jobs.proto``."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    # ---- jobs ----
+
+    async def CreateJob(self, request: jobs.CreateJobRequest, context: Any) -> jobs.Job:
+        if request.spec.note:
+            message = "note is what a door of the server keeps with a job: leave it out"
+            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="note")
+        return await self._core.jobs.create(CALLER.get(), request.spec, request.idempotency_key)
+
+    async def GetJob(self, request: jobs.GetJobRequest, context: Any) -> jobs.Job:
+        return self._core.jobs.states.get(CALLER.get(), request.job_id)
+
+    async def ListJobs(self, request: jobs.ListJobsRequest, context: Any) -> jobs.ListJobsResponse:
+        found, more = self._core.jobs.page(CALLER.get(), request.page_size, request.after, request.metadata)
+        return jobs.ListJobsResponse(jobs=found, has_more=more)
+
+    async def CancelJob(self, request: jobs.CancelJobRequest, context: Any) -> jobs.Job:
+        return await self._core.jobs.cancel(CALLER.get(), request.job_id)
+
+    async def PauseJob(self, request: jobs.PauseJobRequest, context: Any) -> jobs.Job:
+        return await self._core.jobs.pause(CALLER.get(), request.job_id)
+
+    async def ResumeJob(self, request: jobs.ResumeJobRequest, context: Any) -> jobs.Job:
+        return await self._core.jobs.resume(CALLER.get(), request.job_id)
+
+    async def DeleteJob(self, request: jobs.DeleteJobRequest, context: Any) -> jobs.DeleteJobResponse:
+        await self._core.jobs.delete(CALLER.get(), request.job_id)
+        return jobs.DeleteJobResponse()
+
+    async def ListJobEvents(self, request: jobs.ListJobEventsRequest, context: Any) -> jobs.ListJobEventsResponse:
+        events, more = await self._core.jobs.events(
+            CALLER.get(), request.job_id, request.after, request.page_size, oldest_first=request.oldest_first
+        )
+        return jobs.ListJobEventsResponse(events=events, has_more=more)
+
+    async def ReadJobLog(self, request: jobs.ReadJobLogRequest, context: Any) -> jobs.ReadJobLogResponse:
+        chunk, size = await self._core.jobs.read_log(CALLER.get(), request.job_id, request.offset)
+        return jobs.ReadJobLogResponse(chunk=chunk, size_bytes=size)
+
+    async def ReportJob(self, request: jobs.ReportJobRequest, context: Any) -> jobs.Job:
+        return await self._core.job_turns.report(CALLER.get(), request)
+
+    # ---- files ----
+
+    async def UploadFile(self, request_iterator: AsyncIterator[jobs.UploadFileFrame], context: Any) -> jobs.File:
+        caller, frames = CALLER.get(), aiter(request_iterator)
+        first = await anext(frames, None)
+        if first is None:
+            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "the upload has no frame", field="file")
+
+        async def chunks() -> AsyncIterator[bytes]:
+            if first.chunk:
+                yield first.chunk
+            async for frame in frames:
+                async with self._core.calls.slice(caller.name):
+                    if len(frame.chunk) > CHUNK_BYTES:
+                        message = f"a chunk has {len(frame.chunk)} bytes; {CHUNK_BYTES} at most"
+                        raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="chunk")
+                yield frame.chunk
+
+        return await self._core.files.create(caller, first.file, chunks(), first.idempotency_key)
+
+    async def GetFile(self, request: jobs.GetFileRequest, context: Any) -> jobs.File:
+        return self._core.files.get(CALLER.get(), request.file_id)
+
+    async def ListFiles(self, request: jobs.ListFilesRequest, context: Any) -> jobs.ListFilesResponse:
+        files, more = self._core.files.page(
+            CALLER.get(), request.page_size, request.after, request.purpose, oldest_first=request.oldest_first
+        )
+        return jobs.ListFilesResponse(files=files, has_more=more)
+
+    async def DeleteFile(self, request: jobs.DeleteFileRequest, context: Any) -> jobs.DeleteFileResponse:
+        await self._core.files.delete(CALLER.get(), request.file_id)
+        return jobs.DeleteFileResponse()
+
+    async def ReadFile(self, request: jobs.ReadFileRequest, context: Any) -> AsyncIterator[jobs.ReadFileFrame]:
+        async with aclosing(self._core.files.content(CALLER.get(), request.file_id)) as chunks:
+            async for chunk in chunks:
+                yield jobs.ReadFileFrame(chunk=chunk)
+
+
+class EngineService(EngineServiceServicer):
+    """The RPC of the agents, documented in ``engine.proto``.
+
+    Args:
+        core: The core that takes the engines.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._agents = core.agents
+
+    async def Attach(self, requests: AsyncIterator[EngineChunk], context: Any) -> AsyncIterator[EngineChunk]:
+        await context.send_initial_metadata(((ADMITTED, "yes"),))  # the agent sends its offer now
+        first = await anext(aiter(requests), EngineChunk())
+        if not first.HasField("offer"):
+            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "the first chunk is to be the engine's offer")
+        life = await self._agents.attach(first.offer)
+        reading = asyncio.create_task(_read(requests, life))
+        try:
+            async for chunk in life.chunks():
+                yield chunk
+            if reading.done():
+                reading.result()  # raises the error of a key that was revoked
+        finally:
+            self._agents.detach(life, "its agent is gone")
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+
+async def _read(requests: AsyncIterator[EngineChunk], life: RemoteLife) -> None:
+    try:
+        async for chunk in requests:
+            await life.take(chunk)
+    finally:
+        await life.take(None)
+
 
 SERVICE = "gradwire.v1.TrainingService"
 RUNS = "gradwire.v1.Runs"

@@ -18,6 +18,7 @@ from gradwire_http.heads import BoundedHeads
 from gradwire_http.request_headers import headers_of
 from gradwire_proto.v1 import training_pb2 as pb
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import VERSION, Core
@@ -26,7 +27,6 @@ from gradwire_server.doors.certificates import Certificates
 from gradwire_server.doors.door import Door
 from gradwire_server.doors.http.anthropic import app as anthropic
 from gradwire_server.doors.http.errors import error_response
-from gradwire_server.doors.http.gathering import GatheringProtocol
 from gradwire_server.doors.http.guard import SESSION, GuardedProtocol
 from gradwire_server.doors.http.openai import app as openai
 from gradwire_server.doors.http.openai import errors as openai_errors
@@ -34,6 +34,50 @@ from gradwire_server.doors.http.openai import tokens
 from gradwire_server.doors.http.protocol import HttpProtocol
 from gradwire_server.doors.http.tinker import app as tinker
 from gradwire_server.errors import NotNow
+
+
+class GatheringProtocol(HttpToolsProtocol):
+    """uvicorn's connection, whose head and body of an answer leave together.
+
+    uvicorn writes them one after the other: two system calls, and a client that wakes up for the head alone.
+    """
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin."""
+        gathering: Any = GatheringTransport(transport)
+        super().connection_made(gathering)
+
+
+class GatheringTransport:
+    """A transport that sends what was written in one turn of the event loop by one call.
+
+    Args:
+        transport: The transport that sends, and that does all else.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport, self._parts = transport, list[bytes]()
+        self._loop = asyncio.get_running_loop()
+
+    def write(self, data: bytes) -> None:
+        """Send the data at the end of this turn."""
+        if not self._parts:
+            self._loop.call_soon(self._send)
+        self._parts.append(data)
+
+    def close(self) -> None:
+        """Send what was written, and close."""
+        self._send()
+        self._transport.close()
+
+    def _send(self) -> None:
+        parts, self._parts = self._parts, []
+        if parts and not self._transport.is_closing():
+            self._transport.write(b"".join(parts))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
 
 log = logging.getLogger(__name__)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+import time
 import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -14,17 +18,215 @@ from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.core.jobs import grading
 from gradwire_server.core.jobs.files import DATA, page_of
+from gradwire_server.core.jobs.states import ENDED, FAILED, RUNNING, SUCCEEDED
+from gradwire_server.doors.http.openai.conversations import Conversation
 from gradwire_server.doors.http.openai.files import listing, problems
 from gradwire_server.doors.http.openai.fine_tuning import permissions
-from gradwire_server.doors.http.openai.fine_tuning.answers import checkpoint_body, event_body, graded_body, job_body
 from gradwire_server.doors.http.openai.fine_tuning.hyperparameters import RECIPES, resolve
-from gradwire_server.doors.http.openai.fine_tuning.judging import Asked, with_sources
 from gradwire_server.doors.http.openai.fine_tuning.requests import CreateJob, RunGrader, ValidateGrader
 from gradwire_server.doors.http.openai.names import PREFIX, find_model
-from gradwire_server.doors.http.openai.requests import check_encodable, invalid, named, unsupported
-from gradwire_server.doors.http.openai.tuned_models import JOB, checkpoints_of
+from gradwire_server.doors.http.openai.requests import (
+    ChatRequest,
+    JsonSchemaFormat,
+    ResponseFormat,
+    check_encodable,
+    invalid,
+    named,
+    unsupported,
+)
+from gradwire_server.doors.http.openai.tuned_models import (
+    JOB,
+    checkpoint_name,
+    checkpoints_of,
+    note_of,
+    organisation,
+    tuned_name,
+)
 from gradwire_server.doors.http.protocol import CallerOf
-from gradwire_server.errors import unknown_job
+from gradwire_server.errors import ServiceError, unknown_job
+
+JUDGED = ("score_model", "label_model")
+
+
+def with_sources(core: Core, caller: Caller, grader: dict[str, Any], param: str) -> dict[str, Any]:
+    """A valid grader whose models have the names that our SDK samples from.
+
+    Raises:
+        ServiceError: UNKNOWN_MODEL for one that the caller may not read.
+    """
+    expanded = copy.deepcopy(grader)
+    for part in _judged(expanded):
+        try:
+            part["model"] = find_model(core, caller, part["model"]).source
+        except ServiceError as error:
+            error.error.field = param
+            raise
+    return expanded
+
+
+def _judged(spec: Any) -> Iterator[dict[str, Any]]:
+    """The parts of a grader that name a model."""
+    if isinstance(spec, dict):
+        if spec.get("type") in JUDGED:
+            yield spec
+        for each in spec.values():
+            yield from _judged(each)
+
+
+class Asked:
+    """Puts the questions of a grader's trial to the server's models.
+
+    Attributes:
+        tokens: Name of a model -> tokens that it read and wrote.
+    """
+
+    def __init__(self, core: Core, caller: Caller, http: Request) -> None:
+        self._core, self._caller, self._http = core, caller, http
+        self.tokens: Counter[str] = Counter()
+
+    async def __call__(self, question: dict[str, Any]) -> str:
+        """The text of an answer.
+
+        Raises:
+            ServiceError: It could not be sampled.
+        """
+        form = ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=question["json_schema"]))
+        asked = ChatRequest(
+            model=question["model"], messages=question["messages"], temperature=question["temperature"],
+            top_p=question["top_p"], seed=question["seed"], max_tokens=question["max_tokens"], response_format=form,
+        )  # fmt: skip
+        conversation = Conversation(self._core, self._caller, asked)
+        (part,), counts = await conversation.answers(await conversation.request(), self._http)
+        self.tokens[question["model"]] += counts.prompt + counts.sampled
+        return part.content
+
+
+METRICS = {
+    "train_loss": "train/loss",
+    "train_mean_token_accuracy": "train/token_accuracy",
+    "valid_loss": "eval/loss",
+    "valid_mean_token_accuracy": "eval/token_accuracy",
+    "full_valid_loss": "eval/loss",
+    "full_valid_mean_token_accuracy": "eval/token_accuracy",
+    "train_reward_mean": "rewards/reward",
+    "full_valid_reward_mean": "eval/score",
+}
+"""OpenAI's metrics -> ours."""
+ERRORS = (
+    "formula_parse_error", "invalid_variable_error", "model_grader_parse_error", "model_grader_refusal_error",
+    "model_grader_server_error", "other_error", "python_grader_runtime_error", "python_grader_server_error",
+    "sample_parse_error", "truncated_observation_error", "unresponsive_reward_error",
+)  # fmt: skip
+ERROR_DETAILS = (
+    "model_grader_server_error_details", "python_grader_runtime_error_details", "python_grader_server_error_type",
+)  # fmt: skip
+"""What a trial of a grader tells: whether each of these happened, and their details."""
+
+
+def job_body(job: jobs.Job) -> dict[str, Any]:
+    """A job."""
+    note = note_of(job)
+    ended = job.state in ENDED
+    error = None
+    if job.state == FAILED:
+        error = {"code": job.error.code, "message": job.error.message, "param": job.error.param or None}
+    numbers = note["hyperparameters"]
+    return {
+        "id": job.job_id,
+        "object": "fine_tuning.job",
+        "created_at": int(job.created_at),
+        "started_at": int(job.started_at) or None,
+        "finished_at": int(job.finished_at) or None,
+        "estimated_finish": _estimated(job),
+        "model": note["model"],
+        "fine_tuned_model": tuned_name(job) if job.state == SUCCEEDED else None,
+        "organization_id": organisation(job),
+        "status": job.state,
+        "training_file": note["training_file"],
+        "validation_file": note["validation_file"],
+        "result_files": list(job.result_files),
+        "seed": note["seed"],
+        "trained_tokens": job.trained_tokens if ended else None,
+        "error": error,
+        "hyperparameters": {name: numbers[name] for name in ("n_epochs", "batch_size", "learning_rate_multiplier")},
+        "method": {
+            "type": note["method"],
+            note["method"]: {"hyperparameters": numbers} | ({"grader": note["grader"]} if note["grader"] else {}),
+        },
+        "integrations": note["integrations"],
+        "metadata": dict(job.spec.metadata),
+        "user_provided_suffix": note["suffix"],
+        "gradwire": {"run_id": job.run_id or None, "checkpoints": [each.path for each in job.checkpoints]},
+    }
+
+
+def event_body(job_id: str, event: jobs.JobEvent) -> dict[str, Any]:
+    """An event; the metrics of a step are in its data under OpenAI's names and ours."""
+    data = json.loads(event.data or "{}")
+    return {
+        "id": f"ftevent-{job_id.removeprefix(JOB)}-{event.number}",
+        "object": "fine_tuning.job.event",
+        "created_at": int(event.created_at),
+        "level": event.level,
+        "message": event.message,
+        "type": event.type,
+        "data": {"step": event.step, **_metrics(data), **data} if event.type == "metrics" else data,
+    }
+
+
+def checkpoint_body(job: jobs.Job, checkpoint: jobs.JobCheckpoint) -> dict[str, Any]:
+    """A checkpoint."""
+    return {
+        "id": f"ftckpt_{job.job_id.removeprefix(JOB)}_{checkpoint.step}",
+        "object": "fine_tuning.job.checkpoint",
+        "created_at": int(checkpoint.created_at),
+        "step_number": checkpoint.step,
+        "fine_tuning_job_id": job.job_id,
+        "fine_tuned_model_checkpoint": checkpoint_name(job, checkpoint),
+        "metrics": {"step": checkpoint.step, **_metrics(json.loads(checkpoint.metrics or "{}"))},
+        "gradwire": {"checkpoint": checkpoint.path},
+    }
+
+
+def graded_body(grader: Mapping[str, Any], graded: Mapping[str, Any], tokens: Mapping[str, int]) -> dict[str, Any]:
+    """A trial of a grader, and the tokens that models read and wrote for it.
+
+    The reward of a sample that could not be graded is 0, and the error says why.
+    """
+    errors: dict[str, Any] = dict.fromkeys(ERRORS, False) | dict.fromkeys(ERROR_DETAILS)
+    if graded["error"]:
+        errors[graded["error"]] = True
+        if graded["error"] == "python_grader_runtime_error":
+            errors["python_grader_runtime_error_details"] = graded["details"]
+        if graded["error"] == "model_grader_server_error":
+            errors["model_grader_server_error_details"] = graded["details"]
+    return {
+        "reward": graded["reward"],
+        "sub_rewards": graded["scores"],
+        "model_grader_token_usage_per_model": dict(tokens),
+        "metadata": {
+            "name": graded["name"],
+            "type": grader["type"],
+            "scores": graded["scores"],
+            "execution_time": graded["seconds"],
+            "token_usage": sum(tokens.values()) if tokens else None,
+            "sampled_model_name": next(iter(tokens), None) if grader["type"] != "multi" else None,
+            "errors": errors,
+        },
+        "gradwire": {"error": graded["details"] or None},
+    }
+
+
+def _metrics(ours: Mapping[str, float]) -> dict[str, float]:
+    return {name: ours[mine] for name, mine in METRICS.items() if mine in ours}
+
+
+def _estimated(job: jobs.Job) -> int | None:
+    if job.state != RUNNING or not job.step or not job.total_steps:
+        return None
+    each = (time.time() - job.started_at) / job.step
+    return int(time.time() + each * (job.total_steps - job.step))
+
 
 LEAST_ROWS = 10
 OURS = ("model", "init_from", "data", "validation", "seed", "loggers", "wandb")

@@ -14,7 +14,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import EngineSettings
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.layers.exact_products import use_exact_products
-from gradwire_server.engine.process.settings_check import check_settings
+from gradwire_server.engine.process.setup import check_settings
 from support.engine import LocalEngine, Result, token_rows
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 

@@ -149,7 +149,7 @@ class Policy:
             self._optimizer.step()
             self._optimizer.zero_grad()
             self.steps += 1
-            return SimpleNamespace(grad_norm=1.0, skipped=False)
+            return SimpleNamespace(grad_norm=1.0, skipped=False, step=self.steps)
 
         return asyncio.ensure_future(work())
 

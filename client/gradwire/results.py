@@ -255,6 +255,7 @@ class SampleResult:
 
     Attributes:
         engines: Number of the engine that has generated each prompt's samples; empty if one has generated all.
+        step: Number of optimizer steps of the run whose weights sampled; None for those of a model or a checkpoint.
     """
 
     samples: list[list[Sample]]
@@ -262,6 +263,7 @@ class SampleResult:
     num_sampled_tokens: int
     timings: Timings
     engines: list[int] = field(default_factory=list)
+    step: int | None = None
 
     @staticmethod
     def from_wire(result: pb.OperationResult, columns: Columns) -> SampleResult:
@@ -293,6 +295,7 @@ class SampleResult:
             num_sampled_tokens=body.num_sampled_tokens,
             timings=Timings(result.timings.queue_s, result.timings.engine_s),
             engines=[part.engine for part in body.parts for _ in range(part.num_prompts)],
+            step=body.step if body.HasField("step") else None,
         )
 
 

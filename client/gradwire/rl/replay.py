@@ -30,11 +30,20 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return sum(map(len, self._groups))
 
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the groups, oldest first."""
+        return [group[0].group for group in self._groups]
+
     def add(self, trajectories: Sequence[Trajectory]) -> None:
         """Add the trainable groups; drop the oldest groups above the capacity."""
         self._groups.extend(by_group([each for each in trajectories if each.ok]))
         while len(self) > self._capacity and len(self._groups) > 1:
             self._groups.popleft()
+
+    def clear(self) -> None:
+        """Drop all groups."""
+        self._groups.clear()
 
     def sample(self, groups: int, rng: np.random.Generator, *, version: int = 0) -> list[Trajectory]:
         """Draw up to this many different groups.

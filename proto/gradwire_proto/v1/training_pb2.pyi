@@ -4260,7 +4260,7 @@ class SampleResult(_message.Message):
     num_prompt_tokens: _builtins.int
     num_sampled_tokens: _builtins.int
     step: _builtins.int
-    """Of a run's current weights, sampled outside its queue: after so many optimizer steps. They do not change meanwhile."""
+    """Of a run's current weights: after so many optimizer steps. They do not change meanwhile."""
     @_builtins.property
     def stop_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """per sample, prompt-major: "eos", "stop", "length" """

@@ -65,7 +65,7 @@ class SlowRun:
         return asyncio.ensure_future(work())
 
     async def _stepped(self) -> Any:
-        return SimpleNamespace(grad_norm=1.0, skipped=False)
+        return SimpleNamespace(grad_norm=1.0, skipped=False, step=self.steps)
 
     def optim_step(self, *args: Any, **options: Any) -> Any:
         self.steps += 1

@@ -45,7 +45,7 @@ class StandInRun:
             ]
             for prompt in prompts
         ]
-        return SimpleNamespace(samples=samples)
+        return SimpleNamespace(samples=samples, step=1)
 
 
 class StandInService:

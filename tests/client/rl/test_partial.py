@@ -17,6 +17,7 @@ from gradwire.rl import GRPOAlgorithm, REINFORCEAlgorithm, RolloutManager, Simpl
 from gradwire.rl.generation import Generation, SamplingParams
 from gradwire.rl.inference import OpenAIInference, RunInference
 from gradwire.rl.response_parts import in_parts
+from gradwire.rl.rows import TrainingBatch, rows_of
 from gradwire.rl.types import Trajectory
 from support.checking_run import CheckingRun, config
 from support.server import Server
@@ -157,7 +158,6 @@ async def test_a_part_is_what_its_policy_says_of_all_before(server: Server) -> N
             (whole,) = await run.compute_logprobs([row])
             scores.append(whole[-len(made.token_ids) :])
             await run.train_step({"input_ids": [[5, 6, 7, 8]]}, "causal_lm", learning_rate=0.05)
-            await inference.update_weights(run, inference.version + 1)
             return made
 
         joined = await in_parts(ask, inference.codec, np.array([3, 4]), params, 5)
@@ -166,6 +166,42 @@ async def test_a_part_is_what_its_policy_says_of_all_before(server: Server) -> N
         manager = RolloutManager(inference, SimpleTextEnvironment(), params=params, partial_tokens=5)
         (trajectory,) = (await manager.collect(["ab"])).trajectories
         assert trajectory.num_tokens == 12
+
+
+class Overflowing(GRPOAlgorithm):
+    """Its second batch has a gradient that is not finite."""
+
+    async def training_batch(self, trajectories: Any) -> TrainingBatch:
+        rows = rows_of(trajectories)
+        columns = {
+            "input_ids": [row.ids for row in rows],
+            "loss_mask": [row.written for row in rows],
+            "behavior_log_probs": [row.logprobs for row in rows],
+            "advantages": [5e36 if self.loop.step == 1 else 1.0 for _ in rows],
+        }
+        return TrainingBatch("importance_sampling", {}, columns, {})
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_the_server_counts_the_steps(mode: Any, server: Server) -> None:
+    """A step that is skipped is none, and steps of others between two calls are; samples say the same."""
+    async with gradwire.connect(server.address) as service:
+        run = await service.create_run("tiny", lora={"rank": 4})
+
+        async def versions() -> tuple[int, int]:
+            (sample,) = await (await RunInference.of(service, run)).generate([[5, 6]], SamplingParams(max_tokens=2))
+            return (await run.info()).step, sample.version
+
+        settings = config(batch_size=2, max_tokens=4)
+        algorithm = Overflowing(service, run, ["ab", "cd"], long, settings)
+        history = await algorithm.train(3, progress_bar=False, mode=mode)
+        assert [metrics["train/skipped_steps"] for metrics in history] == [0, 1, 0]
+        assert algorithm.version == 2 and await versions() == (2, 2)
+        await run.train_step({"input_ids": [[5, 6, 7, 8]]}, "causal_lm", learning_rate=0.05)
+        history = await algorithm.train(2, progress_bar=False, mode=mode)
+        assert algorithm.version == 5 and await versions() == (5, 5)
+    assert min(metrics["train/staleness"] for metrics in algorithm.history) >= 0
+    assert mode == "async" or max(metrics["train/staleness_max"] for metrics in algorithm.history) == 0
 
 
 P = np.array([0.5, 0.25, 0.15, 0.06, 0.04])

@@ -21,11 +21,15 @@ from support.checking_run import CheckingRun, Doors, arrived, config, walk
 pytestmark = pytest.mark.usefixtures("in_a_folder_of_its_own")
 
 
-async def test_training_resumes_to_the_same_numbers(tmp_path: Path, rule_inference: Callable[..., Any]) -> None:
-    def make(folder: str, run: CheckingRun) -> GRPOAlgorithm:
-        return GRPOAlgorithm(
+@pytest.mark.parametrize(("kind", "replayed"), [(GRPOAlgorithm, 0.0), (REINFORCEAlgorithm, 0.5)])
+async def test_training_resumes_to_the_same_numbers(
+    kind: Any, replayed: float, tmp_path: Path, rule_inference: Callable[..., Any]
+) -> None:
+    def make(folder: str, run: CheckingRun) -> Any:
+        return kind(
             None, run, [str(n) for n in range(5)], arrived,
-            config(checkpoint_dir=tmp_path / folder, save_every=2, eval_every=1, record_every=2),
+            config(checkpoint_dir=tmp_path / folder, save_every=2, eval_every=1, record_every=2,
+                   replay_fraction=replayed),
             environment=Doors(), inference=rule_inference(walk), eval_tasks=["z"],
         )  # fmt: skip
 

@@ -95,7 +95,7 @@ class Algorithm(ABC):
         straggler_s: Seconds that other episodes wait for the slowest environment step; None: until it ends.
         history: The metrics of each iteration of this object.
         loop: The loop around the iterations; ``loop.step`` is the number of finished ones.
-        version: Number of optimizer steps of the run, including submitted ones.
+        version: Number of optimizer steps that the run has taken, as the server counts them.
     """
 
     needs_head: str | None = None
@@ -149,7 +149,10 @@ class Algorithm(ABC):
         if self.config.eval_every and not self.eval_tasks:
             raise ValueError("eval_every needs held-out tasks: eval_tasks=[...]")
         self.replay = options.get("replay") or ReplayBuffer(max(1, 8 * self.config.batch_size * self.config.group_size))
-        self.ledger = self._ledger(as_curriculum(tasks, self.config.seed))
+        folder = self.config.folder if self.config.save_every else None
+        self._group_log = GroupLog(folder and folder / "groups.jsonl")
+        curriculum = as_curriculum(tasks, self.config.seed)
+        self.ledger = Ledger(curriculum, self.config.batch_size, self.config.group_size, self._group_log)
         self._service, self._tokenizer, self._inference = service, options.get("tokenizer"), inference
         self._reporter = Reporter(self.config, options.get("recorder"))
         log = JsonlLogger((self.config.folder or Path("runs") / run.run_id) / "metrics.jsonl")
@@ -202,7 +205,8 @@ class Algorithm(ABC):
         """
         source = await self._ready()
         pace, before = self._checked(self._pace(mode, max_staleness)), len(self.history)
-        await self.ledger.prune_log()
+        if not self.history:  # what another training left there is of no use to one that begins anew
+            await self.ledger.prune_log(self.replay.numbers)
         async with source.working(pace, num_iterations):
 
             async def step(iteration: int) -> Metrics:
@@ -235,7 +239,7 @@ class Algorithm(ABC):
 
     async def _iteration(self, iteration: int, source: Source, minibatches: int) -> Metrics:
         """Collect and train, part by part."""
-        update = Update(self.run, self.config, iteration, self._stepped)
+        update = Update(self.run, self.config, iteration, self.version)
         metrics: list[Mapping[str, Metric]] = []
         parts: list[Part] = []
         waited = time.monotonic()
@@ -307,12 +311,10 @@ class Algorithm(ABC):
                 )
             metrics |= staleness(usable, self.version)
             if batch.num_rows:
-                version = self.version
                 found, warnings = await update.train(batch, minibatches)
                 self._reporter.pass_on(update.iteration, warnings, batch.meaningless)
                 metrics |= {f"train/{name}": value for name, value in found.items()}
-                if self.version != version:
-                    await self._update_weights()
+                await self._follow(update.version)
         return metrics
 
     async def _finish(self, update: Update) -> dict[str, Metric]:
@@ -321,18 +323,21 @@ class Algorithm(ABC):
             return {}
         async with asleep(self._inference):
             found = await update.finish()
-            await self._update_weights()
+            await self._follow(update.version)
         return {f"train/{name}": value for name, value in found.items()}
 
-    def _stepped(self) -> None:
-        self.version += 1
-        if isinstance(self._inference, RunInference):  # samples requested from now on come after this step
-            self._inference.version = self.version
+    async def _follow(self, version: int, *, loaded: bool = False) -> None:
+        """Send the run's weights to the sampler, if it can receive them and they changed.
 
-    async def _update_weights(self) -> None:
-        """Send the run's weights to the sampler, if it can receive them."""
+        Args:
+            version: Number of optimizer steps that the run has taken.
+            loaded: They may have changed without a step.
+        """
+        if version == self.version and not loaded:
+            return
         if self._inference is not None and can_update(self._inference, self.run):
-            await self._inference.update_weights(self.run, self.version)
+            await self._inference.update_weights(self.run, version)
+        self.version = version
 
     @property
     def _only_kept(self) -> bool:
@@ -366,7 +371,7 @@ class Algorithm(ABC):
         """
         checkpoint = await self.loop.save(name, best)
         if not best:
-            await self.ledger.prune_log()
+            await self.ledger.prune_log(self.replay.numbers)
         return checkpoint
 
     async def resume(self, best: bool = False) -> int:
@@ -381,9 +386,13 @@ class Algorithm(ABC):
             raise ValueError("resume() needs the checkpoint_dir of the training in the config")
         state = await self.loop.resume(best)
         if state:
-            await self._ready()
-            self._restore(state, logged=not best)
-            await self._update_weights()
+            await self._ready(loaded=True)
+            if "replay" not in state:
+                raise ValueError(f"{self._state_file()} is of an older version of gradwire, and cannot be resumed")
+            self.ledger.load(state["ledger"], logged=not best)
+            self.replay.clear()
+            for group in self._group_log.groups(state["replay"]):
+                self.replay.add([each for each in group if not each.by_other])
         else:
             self.ledger.read_log()
         return self.loop.step
@@ -401,14 +410,7 @@ class Algorithm(ABC):
 
     def _state(self) -> Mapping[str, Any]:
         """What a resumed training needs besides the checkpoint."""
-        return {"version": self.version, "ledger": self.ledger.state()}
-
-    def _restore(self, state: Mapping[str, Any], *, logged: bool) -> None:
-        """Take over what :meth:`_state` returned."""
-        if "ledger" not in state:
-            raise ValueError(f"{self._state_file()} is of an older version of gradwire, and cannot be resumed")
-        self.version = state["version"]
-        self.ledger.load(state["ledger"], logged=logged)
+        return {"ledger": self.ledger.state(), "replay": self.replay.numbers}
 
     def close(self) -> None:
         """Close loggers and sandboxes."""
@@ -428,11 +430,17 @@ class Algorithm(ABC):
 
     # ---------------------------------------------------------------- components
 
-    async def _ready(self) -> Source:
-        """Create the components at first use, because that needs requests to the server."""
-        if self._source is not None:
-            return self._source
+    async def _ready(self, *, loaded: bool = False) -> Source:
+        """Create the components at first use, because that needs requests to the server; follow the steps that the run
+        took meanwhile.
+
+        Args:
+            loaded: The run's weights were loaded from a checkpoint.
+        """
         info = await self.run.info()
+        if self._source is not None:
+            await self._follow(info.step, loaded=loaded)
+            return self._source
         if self.needs_head is not None and info.head != self.needs_head:
             raise ValueError(
                 f'{type(self).__name__} needs a run made with create_run(..., head="{self.needs_head}"); this run has '
@@ -441,15 +449,9 @@ class Algorithm(ABC):
         if self._inference is None and self._rollout_manager is None:
             self._inference = await RunInference.of(self._service, self.run, self._tokenizer)
         manager = self._rollout_manager or self._manager()
-        self.version = info.step
-        await self._update_weights()
+        await self._follow(info.step, loaded=True)
         self._source = Source(manager, self.reward, self.ledger, self.config, lambda: self.version)
         return self._source
-
-    def _ledger(self, curriculum: Curriculum) -> Ledger:
-        config = self.config
-        log = GroupLog(config.folder / "groups.jsonl" if config.folder is not None and config.save_every else None)
-        return Ledger(curriculum, config.batch_size, config.group_size, log)
 
     def _manager(self) -> RolloutManager:
         assert self._inference is not None and self.environment is not None

@@ -7,7 +7,7 @@ import copy
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,7 +104,7 @@ class Ledger:
     def _open(self, number: int) -> None:
         group = self.open[number] = Group(number, self._tasks[number])
         order, content = self._logged.pop(number, (0, ""))
-        read = read_group(content, group.task) if content else None
+        read = read_group(content, group.task)
         if read is not None and len(read[0]) == self._group_size:
             (group.trajectories, group.metrics), group.collected, group.turn = read, order, self.turn
 
@@ -187,7 +187,8 @@ class Ledger:
         self._logged = {number: (order, content) for order, (number, content) in enumerate(lines)}
         self._log.places = itertools.count(len(lines))
 
-    async def prune_log(self) -> None:
-        """Remove from the log what the newest state no longer needs."""
-        wanted = {number for number, group in self.open.items() if group.collected is not None} | {*self._logged}
+    async def prune_log(self, kept: Iterable[int] = ()) -> None:
+        """Remove from the log what neither the newest state needs nor is among the groups to be kept."""
+        wanted = {number for number, group in self.open.items() if group.collected is not None}
+        wanted |= {*self._logged, *kept}
         await asyncio.to_thread(self._log.keep, wanted.__contains__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,15 +20,15 @@ class Update:
         run: A ``TrainingClient``.
         config: Passes, minibatches, accumulation and the optimizer's settings.
         iteration: Its number.
-        stepped: Called for each optimizer step that is submitted.
+        version: Number of optimizer steps that the run has taken.
 
     Attributes:
-        iteration: See above.
+        iteration, version: See above; the run counts the steps, and none that it skipped.
         accumulated: Minibatches since the last optimizer step.
     """
 
-    def __init__(self, run: Any, config: AlgorithmConfig, iteration: int, stepped: Callable[[], None]) -> None:
-        self._run, self._config, self.iteration, self._stepped = run, config, iteration, stepped
+    def __init__(self, run: Any, config: AlgorithmConfig, iteration: int, version: int) -> None:
+        self._run, self._config, self.iteration, self.version = run, config, iteration, version
         self._rate = config.rate(iteration)
         self.accumulated = 0
 
@@ -56,7 +55,7 @@ class Update:
         try:
             losses = await _awaited(results)
         finally:
-            taken = await _of_steps(steps)
+            taken = await self._of_steps(steps)
         left_out = {*batch.meaningless, *batch.metrics}
         metrics = merged(
             {
@@ -73,21 +72,19 @@ class Update:
 
     async def finish(self) -> dict[str, Metric]:
         """Take the step of the minibatches that are left, if there are any; return its metrics."""
-        return await _of_steps([self._step()]) if self.accumulated else {}
+        return await self._of_steps([self._step()]) if self.accumulated else {}
 
     def _step(self) -> Any:
         self.accumulated = 0
-        step = self._run.optim_step(self._rate, **self._config.optimizer_kwargs(self._rate))
-        self._stepped()
-        return step
+        return self._run.optim_step(self._rate, **self._config.optimizer_kwargs(self._rate))
 
-
-async def _of_steps(steps: list[Any]) -> dict[str, Metric]:
-    taken = await _awaited(steps)
-    return {
-        "grad_norm": Mean.of([step.grad_norm for step in taken]),
-        "skipped_steps": Sum(sum(step.skipped for step in taken)),
-    }
+    async def _of_steps(self, steps: list[Any]) -> dict[str, Metric]:
+        taken = await _awaited(steps)
+        self.version = taken[-1].step if taken else self.version
+        return {
+            "grad_norm": Mean.of([step.grad_norm for step in taken]),
+            "skipped_steps": Sum(sum(step.skipped for step in taken)),
+        }
 
 
 async def _awaited(futures: list[Any]) -> list[Any]:

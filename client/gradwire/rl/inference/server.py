@@ -29,8 +29,8 @@ ROUNDS = 16
 class RunInference(ToolGeneration):
     """Samples with the current weights of a run.
 
-    A sample requested after ``optim_step`` sees that step without any transfer of weights; ``version`` is the last
-    value passed to :meth:`update_weights`, so that each response records the policy that wrote it.
+    A sample requested after ``optim_step`` sees that step without any transfer of weights; the server says of each how
+    many steps the policy that wrote it had taken.
 
     Its log-probabilities are of the whole distribution at the sampling temperature, whatever ``top_p`` and ``top_k``
     cut.
@@ -104,7 +104,7 @@ class RunInference(ToolGeneration):
                 np.asarray(sample.token_ids, dtype=np.int64),
                 np.asarray(sample.logprobs, dtype=np.float32),
                 sample.stop_reason,
-                version,
+                version if result.step is None else result.step,
             )
             for sample in samples
         ]

@@ -392,6 +392,7 @@ class SamplesInProgress:
         assert sampling.started is not None
         outcome = sampling.started.outcome()
         if sampling.execution is not None:
+            outcome.result.sample.step = sampling.execution.run.step
             return sampling.execution.succeeded(outcome)
         if sampling.message.sampled_run:  # whose training waits until its samples have ended
             outcome.result.sample.step = self._context.held(sampling.message.sampled_run).step

@@ -34,7 +34,7 @@ ROWS = (
     "overhead", "in_process", "padded_loop", "vocabulary", "against_trl", "memory", "lora_runs", "groups", "grpo_loop",
     "async_rl", "tinker_door",
 )  # fmt: skip
-LONG_ROWS = ("real_shapes", "memory_cases", "many_runs", "engines")
+LONG_ROWS = ("real_shapes", "memory_cases", "many_runs", "engines", "async_engines")
 """Rows that take many minutes each."""
 LIMIT_S = 1800.0
 

@@ -149,7 +149,7 @@ class Algorithm(ABC):
         if self.config.eval_every and not self.eval_tasks:
             raise ValueError("eval_every needs held-out tasks: eval_tasks=[...]")
         self.replay = options.get("replay") or ReplayBuffer(max(1, 8 * self.config.batch_size * self.config.group_size))
-        folder = self.config.folder if self.config.save_every else None
+        folder = self.config.folder if self.config.save_every or self.config.replay_fraction else None
         self._group_log = GroupLog(folder and folder / "groups.jsonl")
         curriculum = as_curriculum(tasks, self.config.seed)
         self.ledger = Ledger(curriculum, self.config.batch_size, self.config.group_size, self._group_log)
@@ -387,12 +387,7 @@ class Algorithm(ABC):
         state = await self.loop.resume(best)
         if state:
             await self._ready(loaded=True)
-            if "replay" not in state:
-                raise ValueError(f"{self._state_file()} is of an older version of gradwire, and cannot be resumed")
-            self.ledger.load(state["ledger"], logged=not best)
-            self.replay.clear()
-            for group in self._group_log.groups(state["replay"]):
-                self.replay.add([each for each in group if not each.by_other])
+            self._restore(state, logged=not best)
         else:
             self.ledger.read_log()
         return self.loop.step
@@ -411,6 +406,15 @@ class Algorithm(ABC):
     def _state(self) -> Mapping[str, Any]:
         """What a resumed training needs besides the checkpoint."""
         return {"ledger": self.ledger.state(), "replay": self.replay.numbers}
+
+    def _restore(self, state: Mapping[str, Any], *, logged: bool) -> None:
+        """Take over what :meth:`_state` returned."""
+        if "replay" not in state:
+            raise ValueError(f"{self._state_file()} is of an older version of gradwire, and cannot be resumed")
+        self.ledger.load(state["ledger"], logged=logged)
+        self.replay.clear()
+        for group in self._group_log.groups(state["replay"]):
+            self.replay.add([each for each in group if not each.by_other])
 
     def close(self) -> None:
         """Close loggers and sandboxes."""

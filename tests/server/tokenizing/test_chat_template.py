@@ -99,3 +99,26 @@ def test_tools_are_in_the_message_where_a_template_reads_them_there(tmp_path: Pa
     assert found.write("default", conversation, {"tools": tools})[0] == "<|system|>" + shown
     assert found.write("default", [told, *conversation], {"tools": tools})[0] == "<|system|>Be kind." + shown
     assert found.write("default", conversation[:1], {"tools": None})[0] == "<|user|>Hi<|end|>"
+
+
+def test_a_tool_may_lack_the_description_that_a_template_adds_to_texts(tmp_path: Path) -> None:
+    found = template(
+        tmp_path, "{% for tool in tools %}{{ '// ' + tool.function.description + tool.function.name }}{% endfor %}"
+    )
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    assert found.write("default", USER, {"tools": tools})[0] == "// look"
+    with pytest.raises(TemplateError, match="name"):
+        found.write("default", USER, {"tools": [{"type": "function", "function": {"description": "d"}}]})
+
+
+def test_a_word_before_a_call_is_a_thought_where_a_template_takes_one_of_both(tmp_path: Path) -> None:
+    source = (
+        "{% for message in messages %}{% if message.content and message.thinking %}{{ raise_exception('both') }}"
+        "{% endif %}[{{ message.thinking }}|{{ message.content }}]{% endfor %}"
+    )
+    found = template(tmp_path, source)
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    said = {"role": "assistant", "reasoning_content": "hm", "content": "I look.", "tool_calls": [call]}
+    assert found.write("default", [said], {})[0] == "[hm\n\nI look.|]"
+    with pytest.raises(TemplateError, match="both"):
+        found.write("default", [{**said, "tool_calls": None}], {})

@@ -320,6 +320,9 @@ async def test_jobs_run_no_code_that_their_settings_name(start: Start) -> None:
         for field, given in (("reward", "my.py:score"), ("reward", {"os:system": 1.0}), ("environment", "a.b:C")):
             error = await refused(create(stub, recipe="grpo", **{field: given}))
             assert error.field == field and f"{field} names code of its own" in error.message
+        for field, given in (("environment", "agent"), ("command", "sh")):
+            error = await refused(create(stub, recipe="grpo", **{field: given}))
+            assert error.field == field and "gradwire train" in error.message
         error = await refused(create(stub, recipe="grpo", reward="../judge"))
         assert error.field == "reward" and "name a reward, or a reward model RUN_ID/NAME" in error.message
         await create(stub, recipe="grpo", reward={"last_number": 1.0})

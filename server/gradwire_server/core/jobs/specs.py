@@ -94,8 +94,14 @@ class JobSpecs:
             raise _invalid("init_from is no checkpoint RUN_ID/NAME, and folders are the server's", "init_from")
         for name in CODE_SETTINGS if spec.recipe != SCRIPT else ():
             given = settings.get(name) or ""
-            starts = name in PROGRAMS and bool(given) and PROGRAMS[name] in ("", given)
-            if starts or any(":" in str(each) for each in (given if isinstance(given, dict) else [given])):
+            if name in PROGRAMS and given and PROGRAMS[name] in ("", given):
+                raise _invalid(
+                    f"{name} starts a program on the server's machine for each episode, with the network and all files "
+                    "that the server reads, which jobs do not: run `gradwire train` against this server, or, as an "
+                    "administrator, send the training as a --script",
+                    name,
+                )
+            if any(":" in str(each) for each in (given if isinstance(given, dict) else [given])):
                 raise _invalid(
                     f"{name} names code of its own, which jobs do not run: name what the server has, describe the "
                     "reward in `grading`, or send the training as a --script",

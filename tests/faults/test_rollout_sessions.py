@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import gradwire
 import httpx
 import pytest
+from gradwire_http.child_processes import start_process
 from support.server import free_port
 from support.tinker import HttpServer
 from support.tiny import tiny_model
@@ -23,6 +25,27 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 GROUPS, SIZE, TURNS = 8, 32, 3
+PROGRAM = """
+import json, os, sys
+import httpx
+
+url, key, file, turns = sys.argv[1:]
+said = json.load(open(file))
+while len(said) < 2 * int(turns):
+    body = {"model": "x", "messages": said, "max_tokens": 60, "stream": True}
+    text = ""
+    with httpx.stream("POST", url + "/chat/completions", json=body, headers={"x-api-key": key}, timeout=60) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                text += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+                print(".", flush=True)
+    said += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+    with open(file + ".new", "w") as new:
+        json.dump(said, new)
+    os.replace(file + ".new", file)
+"""
+"""An agent that keeps its conversation in a file, and goes on with it when it is started again."""
 
 
 @pytest.fixture
@@ -101,3 +124,42 @@ async def test_no_answer_is_lost_or_recorded_twice(server: HttpServer) -> None:
             (branch,) = [each for each in rollout.branches if each.trained.any()]
             assert branch.trained.sum() == sum(len(turn.response_ids) for turn in used)
             assert {turn.fork for turn in rollout.turns} <= {"", "retry"}
+
+
+async def test_an_agent_that_is_killed_in_mid_turn_goes_on(server: HttpServer, tmp_path: Path) -> None:
+    """Of each turn that it kept there is one record; those that it did not keep are not trained on."""
+    rng = random.Random(0)
+    async with gradwire.connect(server.address) as service:
+        made = [await service.rollout_session("tiny", task=number) for number in range(4)]
+        kills = sum(await asyncio.gather(*(killed_at_work(tmp_path, session, rng) for session in made)))
+        assert kills >= 8
+        for session in made:
+            rollout = await session.rollout()
+            kept = json.loads(conversation(tmp_path, session).read_text())[1::2]
+            assert [turn.text for turn in rollout.turns if turn.used] == [each["content"] for each in kept]
+            trained = sum(branch.trained.sum() for branch in rollout.branches)
+            assert trained == sum(len(turn.response_ids) for turn in rollout.turns if turn.used)
+            assert {turn.fork for turn in rollout.turns} <= {"", "retry"}
+
+
+def conversation(folder: Path, session: gradwire.RolloutSession) -> Path:
+    return folder / f"{session.session_id}.json"
+
+
+async def killed_at_work(folder: Path, session: gradwire.RolloutSession, rng: random.Random) -> int:
+    """Start an agent again and again and kill it after some parts of an answer; returns how often it was killed."""
+    file, kills = conversation(folder, session), 0
+    await asyncio.to_thread(file.write_text, json.dumps([{"role": "user", "content": session.session_id[:4]}]))
+    while True:
+        asked = (session.openai_url, session.key, str(file), str(TURNS))
+        program = await start_process(sys.executable, "-c", PROGRAM, *asked, stdout=asyncio.subprocess.PIPE)
+        assert program.stdout is not None
+        parts = 0
+        while await program.stdout.readline():
+            parts += 1
+            if kills < 4 and parts == rng.choice((1, 5, 20)):
+                program.kill()
+                kills += 1
+                break
+        if await program.wait() == 0:
+            return kills

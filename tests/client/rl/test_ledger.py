@@ -171,6 +171,30 @@ async def test_what_an_error_leaves_is_the_first_of_the_next_call(rule_inference
         assert Counter(training.trained) == Counter(str(n) for n in range(32))
 
 
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_call_that_is_cancelled_trains_on_nothing_twice(mode: str, rule_inference: Callable[..., Any]) -> None:
+    """The server carries out what was submitted, so its groups are trained on; the next call goes on behind them."""
+    run, submitted = CheckingRun(), asyncio.Event()
+    training = Training(run, tasks([1 + 30 * (n % 5 == 3) for n in range(40)]), rule_inference(walk), mode)
+    submit = run.forward_backward
+
+    def forward_backward(*batch: Any) -> Any:
+        submitted.set()
+        return submit(*batch)
+
+    run.forward_backward = forward_backward  # type: ignore[method-assign]
+    for calls in range(1, 5):
+        submitted.clear()
+        call = asyncio.ensure_future(training.train(10))
+        await submitted.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert training.algorithm.ledger.settled == {"trained": 4 * calls} and run.steps == calls
+    await training.train(6)
+    assert run.steps == 10 and Counter(training.trained) == Counter(str(n) for n in range(40))
+
+
 async def test_modes_change_between_calls(rule_inference: Callable[..., Any]) -> None:
     training = Training(CheckingRun(), tasks([1, 9] * 16), rule_inference(walk), "async")
     await training.train(3)

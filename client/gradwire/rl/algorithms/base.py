@@ -241,7 +241,7 @@ class Algorithm(ABC):
         """Collect and train, part by part."""
         update = Update(self.run, self.config, iteration, self.version)
         metrics: list[Mapping[str, Metric]] = []
-        parts: list[Part] = []
+        parts = update.parts
         waited = time.monotonic()
         try:
             async with aclosing(source.parts()) as arriving:
@@ -250,7 +250,6 @@ class Algorithm(ABC):
                     for group, reason in part.aside:
                         self.ledger.settle([group], reason)
                     metrics.append(await self._learn(update, part, minibatches))
-                    parts.append(part)
                     if not update.accumulated:
                         self._settle_trained(parts)
                     waited = time.monotonic()
@@ -290,7 +289,7 @@ class Algorithm(ABC):
             self.ledger.settle([group], "failed" if group.trajectories else "given_up")
 
     async def _learn(self, update: Update, part: Part, minibatches: int) -> dict[str, Metric]:
-        """Train on a part."""
+        """Train on a part; it is one of the update's parts as soon as it is, whatever fails or is cancelled then."""
         usable = [each for each in part.trajectories if each.ok and not each.by_other]
         replayed = self._replayed(update.iteration, part)
         if self.config.replay_fraction:
@@ -298,6 +297,7 @@ class Algorithm(ABC):
         metrics: dict[str, Metric] = {"train/trajectories": Sum(len(usable)), "train/replayed": Sum(len(replayed))}
         if not usable and not replayed:
             logger.warning("iteration %d: no trajectory can be trained on; the policy is unchanged", update.iteration)
+            update.parts.append(part)
             return metrics
         self._several_steps = self.config.ppo_epochs * minibatches > 1
         async with asleep(self._inference):
@@ -310,11 +310,15 @@ class Algorithm(ABC):
                     Mean(value * size, size) if isinstance(value, float | int | np.number) else value
                 )
             metrics |= staleness(usable, self.version)
-            if batch.num_rows:
-                found, warnings = await update.train(batch, minibatches)
-                self._reporter.pass_on(update.iteration, warnings, batch.meaningless)
-                metrics |= {f"train/{name}": value for name, value in found.items()}
-                await self._follow(update.version)
+            try:
+                found, warnings = await update.train(batch, minibatches) if batch.num_rows else ({}, [])
+            except asyncio.CancelledError:
+                update.parts.append(part)
+                raise
+            update.parts.append(part)
+            self._reporter.pass_on(update.iteration, warnings, batch.meaningless)
+            metrics |= {f"train/{name}": value for name, value in found.items()}
+            await self._follow(update.version)
         return metrics
 
     async def _finish(self, update: Update) -> dict[str, Metric]:

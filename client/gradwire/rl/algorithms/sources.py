@@ -142,7 +142,7 @@ class Source:
 
         What an error leaves behind stays in the ledger and is the first of the next call.
         """
-        self._pace, self._needed, self._failure = pace, iterations * sum(pace.sizes), None
+        self._pace, self._needed, self._training, self._failure = pace, iterations * sum(pace.sizes), 0, None
         self._shared = {}
         if not pace.in_order and isinstance(self.manager, RolloutManager):
             self._shared = {"batcher": self.manager.batcher(self._config.seed, deterministic=False)}
@@ -179,9 +179,11 @@ class Source:
                     self._training = len(part.groups)
                     self._needed -= 1
             self._needed -= size - len(part.groups)
-            yield part
-            self._training = 0
-            self.ledger.turn += 1
+            try:
+                yield part
+            finally:
+                self._training = 0
+                self.ledger.turn += 1
         self._held.clear()
 
     def _unfit(self, trajectories: Sequence[Trajectory]) -> str:

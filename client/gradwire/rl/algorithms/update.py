@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
 
-from gradwire.errors import GradwireError
 from gradwire.rl.algorithms.config import AlgorithmConfig
+from gradwire.rl.algorithms.sources import Part
 from gradwire.rl.batching import derive_seed
 from gradwire.rl.metrics import Mean, Metric, Sum, merged, of_loss
 from gradwire.rl.rows import TrainingBatch
@@ -25,12 +26,14 @@ class Update:
     Attributes:
         iteration, version: See above; the run counts the steps, and none that it skipped.
         accumulated: Minibatches since the last optimizer step.
+        parts: What the iteration was trained on so far.
     """
 
     def __init__(self, run: Any, config: AlgorithmConfig, iteration: int, version: int) -> None:
         self._run, self._config, self.iteration, self.version = run, config, iteration, version
         self._rate = config.rate(iteration)
         self.accumulated = 0
+        self.parts: list[Part] = []
 
     async def train(self, batch: TrainingBatch, num_minibatches: int) -> tuple[dict[str, Metric], list[str]]:
         """Train on a batch: submit all passes at once, then await their results.
@@ -41,6 +44,8 @@ class Update:
 
         Raises:
             GradwireError: The first failure, after all results have arrived.
+            CancelledError: The waiting was cancelled. It goes on until the results arrive, so that the batch is
+                trained on.
         """
         results, steps = [], []
         seed, parts = self._config.seed, min(num_minibatches, batch.num_rows)
@@ -88,13 +93,14 @@ class Update:
 
 
 async def _awaited(futures: list[Any]) -> list[Any]:
-    """Await all of them, then raise the first failure."""
-    results, failure = [], None
-    for future in futures:
-        try:
-            results.append(await future)
-        except GradwireError as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
+    """Await all of them, then raise the first failure, or the cancellation, which does not stop the operations."""
+    waiting, cancelled = [asyncio.ensure_future(future) for future in futures], None
+    try:
+        await asyncio.gather(*map(asyncio.shield, waiting), return_exceptions=True)
+    except asyncio.CancelledError as error:
+        cancelled = error
+        await asyncio.gather(*waiting, return_exceptions=True)
+    results = [future.result() for future in waiting]
+    if cancelled is not None:
+        raise cancelled
     return results

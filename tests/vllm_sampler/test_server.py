@@ -205,3 +205,38 @@ async def test_staleness_of_a_training(with_adapters: Endpoint, tied: Path, weig
         assert ages == [0.0, 1.0, 2.0, 3.0] and apart[3] > 1e-3
     else:
         assert ages == [0.0, 0.0, 0.0, 0.0] and max(apart) < 1e-4
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.6}, {"top_k": 5}], ids=str)
+async def test_log_probabilities_of_kept_tokens(
+    with_adapters: Endpoint, tied: Path, cut: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's are of the kept tokens only; what is trained on has the trainer's: no token is weighted by the mass."""
+    seen: list[tuple[Any, Any]] = []
+
+    class Watched(GRPOAlgorithm):
+        async def training_batch(self, trajectories: Any) -> Any:
+            for step in (step for each in trajectories for step in each.steps):
+                row = np.append(step.prompt_ids, step.response_ids)
+                (scored,) = await own.get_logprobs([row])
+                seen.append((step.logprobs, scored[len(step.prompt_ids) - 1 :]))
+            return await super().training_batch(trajectories)
+
+    async with gradwire.connect(models=[f"tiny={tied}"]) as service:
+        run = await service.create_run("tiny", lora={"rank": 8})
+        own = await RunInference.of(service, run)
+        inference = OpenAIInference(with_adapters.url, "policy", own.codec, weights="adapter")
+        await inference.update_weights(run, 0)
+        (drawn,) = await inference.generate(
+            [[1, 20, 21]], SamplingParams(max_tokens=12, ignore_eos=True, seed=1, **cut)
+        )
+        (whole,) = await own.get_logprobs([[1, 20, 21, *drawn.token_ids]])
+        mass = np.exp(whole[2:] - drawn.logprobs)  # of the kept tokens
+        assert (mass < 0.95).all() and (mass > (0.6 - 1e-3 if "top_p" in cut else 0)).all()
+        config = AlgorithmConfig(batch_size=2, group_size=4, max_tokens=8, checkpoint_dir=tmp_path, **cut)
+        async with Watched(service, run, ["ab", "cd"], letters, config, inference=inference) as training:
+            found = await training.train(2, progress_bar=False)
+    for ours, theirs in seen:
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    assert max(each["train/sampler_logprob_diff_max"] for each in found) < 1e-3
+    assert "the trainer scores the samples" in caplog.text and "correct" not in caplog.text

@@ -13,6 +13,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trl import DPOConfig, RewardConfig, RewardTrainer, SFTConfig
 from trl_side import DPO, SFT, InOrder, arguments
 
+AT_ONCE = 2
+"""Rows of a forward: TRL keeps the logits of all of them, in float32, several times over."""
+
 
 class Rates(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
     """Callback that gives each step its learning rate."""
@@ -58,7 +61,8 @@ def rows_of(kind: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     plan = json.load(sys.stdin)
     kind, batches = plan["kind"], plan["batches"]
-    shared = arguments(plan, len(batches[0]))
+    parts = len(batches[0]) // AT_ONCE
+    shared = arguments(plan, AT_ONCE) | {"gradient_accumulation_steps": parts}
     shared.pop("model_init_kwargs")
     if kind == "reward":
         base: Any = AutoModelForSequenceClassification.from_pretrained(
@@ -80,7 +84,8 @@ def main() -> None:
     )
     made.losses = []
     made.train()
-    print(json.dumps([loss.item() for loss in made.losses]))
+    losses = [loss.item() for loss in made.losses]  # of parts, each divided by their number
+    print(json.dumps([sum(losses[at : at + parts]) for at in range(0, len(losses), parts)]))
 
 
 if __name__ == "__main__":

@@ -221,7 +221,7 @@ class ServiceClient(Texts):
             dropout: Dropout rate of the model and the adapter during training; 0 by default, whatever the model's
                 own configuration says. A row's dropout masks depend on the run's seed, the row's place among the
                 run's steps, and the row itself, not on how a batch is split. Rows then go through the model one by one.
-            kind: ``"rl"``: ``optim_step`` has a learning rate of 1e-5 by default, as with ``head="value"``.
+            kind: ``"rl"``: ``optim_step`` has a policy's learning rate by default, as with ``head="value"``.
             from_adapter: Start from an adapter: an :class:`Upload`, its id, or a local PEFT folder, which is uploaded
                 as by :meth:`upload_adapter`. Rank, alpha and target modules are the adapter's; a value in ``lora``
                 that differs is refused. Its dropout is the default of ``lora``'s.

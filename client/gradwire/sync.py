@@ -162,6 +162,7 @@ class TrainingClient(Operations):
 
     earlier_operations = _blocking(training.TrainingClient.earlier_operations)
     info = _blocking(training.TrainingClient.info)
+    model_info = _blocking(training.TrainingClient.model_info)
     history = _blocking(training.TrainingClient.history)
     activity = _blocking(training.TrainingClient.activity)
     list_recordings = _blocking(training.TrainingClient.list_recordings)

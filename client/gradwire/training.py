@@ -12,7 +12,7 @@ from typing import Any, Literal, Unpack
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire.descriptions import RunInfo
+from gradwire.descriptions import ModelInfo, RunInfo
 from gradwire.errors import AccessError, ConnectionLostError
 from gradwire.extras import require
 from gradwire.futures import Future
@@ -54,6 +54,12 @@ class TrainingClient(Operations):
         return RunInfo.from_message(
             await self._transport.unary(lambda stub: stub.GetRun, pb.GetRunRequest(run_id=self.run_id))
         )
+
+    async def model_info(self) -> ModelInfo:
+        """Fetch the description of the run's base model."""
+        request = pb.ListModelsRequest(name=(await self.info()).base_model)
+        (model,) = (await self._transport.unary(lambda stub: stub.ListModels, request)).models
+        return ModelInfo.from_message(model)
 
     async def history(self, at_most: int = 0) -> History:
         """What this run's operations measured: loss, metrics, learning rate, gradient norm, tokens and seconds.

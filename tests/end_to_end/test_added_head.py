@@ -9,6 +9,7 @@ from typing import Any
 import gradwire
 import numpy as np
 import pytest
+from gradwire_proto import rates
 from support.batches import VOCAB, causal_lm, pairs, trajectories
 from support.server import Server
 
@@ -28,21 +29,24 @@ async def values(run: gradwire.TrainingClient) -> list[list[float]]:
 async def test_the_three_stages_on_a_plain_run(
     service: gradwire.ServiceClient, rng: np.random.Generator, lora: dict[str, Any] | None
 ) -> None:
+    hidden_size = (await service.list_models())[0].hidden_size
     training_client = await service.create_run("tiny", lora=lora)
     reward_client = await service.create_run("tiny", lora=lora, head="reward")
     for _ in range(2):
         await training_client.forward_backward(causal_lm(rng, 4, VOCAB), "causal_lm")
-        assert (await training_client.optim_step()).learning_rate == 1e-4
+        taken = await training_client.optim_step()
+        assert taken.learning_rate == pytest.approx(rates.learning_rate("answers", hidden_size, adapter=bool(lora)))
     for _ in range(2):
         await reward_client.forward_backward(pairs(rng, 4, VOCAB), "reward_modeling")
-        await reward_client.optim_step()
+        taken = await reward_client.optim_step()
+        assert taken.learning_rate == pytest.approx(rates.learning_rate("scores", hidden_size, adapter=bool(lora)))
     learned = await training_client.info()
     results = []
     for _ in range(2):
         results.append(await training_client.forward_backward(trajectories(rng, 4, VOCAB), "enhanced_ppo", PPO))
-        assert (await training_client.optim_step()).learning_rate == 1e-5
+        taken = await training_client.optim_step()
+        assert taken.learning_rate == pytest.approx(rates.learning_rate("policy", hidden_size, adapter=bool(lora)))
     now = await training_client.info()
-    hidden_size = (await service.list_models())[0].hidden_size
     assert (learned.head, now.head, now.step) == ("", "value", 4)
     assert now.num_trainable_parameters == learned.num_trainable_parameters + hidden_size + 1
     assert results[0]["value_mean"] == 0.0 != results[1]["value_mean"]

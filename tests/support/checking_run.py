@@ -53,7 +53,10 @@ class CheckingRun:
         self.errors: list[Exception] = []
 
     async def info(self) -> Any:
-        return SimpleNamespace(head=self.head, step=self.steps, base_model="tiny")
+        return SimpleNamespace(head=self.head, step=self.steps, base_model="tiny", lora={"rank": 4})
+
+    async def model_info(self) -> Any:
+        return SimpleNamespace(hidden_size=32)
 
     def forward_backward(self, batch: Any, loss_fn: str, kwargs: Mapping[str, Any]) -> Any:
         if self.errors:

@@ -125,8 +125,9 @@ class TrainingOperations(Submitter):
         discarded and the next accumulation starts from zero.
 
         Args:
-            learning_rate: Step size, 0 or more; by default 1e-5 for a run made for RL (``head="value"`` or
-                ``kind="rl"``), else 1e-4.
+            learning_rate: Step size, 0 or more; by default by the rule of docs/lora.md, for the run's model: a policy's
+                rate for a run made for RL (``head="value"`` or ``kind="rl"``), that of scores with another head, else
+                that of answers.
             on_nonfinite: ``"error"``: a gradient that is not finite fails the step. ``"skip"``: it skips the step.
             timeout: Seconds after its acceptance by the server from which on the operation fails with
                 ``DeadlineExceededError`` if it still waits; once begun it is finished. None for no limit.

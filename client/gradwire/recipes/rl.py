@@ -141,7 +141,7 @@ async def train_with(
         per_epoch = -(-len(tasks) // settings.batch_size)
         total = settings.max_steps or per_epoch * settings.epochs
         config = _config(settings, training, group_size, per_epoch, evaluated=bool(problems) and not dry_run)
-        config = replace(config, **_optimizer(settings, config.learning_rate, total, bool(head)))
+        config = replace(config, **_optimizer(settings, training.peak, total, bool(head)))
         reward = own_reward or (
             grader_of(settings.grading, judge=ServiceJudge(service))
             if settings.grading

@@ -9,7 +9,9 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
+
+from gradwire_proto.rates import Learned
 
 from gradwire.data import OnError
 
@@ -22,8 +24,6 @@ LEAST = {
 """Smallest value of a number -> the settings."""
 OF_ADAPTER = ("lora_alpha", "lora_targets", "rslora")
 """What an adapter keeps for its life."""
-Learned = Literal["answers", "scores", "preferences", "policy"]
-"""What a recipe teaches, by which its learning rate is chosen."""
 LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 

@@ -253,8 +253,8 @@ class RewardModelConfig(_Checked):
         batch_size: Ratings per step.
         num_epochs: Maximum number of passes over the ratings. Training stops when the validation loss has risen twice
             in a row, and keeps the weights of the best epoch.
-        learning_rate: Initial learning rate of AdamW; it decays linearly to 0. None: 1e-4 for an adapter, 1e-5
-            for all weights.
+        learning_rate: Initial learning rate of AdamW; it decays linearly to 0. None: that of scores by the rule
+            of docs/lora.md.
         seed: Seed of the order, the adapter and the head.
     """
 
@@ -274,13 +274,6 @@ class RewardModelConfig(_Checked):
             raise refused(
                 f"learning_rate is {self.learning_rate!r}; it must be above 0 or None", "learning_rate", "above 0"
             )
-
-    @property
-    def rate(self) -> float:
-        """The initial learning rate."""
-        if self.learning_rate is not None:
-            return self.learning_rate
-        return 1e-4 if self.use_lora else 1e-5
 
     @classmethod
     def of(cls, config: TrainingConfig) -> Self:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from gradwire_proto import rates
 
 from gradwire import schedules, sync
 from gradwire.futures import Future
@@ -121,12 +122,16 @@ async def train_reward_model_async(
         shown=lambda metrics: {name: metrics[name] for name in ("loss", "mae", "correlation")},
     )  # fmt: skip
 
+    peak = config.learning_rate
+    if peak is None:
+        peak = rates.learning_rate("scores", (await run.model_info()).hidden_size, adapter=config.use_lora)
+
     async def step(number: int) -> Future[TrainStepResult]:
         epoch, place = divmod(number, epoch_steps)
         order = np.random.default_rng(derive_seed(config.seed, "reward epoch", epoch)).permutation(len(rows))
         part = order[place * config.batch_size :][: config.batch_size]
         batch = {"input_ids": [rows[index] for index in part], "scores": train_dataset.scores[part].tolist()}
-        rate = schedules.linear(number, peak=config.rate, total=total)
+        rate = schedules.linear(number, peak=peak, total=total)
         loss_kwargs = {"score_mean": mean, "score_std": std}
         return run.train_step(batch, "reward_regression", loss_kwargs, learning_rate=rate)
 

@@ -3424,7 +3424,7 @@ class OptimStep(_message.Message):
     skip_nonfinite: _builtins.bool
     """skip a step whose gradient is not finite instead of failing"""
     default_learning_rate: _builtins.bool
-    """use the run's own: 1e-5 if it was made for RL, else 1e-4"""
+    """by the run's kind and head, and the model: gradwire_proto/rates.py"""
     optimizer: _builtins.str
     """"adamw" where empty, "sgd" or "muon" """
     momentum: _builtins.float

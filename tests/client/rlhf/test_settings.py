@@ -94,9 +94,9 @@ def test_settings_that_go_together_are_taken() -> None:
 def test_the_reward_model_takes_the_policys_settings_and_an_adapters_larger_steps() -> None:
     config = RewardModelConfig.of(TrainingConfig(base_model="opt", lora_r=4, batch_size=16, learning_rate=1e-6, seed=3))
     assert replace(config, learning_rate=None) == RewardModelConfig(base_model="opt", lora_r=4, batch_size=16, seed=3)
-    assert config.rate == pytest.approx(1e-5)
-    assert RewardModelConfig.of(TrainingConfig()).rate == pytest.approx(RewardModelConfig().rate)
-    assert RewardModelConfig.of(TrainingConfig(use_lora=False)).rate == RewardModelConfig(use_lora=False).rate == 1e-5
+    assert config.learning_rate == pytest.approx(1e-5)
+    assert RewardModelConfig.of(TrainingConfig(use_lora=False)).learning_rate == TrainingConfig().learning_rate == 1e-5
+    assert RewardModelConfig().learning_rate is None
 
 
 @pytest.mark.parametrize("settings", [{"device": "cuda"}, {"mixed_precision": "bf16"}])

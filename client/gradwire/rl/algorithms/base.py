@@ -8,10 +8,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypedDict, Unpack
 
 import numpy as np
+from gradwire_proto import rates
 
 from gradwire import sync
 from gradwire.errors import GradwireError
@@ -454,6 +456,10 @@ class Algorithm(ABC):
                 f'{type(self).__name__} needs a run made with create_run(..., head="{self.needs_head}"); this run has '
                 f"{info.head or 'no head'}"
             )
+        if self.config.learning_rate is None:
+            model = await self.run.model_info()
+            rate = rates.learning_rate("policy", model.hidden_size, adapter=info.lora is not None)
+            self.config = replace(self.config, learning_rate=rate)
         if self._inference is None and self._rollout_manager is None:
             self._inference = await RunInference.of(self._service, self.run, self._tokenizer)
         manager = self._rollout_manager or self._manager()

@@ -25,7 +25,7 @@ class AlgorithmConfig:
         num_minibatches: Minibatches per pass, one optimizer step each; groups stay whole.
         gradient_accumulation_steps: Minibatches per optimizer step; they may come from several passes, and
             the last step of an iteration takes the rest.
-        learning_rate: Learning rate of the optimizer.
+        learning_rate: Learning rate of the optimizer; None: a policy's, by the rule of docs/lora.md.
         warmup_iterations: Iterations over which the learning rate rises to its value.
         schedule: Iteration -> learning rate, in place of the warmup; None: it stays at its value.
         optimizer: As for ``optim_step``.
@@ -74,7 +74,7 @@ class AlgorithmConfig:
     ppo_epochs: int = 1
     num_minibatches: int = 1
     gradient_accumulation_steps: int = 1
-    learning_rate: float = 1e-4
+    learning_rate: float | None = None
     warmup_iterations: int = 0
     schedule: Callable[[int], float] | None = None
     optimizer: str = "adamw"
@@ -155,13 +155,14 @@ class AlgorithmConfig:
         """Return the learning rate of an iteration."""
         if self.schedule is not None:
             return self.schedule(iteration)
+        assert self.learning_rate is not None  # the algorithm chose it before its first iteration
         return schedules.constant(iteration, peak=self.learning_rate, warmup=max(self.warmup_iterations - 1, 0))
 
     def optimizer_kwargs(self, rate: float) -> dict[str, Any]:
         """Return the arguments of ``optim_step`` besides the learning rate."""
         more = {"max_grad_norm": self.max_grad_norm, "weight_decay": self.weight_decay, **self.optimizer_args}
         if "head_learning_rate" in more:
-            more["head_learning_rate"] *= rate / self.learning_rate
+            more["head_learning_rate"] *= rate / (self.learning_rate or rate)
         return {"optimizer": self.optimizer, "on_nonfinite": "skip", **more}
 
     def kl_kwargs(self) -> dict[str, Any]:

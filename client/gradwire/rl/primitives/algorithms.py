@@ -42,7 +42,6 @@ class AlgorithmConfig(algorithms.AlgorithmConfig):
 
     batch_size: int = 32
     group_size: int | None = None  # type: ignore[assignment]  # set by the algorithm
-    learning_rate: float | None = None  # type: ignore[assignment]  # set from the optimizer
     use_wandb: bool = False
     wandb_project: str | None = None
     reward_method: Method = "absolute"

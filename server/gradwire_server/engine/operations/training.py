@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+from gradwire_proto import rates
 from gradwire_proto.v1 import training_pb2
 
 from gradwire_server.engine.errors import OperationError
@@ -26,8 +27,6 @@ from gradwire_server.engine.training.optimizer import StepOutcome, check_setting
 from gradwire_server.engine.training.optimizer_step import RunStep, take_steps
 from gradwire_server.operation_kinds import training_call
 
-LEARNING_RATE, RL_LEARNING_RATE = 1e-4, 1e-5
-"""Learning rates of steps without one, for runs in general and for reinforcement learning."""
 COMPARED_STEPS = 8
 """The ranks' copies of a run's weights are compared each time after so many steps."""
 
@@ -130,8 +129,8 @@ def _outcome(run: EngineRun, step: Step, outcome: Outcome) -> Outcome:
         result.warnings.insert(
             0,
             "the run had no value head and was given one. It starts at zero, so that advantages are returns until it "
-            "has learned, and stays with the run; optim_step without a learning rate takes 1e-5 from now on. With "
-            "values or advantages in the batch none is needed",
+            "has learned, and stays with the run; optim_step without a learning rate takes a policy's from now on. "
+            "With values or advantages in the batch none is needed",
         )
     return outcome
 
@@ -164,11 +163,6 @@ def _with_step(computed: Outcome, step: Outcome) -> Outcome:
     """The outcome of a ``train_step``, of those of its halves."""
     result = training_pb2.TrainStepResult(loss=computed.result.loss, optim_step=step.result.optim_step)
     return Outcome(training_pb2.OperationResult(train_step=result), computed.columns)
-
-
-def for_rl(config: training_pb2.RunConfig) -> bool:
-    """Whether a run was created for reinforcement learning."""
-    return config.kind == "rl" or config.head == "value"
 
 
 def optim_steps(
@@ -205,7 +199,7 @@ def _taken_steps(context: EngineContext, executions: Sequence[Execution]) -> lis
     if not executions:
         return []
     runs = [execution.run for execution in executions]
-    settings = [_settings(each.run, each.step) for each in executions if each.step is not None]
+    settings = [_settings(context, each.run, each.step) for each in executions if each.step is not None]
     sizes = sum(run.policy.num_trainable_parameters for run in runs)
     with (
         context.tracing.span("gradwire.optimizer.step") if len(runs) == 1 else nullcontext(),
@@ -220,13 +214,18 @@ def _taken_steps(context: EngineContext, executions: Sequence[Execution]) -> lis
     ]
 
 
-def _settings(run: EngineRun, call: training_pb2.OptimStep) -> training_pb2.OptimStep:
+def _settings(context: EngineContext, run: EngineRun, call: training_pb2.OptimStep) -> training_pb2.OptimStep:
     """The settings of a step, with the learning rate of one that has none."""
     if not call.default_learning_rate:
         return call
     settings = training_pb2.OptimStep()
     settings.CopyFrom(call)
-    settings.learning_rate = RL_LEARNING_RATE if for_rl(run.config) else LEARNING_RATE
+    config = run.config
+    settings.learning_rate = rates.learning_rate(
+        rates.learned_by(kind=config.kind, head=config.head),
+        context.pool.facts(config.base_model).hidden_size,
+        adapter=config.HasField("lora"),
+    )
     return settings
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import gradwire
@@ -112,10 +113,12 @@ async def train_with(
     algorithm: Callable[..., Algorithm],
     *,
     group_size: int,
+    passes: int = 1,
+    loss: Mapping[str, Any] = MappingProxyType({}),
     head: Any = None,
     dry_run: bool = False,
 ) -> Estimate | None:
-    """Train a run with an algorithm, from the state in its folder."""
+    """Train a run with an algorithm, from the state in its folder; the settings' arguments of the loss override."""
     own_reward = None if settings.grading or trained_rewards(settings.reward) else reward_of(settings.reward)
     if settings.environment == AGENT:
         environment: Environment | GroupBuilder | None = agent_of(
@@ -141,7 +144,12 @@ async def train_with(
         per_epoch = -(-len(tasks) // settings.batch_size)
         total = settings.max_steps or per_epoch * settings.epochs
         config = _config(settings, training, group_size, per_epoch, evaluated=bool(problems) and not dry_run)
-        config = replace(config, **_optimizer(settings, training.peak, total, bool(head)))
+        config = replace(
+            config,
+            ppo_epochs=passes,
+            loss_kwargs={**loss, **settings.loss},
+            **_optimizer(settings, training.peak, total, bool(head)),
+        )
         reward = own_reward or (
             grader_of(settings.grading, judge=ServiceJudge(service))
             if settings.grading
@@ -170,7 +178,7 @@ def _config(
 ) -> AlgorithmConfig:
     return AlgorithmConfig(
         batch_size=settings.batch_size, group_size=group_size,
-        learning_rate=training.peak, weight_decay=settings.weight_decay, loss_kwargs=settings.loss,
+        learning_rate=training.peak, weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm, max_tokens=settings.answer_tokens, temperature=settings.temperature,
         context_tokens=settings.max_tokens, max_steps_per_rollout=settings.turns, seed=settings.seed,
         eval_every=settings.eval_every if evaluated else 0,

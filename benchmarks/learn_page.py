@@ -54,10 +54,12 @@ def table(lessons: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) 
 
 
 def picture(lessons: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The curves of all lessons: each one's metric, or the loss beside TRL's."""
+    """The curves of all lessons: the metric of each step, or the loss, beside TRL's, where it was only evaluated."""
     panels = []
     for name, result in results.items():
-        metric = "train/loss" if result["trl"] else lessons[name].metric
+        metric = lessons[name].metric
+        if metric.startswith("eval/"):
+            metric = "train/loss"
         curves = {"gradwire": result["curves"][metric]}
         if result["trl"]:
             curves["TRL"] = [(step, loss) for (step, _), loss in zip(curves["gradwire"], result["trl"])]

@@ -42,6 +42,28 @@ def test_import_is_fast_and_draws_in_nothing_heavy() -> None:
     assert min(seconds for seconds, _ in tries) < 1.0
 
 
+ELSEWHERE = """
+import asyncio, concurrent.futures, importlib, multiprocessing, pkgutil, ssl, subprocess, sys, uuid
+import grpc.aio, numpy, pydantic, rich.console, typer
+if sys.argv[1] == "win32":
+    for name in ("fcntl", "grp", "pty", "pwd", "resource", "syslog", "termios", "tty"):
+        sys.modules[name] = None
+sys.platform = sys.argv[1]
+import gradwire
+LEFT_OUT = ("gradwire.fleet", "gradwire.router", "gradwire.rl.rewards._sandbox")  # extras; processes of Linux
+for each in pkgutil.walk_packages(gradwire.__path__, "gradwire."):
+    if not each.name.startswith(LEFT_OUT):
+        importlib.import_module(each.name)
+print(len(sys.modules))
+"""
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_the_client_is_imported_without_what_only_linux_has(platform: str) -> None:
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE, platform], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+
+
 BLOCK = f"""
 import sys
 from importlib.machinery import PathFinder

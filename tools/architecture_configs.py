@@ -36,6 +36,8 @@ LATENT = {
     "first_k_dense_replace": 1,
 }  # fmt: skip
 INDEXED = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 8}
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+THIRD_DENSE = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
 MAMBA_2 = {"mamba_d_head": 8, "mamba_n_heads": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
@@ -54,8 +56,11 @@ YARN = rope("yarn", **ORIGINAL, factor=4.0)
 
 CONFIGURATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "AFMoE": ("afmoe", MIXTURE | WINDOW),
+    "A.X K1": ("axk1", MIXTURE | LATENT | ALL_HEADS | THIRD_DENSE),
+    "A.X K2": ("axk2", MIXTURE | LATENT | ALL_HEADS | INDEXED | THIRD_DENSE | {"gated_norm_rank": 4}),
     "Apertus": ("apertus", {}),
     "Arcee": ("arcee", YARN),
+    "Aria": ("aria_text", {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}),
     "Bamba": ("bamba", MAMBA_2 | {"attn_layer_indices": [1]}),
     "BioGPT": ("biogpt", {}),
     "BitNet": ("bitnet", {}),
@@ -63,6 +68,7 @@ CONFIGURATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "CodeGen": ("codegen", {"rotary_dim": 4}),
     "Cohere": ("cohere", {}),
     "Cohere 2": ("cohere2", WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "Cohere 2 MoE": ("cohere2_moe", MIXTURE | WINDOW | ALTERNATING | THIRD_DENSE),
     "CTRL": ("ctrl", {"dff": 64}),
     "CWM": ("cwm", WINDOW),
     "DBRX": (
@@ -74,6 +80,15 @@ CONFIGURATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "DeepSeek-V2": ("deepseek_v2", MIXTURE | LATENT | ALL_HEADS),
     "DeepSeek-V3": ("deepseek_v3", MIXTURE | LATENT | ALL_HEADS),
     "DeepSeek-V3.2": ("deepseek_v32", MIXTURE | LATENT | ALL_HEADS | INDEXED),
+    "DeepSeek-V4": (
+        "deepseek_v4",
+        MIXTURE | LATENT | WINDOW | INDEXED | {
+            "num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 8, "hc_mult": 2, "head_dim": 16,
+            "partial_rotary_factor": 0.5, "qk_rope_head_dim": 8, "index_topk": 2,
+            "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+            "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
+            "mlp_layer_types": ["hash_moe", "moe", "moe"]},
+    ),
     "DiffLlama": ("diffllama", {}),
     "Doge": ("doge", {}),
     "dots1": ("dots1", MIXTURE | {"first_k_dense_replace": 1}),
@@ -86,6 +101,7 @@ CONFIGURATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Falcon, new decoder": ("falcon", NO_HEAD_DIM | {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "Falcon-H1": ("falcon_h1", MAMBA_2 | {"mamba_d_ssm": 64}),
     "Falcon-Mamba": ("falcon_mamba", {}),
+    "Flint": ("flint", MIXTURE | WINDOW | ALTERNATING | {"mlp_only_layers": [0]}),
     "FlexOlmo": ("flex_olmo", MIXTURE),
     "Gemma": ("gemma", {}),
     "Gemma 2": ("gemma2", WINDOW | {"query_pre_attn_scalar": 8}),
@@ -100,6 +116,11 @@ CONFIGURATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Gemma 4": (
         "gemma4_text",
         WINDOW | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "global_head_dim": 16},
+    ),
+    "Gemma 4, unified": (
+        "gemma4_unified_text",
+        WINDOW | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+                  "per_layer_config": {"02": {"head_dim": 16}}},
     ),
     "GLM": ("glm", {}),
     "GLM-4": ("glm4", {}),
@@ -120,11 +141,22 @@ CONFIGURATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "granitemoehybrid",
         MIXTURE | MAMBA_2 | {"shared_intermediate_size": 16, "layer_types": ["mamba", "attention", "mamba"]},
     ),
+    "Granite, windows": ("granite_swa", WINDOW | ALTERNATING),
+    "Granite MoE, windows": ("granitemoe_swa", MIXTURE | WINDOW | ALTERNATING),
     "Helium": ("helium", {}),
     "Hunyuan": ("hunyuan_v1_dense", {}),
     "Hunyuan, dynamic NTK": ("hunyuan_v1_dense", rope("dynamic", factor=2.0, alpha=8.0)),
     "Hunyuan MoE": ("hunyuan_v1_moe", MIXTURE | {"moe_topk": 2}),
+    "Hunyuan 3": ("hy_v3", MIXTURE | THIRD_DENSE | {"num_shared_experts": 1}),
+    "Hunyuan 4": (
+        "hy_v4",
+        MIXTURE | LATENT | ALL_HEADS | INDEXED | THIRD_DENSE | {
+            "hc_mult": 2, "indexer_types": ["full", "shared", "full"],
+            "layer_types": ["indexed_attention"] * 3},
+    ),
     "HyperCLOVA X": ("hyperclovax", {}),
+    "InternLM 3": ("internlm3", {}),
+    "IQuest-Coder": ("iquestcoder", {}),
     "Jais 2": ("jais2", {}),
     "Jamba": (
         "jamba",
@@ -137,8 +169,14 @@ CONFIGURATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         MIXTURE | LATENT | ALL_HEADS | {"linear_attn_config": {
             "head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 4, "kda_layers": [1, 3], "full_attn_layers": [2]}},
     ),
+    "Kolibri 1": ("kolibri1", MIXTURE | WINDOW | ALTERNATING),
+    "Laguna": (
+        "laguna",
+        MIXTURE | WINDOW | ALTERNATING | THIRD_DENSE | {"num_attention_heads_per_layer": [4, 4, 2]},
+    ),
     "LFM2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
     "LFM2 MoE": ("lfm2_moe", MIXTURE | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}),
+    "LFM3": ("lfm3", WINDOW | {"layer_types": ["conv", "full_attention", "sliding_attention"], "conv_L_cache": 3}),
     "Llama": ("llama", {}),
     "Llama, dynamic NTK": ("llama", rope("dynamic", factor=4.0)),
     "Llama, linear": ("llama", rope("linear", factor=4.0)),
@@ -153,6 +191,7 @@ CONFIGURATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "Mamba": ("mamba", {"state_size": 8}),
     "Mamba 2": ("mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8}),
+    "Mellum": ("mellum", MIXTURE | WINDOW | ALTERNATING | THIRD_DENSE),
     "MiMo V2 Flash": ("mimo_v2_flash", MIXTURE | WINDOW),
     "MiniCPM 3": ("minicpm3", LATENT | ALL_HEADS | {"dim_model_base": 32}),
     "MiniMax": ("minimax", MIXTURE | {"block_size": 8}),
@@ -208,6 +247,7 @@ CONFIGURATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "xLSTM": ("xlstm", {"chunkwise_kernel": "chunkwise--native_autograd", "chunk_size": 8, "num_heads": 2,
                         "qk_dim_factor": 1.0}),
     "Youtu": ("youtu", LATENT | ALL_HEADS),
+    "ZAYA": ("zaya", MIXTURE | {"router_hidden_size": 16, "num_experts_per_tok": 1, "layer_types": ["hybrid"] * 3}),
     "Zamba": (
         "zamba",
         {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_d_state": 8,

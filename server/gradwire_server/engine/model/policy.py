@@ -8,7 +8,7 @@ optimizer updates and checkpoints contain; the model's own tensor is its rounded
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,6 +18,7 @@ from gradwire_proto.v1 import training_pb2
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng, seed_generators
@@ -300,6 +301,16 @@ class Policy:
             self._masters[name] = parameter if wide else parameter.detach().float()
 
 
+def _dtype_beside(split_model: SplitModel, name: str) -> torch.dtype:
+    """Dtype of an adapter's weights: that of its layer, which a model may keep in float32 beside others in bfloat16."""
+    layer: nn.Module | None = None
+    with suppress(AttributeError):  # the weights of experts are no layer's
+        layer = split_model.model.get_submodule(name.partition(".lora_")[0])
+    weight = getattr(getattr(layer, "base_layer", layer), "weight", None)
+    floats = type(getattr(layer, "base_layer", layer)) in (nn.Linear, Conv1D, nn.Embedding)
+    return weight.dtype if floats and isinstance(weight, Tensor) else split_model.weight_dtype
+
+
 class LoraPolicy(Policy):
     """A LoRA adapter (Hu et al. 2021) on the model's shared copy, independent of other adapters on it.
 
@@ -325,8 +336,8 @@ class LoraPolicy(Policy):
         self._adapter = adapter
         self._adapter_dropout = settings.dropout
         parameters = self._add(lora_config(split_model.model, settings), seed)
-        for parameter in parameters.values():  # on a quantised layer, peft makes them in float32
-            parameter.data = parameter.data.to(split_model.weight_dtype)
+        for name, parameter in parameters.items():  # on a quantised layer, peft makes them in float32
+            parameter.data = parameter.data.to(_dtype_beside(split_model, name))
         self._train(parameters)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial, partialmethod
@@ -34,11 +35,21 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 FAMILIES: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config, "gemma": GemmaConfig, "olmo": OlmoConfig}
 
 
-@pytest.fixture
-def kernels() -> CpuKernels:
+@pytest.fixture(params=["native", pytest.param("sse", marks=pytest.mark.slow)])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuKernels]:
+    """Those of this processor, and those of one without AVX."""
+    if request.param == "sse":
+        if platform.machine() != "x86_64":
+            pytest.skip("the processor has other instructions")
+        flags = [flag for flag in cpu_kernels.FLAGS if not flag.startswith(("-march", "-mprefer"))]
+        monkeypatch.setattr(cpu_kernels, "FLAGS", (*flags, "-march=x86-64"))
+        cpu_kernels.cpu_kernels.cache_clear()
     if (found := cpu_kernels.cpu_kernels()) is None:
         pytest.skip("there is no C compiler")
-    return found
+    assert request.param == "native" or found.missing(7) == 1  # a panel has 8 columns
+    yield found
+    if request.param == "sse":
+        cpu_kernels.cpu_kernels.cache_clear()
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.training.accumulation import GradientAccumulator
-from gradwire_server.engine.training.update_rules import Kind, parameter_kinds
+from gradwire_server.engine.training.update_rules import RULES, Kind, parameter_kinds
 from make_architectures import save_model
 from support.training import take_step, train_on
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -288,6 +288,30 @@ def test_rules_and_groups_are_those_of_torch(make_run: Any, rule: str) -> None:
             run.optimizer.load_state_tensors(saved)
     for name, tensor in run.policy.state_tensors().items():
         torch.testing.assert_close(tensor, reference[name].detach(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_number_that_is_none_changes_nothing_by_any_rule(make_run: Any, rule: str, value: float) -> None:
+    run, call = make_run(head="value"), settings(optimizer=rule)
+    run.accumulator.merge({("a", "tokens"): gradient_of(run, 0)}, {("a", "tokens"): 1.0})
+    take_step(run, call)
+    before = weights(run) | {name: tensor.clone() for name, tensor in run.optimizer.state_tensors().items()}
+    for name in (next(iter(before)), ".head.weight"):
+        for skips in (False, True):
+            gradients = gradient_of(run, 1)
+            gradients[name].view(-1)[-1] = value
+            run.accumulator.merge({("a", "tokens"): gradients}, {("a", "tokens"): 1.0})
+            if skips:
+                assert take_step(run, settings(optimizer=rule, skip_nonfinite=True)).skipped
+            else:
+                with pytest.raises(OperationError, match="the weights are untouched"):
+                    take_step(run, call)
+            assert run.accumulator.empty
+            assert_equal(weights(run) | run.optimizer.state_tensors(), before)
+    run.accumulator.merge({("a", "tokens"): gradient_of(run, 2)}, {("a", "tokens"): 1.0})
+    take_step(run, call)
+    assert all(bool(tensor.isfinite().all()) for tensor in weights(run).values())
 
 
 def test_an_optimizer_that_is_not_known_is_refused(make_run: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from gradwire_server.engine.model.attention.paged import MAPPED, PAGE, PageLists
 from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import LoraPolicy, Policy
 from gradwire_server.engine.model.split_model import OutputHead
+from gradwire_server.engine.model.tokenizers import TextTokenizer
 from gradwire_server.engine.sampling.drawing import draw as drawing
 from gradwire_server.engine.sampling.drawing.draw import BLOCK, CHUNK_ELEMENTS, draw
 from gradwire_server.engine.sampling.pages import pages as paging
@@ -78,6 +80,44 @@ def test_many_rows_that_join_and_leave_are_scored_as_a_fresh_forward_scores_them
             for sample in of_prompt:
                 expected = full_logprobs(policy, prompt, sample.token_ids)
                 torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_under_load_are_those_of_a_plain_forward(
+    policy: Policy, tokenizer: TextTokenizer, rng: np.random.Generator, temperature: float
+) -> None:
+    """Rows of several requests join, leave for want of room, go on and end at stop strings."""
+    sampler, jobs, left = LocalSampler(cache_bytes=12 * PAGE * token_bytes(policy)), [], 0
+    params = SamplingParams(seed=0, max_tokens=40, temperature=temperature, n=3, ignore_eos=True, stop=("b", "7", "Q"))
+    for number in range(4):
+        prompts = [prompt_of(rng, length) for length in (5 + number, PAGE, 2 * PAGE + 3)]
+        job = sampler.begin(policy, prompts, dataclasses.replace(params, seed=number), tokenizer, owner=str(number % 2))
+        jobs.append((prompts, job))
+        for _ in range(5):
+            sampler.step()
+            left = max(left, sum(len(batch._left) for batch in sampler._batches.values()))
+    while sampler.turn():
+        sampler.step()
+        left = max(left, sum(len(batch._left) for batch in sampler._batches.values()))
+    assert left > 0
+    policy.activate()
+    reasons = set()
+    for prompts, job in jobs:
+        for prompt, of_prompt in zip(prompts, job.samples().by_prompt(), strict=True):
+            for sample in of_prompt:
+                reasons.add(sample.stop_reason)
+                ids = torch.tensor([[*prompt, *sample.token_ids]])
+                with torch.no_grad():
+                    logits = policy.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+                found = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+                torch.testing.assert_close(torch.tensor(sample.logprobs), found, atol=1e-5, rtol=0)
+                (text,) = tokenizer.decode([sample.token_ids])
+                ends = [at for stop in params.stop if (at := text.find(stop)) >= 0]
+                assert sample.text == (text[: min(ends)] if ends else text)
+                assert bool(ends) == (sample.stop_reason == "stop")
+                if temperature == 0:
+                    assert bool((found >= logits.log_softmax(-1).amax(-1) - 1e-4).all())
+    assert reasons == {"stop", "length"} or temperature == 0
 
 
 def test_a_group_takes_the_memory_of_one_prompt_and_its_answers(policy: Policy, rng: np.random.Generator) -> None:

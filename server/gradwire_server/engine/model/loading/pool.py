@@ -207,6 +207,15 @@ class ModelPool:
                 " with --shard off, where every rank has a whole copy",
                 field="reference_model",
             )
+        # What is quantised or offloaded is a reference, whose log-probabilities need no other's bits.
+        exact = self.exact and quantize is None and not offload
+        if exact and placement.parts > 1:
+            raise OperationError(
+                training_pb2.ERROR_CODE_UNSUPPORTED,
+                f"models are divided among {placement.parts} ranks here, which --deterministic does not know: start the"
+                " server without it, or with --shard off",
+                field="base_model",
+            )
         self.check(name)
         logger.info("loading %s from %s as %s on %s", name, facts.path, quantize or dtype or facts.dtype, self.device)
         arguments = {} if offload else placement.loading_arguments()
@@ -233,9 +242,9 @@ class ModelPool:
             offload_layers(model, self.device)
         split_model = SplitModel(facts, model, placement, mixed=self._mixed and dtype is None)
         split_model.by_kernels = fused and on_cpu and has_right_kernel()
-        orders = self.exact or split_model.dtype in HALVES
+        orders = exact or split_model.dtype in HALVES
         split_model.in_order = self._orders and on_cpu and orders and has_right_kernel()
-        if self.exact:
+        if exact:
             compute_exactly(model)
             split_model.exact = True
         if on_cpu or quantize is not None or split_model.routers is not None:
@@ -247,7 +256,7 @@ class ModelPool:
             with rows_in_order(split_model.in_order):
                 split_model.packing = choose_packing(split_model)
                 check_rows(split_model)
-            if self.exact:
+            if exact:
                 check_exact(split_model)
         split_model.replays = self._replays and not offload and quantize is None
         small = split_model.weight_bytes <= machine_memory() // PACKED_SHARE

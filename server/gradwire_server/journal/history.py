@@ -16,7 +16,6 @@ import sqlite3
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from itertools import chain
 
 from gradwire_proto.v1 import training_pb2 as pb
 
@@ -232,16 +231,19 @@ def delete(connection: sqlite3.Connection, run_id: str) -> None:
         connection.execute(f"DELETE FROM {table} WHERE run_id = ?", (run_id,))
 
 
-def spacing(connection: sqlite3.Connection, run_id: str, at_most: int) -> dict[str, int]:
-    """Spacing of the numbers to read, by kind of operation, for about this many points; {} to read all."""
-    query = "SELECT operation, kept, every FROM history_kinds WHERE run_id = ?"
+def spacing(connection: sqlite3.Connection, run_id: str, at_most: int) -> dict[str, tuple[int, int]]:
+    """Spacing of the numbers to read, by kind of operation, for about this many points, and the newest number, which
+    is read as well; {} to read all."""
+    query = "SELECT operation, kept, every, seen FROM history_kinds WHERE run_id = ?"
     kinds = connection.execute(query, (run_id,)).fetchall()
-    more = -(-sum(kept for _, kept, _ in kinds) // at_most)
-    return {operation: every * more for operation, _, every in kinds} if more > 1 else {}
+    more = -(-sum(kept for _, kept, _, _ in kinds) // at_most)
+    if more <= 1:
+        return {}
+    return {operation: (every * more, (seen - 1) // every * every) for operation, _, every, seen in kinds}
 
 
 def page(
-    connection: sqlite3.Connection, run_id: str, after: int, spacing: Mapping[str, int]
+    connection: sqlite3.Connection, run_id: str, after: int, spacing: Mapping[str, tuple[int, int]]
 ) -> tuple[list[pb.HistoryPoint], int]:
     """The next points of a record and the position of the last; a point that was damaged on disk is left out.
 
@@ -249,10 +251,11 @@ def page(
         after: Position after which to read; 0 for the beginning.
         spacing: As from :func:`spacing`; empty for every point.
     """
-    chosen = " OR ".join("(operation = ? AND number % ? = 0)" for _ in spacing)
+    chosen = " OR ".join("(operation = ? AND (number % ? = 0 OR number = ?))" for _ in spacing)
+    numbers = [value for operation, (every, newest) in spacing.items() for value in (operation, every, newest)]
     rows = connection.execute(
         "SELECT position, point, digest = digest(made_by, seq, operation, number, point) FROM history"
         f" WHERE run_id = ? AND position > ? {f'AND ({chosen})' if chosen else ''} ORDER BY position LIMIT ?",
-        (run_id, after, *chain.from_iterable(spacing.items()), PAGE_POINTS),
+        (run_id, after, *numbers, PAGE_POINTS),
     ).fetchall()
     return [pb.HistoryPoint.FromString(point) for _, point, whole in rows if whole], rows[-1][0] if rows else after

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
-from gradwire.recipes.settings import RowSettings, SettingsError, setting
+from gradwire.recipes.settings import RowSettings, SettingsError, loss_arguments, setting
 from gradwire.recipes.supervised import train_rows
 from gradwire.recipes.tokens import Tokens
 from gradwire.recipes.training import Training
@@ -26,7 +26,7 @@ class Distill(RowSettings):
     own_answers: float = setting(0.5, "share of the batches that hold the student's own answers")
     answer_tokens: int = setting(128, "tokens of such an answer at most")
     beta: float = setting(0.5, "0: KL from teacher to student; 1: from student to teacher; between: Jensen-Shannon")
-    loss: dict[str, Any] = setting({}, "further arguments of gkd: see docs/losses.md")
+    loss: dict[str, Any] = loss_arguments("gkd")
 
     def check(self) -> None:
         super().check()

@@ -8,7 +8,7 @@ from typing import Any
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.runs import start_reference
-from gradwire.recipes.settings import RowSettings, SettingsError, setting
+from gradwire.recipes.settings import RowSettings, SettingsError, loss_arguments, setting
 from gradwire.recipes.supervised import train_rows
 from gradwire.recipes.tokens import Tokens
 
@@ -23,7 +23,7 @@ class DPO(RowSettings):
     data: str | list[Any] = setting("preferences.jsonl", "a file or data set with prompt, chosen and rejected")
     beta: float = setting(0.1, "strength of the pull to the reference")
     reference: str = setting("start", "start: the model as the training begins; base; a checkpoint; or a served model")
-    loss: dict[str, Any] = setting({}, "further arguments of dpo, such as loss_type: see docs/losses.md")
+    loss: dict[str, Any] = loss_arguments("dpo", ", such as loss_type")
 
     def check(self) -> None:
         super().check()

@@ -8,7 +8,7 @@ from typing import Any
 
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.rl import RLSettings, check_group, train_with
-from gradwire.recipes.settings import SettingsError, setting
+from gradwire.recipes.settings import SettingsError, loss_arguments, setting
 from gradwire.rl import GiGPOAlgorithm
 
 
@@ -23,7 +23,7 @@ class GiGPO(RLSettings):
     group_size: int = setting(8, "episodes of each problem")
     omega: float = setting(1.0, "weight of the step level; 0 is GRPO over episodes")
     gamma: float = setting(0.95, "discount of a step")
-    loss: dict[str, Any] = setting({}, "arguments of gigpo: see docs/losses.md")
+    loss: dict[str, Any] = loss_arguments("gigpo")
 
     def check(self) -> None:
         super().check()

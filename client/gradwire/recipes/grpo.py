@@ -7,7 +7,7 @@ from typing import Any
 
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.rl import RLSettings, check_group, train_with
-from gradwire.recipes.settings import setting
+from gradwire.recipes.settings import loss_arguments, setting
 from gradwire.rl import GRPOAlgorithm
 
 
@@ -17,7 +17,7 @@ class GRPO(RLSettings):
 
     folder: str = setting("runs/grpo", "metrics, checkpoints' positions and the report; a rerun continues there")
     group_size: int = setting(8, "answers to each problem")
-    loss: dict[str, Any] = setting({}, "arguments of grpo: see docs/losses.md")
+    loss: dict[str, Any] = loss_arguments("grpo")
 
     def check(self) -> None:
         super().check()

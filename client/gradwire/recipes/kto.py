@@ -8,7 +8,7 @@ from typing import Any
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.runs import start_reference
-from gradwire.recipes.settings import RowSettings, setting
+from gradwire.recipes.settings import RowSettings, loss_arguments, setting
 from gradwire.recipes.supervised import train_rows
 from gradwire.recipes.tokens import Tokens
 
@@ -23,7 +23,7 @@ class KTO(RowSettings):
     data: str | list[Any] = setting("ratings.jsonl", "a file or data set with prompt, completion and label")
     beta: float = setting(0.1, "strength of the pull to the reference")
     reference: str = setting("start", "start: the model as the training begins; base; a checkpoint; or a served model")
-    loss: dict[str, Any] = setting({}, "further arguments of kto, such as desirable_weight: see docs/losses.md")
+    loss: dict[str, Any] = loss_arguments("kto", ", such as desirable_weight")
 
 
 async def train(settings: KTO, *, dry_run: bool = False) -> Estimate | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.rl import RLSettings, train_with
-from gradwire.recipes.settings import setting
+from gradwire.recipes.settings import loss_arguments, setting
 from gradwire.rl import PPOAlgorithm
 
 LOSS = {"gae_lambda": 1.0, "entropy_coef": 0.0}
@@ -22,9 +22,7 @@ class PPO(RLSettings):
     folder: str = setting("runs/ppo", "metrics, checkpoints' positions and the report; a rerun continues there")
     answers: int = setting(4, "answers to each problem")
     passes: int = setting(4, "optimizer steps on the answers of an iteration, each on all of them")
-    loss: dict[str, Any] = setting(
-        {}, "arguments of enhanced_ppo; of them gae_lambda is 1 and entropy_coef 0 by default"
-    )
+    loss: dict[str, Any] = loss_arguments("enhanced_ppo", "; of them gae_lambda is 1 and entropy_coef 0 by default")
 
 
 async def train(settings: PPO, *, dry_run: bool = False) -> Estimate | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
-from gradwire.recipes.settings import RowSettings, setting
+from gradwire.recipes.settings import RowSettings, loss_arguments, setting
 from gradwire.recipes.supervised import train_rows
 from gradwire.recipes.tokens import Tokens
 
@@ -20,7 +20,7 @@ class ProcessReward(RowSettings):
 
     folder: str = setting("runs/process_reward", "metrics, positions and the report; a rerun continues there")
     data: str | list[Any] = setting("steps.jsonl", "a file or data set with prompt, completions and labels")
-    loss: dict[str, Any] = setting({}, "arguments of token_classification: see docs/losses.md")
+    loss: dict[str, Any] = loss_arguments("token_classification")
 
 
 async def train(settings: ProcessReward, *, dry_run: bool = False) -> Estimate | None:

@@ -26,11 +26,14 @@ LEADING = (
 GROUPS = {
     "rewards": "Rewards", "eval": "Evaluation", "train": "Training", "rollouts": "Sampled answers", "time": "Time",
 }  # fmt: skip
-SHOWN_CURVES = 6
+SHOWN_CURVES = 5
 WIDTH, HEIGHT, MARGIN = 420, 150, 46
 STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
-table{border-collapse:collapse;margin:1rem 0}td,th{padding:.2rem .9rem;border-bottom:1px solid #ddd}
-figure{display:inline-block;margin:.5rem}svg{background:#fafafa}svg text{font-size:11px;fill:#555}
+h1{font-size:1.5rem;overflow-wrap:anywhere}table{border-collapse:collapse;margin:1rem 0;display:block;overflow-x:auto}
+td,th{padding:.2rem .9rem .2rem 0;border-bottom:1px solid #ddd}pre{overflow-x:auto}
+.curves{display:grid;gap:1rem;grid-template-columns:repeat(auto-fill,minmax(min(20rem,100%),1fr))}
+figure{margin:0}.curves>figure:first-child{grid-column:1/-1}svg{background:#fafafa;width:100%;height:auto}
+svg text{font-size:11px;fill:#555}.curves>figure:first-child svg text{font-size:8px}
 summary{cursor:pointer;margin:1rem 0;font-weight:600}td{vertical-align:top;white-space:pre-wrap}"""
 UNITS = {
     "nll": "nats per token", "perplexity": "per token", "token_accuracy": "share of tokens",
@@ -51,7 +54,7 @@ async def used_by(service: gradwire.ServiceClient, run: gradwire.TrainingClient)
 
 
 def write_report(folder: Path, title: str, settings: Mapping[str, Any], used: str = "") -> Path:
-    """Write ``report.html`` from ``metrics.jsonl``; return its path.
+    """Write ``report.html`` from ``metrics.jsonl``; return its path. Of absolute paths it has the last part alone.
 
     Args:
         used: What the training used.
@@ -63,19 +66,26 @@ def write_report(folder: Path, title: str, settings: Mapping[str, Any], used: st
                 curves.setdefault(name, []).append((line["iteration"], value))
     steps = next_steps(folder)
     drawn = [plot_several(name, parts) for name, parts in _charts(curves)]
+    shown = {name: without_path(value) for name, value in settings.items()}
+    going_on = html.escape("\n".join(steps).replace(str(folder), without_path(str(folder))))
     body = [
-        f"<h1>{html.escape(title)} of {html.escape(str(settings['model']))}</h1>",
-        *drawn[:SHOWN_CURVES],
+        f"<h1>{html.escape(title)} of {html.escape(str(shown['model']))}</h1>",
+        f'<div class="curves">{"".join(drawn[:SHOWN_CURVES])}</div>',
         f"<p>Used: {used}.</p>" if used else "",
-        "<h2>Go on</h2><pre>" + html.escape("\n".join(steps)) + "</pre>" if steps else "",
         _answers(folder / ANSWERS),
-        _folded("All other curves", "".join(drawn[SHOWN_CURVES:])),
+        _folded("All other curves", f'<div class="curves">{"".join(drawn[SHOWN_CURVES:])}</div>'),
         _folded("All figures", "".join(_figures(curves))),
-        _folded("Settings", table(("setting", "value"), list(settings.items()))),
+        _folded("Settings", table(("setting", "value"), list(shown.items()))),
+        _folded("Go on", f"<pre>{going_on}</pre>") if steps else "",
     ]
     file = folder / "report.html"
     file.write_text(page_of(title, "".join(body)), encoding="utf-8")
     return file
+
+
+def without_path(value: Any) -> Any:
+    """A setting's value; of an absolute path the last part."""
+    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
 
 
 def _charts(curves: Mapping[str, Sequence[tuple[int, float]]]) -> list[tuple[str, dict[str, list[tuple[int, float]]]]]:
@@ -161,7 +171,7 @@ def plot_several(name: str, curves: Mapping[str, Sequence[tuple[int, float]]]) -
     unit = unit_of(name)
     caption = html.escape(f"{name} ({unit})" if unit else name)
     return (
-        f'<figure><figcaption>{caption}{legend}</figcaption><svg width="{WIDTH}" height="{HEIGHT}" role="img" '
+        f'<figure><figcaption>{caption}{legend}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="{caption}">{lines}'
         f'<text x="2" y="22">{high:.4g}</text><text x="2" y="{HEIGHT - 26}">{low:.4g}</text>'
         f'<text x="{MARGIN}" y="{HEIGHT - 8}">{left}</text>'
@@ -171,4 +181,7 @@ def plot_several(name: str, curves: Mapping[str, Sequence[tuple[int, float]]]) -
 
 def page_of(title: str, body: str) -> str:
     """A whole page in the reports' style."""
-    return f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>{body}"
+    return (
+        '<!doctype html><html lang="en"><meta charset=utf-8><meta name="viewport" content="width=device-width">'
+        f"<title>{html.escape(title)}</title><style>{STYLE}</style>{body}"
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
-from gradwire.recipes.settings import RowSettings, setting
+from gradwire.recipes.settings import RowSettings, loss_arguments, setting
 from gradwire.recipes.supervised import train_rows
 from gradwire.recipes.tokens import Tokens
 
@@ -23,7 +23,7 @@ class Reward(RowSettings):
     data: str | list[Any] = setting(
         "preferences.jsonl", "a file or data set with prompt, chosen and rejected; also margin"
     )
-    loss: dict[str, Any] = setting({}, "arguments of reward_modeling: see docs/losses.md")
+    loss: dict[str, Any] = loss_arguments("reward_modeling")
 
 
 async def train(settings: Reward, *, dry_run: bool = False) -> Estimate | None:

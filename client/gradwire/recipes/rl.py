@@ -28,7 +28,7 @@ from gradwire.recipes.own_code import (
 from gradwire.recipes.rates import scheduled
 from gradwire.recipes.report import ANSWERS
 from gradwire.recipes.rows import rows_of
-from gradwire.recipes.settings import Settings, SettingsError, setting
+from gradwire.recipes.settings import Schedule, Settings, SettingsError, setting
 from gradwire.recipes.tokens import RowRefusedError, Tokens
 from gradwire.recipes.training import Training, open_training
 from gradwire.rl import Algorithm, AlgorithmConfig, TrajectoryRecorder
@@ -54,7 +54,7 @@ class RLSettings(Settings):
     data: str | list[Any] = setting(
         "train.jsonl", "a file or data set of problems, with answers if the reward compares with them"
     )
-    schedule: str = setting("constant", "constant, linear, cosine or wsd")
+    schedule: Schedule = setting("constant", "constant, linear, cosine or wsd")
     warmup: float = setting(0.0, "iterations over which the learning rate rises; below 1: a share of them")
     weight_decay: float = setting(0.0, "of AdamW, decoupled, of all weights")
     batch_size: int = setting(8, "problems of an iteration")
@@ -85,7 +85,6 @@ class RLSettings(Settings):
 
     def check(self) -> None:
         super().check()
-        self.check_choice("on_failure", ("stop", "warn"))
         check_reward(self.reward)
         if self.environment_args and not self.environment:
             raise SettingsError("environment_args is set, and environment is empty")

@@ -25,6 +25,7 @@ LEAST = {
 """Smallest value of a number -> the settings."""
 OF_ADAPTER = ("lora_alpha", "lora_targets", "rslora")
 """What an adapter keeps for its life."""
+Schedule = Literal["constant", "linear", "cosine", "wsd"]
 LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
@@ -37,6 +38,12 @@ def setting(default: Any, help: str) -> Any:
     if isinstance(default, dict | list):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"help": help})
     return dataclasses.field(default=default, metadata={"help": help})
+
+
+def loss_arguments(loss_fn: str, more: str = "") -> Any:
+    """Declare the setting with the arguments of a recipe's loss; ``more`` follows its name in the comment."""
+    help = f"arguments of {loss_fn}{more}: see docs/losses.md"
+    return dataclasses.field(default_factory=dict, metadata={"help": help, "loss_fn": loss_fn})
 
 
 NAMES: Mapping[Any, str] = types.MappingProxyType(
@@ -100,7 +107,9 @@ class ServiceSettings:
         for name in ("model", "folder", "data"):
             if not getattr(self, name, "."):
                 raise SettingsError(f"{name} is empty")
-        self.check_choice("on_error", ("raise", "skip"))
+        for name, hint in typing.get_type_hints(type(self)).items():
+            if typing.get_origin(hint) is Literal:
+                self.check_choice(name, typing.get_args(hint))
         for least, names in LEAST.items():
             for name in names:
                 value = getattr(self, name, least)
@@ -143,8 +152,8 @@ class Settings(ServiceSettings):
     dropout: float = setting(0.0, "of the model and the adapter")
     learning_rate: float = setting(0.0, "at its peak; 0: by the model's width and what is trained, see docs/lora.md")
     learning_rate_multiplier: float = setting(1.0, "times learning_rate, or the one that is chosen")
-    schedule: str = setting("cosine", "constant, linear, cosine or wsd")
-    optimizer: str = setting("adamw", "adamw, adamw8bit, sgd or muon")
+    schedule: Schedule = setting("cosine", "constant, linear, cosine or wsd")
+    optimizer: Literal["adamw", "adamw8bit", "sgd", "muon"] = setting("adamw", "adamw, adamw8bit, sgd or muon")
     optimizer_args: dict[str, Any] = setting({}, "betas, eps, momentum: as for optim_step")
     head_learning_rate: float = setting(0.0, "of a reward or value head; 0: learning_rate")
     warmup: float = setting(0.1, "steps over which the learning rate rises; below 1: a share of the steps")
@@ -180,8 +189,6 @@ class Settings(ServiceSettings):
         if not isinstance(self.data, str):
             for part in self.data:
                 check_part(part)
-        self.check_choice("schedule", ("constant", "linear", "cosine", "wsd"))
-        self.check_choice("optimizer", ("adamw", "adamw8bit", "sgd", "muon"))
         unknown = sorted({*self.optimizer_args} - {"betas", "eps", "momentum"})
         if unknown:
             raise SettingsError(f"optimizer_args has {unknown[0]!r}; there are betas, eps, momentum")
@@ -224,12 +231,13 @@ class RowSettings(Settings):
     accumulation: int = setting(1, "batches of a step")
     order_by: str = setting("", "column of numbers: each epoch takes the smallest first; empty: rows are shuffled")
     neftune_noise_alpha: float = setting(0.0, "noise on the embeddings, as NEFTune's; 5 is usual, 0: none")
-    overlong: str = setting("cut", "cut (at the end, with a warning), cut_start, skip or raise")
+    overlong: Literal["cut", "cut_start", "skip", "raise"] = setting(
+        "cut", "cut (at the end, with a warning), cut_start, skip or raise"
+    )
     best_by: str = setting("", "metric of evaluations, as loss, by which a checkpoint `best` is kept; empty: none is")
     patience: int = setting(0, "evaluations without a better best_by after which the training ends; 0: never")
 
     def check(self) -> None:
         super().check()
-        self.check_choice("overlong", ("cut", "cut_start", "skip", "raise"))
         if self.patience and not self.best_by:
             raise SettingsError("patience is set, and needs best_by, the metric that should get better, as loss")

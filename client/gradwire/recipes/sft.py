@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
-from gradwire.recipes.settings import RowSettings, setting
+from gradwire.recipes.settings import RowSettings, loss_arguments, setting
 from gradwire.recipes.supervised import train_rows
 
 
@@ -16,12 +16,10 @@ class SFT(RowSettings):
     """Supervised fine-tuning on conversations, or on prompts with completions."""
 
     folder: str = setting("runs/sft", "metrics, checkpoints' positions and the report; a rerun continues there")
-    train_on: str = setting("assistant", "assistant: all that it writes; last: its last message; all: every token")
-    loss: dict[str, Any] = setting({}, "arguments of causal_lm: see docs/losses.md")
-
-    def check(self) -> None:
-        super().check()
-        self.check_choice("train_on", ("assistant", "last", "all"))
+    train_on: Literal["assistant", "last", "all"] = setting(
+        "assistant", "assistant: all that it writes; last: its last message; all: every token"
+    )
+    loss: dict[str, Any] = loss_arguments("causal_lm")
 
 
 async def train(settings: SFT, *, dry_run: bool = False) -> Estimate | None:

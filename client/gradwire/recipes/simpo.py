@@ -7,7 +7,7 @@ from typing import Any
 
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
-from gradwire.recipes.settings import RowSettings, setting
+from gradwire.recipes.settings import RowSettings, loss_arguments, setting
 from gradwire.recipes.supervised import train_rows
 from gradwire.recipes.tokens import Tokens
 
@@ -20,7 +20,7 @@ class SimPO(RowSettings):
 
     folder: str = setting("runs/simpo", "metrics, checkpoints' positions and the report; a rerun continues there")
     data: str | list[Any] = setting("preferences.jsonl", "a file or data set with prompt, chosen and rejected")
-    loss: dict[str, Any] = setting({}, "arguments of simpo, such as beta: see docs/losses.md")
+    loss: dict[str, Any] = loss_arguments("simpo", ", such as beta")
 
 
 async def train(settings: SimPO, *, dry_run: bool = False) -> Estimate | None:

@@ -274,8 +274,10 @@ def test_what_was_trained_is_exported_and_talked_to(
     said = capsys.readouterr().out
     checkpoint = trained(str(folder)).checkpoint
     assert f"trained: {checkpoint}" in said and checkpoint.endswith("/step-1")
-    for words in (f"gradwire chat {folder}", f"gradwire export {folder}", f"gradwire push {folder}"):
-        assert words in said and words in (folder / "report.html").read_text()
+    report = (folder / "report.html").read_text()
+    for words in ("gradwire chat", "gradwire export", "gradwire push"):
+        assert f"{words} {folder}" in said and f"{words} {folder.name}" in report
+    assert str(tmp_path) not in report, "one can send it to a colleague"
     for flags, file in (([], "adapter_config.json"), (["--merged"], "config.json")):
         out = tmp_path / file
         done = runner.invoke(app, ["export", f"{folder}@step-1", str(out), *flags])

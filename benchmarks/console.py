@@ -268,13 +268,14 @@ def time_plots(count: int, folder: Path) -> bool:
     with server, Console(server.address) as console, launched() as browser:
         page = new_page(browser)
         page.goto(console.url)
-        page.locator("tbody tr").nth(count - 1).wait_for()
+        page.get_by_text(f"{count} runs").wait_for()
         found_before = set[str]()
         for run_id in [*runs[:6], *runs[:3]]:
             name = "looked at again" if run_id in found_before else "first look"
             found_before.add(run_id)
             for what, path, there in (
                 (EMPTY, "uploads", "document.querySelector('.gw-server .gw-state.connected') && performance.now()"),
+                (f"look at the list of {count} runs", "", "document.querySelector('.gw-spark') && performance.now()"),
                 (name, f"run/{run_id}", f"{DRAWN}.length && {DRAWN}.every(Boolean) && {PAINTED_AT}"),
             ):
                 used = cpu_s(console.process.pid)

@@ -23,6 +23,9 @@ from gradwire_console.workspace import Server
 PATIENCE_S = 300.0
 PREVIEWED = 3
 """Rows that a preview shows."""
+KINDS = {"dpo": "preferences", "orpo": "preferences", "simpo": "preferences", "reward": "preferences",
+         "kto": "ratings", "process_reward": "steps"}  # fmt: skip
+"""Recipe -> what it takes rows for, if neither for conversations nor, as those on rewards, for prompts."""
 SHOWN_CHARS = 2000
 """Characters of a sequence that a preview shows."""
 
@@ -57,8 +60,9 @@ async def first_rows(
     """
     async with _fetched(service, values, ("data",)) as (folder, settings):
         words = ["render", settings["data"], "--model", settings["model"], "--rows", str(PREVIEWED), "--json"]
-        words += ["--as", "prompts"] if is_on_rewards(recipe) else []  # whatever answers stand beside them
+        words += ["--as", "prompts" if is_on_rewards(recipe) else KINDS.get(recipe, "conversations")]
         words += ["--train-on", settings["train_on"]] if "train_on" in settings else []
+        words += [f"--mapping={field}={column}" for field, column in settings.get("mapping", {}).items()]
         said, told = await _command(server, service, *words, "--address", server.url)
     rows = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     return [

@@ -9,16 +9,19 @@ from typing import Any
 
 from gradwire import RunInfo
 
-from gradwire_console.series import Record, flat
+from gradwire_console.series import LARGE, Record, flat
 
 WIDTH, HEIGHT, EDGE = 520, 200, 44
+FIRST = 2
+"""Curves that come before all else."""
 COLOURS = ("#0072b2", "#c25100", "#007a5a", "#a03c85", "#7d6400", "#525c69", "#3b4cc0", "#7a3b1d")
 STYLE = """body{font:14px/1.5 system-ui,sans-serif;color:#191e25;background:#fff;margin:2rem auto;max-width:72rem;
 padding:0 1rem}h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}table{border-collapse:collapse}
 td,th{padding:.3rem .8rem;border-bottom:1px solid #d8dde4;text-align:left}
 td+td,th+th{text-align:right;font-variant-numeric:tabular-nums}.plots{display:flex;flex-wrap:wrap;gap:1rem}
 h1,p{overflow-wrap:anywhere}td,th{max-width:16rem;overflow-wrap:break-word}.wide{overflow-x:auto}
-figure{margin:0;max-width:100%}figcaption{font-weight:600}svg{background:#f6f7f9;max-width:100%}p{color:#525c69}
+figure{margin:0;max-width:100%;flex:1 1 22rem}figcaption{font-weight:600}
+svg{background:#f6f7f9;width:100%;height:auto}p{color:#525c69}
 .key{display:inline-block;width:1rem;height:3px;vertical-align:middle;margin-right:.4rem}"""
 
 
@@ -32,7 +35,8 @@ def page(
         differences: Settings that differ: their name, and a value a run.
     """
     labels = list(records)
-    names = list(dict.fromkeys(name for record in records.values() for name in record.metrics))
+    there = {name for record in records.values() for name in record.metrics}
+    names = sorted(there, key=lambda name: (LARGE.index(name) if name in LARGE else len(LARGE), name))
     keys = " ".join(
         f'<span class="key" style="background:{COLOURS[n % len(COLOURS)]}"></span>{_text(label)}'
         for n, label in enumerate(labels)
@@ -44,16 +48,17 @@ def page(
         ("base model", [info.base_model for info in infos]),
         ("steps", [f"{info.step:,}" for info in infos]),
     ]
-    plots = "".join(_plot(name, [record.curve(name) for record in records.values()]) for name in names)
+    plots = [plot(name, [record.curve(name) for record in records.values()]) for name in names]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width"><title>gradwire: comparison</title>'
         f"<style>{STYLE}</style></head><body><h1>{', '.join(map(_text, labels))}</h1>"
         f"<p>{keys}<br>written {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}</p>"
+        f'<div class="plots">{"".join(plots[:FIRST])}</div>'
         f"<h2>Runs</h2>{_table(labels, own)}<h2>Settings that differ</h2>"
         f"{_table(labels, differences) if differences else '<p>None.</p>'}"
         f"<h2>Last figures</h2>{_table(labels, figures)}"
-        f'<h2>Curves over steps</h2><div class="plots">{plots}</div></body></html>'
+        f'<h2>Further curves</h2><div class="plots">{"".join(plots[FIRST:])}</div></body></html>'
     )
 
 
@@ -70,7 +75,8 @@ def _table(labels: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> 
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _plot(name: str, curves: Sequence[Sequence[Sequence[float]]]) -> str:
+def plot(name: str, curves: Sequence[Sequence[Sequence[float]]]) -> str:
+    """Draw a metric of several runs over the steps as SVG; "" if there is nothing to draw."""
     points: list[Any] = [point for curve in curves for point in curve]
     if not points:
         return ""
@@ -92,11 +98,11 @@ def _plot(name: str, curves: Sequence[Sequence[Sequence[float]]]) -> str:
     marks = (
         f'<text x="4" y="14">{high:.4g}</text><text x="4" y="{HEIGHT - 22}">{low:.4g}</text>'
         f'<text x="{EDGE}" y="{HEIGHT - 6}">{left:.0f}</text>'
-        f'<text x="{WIDTH - 8}" y="{HEIGHT - 6}" text-anchor="end">{right:.0f}</text>'
+        f'<text x="{WIDTH - 8}" y="{HEIGHT - 6}" text-anchor="end">step {right:.0f}</text>'
     )
     said = f"<br><small>{level.reason}</small>" if level and level.reason else ""
     return (
         f"<figure><figcaption>{_text(name)}{said}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" font-size="10" '
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" font-size="10" '
         f'fill="#525c69" role="img" aria-label="{html.escape(name)}">{marks}{lines}</svg></figure>'
     )

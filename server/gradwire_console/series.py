@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
 AXES = ("step", "tokens", "time")
+LARGE = ("reward_mean", "entropy", "loss", "loss (forward only)", "preference_accuracy", "token_accuracy",
+         "grad_norm")  # fmt: skip
+"""The metrics that say most, the first shown first."""
 CURVE_POINTS = 600
 """A plot is 400 to 750 pixels wide, so two points fall on two pixels or less; more only take a browser's time."""
 ROUNDING, NOTHING = 1e-4, 1e-10
@@ -93,12 +96,14 @@ def values_of(history: History) -> list[tuple[str, Numbers, NDArray[np.bool_]]]:
     A loss and a gradient norm may be measured and NaN; of other metrics a NaN is taken for none.
     """
     computed, forward = has_loss(history), history.operation == "forward"
+    timed = (history.tokens > 0) & (history.seconds > 0)
     stepped = (history.operation == "optim_step") | (history.operation == "train_step")
     measured = [
         ("loss", history.loss, computed & ~forward),
         ("grad_norm", history.grad_norm, stepped),
         ("learning_rate", history.learning_rate, ~np.isnan(history.learning_rate)),
         ("loss (forward only)", history.loss, computed & forward),
+        ("tokens_per_s", history.tokens / np.where(timed, history.seconds, 1.0), timed),
     ]
     return measured + [(name, values, ~np.isnan(values)) for name, values in history.metrics.items()]
 
@@ -296,7 +301,11 @@ class Record:
         if metric_series is None:
             return []
         at, y = _finite(metric_series)
-        x, y = np.array(self._axes[axis])[at], smoothed(y, window)
+        x = np.array(self._axes[axis])[at]
+        if axis == "step":  # what was trained anew after a load, and what came before a fork's first step, is left out
+            led_here = x <= np.minimum.accumulate(x[::-1])[::-1]
+            x, y = x[led_here], y[led_here]
+        y = smoothed(y, window)
         if within is not None:
             inside = (x >= within[0]) & (x <= within[1])
             x, y = x[inside], y[inside]

@@ -28,6 +28,9 @@ ACTIVITY = 256
 OVERVIEW = 1200
 """Operations of a long record that are shown while all of it is fetched."""
 WHOLE_AFTER_S = 1.0
+SKETCHED, SKETCH, GROWN = 1000, 120, 20
+"""Of how many runs, the newest, the list has figures and a small curve; of about how many operations; and how many
+times as many may be added to these as they come."""
 USAGE_S = 30 * 86_400.0
 EVENTS, LOG_CHARS = 500, 20_000
 """What is kept of a job that is looked at: its newest events, and the end of its log."""
@@ -67,6 +70,7 @@ class LiveRun:
 
     info: RunInfo
     changed_at: float = 0.0
+    job_id: str = ""
     job_name: str = ""
     paces: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4096))
 
@@ -129,6 +133,8 @@ class Workspace:
         self._clients: dict[str, TrainingClient] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._overviews: dict[str, Record] = {}
+        self._sketches: dict[str, Record] = {}
+        self._sketching: asyncio.Task[None] | None = None
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._awaited = asyncio.Event()
         self._meanwhile: dict[str, list[History]] = {}  # what came while a run's record is fetched
@@ -229,8 +235,8 @@ class Workspace:
         """The jobs, newest first; asked again when one has changed."""
         jobs = await self._answers.of("jobs", self.service.jobs.list, version=self.jobs_revision, every_s=1.0)
         for job in jobs:
-            if job.name and job.run_id in self.runs:
-                self.runs[job.run_id].job_name = job.name
+            if job.run_id in self.runs:
+                self.runs[job.run_id].job_id, self.runs[job.run_id].job_name = job.job_id, job.name
         return jobs
 
     async def job(self, job_id: str) -> FollowedJob:
@@ -260,7 +266,7 @@ class Workspace:
         return await self._answers.of(f"job {job_id}", ask, version=version, every_s=1.0, stale_s=stale_s)
 
     async def close(self) -> None:
-        tasks = [self._watching, *self._loading.values()]
+        tasks = [self._watching, *self._loading.values(), *([self._sketching] if self._sketching else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -297,6 +303,33 @@ class Workspace:
         await self.client(run_id).delete_checkpoint(checkpoint)
         self._answers.forget(f"checkpoints {run_id}")
         self.revision += 1
+
+    def sketch(self, run_id: str) -> Record | None:
+        """What a run measured, by few operations; None until it is fetched, in the background."""
+        if self._sketching is None or self._sketching.done():
+            missing = [run.info.run_id for run in self.newest_first()[:SKETCHED] if self._has_unread(run)]
+            if missing:
+                self._sketching = asyncio.create_task(self._sketch(missing))
+        return self._sketches.get(run_id)
+
+    def _has_unread(self, run: LiveRun) -> bool:
+        return run.info.run_id not in self._sketches and run.info.applied_seq > 0
+
+    async def _sketch(self, run_ids: Sequence[str]) -> None:
+        for run_id in run_ids:
+            meanwhile = self._meanwhile.setdefault(f"sketch {run_id}", [])
+            try:
+                self._sketches[run_id] = Record(await self.client(run_id).history(SKETCH))
+                for history in meanwhile:
+                    self._sketches[run_id].append(history)
+            except gradwire.GradwireError as error:
+                if self.away:
+                    return
+                log.info("the record of %s could not be read: %s", run_id, error)
+                self._sketches[run_id] = Record(History.from_wire([]))
+            finally:
+                del self._meanwhile[f"sketch {run_id}"]
+            self.revision += 1
 
     async def record(self, run_id: str) -> Record:
         """What a run measured: at first an overview if it is long, all of it soon after, and followed from then on.
@@ -380,6 +413,7 @@ class Workspace:
             self.jobs_revision += 1
             self.runs.clear()
             self._records.forget()
+            self._sketches.clear()
         for info in update.runs:
             known = self.runs.get(info.run_id)
             if known is None:
@@ -391,6 +425,7 @@ class Workspace:
         for run_id in update.gone:
             self.runs.pop(run_id, None)
             self._records.forget(run_id)
+            self._sketches.pop(run_id, None)
         self._follow(update.history)
         self.jobs_revision += update.jobs_changed
         self.revision += 1
@@ -406,10 +441,14 @@ class Workspace:
             own = only(history, run_id)
             for take in self._followers:
                 take(run_id, own)
-            if run_id in self._meanwhile:
-                self._meanwhile[run_id].append(own)
-            elif (record := self._records.get(run_id)) is not None:
-                record.append(own)
+            for waiting in (run_id, f"sketch {run_id}"):
+                if waiting in self._meanwhile:
+                    self._meanwhile[waiting].append(own)
+            for record in (self._records.get(run_id), self._sketches.get(run_id)):
+                if record is not None:
+                    record.append(own)
+            if len(self._sketches.get(run_id, ())) > GROWN * SKETCH:
+                del self._sketches[run_id]  # it is fetched again, thinner
 
     def newest_first(self) -> list[LiveRun]:
         """The runs, newest first."""

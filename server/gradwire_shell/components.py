@@ -25,12 +25,15 @@ class Column:
     """A column of a :class:`Table`.
 
     Attributes:
-        name: Key of its cells in a row; ``NAME_sub`` is shown beside a cell, ``NAME_hint`` on hover.
+        name: Key of its cells in a row; ``NAME_sub`` is shown beside a cell, ``NAME_hint`` on hover, and by the number
+            ``NAME_sort`` rows are ordered and filtered.
         label: Its heading.
         hint: What the heading means, on hover.
         num: Whether its cells are numbers.
         link: Whether its cells link to the row's ``href``.
         state: Whether its cells are states, shown with a mark.
+        curve: Whether its cells are small curves: an SVG polyline's points, 100 wide and 24 high.
+        mean: Whether the head of a group shows the mean of its cells.
         sparse: Whether it is left out while no row has a value.
     """
 
@@ -40,14 +43,17 @@ class Column:
     num: bool = False
     link: bool = False
     state: bool = False
+    curve: bool = False
+    mean: bool = False
     sparse: bool = False
 
 
 class Table(Element, component="table.js"):
-    """A dense table; with ``search`` it can be searched, and walked through by keys.
+    """A dense table; with ``search`` it can be searched, ordered, and walked through by keys.
 
     Args:
-        rows: Texts and numbers by column, with ``key`` and, for links, ``href``.
+        rows: Texts and numbers by column, with ``key`` and, for links, ``href``; with ``group``, rows of a group stand
+            together.
         label: What it lists, for screen readers.
         search: What its search field says; "" for none.
         none: What is said where there are no rows.
@@ -68,7 +74,7 @@ class Table(Element, component="table.js"):
         on_chosen: Callable[[list[str]], object] | None = None,
     ) -> None:
         super().__init__()
-        self._props |= {"columns": tuple(vars(column) for column in columns), "rows": tuple(rows)}
+        self._props |= {"columns": tuple(vars(column) for column in columns), "given": tuple(rows)}
         self._props |= {"label": label, "search": search, "unit": unit, "none": none}
         self._props["searchable"], self._props["selectable"] = bool(search), on_chosen is not None
         self._instead = instead
@@ -82,16 +88,29 @@ class Table(Element, component="table.js"):
             self.on("chosen", select)
 
     def show(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show other rows, if they are others."""
-        if tuple(rows) != self._props["rows"]:
-            self._props["rows"] = tuple(rows)
-            self.update()
+        """Show other rows, if they are others; the browser gets those that have changed."""
+        before, now = self._props["given"], tuple(rows)
+        changed = [row for row, known in zip(now, before) if row != known]
+        same = [row["key"] for row in now] == [row["key"] for row in before]
+        if same and len(changed) < len(now):
+            with self._props.suspend_updates():
+                self._props["given"] = now
+            if changed:
+                self.run_method("patch", changed)
+        elif not same or changed:
+            self._props["given"] = now
         self._show_instead()
+
+    def show_columns(self, columns: Sequence[Column]) -> None:
+        """Have other columns, if they are others."""
+        shown = tuple(vars(column) for column in columns)
+        if shown != self._props["columns"]:
+            self._props["columns"] = shown
 
     def _show_instead(self) -> None:
         if self._instead is not None:
-            self._instead.set_visibility(not self._props["rows"])
-            self.set_visibility(bool(self._props["rows"]))
+            self._instead.set_visibility(not self._props["given"])
+            self.set_visibility(bool(self._props["given"]))
 
 
 @dataclass(frozen=True)
@@ -128,7 +147,7 @@ class Plot(Element, component="plot.js", dependencies=["chart.js"], default_clas
         on_range: Callable[[tuple[float, float] | None], object] | None = None,
     ) -> None:
         super().__init__()
-        self._props |= {"series": _columns(curves), "title": title, "time": False, "level": None}
+        self._props |= {"series": _columns(curves), "title": title, "axis": "", "level": None}
         if on_range is not None:
             zoomed = on_range
 
@@ -138,14 +157,14 @@ class Plot(Element, component="plot.js", dependencies=["chart.js"], default_clas
 
             self.on("range", select)
 
-    def show(self, curves: Sequence[Curve], *, time: bool = False, level: tuple[float, float] | None = None) -> None:
+    def show(self, curves: Sequence[Curve], *, axis: str = "", level: tuple[float, float] | None = None) -> None:
         """Show other curves, if they are others: drawing costs a browser most.
 
         Args:
-            time: Whether x is a time, in milliseconds.
+            axis: What x is: ``"time"`` in milliseconds, or a whole number's name.
             level: The ends of the vertical axis; None: those of the curves.
         """
-        shown = {"series": _columns(curves), "time": time, "level": level}
+        shown = {"series": _columns(curves), "axis": axis, "level": level}
         if any(self._props[name] != value for name, value in shown.items()):
             self._props |= shown
             self.update()
@@ -264,6 +283,16 @@ def sdk_line(code: str) -> None:
         plain(code, tag="code").props("tabindex=0")
         copied = partial(copy, json.dumps(code))
         named(button("", copied, kind="icon", icon="content_copy").props("dense"), "Copy the code")
+
+
+def keep_in_address(**values: str) -> None:
+    """Have the page's address say what is shown, so that a link to it shows the same; "" leaves a value out."""
+    ui.run_javascript(
+        "const address = new URL(location);"
+        f"for (const [name, value] of Object.entries({json.dumps(values)}))"
+        "  value ? address.searchParams.set(name, value) : address.searchParams.delete(name);"
+        "history.replaceState(history.state, '', address);"
+    )
 
 
 async def copy(expression: str) -> None:

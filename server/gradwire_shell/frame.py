@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,11 @@ addEventListener("pointermove", (move) => {
     pressed.button.releasePointerCapture(move.pointerId);
 });
 </script>"""
+BEFORE = """<style>.gw-before{font:14px/1.5 system-ui,sans-serif;padding:4rem 1rem;display:flex;flex-wrap:wrap;gap:1rem}
+.gw-before h1{font-size:1.25rem;flex-basis:100%;margin:0;
+font-weight:600;line-height:1.3}.gw-before figure{flex:1 1 20rem;max-width:40rem;margin:0}
+.gw-before:has(~ #app:not(:empty)){display:none}
+@media (prefers-color-scheme:dark){.gw-before{background:#0e1216;color:#e3e7ec}}</style>"""
 RESPONSE_TIMEOUT_S = 60.0
 """Seconds that a page may take to be made; NiceGUI's three are too few on a machine that trains."""
 RECONNECT_TIMEOUT_S = 120.0
@@ -104,6 +110,12 @@ def _answer_mistyped_addresses(product: str, sections: Sequence[tuple[str, str]]
         if request.scope.get("endpoint") not in (None, app) or "/api/" in request.url.path:
             return await http_exception_handler(request, wrong)
         return says(request, 404, [f"Nothing is at {request.url.path}; the menu has what there is."])
+
+
+def before_scripts(heading: str, content: str) -> None:
+    """Show HTML until the page's scripts have come, which take a slow network 14 seconds at 50 kB/s."""
+    ui.add_body_html(f'{BEFORE}<div class="gw-before"><h1>{html.escape(heading)}</h1>{content}</div>')
+    ui.run_javascript("document.querySelector('.gw-before')?.remove()")
 
 
 def page_at(path: str, *, title: str) -> ui.page:

@@ -4,7 +4,7 @@ import { amount, chart } from "chart";
 
 export default {
   mixins: [chart],
-  props: { series: Array, time: Boolean, level: Array },
+  props: { series: Array, axis: String, level: Array },
   mounted() {
     this.chart.on("datazoom", (event) => {
       const zoom = event.batch?.[0] ?? event;
@@ -19,12 +19,18 @@ export default {
     options(token) {
       const axis = { axisLabel: { color: token("--quiet"), fontSize: 11, hideOverlap: true }, axisTick: { show: false },
                      axisLine: { lineStyle: { color: token("--edge") } } };
+      const time = this.axis === "time";
       return {
-        grid: { left: 8, right: 14, top: 14, bottom: 8, containLabel: true },
-        xAxis: { type: this.time ? "time" : "value", min: "dataMin", max: "dataMax", splitLine: { show: false }, ...axis,
+        grid: { left: 8, right: 14, top: 10, bottom: time ? 6 : 20, containLabel: true },
+        xAxis: { type: time ? "time" : "value", min: "dataMin", max: "dataMax", splitLine: { show: false }, ...axis,
+                 minInterval: time ? 0 : 1, splitNumber: Math.max(2, Math.floor(this.$el.clientWidth / 90)),
+                 name: time ? "" : this.axis, nameLocation: "middle", nameGap: 22,
+                 nameTextStyle: { color: token("--quiet"), fontSize: 11 },
                  axisLabel: { ...axis.axisLabel, alignMaxLabel: "right", // or its end is cut off
-                              formatter: this.time ? null : amount } },
-        yAxis: { type: "value", scale: true, min: this.level?.[0] ?? null, max: this.level?.[1] ?? null, splitLine: { lineStyle: { color: token("--line"), width: 0.5 } }, ...axis,
+                              formatter: time ? null : amount } },
+        yAxis: { type: "value", scale: true, min: this.level?.[0] ?? null, max: this.level?.[1] ?? null,
+                 splitNumber: Math.max(2, Math.floor(this.$el.clientHeight / 45)),
+                 splitLine: { lineStyle: { color: token("--line"), width: 0.5 } }, ...axis,
                  axisLabel: { ...axis.axisLabel, formatter: amount }, axisLine: { show: false } },
         tooltip: { trigger: "axis",
                    valueFormatter: (value) => (value === undefined ? "" : Number(value).toPrecision(5)) },

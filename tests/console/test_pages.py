@@ -243,7 +243,7 @@ def test_strings_of_runs_and_models_are_texts(console: Console, service: sync.Se
 
 
 def test_the_playgrounds_lines_do_what_the_page_did(tmp_path: Path, page: Page) -> None:
-    """Of two models, as a chat, with all settings."""
+    """Of two models, as a chat of two turns, with all settings."""
     model = chat_model(tmp_path / "model", "qwen")
     with (
         Server(model, tmp_path / "state", "--model", f"other={model}") as server,
@@ -251,20 +251,35 @@ def test_the_playgrounds_lines_do_what_the_page_did(tmp_path: Path, page: Page) 
     ):
         asked = "models=tiny,other&prompt=what+is+one&chat=true&tokens=5&temperature=0.7&top_p=0.9&seed=3"
         page.goto(f"{console.url}/playground?{asked}")
-        page.get_by_role("button", name="Generate").click()
-        code = page.locator(".gw-sdk code").inner_text()
-        expect(page.locator(".gw-answer").nth(1).locator("span")).to_have_count(5)
-        answers = [page.locator(".gw-answer").nth(n).inner_text() for n in range(2)]
-        scope: dict[str, Any] = {}
-        exec("async def main(service):\n" + indent(code, "    "), scope)
+        answers = page.locator(".gw-answer")
+        for turn, question in enumerate(("", "what is two")):
+            if question:
+                expect(page.get_by_label("Prompt")).to_have_value("")
+                page.get_by_label("Prompt").fill(question)
+            page.get_by_role("button", name="Generate").click()
+            expect(answers).to_have_count(2 * turn + 2)
+            code = page.locator(".gw-sdk code").inner_text()
+            expect(page.locator(".gw-answer.waits")).to_have_count(0)
+            newest = [answers.nth((turn + 1) * (n + 1) - 1) for n in range(2)]
+            assert all(each.locator("span").count() == 5 for each in newest)
+            assert executed(code, server.address).split() == " ".join(each.inner_text() for each in newest).split()
+        assert "'assistant'" in code, "the conversation goes on"
+        page.get_by_role("button", name="New chat").click()
+        expect(answers).to_have_count(0)
 
-        async def main() -> None:
-            async with gradwire.connect(server.address) as service:
-                await scope["main"](service)
 
-        with redirect_stdout(StringIO()) as printed, ThreadPoolExecutor(1) as thread:
-            thread.submit(asyncio.run, main()).result()  # the browser's driver has a loop in this thread
-        assert printed.getvalue().split() == " ".join(answers).split()
+def executed(code: str, address: str) -> str:
+    """What lines of the console print."""
+    scope: dict[str, Any] = {}
+    exec("async def main(service):\n" + indent(code, "    "), scope)
+
+    async def main() -> None:
+        async with gradwire.connect(address) as service:
+            await scope["main"](service)
+
+    with redirect_stdout(StringIO()) as printed, ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, main()).result()  # the browser's driver has a loop in this thread
+    return printed.getvalue()
 
 
 def test_a_read_only_console_changes_nothing(server: Server, service: sync.ServiceClient, page: Page) -> None:
@@ -440,9 +455,15 @@ def test_a_job_is_started_from_its_form(tiny_model_path: Path, tmp_path: Path, p
         expect(rows.locator(".gw-tokens")).to_have_count(3)
         expect(rows.locator(".gw-tokens").first).to_contain_text("say 0")
         expect(rows.locator("mark").first).to_have_text(re.compile(r"^ 0"))
-        page.get_by_label("max steps").fill("two")
+        expect(page.get_by_text("LoRA of rank 16. Steps: 1: 1 × 12 rows, 16 a step")).to_be_visible()
+        page.get_by_text("Advanced").click()
+        steps, rate = (page.get_by_label(name, exact=True) for name in ("max steps", "learning rate"))
+        expect(steps).to_have_attribute("placeholder", "1: 1 × 12 rows, 16 a step")
+        expect(rate).to_have_attribute("placeholder", re.compile("by the model's width"))
+        page.get_by_label("label smoothing").wait_for()  # of the loss
+        steps.fill("two")
         page.get_by_role("button", name="Start the training").click()
-        expect(page.get_by_text("max_steps is 'two'; it must be a number")).to_be_visible()
+        expect(page.get_by_text("max_steps is 'two'; it must be a whole number").first).to_be_visible()
         for name, value in (("max steps", "2"), ("batch size", "2"), ("max tokens", "64"), ("Name", "from-the-form")):
             page.get_by_label(name, exact=True).fill(value)
         page.get_by_role("button", name="Dry run").click()
@@ -452,12 +473,22 @@ def test_a_job_is_started_from_its_form(tiny_model_path: Path, tmp_path: Path, p
         page.get_by_role("dialog").get_by_role("button", name="Start", exact=True).click()
         page.wait_for_url("**/jobs/*job-*")
         expect(page.locator("h1 + div .gw-state")).to_have_text(re.compile("succeeded"))
-        job = page.url
-        page.get_by_role("button", name="Curves").click()
         expect(page.locator(".gw-plot-title", has_text="loss").first).to_be_visible()
-        page.goto(job)
+        events = page.get_by_role("region", name="Events")
+        expect(events).to_contain_text(re.compile(r"\d (s|min) ago"))
+        page.get_by_role("link", name="Its run").click()
+        page.get_by_role("link", name="Its job").click()
+        expect(page.get_by_text("2 of 2 steps")).to_be_visible()
         page.get_by_role("button", name="Delete").click()
         page.get_by_role("dialog").get_by_role("textbox").fill("from-the-form")
         page.get_by_role("dialog").get_by_role("button", name="Delete", exact=True).click()
         page.wait_for_url("**/jobs")
         expect(page.get_by_text("No job yet.")).to_be_visible()
+        with gradwire.sync.connect(server.address) as service:
+            [file] = service.files.list()
+            settings = {"model": "tiny", "data": file.file_id, "init_from": "run-none/none", "max_steps": 1}
+            job = service.jobs.wait(service.jobs.submit("sft", settings, name="fails").job_id, 60)
+        page.goto(f"{console.url}/jobs/{job.job_id}")
+        expect(page.get_by_role("alert")).to_have_count(1)
+        expect(page.get_by_role("alert")).to_contain_text(job.error)
+        expect(page.locator(".gw-main").get_by_text(job.error)).to_have_count(1)

@@ -169,7 +169,8 @@ def test_a_record_grows_without_repeating_what_it_has() -> None:
     record = Record(history(10))
     record.append(history(6, start=6))
     whole = Record(history(12))
-    assert len(record) == 12 and record.metrics == whole.metrics == ["loss", "grad_norm", "learning_rate", "accuracy"]
+    metrics = ["loss", "grad_norm", "learning_rate", "tokens_per_s", "accuracy"]
+    assert len(record) == 12 and record.metrics == whole.metrics == metrics
     for axis in ("step", "tokens", "time"):
         assert record.curve("accuracy", axis) == whole.curve("accuracy", axis)
     assert record.curve("loss", "tokens")[1] == [14.0, 1 / 3]

@@ -234,11 +234,15 @@ def ask(
 
 def ago(at: float) -> str:
     """The time since, in the largest unit: ``"3 min"``."""
-    seconds = max(time.time() - at, 0)
+    return span(time.time() - at)
+
+
+def span(seconds: float) -> str:
+    """A time in its largest unit: ``"3 min"``."""
     for name, unit in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= unit:
             return f"{seconds / unit:.0f} {name}"
-    return f"{seconds:.0f} s"
+    return f"{max(seconds, 0.0):.0f} s"
 
 
 def isolated(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import gradwire
@@ -24,7 +25,9 @@ SETTINGS = ("base_model", "lora", "head", "seed", "dropout", "kind", "forked_fro
 
 def register(workspaces: Workspaces) -> None:
     @page_at("/compare", title="Compare · gradwire")
-    async def compare(runs: str = "") -> RedirectResponse | None:
+    async def compare(runs: str = "", axis: str = "", mean: int = 1, large: str = "") -> RedirectResponse | None:
+        curves = {"axis": axis, "mean": mean, "large": large}
+
         async def content(workspace: Workspace) -> None:
             title("Compare")
             asked = list(dict.fromkeys(each for each in runs.split(",") if each))[:MOST]
@@ -33,7 +36,7 @@ def register(workspaces: Workspaces) -> None:
             if len(readable) < len(asked):
                 error(f"{len(asked) - len(readable)} of these runs were deleted, or this key may not read them.")
             if readable:
-                await _show(workspace, readable)
+                await _show(workspace, readable, curves)
             else:
                 empty("Choose the runs to lay over each other, above or by their boxes in the list of runs.")
 
@@ -57,16 +60,16 @@ def labels(infos: list[RunInfo]) -> dict[str, str]:
     }
 
 
-async def _show(workspace: Workspace, run_ids: list[str]) -> None:
+async def _show(workspace: Workspace, run_ids: list[str], how: Mapping[str, Any]) -> None:
     shown = labels([workspace.runs[run_id].info for run_id in run_ids])
-    with ui.element("div").classes("gw-legend"):
+    with ui.element("div").classes("gw-legend gw-stays"):
         for colour, (run_id, label) in enumerate(shown.items()):
             with ui.element("span").classes("gw-key").style(f"--c: var(--s{colour % 8 + 1})"):
                 ui.link(label, f"/run/{run_id}").classes("gw-link")
         ui.element("div").classes("grow")
         button("Download a report", lambda: ui.navigate.to("/api/report?runs=" + ",".join(run_ids)))
     place = ui.element("div")
-    curves = Curves()
+    curves = Curves(**how)
     with panel("Last figures"):
         figures = Drawn()
     with panel("Settings that differ"):

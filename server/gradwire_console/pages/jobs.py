@@ -1,20 +1,17 @@
-"""`/jobs`: trainings that the server runs by itself: their states, a form for a new one, and what can be done."""
+"""`/jobs`: trainings that the server runs by itself: their states, and what can be done with them."""
 
 from __future__ import annotations
 
-import dataclasses
-import tempfile
-import typing
+import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any, cast
+from contextlib import suppress
+from typing import Any
 
 import gradwire
 from fastapi.responses import RedirectResponse
-from gradwire.jobs import SERVERS_OWN
-from gradwire.recipes.command import RECIPES, settings_kind
 from gradwire_shell.components import (
     Column,
+    Drawn,
     Table,
     button,
     empty,
@@ -23,15 +20,15 @@ from gradwire_shell.components import (
     panel,
     plain,
     sdk_line,
-    skeleton,
     state,
     title,
 )
 from gradwire_shell.frame import page_at
-from nicegui import events, ui
+from nicegui import ui
 
-from gradwire_console.pages.common import FAILURES, act, ago, ask, opened, told
-from gradwire_console.preview import SHOWN_CHARS, FirstRow, dry_run, first_rows
+from gradwire_console.pages.common import act, ago, ask, opened, span, told
+from gradwire_console.pages.curves import Curves
+from gradwire_console.pages.new_training import TrainingForm
 from gradwire_console.workspace import EVENTS, FollowedJob, Workspace, Workspaces
 
 COLUMNS = (
@@ -44,8 +41,20 @@ COLUMNS = (
     Column("age", "Age", num=True),
     Column("error", "Error", sparse=True),
 )
+EVENT_COLUMNS = (
+    Column("time", "When"),
+    Column("level", "Level", sparse=True),
+    Column("message", "Event"),
+)
 LOOK_S = 1.0
-MAIN = ("data", "learning_rate", "batch_size", "epochs", "max_steps", "lora_rank")
+REMEDIES = {
+    "invalid_training_file": "Mend the row in the file, upload it again, and start the training anew: nothing was"
+    " trained yet. With on_error: skip rows that do not fit are left out.",
+    "invalid_settings": "Start the training anew with other settings: nothing was trained yet.",
+    "": "The checkpoints that it saved are kept: a new training can start from one (init from). What came before the"
+    " failure is in the log below.",
+}
+"""What to do after a failure, by the error's code."""
 
 
 def register(workspaces: Workspaces) -> None:
@@ -94,7 +103,7 @@ async def _list(workspaces: Workspaces, workspace: Workspace) -> None:
             button("New training", lambda: open_form(), kind="primary")
     if workspace.may_change():
         with panel("New training") as panel_of_form:
-            form = _Form(workspaces, workspace)
+            form = TrainingForm(workspaces, workspace)
             await form.show()
         panel_of_form.set_visibility(False)
 
@@ -121,259 +130,63 @@ async def _list(workspaces: Workspaces, workspace: Workspace) -> None:
     ui.timer(LOOK_S, look)
 
 
-class _Form:
-    """A form made from the dataclass of a recipe's settings."""
-
-    def __init__(self, workspaces: Workspaces, workspace: Workspace) -> None:
-        self._workspaces, self._workspace = workspaces, workspace
-        self._fields: dict[str, tuple[Any, Any]] = {}
-        self._models: list[str] = []
-        self._files: dict[str, str] = {}
-        self._previews = 0
-
-    async def show(self) -> None:
-        try:
-            self._models = list(await self._workspace.models())
-            await self._list_files()
-        except gradwire.GradwireError as failure:
-            error(str(failure))
-            return
-        with ui.element("div").classes("gw-head"):
-            self._recipe = ui.select(list(RECIPES), value="sft", label="Recipe", on_change=self._build_anew).props(
-                "outlined dense options-dense"
-            ).style("min-width: 9rem")  # fmt: skip
-            self._name = ui.input("Name").props("outlined dense")
-            picker = ui.upload(on_upload=self._upload, auto_upload=True).props("accept=.jsonl,.json,.csv,.parquet")
-            picker.style("display: none")  # the button opens it; an element without visibility takes no upload
-            button("Upload data…", lambda: picker.run_method("pickFiles"))
-        self._body = ui.element("div").classes("gw-grid")
-        self._rows = ui.element("div").props('role=region aria-label="First rows"')
-        self._build()
-        with ui.element("div").classes("gw-actions"):
-            button("Start the training", self._submit, kind="primary")
-            self._try = button("Dry run", self._dry_run)
-            plain("A dry run takes one step, and says what the training would take.", "quiet")
-        self._estimate = ui.element("div")
-
-    async def _list_files(self) -> None:
-        files = [each for each in await self._workspace.service.files.list() if each.purpose == "fine-tune"]
-        self._files = {each.file_id: f"{each.filename} ({each.num_lines:,} rows)" for each in files}
-
-    async def _upload(self, event: events.UploadEventArguments) -> None:
-        async def work() -> None:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / (Path(event.file.name).name or "data.jsonl")
-                await event.file.save(path)
-                stored = await self._workspace.service.files.upload(path)
-            await self._list_files()
-            self._fields["data"][0].set_options(self._files, value=stored.file_id)
-            if stored.num_problems:
-                line, reason = next(iter(stored.problems.items()))
-                raise ValueError(f"{stored.num_problems} rows cannot be used; line {line}: {reason}")
-
-        cast(ui.upload, event.sender).reset()  # else it leaves out a file that is chosen again after a failure
-        await act(self._workspaces, work, "The file is on the server.")
-
-    async def _build_anew(self) -> None:
-        self._build()
-        await self.preview()
-
-    def _build(self) -> None:
-        kind = settings_kind(self._recipe.value)
-        hints, defaults = typing.get_type_hints(kind), kind()
-        self._fields = {}
-        self._body.clear()
-        own = [field for field in dataclasses.fields(kind) if field.name not in SERVERS_OWN]
-        with self._body:
-            for field in sorted(own, key=lambda field: field.name not in ("model", *MAIN)):
-                default = getattr(defaults, field.name)
-                if not isinstance(default, dict | list):
-                    self._add(field.name, hints[field.name], default, field.metadata.get("help", ""))
-
-    def _add(self, name: str, hint: Any, default: Any, help: str) -> None:
-        label = name.replace("_", " ")
-        made: Any
-        if name == "model":
-            made = ui.select(self._models, value=self._models[0] if self._models else None, label=label)
-        elif name == "data":
-            made = ui.select(self._files, value=next(iter(self._files), None), label=label)
-        elif isinstance(default, bool):
-            made = ui.checkbox(label, value=default)
-        else:
-            made = ui.input(label, value=str(default))
-        made.props("outlined dense" + (" options-dense" if isinstance(made, ui.select) else "")).props["hint"] = help
-        if isinstance(made, ui.select):
-            made.props("hide-bottom-space")
-        self._fields[name] = made, hint
-        if name in ("model", "data", "train_on"):
-            made.on_value_change(self.preview)
-
-    async def preview(self) -> None:
-        """Show the first rows of the data as they are learned, or why they cannot be."""
-        self._previews += 1
-        number = self._previews
-        if not self._fields["data"][0].value or self._workspaces.read_only:
-            return
-        self._rows.clear()
-        with self._rows:
-            skeleton("4rem")
-        rows: list[FirstRow] = []
-        try:
-            settings = self._given()
-            rows, said = await first_rows(
-                self._workspaces.server, self._workspace.service, self._recipe.value, settings
-            )
-        except FAILURES as failure:
-            said = str(failure)
-        if number != self._previews:
-            return  # another choice was made meanwhile
-        self._rows.clear()
-        with self._rows:
-            if rows:
-                plain("The first rows as the model gets them; what is marked is learned.", "quiet")
-            for row in rows:
-                _show_row(row)
-            if said:
-                with ui.element("div").classes("gw-note").props("role=status"):
-                    plain(said, "text")
-
-    def _given(self) -> dict[str, Any]:
-        defaults = settings_kind(self._recipe.value)()
-        settings: dict[str, Any] = {}
-        for name, (made, hint) in self._fields.items():
-            value = made.value
-            kind = typing.get_origin(hint) or hint
-            if kind in (int, float) and not isinstance(value, bool):
-                try:
-                    value = kind(str(value).strip())
-                except ValueError:
-                    raise ValueError(f"{name} is {value!r}; it must be a number") from None
-            if name in ("model", "data") or value != getattr(defaults, name):
-                settings[name] = value
-        data = str(settings.get("data") or "")
-        for name in ("data", "validation"):
-            if settings.get(name) and not str(settings[name]).startswith("file-"):
-                raise ValueError(f"{name} is the id of a file on the server, such as file-…: upload one above")
-        if not data:
-            raise ValueError("choose the data: upload a file above, with a row a line")
-        return settings
-
-    async def _dry_run(self) -> None:
-        said: list[str] = []
-
-        async def work() -> None:
-            said.append(
-                await dry_run(self._workspaces.server, self._workspace.service, self._recipe.value, self._given())
-            )
-
-        self._estimate.clear()
-        with self._estimate:
-            skeleton("4rem")
-        self._try.disable()
-        try:
-            await act(self._workspaces, work, "")
-        finally:
-            self._try.enable()
-            self._estimate.clear()
-        with self._estimate:
-            for text in said:
-                with ui.element("div").classes("gw-note").props("role=status"):
-                    plain(text, "text")
-                sdk_line(f"gradwire train {self._recipe.value} settings.yaml --dry-run")
-
-    async def _submit(self) -> None:
-        made: list[gradwire.Job] = []
-
-        async def work() -> None:
-            made.append(
-                await self._workspace.service.jobs.submit(
-                    self._recipe.value, self._given(), name=self._name.value or ""
-                )
-            )
-
-        try:
-            settings = self._given()
-        except ValueError as failure:
-            ui.notify(str(failure), type="negative")
-            return
-
-        async def start() -> None:
-            if await act(self._workspaces, work, "The job is queued."):
-                ui.navigate.to(f"/jobs/{made[0].job_id}")
-
-        ask(
-            "Start the training", f"The server runs {self._recipe.value} on {settings['model']} by itself.",
-            f'job = await service.jobs.submit("{self._recipe.value}", {settings!r})', "Start", start,
-        )  # fmt: skip
-
-
-def _show_row(row: FirstRow) -> None:
-    name = f"{row.name}: " if row.name else ""
-    plain(f"{name}{row.num_tokens:,} tokens, {row.num_learned:,} learned", "quiet", tag="div")
-    left = SHOWN_CHARS
-    with ui.element("div").classes("gw-tokens").props("dir=auto tabindex=0"):
-        for text, on in row.texts:
-            shown, left = text[:left], max(0, left - len(text))
-            if shown:
-                plain(shown + ("…" if not left else ""), "", tag="mark" if on else "span")
-
-
 class _Job:
     def __init__(self, workspaces: Workspaces, workspace: Workspace, found: FollowedJob) -> None:
         self._workspaces, self._workspace, self._job = workspaces, workspace, found.job
-        self._last_event = 0
 
     async def show(self) -> None:
         with ui.element("div").classes("gw-head"):
             title(self._job.name or self._job.job_id)
-            self._state = ui.element("div")
+            self._state = Drawn()
+            self._to_run = ui.link("", "").classes("gw-link")
             ui.element("div").classes("grow")
             with ui.element("div").classes("gw-actions"):
                 self._buttons = self._offered()
+        self._failed = Drawn()
         self._bar = ui.linear_progress(0, show_value=False).props("aria-label=Progress")
+        self._left = plain("", "quiet")
         with ui.element("div").classes("gw-split"):
             with ui.element("div"):
+                self._curves = Curves(few=True)
                 with panel("Events"):
-                    self._events = ui.element("div").classes("gw-log").props("tabindex=0 role=region aria-label=Events")
-                with panel("Log"):
+                    self._events = Table(EVENT_COLUMNS, (), label="Events", none="None yet.")
+                with ui.expansion("Log of the worker").classes("full-width gw-advanced"):
                     self._text = ui.label("").classes("gw-log").props("tabindex=0 role=region aria-label=Log")
             with ui.element("div"):
                 with panel("Job"):
-                    self._facts = ui.element("div")
+                    self._facts = Drawn()
                 with panel("Settings"):
                     facts({key: str(value) for key, value in self._job.settings.items()})
                 sdk_line(f'job = await service.jobs.get("{self._job.job_id}")')
-        self._draw()
         await self._look()
         ui.timer(LOOK_S, self._look)
 
     def _draw(self) -> None:
         job = self._job
         self._bar.value = job.step / max(job.total_steps, 1)
-        for place in (self._state, self._facts):
-            place.clear()
-        with self._state:
-            state(job.state, job.error)
+        self._left.text = _progress(job)  # type: ignore[attr-defined]
+        self._state.show(job.state, state)
+        self._failed.show((job.error, job.error_code), _failure)
+        if job.run_id and not self._to_run.text:
+            self._to_run.text = "Its run"
+            self._to_run.props["href"] = f"/run/{job.run_id}"
         for each, fits in self._buttons:
             each.set_visibility(fits(job))
-        with self._facts:
-            facts(
-                {
-                    "Recipe": job.recipe, "Steps": f"{job.step:,} of {job.total_steps:,}" if job.total_steps else "",
-                    "Tokens": f"{job.trained_tokens:,}", "Workers so far": job.attempt, "Run": job.run_id,
-                    "Checkpoints": len(job.checkpoints) or "", "Owner": job.owner, "Error": job.error,
-                }
-            )  # fmt: skip
+        self._facts.show(
+            {
+                "Recipe": job.recipe, "Tokens": f"{job.trained_tokens:,}", "Workers so far": job.attempt,
+                "Created": f"{ago(job.created_at)} ago", "Took": _took(job),
+                "Checkpoints": len(job.checkpoints) or "", "Owner": job.owner,
+            },
+            facts,
+        )  # fmt: skip
 
     def _offered(self) -> list[tuple[ui.button, Callable[[gradwire.Job], bool]]]:
         """The buttons, and when each fits: they stay while a job changes, so that no click is lost."""
         jobs = self._workspace.service.jobs
-        curves = button("Curves", lambda: ui.navigate.to(f"/run/{self._job.run_id}"))
-        offered: list[tuple[ui.button, Callable[[gradwire.Job], bool]]] = [(curves, lambda job: bool(job.run_id))]
         if not self._workspace.may_change(self._job.owner):
-            return offered
+            return []
         return [
-            *offered,
             (self._action("Pause", jobs.pause, "pause"), lambda job: job.state in ("queued", "running")),
             (self._action("Resume", jobs.resume, "resume"), lambda job: job.state == "paused"),
             (self._action("Cancel", jobs.cancel, "cancel"), lambda job: not job.has_ended),
@@ -407,16 +220,47 @@ class _Job:
             job = await self._workspace.job(self._job.job_id)
         except gradwire.GradwireError:
             return  # the state of the connection is said above
-        if job.job != self._job:
-            self._job = job.job
-            self._draw()
-        with self._events:
-            for event in [each for each in job.events if each.number > self._last_event]:
-                self._last_event = event.number
-                figures = " ".join(
-                    f"{key} {value:.4g}" for key, value in event.data.items() if isinstance(value, float)
-                )
-                plain(f"{event.level}  {event.message}  {figures}".rstrip(), tag="div")
-        for gone in list(self._events)[:-EVENTS]:
-            gone.delete()
+        self._job = job.job
+        self._draw()
+        newest = list(job.events)[: -EVENTS - 1 : -1]
+        self._events.show([_event(each) for each in newest if each.type == "message"])
         self._text.text = job.log
+        if (live := self._workspace.runs.get(job.job.run_id)) is not None:
+            with suppress(gradwire.GradwireError):
+                self._curves.show({live.name: await self._workspace.record(job.job.run_id)})
+
+
+def _event(event: gradwire.JobEvent) -> dict[str, Any]:
+    return {
+        "key": event.number,
+        "time": f"{ago(event.created_at)} ago",
+        "time_hint": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(event.created_at)),
+        "level": "" if event.level == "info" else event.level,
+        "message": event.message,
+        "message_hint": event.message,
+    }
+
+
+def _failure(failed: tuple[str, str]) -> None:
+    """Why a job failed, once, and what to do."""
+    reason, code = failed
+    if reason:
+        with ui.element("div").classes("gw-error").props("role=alert"):
+            plain(reason, "text", tag="div")
+            plain(REMEDIES.get(code, REMEDIES[""]), "quiet", tag="div")
+
+
+def _took(job: gradwire.Job) -> str:
+    if not job.started_at:
+        return ""
+    return span((job.finished_at or time.time()) - job.started_at)
+
+
+def _progress(job: gradwire.Job) -> str:
+    """How far a job is, and how long it takes on if it goes on as so far."""
+    if not job.total_steps:
+        return ""
+    done = f"{job.step:,} of {job.total_steps:,} steps"
+    if job.state != "running" or not job.step or job.attempt > 1:
+        return done
+    return f"{done}, about {span((time.time() - job.started_at) / job.step * (job.total_steps - job.step))} left"

@@ -1,4 +1,4 @@
-"""`/playground`: one prompt to several models at once, as their tokens come."""
+"""`/playground`: one prompt, or a chat, to several models at once, as their tokens come."""
 
 from __future__ import annotations
 
@@ -68,23 +68,30 @@ class _Asked:
         return urlencode(vars(self) | {"models": ",".join(self.models)})
 
 
-def code_of(asked: _Asked, base_models: Mapping[str, str]) -> str:
+Conversation = list[dict[str, str]]
+
+
+def code_of(asked: _Asked, base_models: Mapping[str, str], chats: Mapping[str, Conversation]) -> str:
     """The lines of Python that do what the page does.
 
     Args:
         base_models: Base model of each model, whose chat template a chat takes.
+        chats: The conversation with each model, to its newest question.
     """
     options = f"max_tokens={asked.tokens}, temperature={asked.temperature}, top_p={asked.top_p}, seed={asked.seed}"
-    lines = [f"prompt = {asked.prompt!r}", f"for model in {asked.models!r}:"]
-    given = "prompt"
     if asked.chat:
+        same = len({json.dumps(chats[path]) for path in asked.models}) == 1
+        said = chats[asked.models[0]] if same else {path: chats[path] for path in asked.models}
         bases = {path: base_models.get(path, "") for path in asked.models}
-        messages = "[{'role': 'user', 'content': prompt}]"
-        lines.append(
-            f"    row = await service.render({messages}, train_on=None, add_generation_prompt=True,"
-            f" model={bases!r}[model])"
-        )
+        lines = [
+            f"messages = {said!r}",
+            f"for model in {asked.models!r}:",
+            f"    row = await service.render(messages{'' if same else '[model]'}, train_on=None,"
+            f" add_generation_prompt=True, model={bases!r}[model])",
+        ]
         given = "list(row['input_ids'])"
+    else:
+        lines, given = [f"prompt = {asked.prompt!r}", f"for model in {asked.models!r}:"], "prompt"
     lines += [
         f"    async for token in service.sampling_client(model).stream({given}, {options}):",
         '        print(token.text, end="")',
@@ -98,6 +105,8 @@ class _Playground:
         self._workspace, self._feedback, self._first = workspace, feedback, first
         self._tasks: list[asyncio.Task[str]] = []
         self._base: dict[str, str] = {}
+        self._chats: dict[str, Conversation] = {}
+        self._panels: dict[str, Element] = {}
 
     async def show(self) -> None:
         try:
@@ -134,8 +143,10 @@ class _Playground:
                 ui.element("div").classes("grow")
                 with ui.element("div").classes("gw-actions"):
                     button("Copy the link", self._link)
+                    self._anew = button("New chat", self._begin_anew)
                     button("Stop", self._stop)
                     button("Generate", self._generate, kind="primary")
+        self._anew.set_visibility(False)
         self._answers = ui.element("div").classes("gw-answers")
         with self._answers:
             empty("Answers appear here, side by side. A shaded token was unlikely: its probability on hover.")
@@ -160,6 +171,21 @@ class _Playground:
         for task in self._tasks:
             task.cancel()
 
+    def _begin_anew(self) -> None:
+        self._stop()
+        self._chats.clear()
+        self._panels.clear()
+        self._answers.clear()
+        self._code.clear()
+        self._anew.set_visibility(False)
+
+    def _panel_of(self, path: str) -> Element:
+        """The place of a model's answers; a chat goes on in the one that it has."""
+        if path not in self._panels:
+            with self._answers, panel(self._models.options[path] if isinstance(self._models.options, dict) else path):
+                self._panels[path] = ui.element("div").classes("gw-stack")
+        return self._panels[path]
+
     async def _generate(self) -> None:
         self._stop()
         asked = self._asked()
@@ -167,19 +193,41 @@ class _Playground:
         if not prompt or not chosen:
             ui.notify("Write a prompt, and choose a model." if not prompt else "Choose a model.", type="warning")
             return
-        self._answers.clear()
+        if not (asked.chat and self._chats and self._panels.keys() == {*chosen}):
+            self._begin_anew()
+            self._answers.clear()
         places: list[tuple[str, Element]] = []
-        with self._answers:
-            for path in chosen:
-                with panel(self._models.options[path] if isinstance(self._models.options, dict) else path):
-                    places.append((path, ui.element("div").classes("text gw-answer").props("aria-live=polite")))
+        for path in chosen:
+            if asked.chat:
+                self._chats.setdefault(path, []).append({"role": "user", "content": prompt})
+            with self._panel_of(path):
+                if asked.chat:
+                    with ui.element("div").classes("gw-turn"):
+                        plain(prompt, "text", tag="div")
+                place = ui.element("div").classes("text gw-answer waits").props("aria-live=polite")
+                if asked.chat:
+                    place.classes("gw-turn answer")
+                places.append((path, place))
+        self._anew.set_visibility(asked.chat)
+        if asked.chat:
+            self._prompt.value = ""
         self._code.clear()
         with self._code:
-            sdk_line(code_of(asked, self._base))
+            sdk_line(code_of(asked, self._base, self._chats))
         tasks = self._tasks = [asyncio.create_task(self._answer(path, place, asked)) for path, place in places]
         texts = await asyncio.gather(*tasks, return_exceptions=True)
+        for _, place in places:
+            if not place.is_deleted:
+                place.classes(remove="waits")
+        if tasks is not self._tasks:
+            return
         answers = {path: text for path, text in zip(chosen, texts) if isinstance(text, str) and text}
-        if self._feedback and answers and tasks is self._tasks:
+        for path, chat in self._chats.items():
+            if path in answers:
+                chat.append({"role": "assistant", "content": answers[path]})
+            elif chat and chat[-1]["role"] == "user":
+                chat.pop()  # it is asked again
+        if self._feedback and answers:
             with self._code:
                 ui.link("Rate these answers", offer_url(self._feedback.url, prompt, answers), new_tab=True).classes(
                     "gw-link"
@@ -191,9 +239,8 @@ class _Playground:
         try:
             prompt: str | list[int] = asked.prompt
             if asked.chat:
-                messages = [{"role": "user", "content": prompt}]
                 rendered = await self._workspace.service.render(
-                    messages, train_on=None, add_generation_prompt=True, model=self._base.get(path, "")
+                    self._chats[path], train_on=None, add_generation_prompt=True, model=self._base.get(path, "")
                 )
                 prompt = list(rendered["input_ids"])
             stream = self._workspace.service.sampling_client(path).stream(
@@ -212,6 +259,9 @@ class _Playground:
             with place:
                 error(str(failure))
             return ""
+        finally:
+            if not place.is_deleted:
+                place.classes(remove="waits")
         return text
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from fastapi.responses import RedirectResponse
-from gradwire_shell.components import Column, Table, bars, empty, facts, panel, plain, sdk_line
+from gradwire_shell.components import Column, Table, bars, empty, facts, panel, plain, sdk_line, title
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
@@ -62,7 +62,8 @@ async def _show(workspace: Workspace, run_id: str, asked: int, group: str) -> No
         plain(f"{len(groups)} groups, {silent} without signal", "gw-flag" if silent else "quiet")
     rows = [_row(run_id, iteration, name, each) for name, each in groups.items()]
     Table(GROUPS, rows, label="Groups", search="Search groups: task", unit="groups")
-    shown = group if group in groups else next(iter(groups))
+    telling = (name for name, each in groups.items() if signal(rewards(each)))
+    shown = group if group in groups else next(telling, next(iter(groups)))
     _group(shown, groups[shown])
     sdk_line(f'await service.get_training_client("{run_id}").recorded_rollouts({iteration})')
 
@@ -94,7 +95,7 @@ def ending(rollout: Rollout) -> str:
 
 def _row(run_id: str, iteration: int, name: str, group: Sequence[Rollout]) -> dict[str, Any]:
     values = np.array(rewards(group) or [np.nan])
-    task = " ".join(str(group[0].get("task", "")).split())
+    task = " ".join((common_prompt(group) or str(group[0].get("task", ""))).split())
     return {
         "key": name,
         "href": f"rollouts?n={iteration}&group={name}",
@@ -105,7 +106,7 @@ def _row(run_id: str, iteration: int, name: str, group: Sequence[Rollout]) -> di
         "count": len(group),
         "cut": sum(ending(each).startswith("cut") for each in group) or "",
         "mean": f"{values.mean():.4g}",
-        "std": f"{values.std():.3g}",
+        "std": f"{values.std():.3g}" if signal(rewards(group)) else "0",
         "low": f"{values.min():.4g}",
         "high": f"{values.max():.4g}",
     }
@@ -113,8 +114,12 @@ def _row(run_id: str, iteration: int, name: str, group: Sequence[Rollout]) -> di
 
 def _group(name: str, group: Sequence[Rollout]) -> None:
     values = rewards(group)
+    prompt = common_prompt(group)
     with panel(f"Group {name}"):
-        plain(str(group[0].get("task", "")), "text")
+        if prompt:
+            turn_shown("asked, all of them", prompt, "")
+        else:
+            plain(str(group[0].get("task", "")), "text")
         if not signal(values):
             plain("All rewards are equal: this group gives no gradient.", "gw-flag")
         elif values:
@@ -124,27 +129,40 @@ def _group(name: str, group: Sequence[Rollout]) -> None:
             plain(f"rewards from {min(values):.4g} to {max(values):.4g}", "quiet")
     with ui.element("div").classes("gw-answers"):
         for each in group:
-            _rollout(each)
+            _rollout(each, prompt)
 
 
-def _rollout(rollout: Rollout) -> None:
-    with panel(f"Answer {rollout.get('member', '')}"):
-        reward = rollout.get("reward")
+def common_prompt(group: Sequence[Rollout]) -> str:
+    """What all answers of a group were first asked; "" where it differs."""
+    asked = {str((each.get("steps") or [{}])[0].get("observation", "")) for each in group}
+    return asked.pop() if len(asked) == 1 else ""
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _rollout(rollout: Rollout, prompt: str) -> None:
+    reward = _number(rollout.get("reward"))
+    with panel():
+        with ui.element("div").classes("gw-head"):
+            title(f"Answer {rollout.get('member', '')}", 2)
+            ui.element("div").classes("grow")
+            plain("" if reward is None else f"reward {reward:.4g}", "mono")
         facts(
             {
-                "Reward": f"{reward:.4g}" if isinstance(reward, int | float) else reward,
-                "Reason": rollout.get("reason", ""),
+                "Why": rollout.get("reason", ""),
                 "Status": ending(rollout),
                 "Error": rollout.get("error", ""),
                 **{name: f"{value:.4g}" for name, value in _numbers(rollout.get("metrics")).items()},
             }
         )
-        for step in rollout.get("steps", ()):
-            _step(step)
+        for number, step in enumerate(rollout.get("steps", ())):
+            _step(step, "" if number == 0 and prompt else str(step.get("observation", "")))
 
 
-def _step(step: Mapping[str, Any]) -> None:
-    turn_shown("asked", str(step.get("observation", "")), "")
+def _step(step: Mapping[str, Any], asked: str) -> None:
+    turn_shown("asked", asked, "")
     with ui.element("div").classes("gw-turn answer"):
         figures = _numbers(
             {"reward": step.get("reward"), "advantage": step.get("advantage"), "value": step.get("value")}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from gradwire_shell.components import (
     state,
     title,
 )
-from gradwire_shell.frame import page_at
+from gradwire_shell.frame import before_scripts, page_at
 from nicegui import ui
 
 from gradwire_console.advice import Advice, advise
@@ -51,14 +51,17 @@ OPERATIONS = (
 
 TRAINING = ("forward_backward", "backward", "optim_step", "train_step", "load_checkpoint")
 """Operations that change gradient or weights; the first two leave a gradient."""
-NEWEST = 5
-"""Checkpoints that are shown here; their own page has all."""
+NEWEST, SHOWN_OPERATIONS = 5, 12
+"""Checkpoints and operations that are shown here; their own pages have all."""
 
 
 def register(workspaces: Workspaces) -> None:
     @page_at("/run/{run_id}", title="Run · gradwire")
-    async def run(run_id: str) -> RedirectResponse | None:
-        return await opened_run(workspaces, run_id, "", lambda workspace: _Run(workspaces, workspace, run_id).show())
+    async def run(run_id: str, axis: str = "", mean: int = 1, large: str = "") -> RedirectResponse | None:
+        shown = {"axis": axis, "mean": mean, "large": large}
+        return await opened_run(
+            workspaces, run_id, "", lambda workspace: _Run(workspaces, workspace, run_id).show(shown)
+        )
 
 
 class _Run:
@@ -71,7 +74,8 @@ class _Run:
     def _live(self) -> LiveRun | None:
         return self._workspace.runs.get(self._run_id)
 
-    async def show(self) -> None:
+    async def show(self, shown: Mapping[str, Any]) -> None:
+        """Show the page, with its curves as the address says."""
         live = self._live
         assert live is not None
         asked = self._ask()
@@ -80,6 +84,8 @@ class _Run:
             title(live.name)
             self._state = Drawn()
             run_views(self._run_id, "")
+            if live.job_id:
+                ui.link("Its job", f"/jobs/{live.job_id}").classes("gw-link")
             ui.element("div").classes("grow")
             own = self._workspace.may_change(live.info.owner)
             if own:
@@ -91,12 +97,7 @@ class _Run:
         self._away = ui.element("div")
         self._advice = ui.element("div").classes("gw-stack")
         self._advised: list[Advice] = []
-        with ui.element("div").classes("gw-split"):
-            with ui.element("div"):
-                self._curves = Curves()
-                with panel("Operations"):
-                    plain("The newest that succeeded, as the journal has them.", "quiet")
-                    self._operations = Table(OPERATIONS, (), label="Operations", none="None yet.")
+        with ui.element("div").classes("gw-split run"):
             with ui.element("div"):
                 with panel("Now"):
                     self._now = Drawn()
@@ -106,11 +107,18 @@ class _Run:
                         empty("None yet.", 'await run.save_checkpoint("NAME")')
                     self._saves = Items()
                     self._all_saves = ui.link("", f"/run/{self._run_id}/checkpoints").classes("gw-link")
+            with ui.element("div"):
+                self._curves = Curves(**shown)
+                with panel("Newest operations"):
+                    self._operations = Table(OPERATIONS, (), label="Operations", none="None yet.")
+                    ui.link("The journal has more", f"/run/{self._run_id}/journal").classes("gw-link")
+            with ui.element("div"):
                 with panel("Settings"):
                     _settings(live)
                 with panel("Resume it in Python"):
                     sdk_line(resuming(self._workspaces.server, self._run_id))
         await self._refresh(asked)
+        before_scripts(live.name, self._curves.as_svg())
         on_change(self._workspace, self._refresh)
 
     def _ask(self) -> asyncio.Future[tuple[Record, list[gradwire.Checkpoint]]]:
@@ -135,7 +143,7 @@ class _Run:
             return
         self._advise(advise(record, await self._workspace.vocab_size(self._run_id)))
         self._curves.show({live.name: record})
-        self._operations.show([_operation(each) for each in reversed(record.operations)])
+        self._operations.show([_operation(each) for each in list(record.operations)[: -SHOWN_OPERATIONS - 1 : -1]])
 
     def _advise(self, advice: list[Advice]) -> None:
         if advice != self._advised:

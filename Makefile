@@ -28,9 +28,10 @@ endif
 feedback-demo: setup
 	$(BIN)/python examples/feedback_loop.py
 
-# A few small trainings, and the console over them at http://127.0.0.1:8080.
+# A few small trainings, and the console over them at http://127.0.0.1:8080. MODEL=FOLDER DATA=FOLDER: SFT, DPO and GRPO
+# of a real model on word problems, of files with GSM8K's columns (train.jsonl, preferences.jsonl).
 console-demo: setup
-	PYTHONPATH=examples $(BIN)/python tools/console_demo.py
+	PYTHONPATH=examples $(BIN)/python tools/console_demo.py $(if $(MODEL),--model $(MODEL) --data $(DATA)) $(ARGS)
 
 # JupyterLab on the example notebook; `make notebook ARGS=--no-browser` prints the address only.
 notebook: .venv/.notebook

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
@@ -63,11 +64,11 @@ async def first_rows(
         words += ["--as", "prompts" if is_on_rewards(recipe) else KINDS.get(recipe, "conversations")]
         words += ["--train-on", settings["train_on"]] if "train_on" in settings else []
         words += [f"--mapping={field}={column}" for field, column in settings.get("mapping", {}).items()]
-        said, told = await _command(server, service, *words, "--address", server.url)
+        said, told = await _command(server, service, folder, *words, "--address", server.url)
     rows = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     return [
         FirstRow(row.get("row", ""), sum(row["loss_mask"]), len(row["input_ids"]), row["texts"]) for row in rows
-    ], told.strip().removeprefix("gradwire render: ").replace(f"{folder}/data-", "")
+    ], told.strip().removeprefix("gradwire render: ")
 
 
 async def dry_run(server: Server, service: gradwire.ServiceClient, recipe: str, values: Mapping[str, Any]) -> str:
@@ -83,7 +84,7 @@ async def dry_run(server: Server, service: gradwire.ServiceClient, recipe: str, 
     async with _fetched(service, values, FILE_SETTINGS) as (folder, settings):
         config = folder / "settings.yaml"  # JSON is YAML
         config.write_text(json.dumps(settings | {"address": server.url, "folder": str(folder / "out")}))
-        said, _ = await _command(server, service, "train", recipe, str(config), "--dry-run")
+        said, _ = await _command(server, service, folder, "train", recipe, str(config), "--dry-run")
     return said.strip()
 
 
@@ -102,8 +103,8 @@ async def _fetched(
         yield folder, settings
 
 
-async def _command(server: Server, service: gradwire.ServiceClient, *words: str) -> tuple[str, str]:
-    """Run a command of gradwire; what it printed and what it said beside.
+async def _command(server: Server, service: gradwire.ServiceClient, folder: Path, *words: str) -> tuple[str, str]:
+    """Run a command of gradwire on files in a folder; what it printed and what it said beside, without their paths.
 
     Raises:
         ValueError: It failed, or took longer than five minutes.
@@ -123,5 +124,11 @@ async def _command(server: Server, service: gradwire.ServiceClient, *words: str)
             await process.wait()
     if process.returncode:
         reason = told.decode(errors="replace").strip().splitlines() or [f"it ended with {process.returncode}"]
-        raise ValueError(reason[-1].removeprefix("gradwire train: ").removeprefix("gradwire: "))
-    return said.decode(errors="replace"), told.decode(errors="replace")
+        sentence = reason[-1].removeprefix("gradwire train: ").removeprefix("gradwire: ")
+        raise ValueError(_without(folder, sentence).replace("--mapping ", "under Advanced, mapping: "))
+    return said.decode(errors="replace"), _without(folder, told.decode(errors="replace"))
+
+
+def _without(folder: Path, sentence: str) -> str:
+    """A sentence about files with the names that people gave them."""
+    return re.sub(rf"{re.escape(str(folder))}/(?:{'|'.join(FILE_SETTINGS)})-", "", sentence)

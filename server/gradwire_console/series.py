@@ -180,6 +180,7 @@ class Record:
         self.operations: deque[Operation] = deque(maxlen=NEWEST)
         self.non_finite = 0  # trained batches whose loss was not finite, and steps without a finite gradient
         self._last: dict[str, int] = {}  # run -> the newest operation of it
+        self._led: NDArray[np.bool_] | None = None
         self.append(history)
 
     def append(self, history: History) -> None:
@@ -283,6 +284,25 @@ class Record:
         weights = self._weights[metric.at[index]]
         return Figure(metric.values[index], weights & ((1 << STEP_BITS) - 1), weights < shown_for)
 
+    def metrics_over(self, axis: str) -> list[str]:
+        """Names of the metrics that have values over an axis."""
+        if axis != "step":
+            return self.metrics
+        led_here = self._led_here()
+        return [name for name, metric in self._metrics.items() if led_here[np.array(metric.at, np.int64)].any()]
+
+    def _led_here(self) -> NDArray[np.bool_]:
+        """Whether each operation led to the newest: others were made void by a load, or came before a fork began."""
+        if self._led is None or len(self._led) != len(self):
+            stretches, steps = np.array(self._weights) >> np.uint64(STEP_BITS), np.array(self._axes["step"])
+            self._led = np.ones(len(self), bool)
+            _, begins = np.unique(stretches, return_index=True)
+            least = math.inf  # step of those behind
+            for begin, end in zip(begins[::-1], [len(self), *begins[:0:-1]], strict=True):
+                self._led[begin:end] = steps[begin:end] < least
+                least = min(least, steps[begin:end].min())
+        return self._led
+
     @property
     def num_bytes(self) -> int:
         return 40 * len(self) + sum(12 * len(each.at) for each in self._metrics.values())
@@ -302,8 +322,8 @@ class Record:
             return []
         at, y = _finite(metric_series)
         x = np.array(self._axes[axis])[at]
-        if axis == "step":  # what was trained anew after a load, and what came before a fork's first step, is left out
-            led_here = x <= np.minimum.accumulate(x[::-1])[::-1]
+        if axis == "step":
+            led_here = self._led_here()[at]
             x, y = x[led_here], y[led_here]
         y = smoothed(y, window)
         if within is not None:

@@ -68,7 +68,7 @@ def test_a_run_appears_trains_and_is_found(console: Console, service: sync.Servi
     page.keyboard.press("Enter")
     page.keyboard.press("Enter")
     page.wait_for_url(f"**/run/{run.run_id}")
-    last = page.locator(".gw-plot-title", has_text="loss").locator("..").locator(".mono").first
+    last = page.locator(".gw-plotted", has_text="loss").locator(".mono").first
     expect(last).not_to_have_text("")
     train(run, 1)
     expect(page.get_by_role("region", name="Operations").locator("tbody tr")).to_have_count(6)
@@ -485,7 +485,7 @@ def test_a_job_is_started_from_its_form(tiny_model_path: Path, tmp_path: Path, p
         page.wait_for_url("**/jobs")
         expect(page.get_by_text("No job yet.")).to_be_visible()
         with gradwire.sync.connect(server.address) as service:
-            [file] = service.files.list()
+            file = next(each for each in service.files.list() if each.purpose == "fine-tune")
             settings = {"model": "tiny", "data": file.file_id, "init_from": "run-none/none", "max_steps": 1}
             job = service.jobs.wait(service.jobs.submit("sft", settings, name="fails").job_id, 60)
         page.goto(f"{console.url}/jobs/{job.job_id}")

@@ -95,8 +95,9 @@ def test_a_link_to_curves_has_axis_mean_and_what_is_large(
     for heading in ("Loss", "Speed"):
         expect(page.get_by_role("button", name=re.compile(f"{heading} · "))).to_be_visible()
     page.set_viewport_size({"width": 400, "height": 800})
-    tops = [page.get_by_text(each, exact=True).first.bounding_box() for each in ("Now", "Checkpoints", "loss")]
-    assert [each["y"] for each in tops if each] == sorted(each["y"] for each in tops if each), "a phone begins with now"
+    places = [page.get_by_role("heading", name=each, exact=True) for each in ("Now", "Checkpoints")]
+    tops = [box["y"] for each in (*places, large.first) if (box := each.bounding_box())]
+    assert len(tops) == 3 and tops == sorted(tops), "a phone begins with now"
 
 
 def test_the_first_plots_need_no_script(

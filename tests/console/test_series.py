@@ -234,3 +234,15 @@ def test_advice_is_on_models_that_broke_and_on_no_others(
     for measured in (Record(whole), recent):
         assert [each.name for each in advise(measured, VOCAB)] == remarks
     assert "uniform_loss" not in [each.name for each in advise(recent)], "the vocabulary is not known"
+
+
+def test_a_curve_over_steps_leaves_out_what_a_load_made_void() -> None:
+    record = Record(of(*(each for each in LOOP if each[0] != "save")))
+    record.append(of(("load_checkpoint", 2, NAN), ("forward_backward", 2, 1.5), ("optim_step", 3, NAN), first=9))
+    assert record.curve("loss") == [[0, 4], [1, 3], [2, 1.5]]
+    assert len(record.curve("loss", "tokens")) == 5, "what was computed stays"
+    fork = Record(of(*(each for each in LOOP if each[0] != "save")))
+    fork.append(of(("forward", 0, 9.0), run_id="fork"))
+    assert fork.curve("loss") == [] and sorted(fork.metrics_over("step")) == ["loss (forward only)", "tokens_per_s"]
+    fork.append(of(("forward_backward", 0, 8.0), run_id="fork", first=2))
+    assert fork.curve("loss") == [[0, 8.0]] and fork.metrics_over("tokens") == fork.metrics

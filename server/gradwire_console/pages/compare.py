@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gradwire
@@ -17,7 +17,7 @@ from gradwire_console.pages.common import isolated, on_change, opened, short
 from gradwire_console.pages.curves import Curves
 from gradwire_console.report import page
 from gradwire_console.series import Record
-from gradwire_console.workspace import Workspace, Workspaces
+from gradwire_console.workspace import LiveRun, Workspace, Workspaces
 
 MOST = 8
 SETTINGS = ("base_model", "lora", "head", "seed", "dropout", "kind", "forked_from", "num_trainable_parameters")
@@ -51,17 +51,17 @@ def _choice(workspace: Workspace, asked: list[str]) -> None:
     ).props("outlined dense use-chips options-dense").classes("full-width")  # fmt: skip
 
 
-def labels(infos: list[RunInfo]) -> dict[str, str]:
+def labels(runs: Sequence[LiveRun]) -> dict[str, str]:
     """A label for each run: its name, with its id where that is taken."""
-    names = [isolated(info.name) for info in infos]
+    names = [isolated(run.job_name or run.info.name) for run in runs]
     return {
-        info.run_id: name if name and names.count(name) == 1 else f"{name} {info.run_id}".strip()
-        for info, name in zip(infos, names, strict=True)
+        run.info.run_id: name if name and names.count(name) == 1 else f"{name} {run.info.run_id}".strip()
+        for run, name in zip(runs, names, strict=True)
     }
 
 
 async def _show(workspace: Workspace, run_ids: list[str], how: Mapping[str, Any]) -> None:
-    shown = labels([workspace.runs[run_id].info for run_id in run_ids])
+    shown = labels([workspace.runs[run_id] for run_id in run_ids])
     with ui.element("div").classes("gw-legend gw-stays"):
         for colour, (run_id, label) in enumerate(shown.items()):
             with ui.element("span").classes("gw-key").style(f"--c: var(--s{colour % 8 + 1})"):
@@ -116,8 +116,9 @@ def differences(infos: list[RunInfo]) -> list[tuple[str, list[str]]]:
 
 async def report(workspace: Workspace, run_ids: list[str]) -> str:
     """The comparison as one HTML file."""
-    infos = [workspace.runs[run_id].info for run_id in run_ids]
-    records = {label: await workspace.whole_record(run_id) for run_id, label in labels(infos).items()}
+    runs = [workspace.runs[run_id] for run_id in run_ids]
+    infos = [run.info for run in runs]
+    records = {label: await workspace.whole_record(run_id) for run_id, label in labels(runs).items()}
     return await asyncio.to_thread(page, records, infos, differences(infos))
 
 

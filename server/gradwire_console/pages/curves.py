@@ -99,8 +99,11 @@ class Curves:
         keep_in_address(large=",".join(self._large))
         self.show(self._records)
 
+    def _there(self) -> set[str]:
+        return {name for record in self._records.values() for name in record.metrics_over(self._axis)}
+
     def _shown_large(self) -> list[str]:
-        there = {name for record in self._records.values() for name in record.metrics}
+        there = self._there()
         if self._large is None:
             return [name for name in LARGE if name in there][:AT_FIRST]
         return [name for name in self._large if name in there]
@@ -108,8 +111,7 @@ class Curves:
     def show(self, records: Mapping[str, Record]) -> None:
         """Draw the metrics of records, by the name of their run."""
         self._records = dict(records)
-        there = {name for record in self._records.values() for name in record.metrics}
-        large = self._shown_large()
+        there, large = self._there(), self._shown_large()
         self._none.set_visibility(not there)
         pale = "Pale: each value. " if self._window > 1 else ""
         self._legend.text = f"{pale}Drag in a plot to zoom." if there else ""  # type: ignore[attr-defined]
@@ -149,7 +151,7 @@ class Curves:
         with ui.element("div").classes("gw-head"):
             with ui.element("div").classes("grow"):
                 plain(name, "gw-plot-title")
-                if unit := unit_of(name):
+                if is_large and (unit := unit_of(name)):
                     plain(f" {unit}", "quiet")
             value = plain("", "mono")
             icon = "close_fullscreen" if is_large else "open_in_full"

@@ -143,6 +143,9 @@ class _Job:
             with ui.element("div").classes("gw-actions"):
                 self._buttons = self._offered()
         self._failed = Drawn()
+        files: dict[str, str] = {}
+        with suppress(gradwire.GradwireError):
+            files = {each.file_id: each.filename for each in await self._workspace.service.files.list()}
         self._bar = ui.linear_progress(0, show_value=False).props("aria-label=Progress")
         self._left = plain("", "quiet")
         with ui.element("div").classes("gw-split"):
@@ -156,7 +159,7 @@ class _Job:
                 with panel("Job"):
                     self._facts = Drawn()
                 with panel("Settings"):
-                    facts({key: str(value) for key, value in self._job.settings.items()})
+                    facts({key: files.get(str(value), str(value)) for key, value in self._job.settings.items()})
                 sdk_line(f'job = await service.jobs.get("{self._job.job_id}")')
         await self._look()
         ui.timer(LOOK_S, self._look)

@@ -107,7 +107,8 @@ class _Rows:
             for name in self.metrics:
                 if name in last:
                     cells |= {f"m {name}": last[name].text(4), f"m {name}_sort": last[name].value}
-            shown = next((name for name in self.metrics if name in last), "")
+            there = record.metrics_over("step")
+            shown = next((name for name in self.metrics if name in there), "")
             cells |= {"curve": polyline(record, shown), "curve_hint": shown} if shown else {}
             known = self._known[run_id] = len(record), cells
         return known[1]

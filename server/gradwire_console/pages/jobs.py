@@ -226,7 +226,9 @@ class _Job:
         self._job = job.job
         self._draw()
         newest = list(job.events)[: -EVENTS - 1 : -1]
-        self._events.show([_event(each) for each in newest if each.type == "message"])
+        reason = job.job.error  # which is said above
+        shown = [each for each in newest if each.type == "message" and not (reason and reason in each.message)]
+        self._events.show([_event(each) for each in shown])
         self._text.text = job.log
         if (live := self._workspace.runs.get(job.job.run_id)) is not None:
             with suppress(gradwire.GradwireError):

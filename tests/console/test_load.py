@@ -23,7 +23,7 @@ ROWS = {"input_ids": [[5, 6, 7, 8, 9, 10]] * 2}
 WINDOW_S = 12.0
 TRAINING = {"Submit", "Results", "AckResults", "OpenRun"}
 PER_S = {"GetServerInfo": 0.5, "ListQueues": 0.5, "GetUsage": 0.1, "ListKeys": 1 / 30, "ListOperations": 1.0,
-         "ListCheckpoints": 1.0}  # fmt: skip
+         "ListCheckpoints": 1.0, "GetHistory": 0.1}  # fmt: skip
 """Most calls a second, for all pages together, while a run trains; of anything else, none."""
 
 

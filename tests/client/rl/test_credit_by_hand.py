@@ -27,8 +27,7 @@ from gradwire.rl import (
     calculate_advantages,
 )
 from gradwire.rl.advantages import gae
-from gradwire.rl.algorithms.ppo import token_rewards
-from gradwire.rl.algorithms.step_advantages import write_step_advantages
+from gradwire.rl.algorithms.ppo import token_rewards, write_step_advantages
 from gradwire.rl.rewards import StepAlignmentError
 from gradwire.rl.rewards.functions import to_result
 from gradwire.rl.rows import rows_of

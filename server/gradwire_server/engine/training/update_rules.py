@@ -25,7 +25,7 @@ from gradwire_server.engine.training import eight_bit
 Groups = list[dict[str, Any]]
 OF_ROUTERS = re.compile(r"Router|Gating|MoE\w*Gate")
 """In the name of a router's class, or of the class that holds its only layer."""
-OF_WEIGHTS = re.compile(r"^[vw]\d$|(weight|proj)$")
+OF_WEIGHTS = re.compile(r"^[vw]\d$|(weight|proj|(^|_)fn)$")
 """Names of weights, in modules that are neither linear layers nor norms: experts, routers, convolutions, embeddings."""
 
 

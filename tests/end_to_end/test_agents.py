@@ -132,3 +132,41 @@ async def test_a_program_of_the_openai_package_is_scored_in_its_folder(run: Any,
         assert info.num_turns == len(one.steps) and info.num_sampled_tokens == one.num_tokens
         assert one.evaluation.score == float(one.response == "ALPHA")
     assert len(rows_of(rollouts.trajectories)) == 4
+
+
+async def with_anthropic(client: Any, prompt: str, task: rl.Task) -> str:
+    """An agent as one writes them with the ``anthropic`` package."""
+    messages: list[Any] = [{"role": "user", "content": prompt}]
+    tools = [{"name": "look", "description": "Look the word up.", "input_schema": {"type": "object"}}]
+    while True:
+        answer = await client.messages.create(model="any", max_tokens=64, messages=messages, tools=tools)
+        messages.append({"role": "assistant", "content": answer.content})
+        calls = [block for block in answer.content if block.type == "tool_use"]
+        if not calls:
+            return "".join(block.text for block in answer.content)
+        word = str(task.ground_truth).lower()
+        results = [{"type": "tool_result", "tool_use_id": call.id, "content": word} for call in calls]
+        messages.append({"role": "user", "content": results})
+
+
+@pytest.fixture
+def anthropic() -> None:
+    """The package, imported before there is a loop that its import would hold."""
+    pytest.importorskip("anthropic", reason="the extra dev has it")
+
+
+@pytest.mark.usefixtures("anthropic")
+async def test_an_agent_of_the_anthropic_package_is_recorded(run: Any) -> None:
+    environment = rl.AgentEnvironment(
+        with_anthropic, client="anthropic", reward=lambda result, ground_truth: float(result == ground_truth)
+    )
+    manager = rl.RolloutManager(inference(run), environment, group_size=16, params=rl.SamplingParams(max_tokens=8))
+    rollouts = await manager.collect([rl.Task(secret_word.QUESTION, "ALPHA", "alpha")])
+    assert [one.error for one in rollouts.trajectories] == [""] * 16
+    called = [one for one in rollouts.trajectories if len(one.steps) > 1]
+    assert called and all(one.evaluation is not None and one.evaluation.score == 1 for one in called)
+    for one in called:
+        first, second = one.steps[:2]
+        begun = [*first.prompt_ids, *first.response_ids]
+        assert second.prompt_ids[: len(begun)].tolist() == begun
+    assert len(rows_of(rollouts.trajectories)) == 16

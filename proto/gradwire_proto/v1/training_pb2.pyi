@@ -4257,10 +4257,16 @@ class SampleResult(_message.Message):
     NUM_SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     num_sampled_tokens: _builtins.int
     step: _builtins.int
     """Of a run's current weights: after so many optimizer steps. They do not change meanwhile."""
+    num_drafted_tokens: _builtins.int
+    """computed before they were drawn, as a sample's own context foretold them"""
+    num_accepted_tokens: _builtins.int
+    """of those, the ones that were drawn"""
     @_builtins.property
     def stop_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """per sample, prompt-major: "eos", "stop", "length" """
@@ -4282,10 +4288,12 @@ class SampleResult(_message.Message):
         num_sampled_tokens: _builtins.int = ...,
         parts: _abc.Iterable[Global___SamplePart] | None = ...,
         step: _builtins.int | None = ...,
+        num_drafted_tokens: _builtins.int = ...,
+        num_accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "num_prompt_tokens", b"num_prompt_tokens", "num_sampled_tokens", b"num_sampled_tokens", "parts", b"parts", "step", b"step", "stop_reasons", b"stop_reasons", "texts", b"texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "num_accepted_tokens", b"num_accepted_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_sampled_tokens", b"num_sampled_tokens", "parts", b"parts", "step", b"step", "stop_reasons", b"stop_reasons", "texts", b"texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015

@@ -46,7 +46,8 @@ CATALOGUE = (
     Spec("gradwire_operation_engine_seconds", "histogram", ("kind",),
          "Computing; of optim_step, the time of a step.", _SECONDS),
     Spec("gradwire_tokens_total", "counter", ("use",),
-         "Tokens: trained or scored (through the model), loss (of those, scored ones), prompt, sampled."),
+         "Tokens: trained or scored (through the model), loss (of those, scored ones), prompt, sampled; drafted before"
+         " they were drawn, and accepted, those of them that were."),
     Spec("gradwire_grouped_operations_total", "counter", (),
          "forward_backward that went through the base model at once with those of other runs (--group-runs)."),
     Spec("gradwire_optimizer_steps_total", "counter", ("outcome",),
@@ -225,6 +226,8 @@ class Metrics:
         if result.HasField("sample"):  # also of one whose caller has left
             self._tokens("prompt").inc(result.sample.num_prompt_tokens)
             self._tokens("sampled").inc(result.sample.num_sampled_tokens)
+            self._tokens("drafted").inc(result.sample.num_drafted_tokens)
+            self._tokens("accepted").inc(result.sample.num_accepted_tokens)
         if result.status != pb.STATUS_SUCCEEDED:
             return
         if has_loss(result):

@@ -317,6 +317,8 @@ class SamplesInParts:
             result.timings.used_s += each.timings.used_s
             sample.num_prompt_tokens += each.sample.num_prompt_tokens
             sample.num_sampled_tokens += each.sample.num_sampled_tokens
+            sample.num_drafted_tokens += each.sample.num_drafted_tokens
+            sample.num_accepted_tokens += each.sample.num_accepted_tokens
             sample.parts.add(engine=part.there.engine.number, num_prompts=part.end - part.start)
         return engine_pb2.EngineReply(result=result), payload
 

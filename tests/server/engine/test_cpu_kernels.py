@@ -296,6 +296,17 @@ def test_products(kernels: CpuKernels, threads: int, monkeypatch: pytest.MonkeyP
         assert torch.equal(kernels.product(strided, panels, bias, outputs), whole[0])
 
 
+@pytest.mark.parametrize(("inputs", "outputs"), [(576, 16), (20, 70), (3, 5), (40, 1)])
+def test_small_products(kernels: CpuKernels, inputs: int, outputs: int) -> None:
+    x, weight, onto = torch.randn(11, inputs), torch.randn(outputs, inputs), torch.randn(11, outputs)
+    whole, added = kernels.small_product(x, weight), kernels.small_product(x, weight, 0.3, into=onto.clone())
+    assert torch.allclose(whole.double(), x.double() @ weight.double().T, atol=1e-4)
+    assert torch.allclose(added.double(), onto.double() + 0.3 * (x.double() @ weight.double().T), atol=1e-4)
+    for count in range(1, 11):
+        assert torch.equal(kernels.small_product(x[:count], weight), whole[:count])
+        assert torch.equal(kernels.small_product(x[:count], weight, 0.3, into=onto[:count].clone()), added[:count])
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_drawn_tokens(kernels: CpuKernels, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_kernels, "product_threads", lambda: threads)

@@ -100,11 +100,11 @@ def test_memory_that_runs_out_makes_batches_smaller(
 ) -> None:
     decode, widest = Pages.decode, []
 
-    def small(self: Pages, policy: Policy, tokens: Any, positions: Any) -> torch.Tensor:
+    def small(self: Pages, policy: Policy, tokens: Any, positions: Any, of: Any = None) -> torch.Tensor:
         if len(tokens) > 4:
             raise MemoryError
         widest.append(len(tokens))
-        return decode(self, policy, tokens, positions)
+        return decode(self, policy, tokens, positions, of)
 
     monkeypatch.setattr(Pages, "decode", small)
     found = run(LocalSampler(), policy)

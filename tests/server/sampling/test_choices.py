@@ -195,10 +195,10 @@ def test_neighbours_change_nothing(policy: Policy) -> None:
 def test_a_restart_after_memory_ran_out_changes_nothing(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     decode = Pages.decode
 
-    def small(self: Pages, policy: Policy, tokens: Any, positions: Any) -> torch.Tensor:
+    def small(self: Pages, policy: Policy, tokens: Any, positions: Any, of: Any = None) -> torch.Tensor:
         if len(tokens) > 5:
             raise MemoryError
-        return decode(self, policy, tokens, positions)
+        return decode(self, policy, tokens, positions, of)
 
     monkeypatch.setattr(Pages, "decode", small)
     found = begun_together(policy, LocalSampler())

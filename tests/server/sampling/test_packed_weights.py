@@ -149,7 +149,7 @@ def test_only_plain_layers_have_copies() -> None:
     assert vars(layer)["forward"] is own
 
 
-def test_a_model_without_large_weights_is_looked_through_once(tmp_path: Path, copies: list[PackedWeights]) -> None:
+def test_small_weights_are_copied_once(tmp_path: Path, copies: list[PackedWeights]) -> None:
     pool = ModelPool({"wide": str(small_model(tmp_path, hidden_size=32, num_layers=1))}, dtype=torch.float32)
     sampled(policy_of(pool, "base"), MANY)
     assert len(copies) == 1

@@ -138,10 +138,10 @@ def test_a_stream_is_the_sample(
     if short_of_memory:
         decode, steps = Pages.decode, iter(range(10_000))
 
-        def failing(self: Pages, policy: Policy, ids: object, positions: object) -> torch.Tensor:
+        def failing(self: Pages, policy: Policy, ids: object, positions: object, of: object = None) -> torch.Tensor:
             if len(ids) > 3 and next(steps) > 4:  # type: ignore[arg-type]
                 raise MemoryError
-            return decode(self, policy, ids, positions)  # type: ignore[arg-type]
+            return decode(self, policy, ids, positions, of)  # type: ignore[arg-type]
 
         monkeypatch.setattr(Pages, "decode", failing)
     sampler = LocalSampler()

@@ -106,6 +106,8 @@ class Started:
             texts=samples.texts,
             num_prompt_tokens=self.num_prompt_tokens,
             num_sampled_tokens=len(samples.token_ids),
+            num_drafted_tokens=samples.num_drafted_tokens,
+            num_accepted_tokens=samples.num_accepted_tokens,
         )
         levels = (samples.counts, samples.lengths)
         columns = {"token_ids": Column(samples.token_ids, levels), "logprobs": Column(samples.logprobs, levels)}

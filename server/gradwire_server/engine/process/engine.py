@@ -106,7 +106,7 @@ class Engine:
         self._computed_with = ComputedWith(pool, settings.state_dir)
         # A power of two, so that a few bytes for the kernel change no batch.
         cache_bytes = settings.sampling_cache or 1 << (share.device_memory(pool.device).bit_length() - 4)
-        sampler: Sampler[Any] = make_sampler(settings.sampler, pool, agreement, cache_bytes)
+        sampler: Sampler[Any] = make_sampler(settings.sampler, pool, agreement, cache_bytes, settings.speculate)
         self.context = EngineContext(
             pool=pool,
             store=store,

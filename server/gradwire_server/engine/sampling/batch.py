@@ -28,13 +28,14 @@ from gradwire_server.engine.model.vision.row_images import ImagePrompt
 from gradwire_server.engine.sampling.admission import QUANTUM, Held, Waiting, WaitingRows
 from gradwire_server.engine.sampling.division import Division
 from gradwire_server.engine.sampling.drawing.draw import Uniforms
-from gradwire_server.engine.sampling.drawing.kinds import Kinds
+from gradwire_server.engine.sampling.drawing.kinds import Drawn, Kinds, Logits
 from gradwire_server.engine.sampling.growing.growing_sample import GrowingSample
 from gradwire_server.engine.sampling.jobs import LocalJob
 from gradwire_server.engine.sampling.pages.key_values import IntArray, KeyValues, Room
+from gradwire_server.engine.sampling.pages.pages import Pages
 from gradwire_server.engine.sampling.rows import DRAWS, BoolArray, Left, Rows, begun, widened
-from gradwire_server.engine.sampling.samplers.sampler import TopTokens
 from gradwire_server.engine.sampling.several_policies import neighbours
+from gradwire_server.engine.sampling.speculation import Speculation
 from gradwire_server.engine.threads import products_apart, sampling_threads
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Batch:
         uniforms: Source of random numbers.
         division: Says which of the rows are this process's.
         packed: Copies of the copy's weights to compute many tokens with; None for none.
+        speculation: Drafts the rows' next tokens.
 
     Attributes:
         values: Keys and values of the rows in progress.
@@ -78,6 +80,7 @@ class Batch:
         uniforms: Uniforms,
         division: Division,
         packed: PackedWeights | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._split_model = split_model
         self._make_values = values
@@ -90,6 +93,7 @@ class Batch:
         self._jobs: list[LocalJob] = []
         self._uniforms, self._division = uniforms, division
         self._packed, self._packs = packed, False
+        self._speculation = speculation or Speculation("off")
         self.values = values()
         self._rows = self._begin([])
 
@@ -145,21 +149,35 @@ class Batch:
         return self._packs
 
     def _extend(self, decoding: AbstractContextManager[None]) -> None:
-        """Compute the joining rows' prompts and, within a context, the next token of every row."""
+        """Compute the joining rows' prompts and, within a context, the next token of every row and its draft."""
         states = []
+        drafts = self._speculation.drafts(self._rows, self.values, self._cache_tokens, self._most)
         if len(self._rows):
             with decoding:
-                states.append(self.values.decode(_policies(self._rows), self._rows.last, self._rows.length))
+                states.append(self._decode(drafts))
             self._rows.length += 1
         if self._joining:
             states.append(self._prefill())
+            drafts += [[] for _ in range(len(self._rows) - len(drafts))]
         if states:
-            self._draw(states[0] if len(states) == 1 else torch.cat(states))
+            self._draw(states[0] if len(states) == 1 else torch.cat(states), drafts)
             if len(states) > 1:
                 order = neighbours(_policies(self._rows))
                 if (order[1:] < order[:-1]).any():
                     self._rows = self._rows.select(order)
                     self.values.keep(order)
+
+    def _decode(self, drafts: Sequence[Sequence[int]]) -> Tensor:
+        """States of every row's newest token and of those of its draft behind it."""
+        rows = self._rows
+        if not any(drafts):
+            return self.values.decode(_policies(rows), rows.last, rows.length)
+        assert isinstance(self.values, Pages)
+        of = np.repeat(np.arange(len(rows)), [1 + len(draft) for draft in drafts])
+        tokens = [token for last, draft in zip(rows.last.tolist(), drafts, strict=True) for token in (last, *draft)]
+        positions = np.concatenate([np.arange(1 + len(draft)) for draft in drafts]) + rows.length[of]
+        policies = [job.policy for job in rows.job[of]]
+        return self.values.decode(policies, np.array(tokens), positions, of)
 
     def _give_up(self, failure: Failure) -> None:
         """Handle the failure of a step.
@@ -214,7 +232,8 @@ class Batch:
         for row in leaving:
             count = rows.count[row]
             tokens, logprobs = rows.tokens[row, :count].copy(), rows.logprobs[row, :count].copy()
-            self._left[rows.job[row], int(rows.row[row])] = Left(tokens, logprobs, rows.growing[row])
+            left = Left(tokens, logprobs, rows.growing[row], rows.drafts[row])
+            self._left[rows.job[row], int(rows.row[row])] = left
             self._waiting.put(rows.waited[row])
 
     def _admit(self) -> list[Waiting]:
@@ -310,57 +329,99 @@ class Batch:
         return states
 
     def _begin(self, joining: Sequence[Waiting]) -> Rows:
-        return begun(joining, self._left, self._kinds.number, self._uniforms, self._steps)
+        speculates = self._speculation.mode != "off" and isinstance(self.values, Pages)
+        number = self._kinds.number
+        return begun(joining, self._left, number, self._uniforms, self._steps, speculates=speculates)
 
     # ---- drawing ----
 
-    def _draw(self, states: Tensor) -> None:
-        """Draw the next token of every row, given their states, and remove rows that end."""
+    def _draw(self, states: Tensor, drafts: Sequence[Sequence[int]]) -> None:
+        """Draw the next tokens of every row, and remove rows that end.
+
+        A row whose drawn token is the one that was drafted has the states to draw the next one from.
+
+        Args:
+            states: States of each row's newest token and of those of its draft.
+            drafts: The draft of each row.
+        """
+        rows, counts = self._rows, np.array([1 + len(draft) for draft in drafts])
+        logits = self._kinds.logits(states, np.repeat(rows.kind, counts))
+        by_token, texts = np.zeros(len(rows), np.bool_), dict[int, str]()
+        over, whose, places = by_token.copy(), np.arange(len(rows)), counts.cumsum() - counts
+        for step in range(int(counts.max())):
+            drawn = self._draw_of(whose, logits, places[whose] + step)
+            by_token[whose] = drawn.ends
+            texts |= self._grow(whose, drawn)
+            rows = self._rows
+            over[whose] = drawn.ends | (rows.count[whose] >= rows.limit[whose]) | np.isin(whose, [*texts])
+            last = rows.last
+            whose = np.array([row for row in whose.tolist() if drafts[row][step : step + 1] == [last[row]]], np.int64)
+            for row in whose.tolist():
+                rows.drafts[row].num_accepted += 1
+            whose = np.array([row for row in whose.tolist() if not over[row] and rows.job[row].error is None], np.int64)
+            if not len(whose):
+                break
+            rows.length[whose] += 1
+        if isinstance(self.values, Pages) and any(drafts):
+            self.values.trim(self._rows.length)
+            for row in [row for row, draft in enumerate(drafts) if draft]:
+                self._rows.drafts[row].num_drafted += len(drafts[row])
+        self._end(over, by_token, texts)
+
+    def _draw_of(self, whose: IntArray, logits: Logits, places: IntArray) -> Drawn:
+        """Draw the next token of some rows, whose states are at these places."""
         rows = self._rows
-        count = rows.count
-        if count.max() >= rows.tokens.shape[1]:
+        if rows.count[whose].max() >= rows.tokens.shape[1]:
             rows = self._rows = widened(rows, 2 * rows.tokens.shape[1])
-        drawn = self._kinds.draw(states, rows, self._next_uniform())
-        everyone = np.arange(len(rows))
-        rows.tokens[everyone, count], rows.logprobs[everyone, count] = drawn.tokens, drawn.logprobs
-        spoilt = np.flatnonzero(np.isnan(drawn.logprobs))
+        some = rows if len(whose) == len(rows) else rows.select(whose)
+        drawn = self._kinds.draw(logits, some, places, self._next_uniform(whose))
+        count = rows.count[whose]
+        rows.tokens[whose, count], rows.logprobs[whose, count] = drawn.tokens, drawn.logprobs
+        spoilt = whose[np.isnan(drawn.logprobs)]
         for row in spoilt.tolist():
             rows.job[row].fail_non_finite(int(rows.row[row]))
         if len(spoilt):
             self.values.spoilt(spoilt)
-        rows.last[:] = drawn.tokens
-        count += 1
-        self._end(drawn.ends, count >= rows.limit, drawn.tops)
+        rows.last[whose] = drawn.tokens
+        rows.count[whose] += 1
+        return drawn
 
-    def _next_uniform(self) -> npt.NDArray[np.float64]:
+    def _next_uniform(self, whose: IntArray) -> npt.NDArray[np.float64]:
         rows = self._rows
-        count = rows.count
-        (spent,) = np.nonzero((count > 0) & (count % DRAWS == 0))
+        count = rows.count[whose]
+        spent = (count > 0) & (count % DRAWS == 0)
         for start in np.unique(count[spent]):
-            whose = spent[count[spent] == start]
-            rows.uniform[whose] = self._uniforms.numbers(rows.seed[whose], rows.place[whose], int(start), DRAWS)
-        uniform: npt.NDArray[np.float64] = rows.uniform[np.arange(len(rows)), count % DRAWS]
+            of_start = whose[spent & (count == start)]
+            numbers = self._uniforms.numbers(rows.seed[of_start], rows.place[of_start], int(start), DRAWS)
+            rows.uniform[of_start] = numbers
+        uniform: npt.NDArray[np.float64] = rows.uniform[whose, count % DRAWS]
         return uniform
 
-    def _end(self, by_token: BoolArray, at_limit: BoolArray, tops: Mapping[int, TopTokens]) -> None:
-        """Hand new tokens to the samples that follow them, and finished samples to their jobs."""
+    def _grow(self, whose: IntArray, drawn: Drawn) -> dict[int, str]:
+        """Hand new tokens to what follows the samples; returns the texts of those that a stop string ends."""
         rows = self._rows
-        texts: dict[int, str | None] = {}
-        for row in [row for row in range(len(rows)) if rows.growing[row] is not None]:
-            growing: GrowingSample = rows.growing[row]
-            logprob = float(rows.logprobs[row, rows.count[row] - 1])
-            text = growing.add(int(rows.last[row]), logprob, tops.get(row), ends=bool(by_token[row]))
+        texts: dict[int, str] = {}
+        for number, row in enumerate(whose.tolist()):
+            if rows.drafts[row] is not None:
+                rows.drafts[row].add(int(drawn.tokens[number]))
+            growing: GrowingSample | None = rows.growing[row]
+            if growing is None:
+                continue
+            token, logprob = int(drawn.tokens[number]), float(drawn.logprobs[number])
+            text = growing.add(token, logprob, drawn.tops.get(number), ends=bool(drawn.ends[number]))
             if text is not None:
                 texts[row] = text
-        over = by_token | at_limit
-        over[list(texts)] = True
-        if not over.any():
-            return
-        for row, ended in zip(np.flatnonzero(over).tolist(), by_token[over].tolist(), strict=True):
+        return texts
+
+    def _end(self, over: BoolArray, by_token: BoolArray, texts: Mapping[int, str]) -> None:
+        """Hand finished samples to their jobs."""
+        rows = self._rows
+        for row in np.flatnonzero(over).tolist():
             count = rows.count[row]
             tokens, logprobs = rows.tokens[row, :count].copy(), rows.logprobs[row, :count].copy()
             top = rows.growing[row].top if rows.growing[row] is not None else None
-            rows.job[row].end(int(rows.row[row]), tokens, logprobs, ended, texts.get(row), top)
+            text, drafts = texts.get(row), rows.drafts[row]
+            rows.job[row].end(int(rows.row[row]), tokens, logprobs, bool(by_token[row]), text, top, drafts)
         self._keep(~over)
 
     def _keep(self, kept: BoolArray) -> None:

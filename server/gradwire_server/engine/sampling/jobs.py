@@ -14,6 +14,7 @@ from gradwire_server.engine.failures import to_error
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.tokenizers import TextTokenizer
 from gradwire_server.engine.sampling.drawing.grammar import Grammar
+from gradwire_server.engine.sampling.growing.drafts import FEWEST_TOKENS, Drafts, Occurrences, occurrences
 from gradwire_server.engine.sampling.growing.growing_sample import GrowingSample, Handed
 from gradwire_server.engine.sampling.growing.growing_text import GrowingText, StopString
 from gradwire_server.engine.sampling.samplers.sampler import Samples, SamplingParams, StopReason, TopTokens
@@ -29,6 +30,8 @@ class _Ended:
     by_token: bool
     text: str | None
     top: TopTokens | None
+    drafted: int = 0
+    accepted: int = 0
 
 
 class LocalJob:
@@ -80,6 +83,7 @@ class LocalJob:
         self._left = len(self._ended)
         self._stops = [StopString(text) for text in params.stop]
         self._grammar: Grammar | None = None
+        self._occurrences: dict[int, Occurrences] = {}
         self._handed = [Handed(row) for row in range(len(self.limits))] if params.stream else []
         if not params.max_tokens:
             for row in range(len(self.limits)):
@@ -132,6 +136,15 @@ class LocalJob:
             self._grammar.begin() if self._grammar else None,
             self._handed[row] if self._handed else None,
         )
+
+    def drafts(self, row: int) -> Drafts | None:
+        """Begin the drafts of a row's sample; None for one that is too short for them."""
+        if self.limits[row] < FEWEST_TOKENS:
+            return None
+        number, prompt = row // self.params.n, self.prompt_of(row)
+        if number not in self._occurrences:
+            self._occurrences[number] = occurrences(prompt)
+        return Drafts(prompt, self._occurrences[number])
 
     def _text(self, row: int) -> GrowingText | None:
         if self.tokenizer is None:
@@ -209,6 +222,7 @@ class LocalJob:
         by_token: bool,
         text: str | None,
         top: TopTokens | None = None,
+        drafts: Drafts | None = None,
     ) -> None:
         """Record a row's finished sample.
 
@@ -216,9 +230,11 @@ class LocalJob:
             by_token: It ended with one of :attr:`ends`.
             text: The text before the stop string if it ended with one, else None.
             top: ``[tokens, k]`` the most probable tokens in each place, if ``top_logprobs`` are wanted.
+            drafts: Its drafts.
         """
         self._left -= self._ended[row] is None
-        ended = self._ended[row] = _Ended(token_ids, logprobs, by_token, text, top)
+        counts = (0, 0) if drafts is None else (drafts.num_drafted, drafts.num_accepted)
+        ended = self._ended[row] = _Ended(token_ids, logprobs, by_token, text, top, *counts)
         self._news.append(row)
         if self._handed:
             (whole,) = self._texts([row]) if self.tokenizer is not None else ("",)
@@ -238,6 +254,8 @@ class LocalJob:
             stop_reasons=[self._reason(row) for row in ended],
             texts=self._texts(range(len(ended))) if self.tokenizer is not None else None,
             top=_together([row.top for row in ended if row.top is not None]),
+            num_drafted_tokens=sum(row.drafted for row in ended),
+            num_accepted_tokens=sum(row.accepted for row in ended),
         )
 
     def _reason(self, row: _Ended) -> StopReason:
@@ -276,6 +294,8 @@ def _on_the_wire(row: int, ended: _Ended) -> engine_pb2.EngineEndedSample:
         text=ended.text,
         top_token_ids=top_ids,
         top_logprobs=top_logprobs,
+        drafted=ended.drafted,
+        accepted=ended.accepted,
     )
 
 
@@ -288,7 +308,8 @@ def _from_the_wire(told: engine_pb2.EngineEndedSample) -> _Ended:
             np.frombuffer(told.top_token_ids, np.int32).reshape(shape),
             np.frombuffer(told.top_logprobs, np.float32).reshape(shape),
         )
-    return _Ended(token_ids, logprobs, told.by_token, told.text if told.HasField("text") else None, top)
+    text = told.text if told.HasField("text") else None
+    return _Ended(token_ids, logprobs, told.by_token, text, top, told.drafted, told.accepted)
 
 
 def _together(parts: Sequence[TopTokens]) -> TopTokens | None:

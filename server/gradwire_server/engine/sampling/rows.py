@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from gradwire_server.engine.sampling.admission import Waiting
 from gradwire_server.engine.sampling.drawing.draw import Uniforms
+from gradwire_server.engine.sampling.growing.drafts import Drafts
 from gradwire_server.engine.sampling.growing.growing_sample import GrowingSample
 from gradwire_server.engine.sampling.jobs import LocalJob
 from gradwire_server.engine.sampling.pages.key_values import IntArray
@@ -31,6 +32,7 @@ class Rows:
     since: IntArray  # step at which it joined
     kind: IntArray  # number of the job's drawing parameters
     growing: npt.NDArray[np.object_]  # GrowingSample or None
+    drafts: npt.NDArray[np.object_]  # Drafts or None
     length: IntArray  # tokens in the cache
     count: IntArray  # tokens sampled
     limit: IntArray
@@ -66,11 +68,13 @@ class Left:
         tokens: ``[T]`` its tokens.
         logprobs: ``[T]`` their log-probabilities.
         growing: Its text and grammar so far.
+        drafts: Its drafts.
     """
 
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     growing: GrowingSample | None
+    drafts: Drafts | None
 
 
 def begun(
@@ -79,6 +83,8 @@ def begun(
     kind: Callable[[LocalJob], int],
     uniforms: Uniforms,
     step: int,
+    *,
+    speculates: bool,
 ) -> Rows:
     """The columns of rows that join.
 
@@ -87,14 +93,17 @@ def begun(
         kind: Returns the number of a job's drawing parameters.
         uniforms: Source of random numbers.
         step: The step at which they join.
+        speculates: Whether their next tokens are drafted.
     """
     count = len(joining)
     jobs, before = [each.job for each in joining], [left.get((each.job, each.row)) for each in joining]
-    job_column, growing, waited = (np.empty(count, object) for _ in range(3))
+    job_column, growing, drafts, waited = (np.empty(count, object) for _ in range(4))
     for place, each in enumerate(joining):
         had = before[place]
         job_column[place], waited[place] = each.job, each
         growing[place] = each.job.begin(each.row) if had is None else had.growing
+        if speculates:
+            drafts[place] = each.job.drafts(each.row) if had is None else had.drafts
     kinds = {id(job): kind(job) for job in jobs}
     limits = np.array([each.job.limits[each.row] for each in joining], np.int64)
     counts = np.array([0 if had is None else len(had.tokens) for had in before], np.int64)
@@ -118,6 +127,7 @@ def begun(
         since=np.full(count, step, np.int64),
         kind=np.array([kinds[id(job)] for job in jobs], np.int64),
         growing=growing,
+        drafts=drafts,
         length=np.array([len(each.job.prompt_of(each.row)) for each in joining], np.int64) + counts,
         count=counts,
         limit=limits,

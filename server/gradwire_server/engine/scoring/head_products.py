@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradwire_server.engine.model.layers.exact_products import exact_kernels
-from gradwire_server.engine.model.layers.packed_linear import linear
+from gradwire_server.engine.model.layers.packed_linear import linear, product_with_copy
 from gradwire_server.engine.model.meta_device import computes_as_cpu
 from gradwire_server.engine.model.split_model import OutputHead
 
@@ -217,7 +217,9 @@ class WeightProduct:
         if place is None and exact_kernels() is not None:
             return linear(states.to(self.dtype), self.stored)
         if place is None:
-            return linear(states.to(self.dtype), self.weight)
+            states = states.to(self.dtype)
+            found = product_with_copy(states, self.stored)
+            return linear(states, self.weight) if found is None else found
         return torch.mm(states.to(self.dtype), self.weight.T, out=place)
 
     def add_by_transpose(self, total: Tensor, states: Tensor) -> None:

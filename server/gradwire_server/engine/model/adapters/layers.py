@@ -37,6 +37,7 @@ from gradwire_server.engine.model.adapters.products import (
     alike,
     bucketed,
 )
+from gradwire_server.engine.model.layers.cpu_kernels import sampling_kernels
 from gradwire_server.engine.model.layers.exact_products import exact_kernels
 from gradwire_server.engine.model.layers.packed_linear import linear
 
@@ -68,7 +69,8 @@ class Active:
         self, x: Tensor, spans: Sequence[Span], pairs: Sequence[Tensor], scales: Sequence[float]
     ) -> AdapterProducts:
         """How a layer computes the products of the spans whose adapters are on it."""
-        if len(spans) == 1 or exact_kernels() is not None:
+        alone = exact_kernels() is not None or (sampling_kernels(x) is not None and not torch.is_grad_enabled())
+        if len(spans) == 1 or alone:
             return InTurn(spans, scales)
         ends = self.ends if len(spans) == len(self.spans) and alike(pairs, scales) else None
         if ends is not None and ends.device == x.device and grouped_products_run(x.device, x.dtype):

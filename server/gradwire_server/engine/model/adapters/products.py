@@ -21,7 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from gradwire_server.engine.model.layers.cpu_kernels import sampling_kernels
 from gradwire_server.engine.model.layers.exact_products import exact_kernels, exact_product
+from gradwire_server.engine.model.layers.packed_linear import MOST_ROWS
 from gradwire_server.engine.model.packing import Bucket, Segment, bucket_of
 
 MOST_PADDING = 64
@@ -51,14 +53,22 @@ class AdapterProducts(Protocol):
 
 
 def add_adapter(output: Tensor, tokens: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Add ``scale * x A^T B^T`` to ``output [N, O]``; returns ``x A^T``, ``[N, R]``."""
+    """Add ``scale * x A^T B^T`` to ``output [N, O]``; returns ``x A^T``, ``[N, R]``.
+
+    A sampler's few rows go through a kernel in which a row's bits do not depend on the others.
+    """
     exact = exact_kernels()
     if exact is not None:
         inner = exact_product(tokens, a, None, exact)
         output.add_(exact_product(inner, b, None, exact), alpha=scale)
         return inner
-    inner = F.linear(tokens, a)
-    output.addmm_(inner, b.T, alpha=scale)
+    kernels = sampling_kernels(output, tokens, a, b) if len(tokens) <= MOST_ROWS else None
+    if kernels is None or torch.is_grad_enabled():
+        inner = F.linear(tokens, a)
+        output.addmm_(inner, b.T, alpha=scale)
+        return inner
+    inner = kernels.small_product(tokens, a)
+    kernels.small_product(inner, b, scale, into=output)
     return inner
 
 

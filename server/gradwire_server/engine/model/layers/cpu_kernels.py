@@ -75,6 +75,7 @@ _SIGNATURES = {
     "gated_gradients": (*[c_void_p] * 5, *[c_int64] * 3),
     "rotate": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 4),
     "product": (*[c_void_p] * 4, *[c_int64] * 4),
+    "small_product": (c_void_p, c_void_p, c_float, c_int64, c_void_p, *[c_int64] * 4),
     "attend_in_blocks": (*_STRIDED * 3, *[c_void_p] * 2, c_float, *[c_void_p] * 2, *[c_int64] * 5),
     "attend_in_order": (*_STRIDED * 3, *[c_void_p] * 2, c_float, *[c_void_p] * 2, *[c_int64] * 5),
     "attend_to_pages_in_order": (c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_float, *[c_void_p] * 2, *[c_int64] * 8),
@@ -332,6 +333,16 @@ class CpuKernels:
         logits, ids = _whole(logits), _whole(ids)
         out = logits.new_empty(ids.shape)
         self._call("log_probabilities", logits, ids, out, *ids.shape, logits.shape[1], product_threads())
+        return out
+
+    def small_product(self, x: Tensor, weight: Tensor, scale: float = 1.0, *, into: Tensor | None = None) -> Tensor:
+        """``scale x W^T`` of ``[N, I]`` and a weight ``[O, I]`` as it is, or the same added to ``into [N, O]``; a row's
+        bits do not depend on the others."""
+        x, weight = _whole(x), _whole(weight)
+        (rows, inputs), outputs = x.shape, len(weight)
+        out = x.new_empty(rows, outputs) if into is None else into
+        threads = _threads(rows * inputs * outputs // 8)
+        self._call("small_product", x, weight, scale, into is not None, out, rows, inputs, outputs, threads)
         return out
 
     def draw(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

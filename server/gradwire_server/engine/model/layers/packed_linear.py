@@ -25,8 +25,6 @@ from gradwire_server.engine.threads import products
 
 MOST_ROWS = 256
 """Rows from which on MKL is faster."""
-FEWEST_ENTRIES = 1 << 14
-"""Entries of a weight that is worth it."""
 
 _packed: ContextVar[Mapping[int, Packed]] = ContextVar("packed", default=MappingProxyType({}))
 
@@ -37,10 +35,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     exact = exact_kernels()
     if exact is not None:
         return exact_product(x, weight, bias, exact)
+    found = product_with_copy(x, weight, bias)
+    if found is not None:
+        return found
+    with products():
+        return F.linear(x, weight, bias)
+
+
+def product_with_copy(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """The same of float32 states and a weight of any precision; None where there is no copy, or too many rows."""
     packed = _packed.get().get(id(weight))
     if packed is None or x.numel() > MOST_ROWS * x.shape[-1]:
-        with products():
-            return F.linear(x, weight, bias)
+        return None
     return packed.kernels.product(x, packed.panels, bias, packed.outputs)
 
 
@@ -58,19 +64,21 @@ class Packed(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """A layer, its weight when it was copied, and what computes it."""
+    """A layer, its weight when it was copied, and what computes it; None for a head, which computes with the copy."""
 
     layer: nn.Linear
     weight: Tensor
     version: tuple[int, int]
-    forward: Callable[[Tensor], Tensor]
+    forward: Callable[[Tensor], Tensor] | None
 
 
 class PackedWeights:
     """Copies of the weights of a model's plain linear layers, made when they are first used.
 
+    Of a model of less precision they are the output head's alone, whose products are in float32.
+
     Args:
-        model: The model, in float32 on a CPU.
+        model: The model, on a CPU.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -93,13 +101,14 @@ class PackedWeights:
         ):
             copies = self._copies = self._copy()
         before = _packed.set(self._packed)
-        for copy in copies:
-            vars(copy.layer)["forward"] = copy.forward
+        layers = [(vars(copy.layer), copy.forward) for copy in copies if copy.forward is not None]
+        for attributes, forward in layers:
+            attributes["forward"] = forward
         try:
             yield
         finally:
-            for copy in copies:
-                del vars(copy.layer)["forward"]
+            for attributes, _ in layers:
+                del attributes["forward"]
             _packed.reset(before)
 
     @torch.no_grad()
@@ -108,14 +117,18 @@ class PackedWeights:
         kernels = cpu_kernels()
         if kernels is None:
             return copies
+        head = getattr(self._model, "get_output_embeddings", lambda: None)()
         for layer in self._model.modules():
             # Another forward, such as that of accelerate's hooks, is an attribute of the layer.
-            if type(layer) is not nn.Linear or "forward" in vars(layer) or layer.weight.numel() < FEWEST_ENTRIES:
+            if type(layer) is not nn.Linear or "forward" in vars(layer):
                 continue
             weight = layer.weight
+            whole = weight.dtype == torch.float32
+            if not whole and layer is not head:
+                continue
             if id(weight) not in self._packed:
-                self._packed[id(weight)] = Packed(kernels.packed(weight.detach()), len(weight), kernels)
-            forward = partial(linear, weight=weight, bias=layer.bias)
+                self._packed[id(weight)] = Packed(kernels.packed(weight.detach().float()), len(weight), kernels)
+            forward = partial(linear, weight=weight, bias=layer.bias) if whole else None
             copies.append(_Copy(layer, weight, _version(weight), forward))
         return copies
 

@@ -98,7 +98,7 @@ class ModelPool:
         fits = fused and (self.device.type == "cuda" or not self._mixed)
         self.kernels = kernels_for(self.device, self.dtype) if fits else None
         on_cpu = self.device.type == "cpu" and self.kernels is not None
-        self._packs = whole and on_cpu and has_right_products()
+        self._packs = whole and self.device.type == "cpu" and has_right_products()
         self._replays = whole and (on_cpu or self.device.type == "cuda")
         self._paths = dict(models)
         transformers_logging.disable_progress_bar()
@@ -261,7 +261,7 @@ class ModelPool:
         split_model.replays = self._replays and not offload and quantize is None
         small = split_model.weight_bytes <= machine_memory() // PACKED_SHARE
         whole = self._packs and not offload and quantize is None
-        split_model.packs = whole and small and split_model.weight_dtype == torch.float32
+        split_model.packs = whole and small and split_model.weight_dtype in (torch.float32, *HALVES)
         if self.compiled and not offload:
             compile_layers(split_model.trunk)
         placement.place(split_model.root, layers_of(split_model.trunk))

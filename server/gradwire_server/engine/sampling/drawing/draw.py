@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from gradwire_server.engine.model.layers.cpu_kernels import sampling_kernels
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
+from gradwire_server.engine.threads import one_thread
 
 BLOCK = 128
 """Tokens whose weights are summed together before a place among them is searched."""
@@ -41,6 +43,13 @@ def draw(
         chunks = zip(logits.split(rows), uniform.split(rows), choosing, strict=True)
         drawn, scores = zip(*[draw(own, numbers, params, by) for own, numbers, by in chunks], strict=True)
         return torch.cat(drawn), torch.cat(scores)
+    with in_one_order(logits):
+        return _draw(logits, uniform, params, chosen_by, whole)
+
+
+def _draw(
+    logits: Tensor, uniform: Tensor, params: SamplingParams, chosen_by: Tensor | None, whole: bool
+) -> tuple[Tensor, Tensor]:
     if chosen_by is None and whole:
         largest = logits.amax(dim=-1, keepdim=True)
         tokens, total = _inverted((logits - largest).exp_(), uniform)
@@ -128,7 +137,13 @@ def draw_many(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """``[R, count]`` most probable tokens of ``[R, V]`` logits and their log-probabilities, most probable first."""
     values, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
-    return ids, values - logits.logsumexp(dim=-1, keepdim=True)
+    with in_one_order(logits):
+        return ids, values - logits.logsumexp(dim=-1, keepdim=True)
+
+
+def in_one_order(logits: Tensor) -> AbstractContextManager[None]:
+    """Sum ``[R, V]`` within the body in an order that does not depend on the rows: a CPU's threads divide one alone."""
+    return one_thread() if logits.device.type == "cpu" and len(logits) == 1 else nullcontext()
 
 
 class Uniforms:

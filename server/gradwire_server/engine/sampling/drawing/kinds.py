@@ -51,6 +51,10 @@ class Drawn:
     tops: Mapping[int, TopTokens]
 
 
+Logits = Mapping[int, tuple[IntArray, Tensor]]
+"""For each number of drawing parameters ``[K]`` places of states, in their order, and their logits ``[K, V]``."""
+
+
 @dataclass(frozen=True)
 class _Kind:
     """Rows that are drawn together: their parameters, and ``[V]`` whether a token ends a sample.
@@ -98,18 +102,26 @@ class Kinds:
             used = set(rows.kind.tolist())
             self._kinds = {number: kind for number, kind in self._kinds.items() if number in used}
 
-    def draw(self, states: Tensor, rows: Rows, uniform: npt.NDArray[np.float64]) -> Drawn:
-        """Draw the next token of every row, given their ``[R, H]`` states and ``[R]`` uniform numbers."""
+    def logits(self, states: Tensor, kinds: IntArray) -> Logits:
+        """Logits over the temperature of ``[T, H]`` states, given the number ``[T]`` of each one's parameters."""
+        of_kinds: dict[int, tuple[IntArray, Tensor]] = {}
+        for number in np.unique(kinds).tolist():
+            kind, places = self._kinds[number], np.flatnonzero(kinds == number)
+            part = _taken(states, places)
+            logits = token_logits(part, kind.policy.output_head(), temperature=kind.params.temperature or 1.0)
+            of_kinds[number] = places, logits
+        return of_kinds
+
+    def draw(self, of_kinds: Logits, rows: Rows, places: IntArray, uniform: npt.NDArray[np.float64]) -> Drawn:
+        """Draw the next token of rows, given ``[R]`` the places of their states and ``[R]`` uniform numbers."""
         count = len(rows)
         drawn: list[tuple[_Kind, IntArray]] = []
         outputs: list[Tensor] = []
         for number in np.unique(rows.kind).tolist():
             kind = self._kinds[number]
             of_kind = np.flatnonzero(rows.kind == number)
-            part = states
-            if len(of_kind) < count:
-                part = states.index_select(0, sent(torch.from_numpy(of_kind), states.device))
-            logits = token_logits(part, kind.policy.output_head(), temperature=kind.params.temperature or 1.0)
+            known, logits = of_kinds[number]
+            logits = _taken(logits, np.searchsorted(known, places[of_kind]))
             choices = logits_to_choose_by(logits, kind.params, rows, of_kind)
             drawn.append((kind, of_kind))
             token, logprob = draw(logits, sent(torch.from_numpy(uniform[of_kind]), logits.device), kind.params, choices)
@@ -130,3 +142,10 @@ class Kinds:
                 ids, values = next(copies).int().numpy(), next(copies).float().numpy()
                 tops.update(zip(of_kind.tolist(), zip(ids, values, strict=True), strict=True))
         return Drawn(tokens, logprobs, ends, tops)
+
+
+def _taken(tensor: Tensor, rows: IntArray) -> Tensor:
+    """These rows of a tensor, in rising order; itself for all."""
+    if len(rows) == len(tensor):
+        return tensor
+    return tensor.index_select(0, sent(torch.from_numpy(rows), tensor.device))

@@ -32,6 +32,7 @@ from gradwire_server.engine.model.comparison import largest_difference, relative
 from gradwire_server.engine.model.layers.cpu_kernels import sampling_by_kernels
 from gradwire_server.engine.model.packing import Packing, lay_out
 from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.split_model import SplitModel
 from gradwire_server.engine.model.vision.row_images import ImagePrompt, images_key, images_of_pieces
 from gradwire_server.engine.sampling.pages.key_values import IntArray, Prompt, Room
 from gradwire_server.engine.sampling.pages.page_lists import own_lists, power_of_two, shared_lists
@@ -129,6 +130,7 @@ class Pages:
         self._rows: list[_Row] = []
         self._warmed: list[int] = []
         self._shared: RowLists | None = None
+        self._of = np.zeros(0, np.int64)
         self._apart: list[tuple[int, ...]] = []
         self._replays = Replays()
         self._shifts = False
@@ -212,9 +214,13 @@ class Pages:
         together = torch.stack([states[number] for number in range(len(added))])
         return together.index_select(0, sent(torch.from_numpy(spread), together.device))
 
-    def decode(self, policies: Sequence[Policy], tokens: IntArray, positions: IntArray) -> Tensor:
+    def decode(
+        self, policies: Sequence[Policy], tokens: IntArray, positions: IntArray, of: IntArray | None = None
+    ) -> Tensor:
+        """See :class:`.key_values.KeyValues`; with ``of`` ``[T]`` tokens, several of a row behind one another."""
         split_model = policies[0].split_model
-        rows, fills = self._rows, fills_up(split_model.device)
+        of = np.arange(len(self._rows)) if of is None else of
+        rows, fills = [self._rows[row] for row in of.tolist()], fills_up(split_model.device)
         whole = fills or split_model.by_kernels or split_model.in_order
         for row, page in zip(rows, (positions // PAGE).tolist(), strict=True):
             if page == len(row.shared) + len(row.own):
@@ -223,18 +229,11 @@ class Pages:
             for row, token in zip(rows, tokens.tolist(), strict=True):
                 row.tokens.append(token)
         self._store.reserve(self._table.pages)
-        if self._shared is None:
-            # Pages that a row has for itself are read with its own, by one call, where lists are whole, and of a row
-            # alone; several would be copied for it. A kernel reads few pages once more for each row in less time.
-            shared_by, joined = Counter(row.shared for row in rows), whole or len(rows) == 1
-            few = FEW if split_model.by_kernels else 0
-            alone = [
-                joined and (split_model.in_order or shared_by[row.shared] == 1 or len(row.shared) <= few)
-                for row in rows
-            ]
+        if self._shared is None or not np.array_equal(of, self._of):
+            alone = np.array(self.alone(split_model))[of].tolist()
             self._apart = [row.shared if of_one else () for row, of_one in zip(rows, alone, strict=True)]
             shared = [() if of_one else row.shared for row, of_one in zip(rows, alone, strict=True)]
-            self._shared = shared_lists(shared, fills)
+            self._shared, self._of = shared_lists(shared, fills), of
         apart = self._apart
         inside = positions - PAGE * np.array([len(row.shared) - len(own) for row, own in zip(rows, apart, strict=True)])
         pages = inside // PAGE
@@ -255,6 +254,27 @@ class Pages:
         activate_each(policies, [1] * (len(rows) - 1) + [1 + count - len(rows)])
         states = self._replays.states(policies, torch.from_numpy(ids), torch.from_numpy(at), plan)
         return states[: len(rows)]
+
+    def alone(self, split_model: SplitModel) -> list[bool]:
+        """``[R]`` whether a row's shared pages are read with its own, by a call that no other row's are in.
+
+        So are pages that a row has for itself, where lists are whole, and those of a row alone; several would be copied
+        for it. A kernel reads few pages once more for each row in less time.
+        """
+        rows = self._rows
+        whole = fills_up(split_model.device) or split_model.by_kernels or split_model.in_order
+        shared_by, joined = Counter(row.shared for row in rows), whole or len(rows) == 1
+        few = FEW if split_model.by_kernels else 0
+        return [
+            joined and (split_model.in_order or shared_by[row.shared] == 1 or len(row.shared) <= few) for row in rows
+        ]
+
+    def trim(self, lengths: IntArray) -> None:
+        """Drop tokens behind these lengths ``[R]``: those of drafts that were not drawn."""
+        for row, length in zip(self._rows, lengths.tolist(), strict=True):
+            count = -(-length // PAGE) - len(row.shared)
+            self._table.release(reversed(row.own[count:]))
+            del row.own[count:], row.tokens[length:]
 
     def spoilt(self, rows: IntArray) -> None:
         found = [self._rows[row] for row in rows.tolist()]

@@ -32,6 +32,7 @@ from gradwire_server.engine.sampling.pages.pages import Pages, paged_token_bytes
 from gradwire_server.engine.sampling.pages.recomputed import Recomputed, keeps_cache
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from gradwire_server.engine.sampling.several_policies import can_share
+from gradwire_server.engine.sampling.speculation import Mode, Speculation
 
 _Version = tuple[tuple[int, int], ...]
 
@@ -63,6 +64,7 @@ class LocalSampler:
         kept_bytes: Maximum bytes of keys and values to keep of a batch whose requests are done, for prompts that begin
             like theirs: the next turns of conversations. They are not used any more when the weights change. A request
             that is computed alone neither keeps nor finds any. On a CPU, free room may take as much again, or 64 MiB.
+        speculate: See :class:`.speculation.Speculation`.
     """
 
     beside_batches = True
@@ -74,8 +76,10 @@ class LocalSampler:
         cache_bytes: int = 1 << 30,
         logits_elements: int = 1 << 25,
         kept_bytes: int = 128 << 20,
+        speculate: Mode = "auto",
     ) -> None:
         self._agreement = agreement or Agreement()
+        self._speculation = Speculation(speculate)
         self._division = Division(self._agreement)
         self._cache_bytes = cache_bytes
         self._logits_elements = logits_elements
@@ -141,7 +145,9 @@ class LocalSampler:
             tokens = self._cache_bytes // self._bytes_of_token(policy)
             values = self._values(policy, key, tokens)
             packed = self._packed_weights(key.split_model)
-            self._batches[key] = Batch(key.split_model, values, tokens, rows, self._uniforms, self._division, packed)
+            self._batches[key] = Batch(
+                key.split_model, values, tokens, rows, self._uniforms, self._division, packed, self._speculation
+            )
         self._batches[key].add(job)
 
     def cancel(self, job: LocalJob) -> int:

@@ -200,6 +200,8 @@ class Samples:
         texts: Text of each sample, or None without a tokenizer.
         top: ``[T, k]`` the most probable tokens in each token's place, int32, and their log-probabilities, float32,
             most probable first; None if ``top_logprobs`` is 0.
+        num_drafted_tokens: Tokens that were computed before they were drawn; see :class:`.drafts.Drafts`.
+        num_accepted_tokens: Those of them that were drawn.
     """
 
     counts: npt.NDArray[np.uint32]
@@ -209,6 +211,8 @@ class Samples:
     stop_reasons: list[StopReason]
     texts: list[str] | None
     top: TopTokens | None = None
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     def by_prompt(self) -> list[list[Sample]]:
         """The samples of each prompt."""

@@ -32,6 +32,7 @@ from gradwire_server.engine.sampling.samplers.local import LocalSampler
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
 from gradwire_server.engine.sampling.samplers.vllm_engines import AdapterEngine, VllmEngine, WeightsEngine
 from gradwire_server.engine.sampling.samplers.vllm_weights import IN_PROCESS, allow_in_process
+from gradwire_server.engine.sampling.speculation import Mode
 from gradwire_server.engine.sizing.estimate import MEMORY_SHARE
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class VllmSampler:
         max_adapters: Maximum number of adapters in one batch of vLLM.
         memory_share: Share of the GPU's memory, from 0 to 1, that each of vLLM's engines reserves while it is awake.
         sleeps: Whether they sleep while a batch is trained on; by default on a GPU, as vLLM cannot on a CPU.
-        cache_bytes: Of the local sampler.
+        cache_bytes, speculate: Of the local sampler.
 
     Raises:
         OperationError: UNSUPPORTED if vLLM is not installed.
@@ -66,6 +67,7 @@ class VllmSampler:
         memory_share: float = MEMORY_SHARE,
         sleeps: bool | None = None,
         cache_bytes: int = 1 << 30,
+        speculate: Mode = "auto",
     ) -> None:
         # In this process, so that vLLM ends with it and runs only when stepped.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -81,7 +83,7 @@ class VllmSampler:
         self._max_rank, self._max_adapters, self._memory_share = max_rank, max_adapters, memory_share
         self._sleeps = pool.device.type == "cuda" if sleeps is None else sleeps
         self.beside_batches = not self._sleeps
-        self._local = LocalSampler(agreement, cache_bytes=cache_bytes)
+        self._local = LocalSampler(agreement, cache_bytes=cache_bytes, speculate=speculate)
         self._engines: dict[tuple[str, bool], VllmEngine] = {}
         self._locals_turn = False
 

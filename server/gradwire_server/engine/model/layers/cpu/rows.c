@@ -131,6 +131,46 @@ void log_probabilities(const float *logits, const number *tokens, float *out, nu
   }
 }
 
+// Rows of a product with a weight as it is: the sum over each lane of two steps in turns, then that of the lanes.
+static inline __attribute__((always_inline)) void dots(int rows, const float *x, const float *weight, float scale,
+                                                       number adds, float *out, number I, number O) {
+  lanes sums[4][2] = {0};
+  number i = 0;
+  for (; i + LANES <= I; i += 2 * LANES) {
+    lanes first = *(const lanes *)(weight + i);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) sums[r][0] += first * *(const lanes *)(x + r * I + i);
+    if (i + 2 * LANES > I) {
+      i += LANES;
+      break;
+    }
+    lanes second = *(const lanes *)(weight + i + LANES);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) sums[r][1] += second * *(const lanes *)(x + r * I + i + LANES);
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; r++) {
+    union { lanes vector; float numbers[LANES]; } whole = {sums[r][0] + sums[r][1]};
+    for (int half = LANES / 2; half; half /= 2)
+      for (int l = 0; l < half; l++) whole.numbers[l] += whole.numbers[l + half];
+    float total = whole.numbers[0];
+    for (number rest = i; rest < I; rest++) total = fmaf(weight[rest], x[r * I + rest], total);
+    out[r * O] = fmaf(scale, total, adds ? out[r * O] : 0.0f);
+  }
+}
+
+// scale * x [M, I] with a weight [O, I] -> out [M, O], or added to it; a number is the same whatever the other rows are.
+// For weights of few outputs or inputs, which change too often to be worth panels.
+void small_product(const float *x, const float *weight, float scale, number adds, float *out, number M, number I,
+                   number O, number threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (number o = 0; o < O; o++) {
+    number row = 0;
+    for (; row + 4 <= M; row += 4) dots(4, x + row * I, weight + o * I, scale, adds, out + row * O + o, I, O);
+    for (; row < M; row++) dots(1, x + row * I, weight + o * I, scale, adds, out + row * O + o, I, O);
+  }
+}
+
 // A token of each row of logits [R, V] with a stride, drawn by inverting its cumulative distribution at uniform [R], and
 // its log-probability [R]: as drawing/draw.py does, the block first, whose sums are in double. A weight of zero is never
 // drawn; where a logit is not a number, nor is the log-probability.

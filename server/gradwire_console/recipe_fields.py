@@ -120,7 +120,8 @@ def resolved(settings: Settings, hidden_size: int, num_rows: int) -> dict[str, s
     return {
         "learning_rate": f"{rate:.2g}, by the model's width",
         "head_learning_rate": f"{rate:.2g}, as the others",
-        "max_steps": f"{steps}{total:,}: {settings.epochs} × {rows - held_out:,} rows, {per_step} a step",
+        "max_steps": f"{steps}{total:,}"
+        + ("" if settings.max_steps else f": {settings.epochs} × {rows - held_out:,} rows, {per_step} a step"),
         "warmup": f"{settings.warmup:g}: {warmup_steps(settings, total)} steps",
         "lora_alpha": f"{settings.lora_alpha or 2 * settings.lora_rank:g}, twice the rank",
         "lora_dropout": f"{settings.dropout:g}, as dropout",

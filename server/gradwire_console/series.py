@@ -298,7 +298,8 @@ class Record:
             self._led = np.ones(len(self), bool)
             _, begins = np.unique(stretches, return_index=True)
             least = math.inf  # step of those behind
-            for begin, end in zip(begins[::-1], [len(self), *begins[:0:-1]], strict=True):
+            ends = [*begins[1:], len(self)]
+            for begin, end in zip(begins[::-1], reversed(ends[: len(begins)]), strict=True):
                 self._led[begin:end] = steps[begin:end] < least
                 least = min(least, steps[begin:end].min())
         return self._led

@@ -241,6 +241,7 @@ def test_a_curve_over_steps_leaves_out_what_a_load_made_void() -> None:
     record.append(of(("load_checkpoint", 2, NAN), ("forward_backward", 2, 1.5), ("optim_step", 3, NAN), first=9))
     assert record.curve("loss") == [[0, 4], [1, 3], [2, 1.5]]
     assert len(record.curve("loss", "tokens")) == 5, "what was computed stays"
+    assert Record(history(0)).metrics_over("step") == [], "of a run that has done nothing"
     fork = Record(of(*(each for each in LOOP if each[0] != "save")))
     fork.append(of(("forward", 0, 9.0), run_id="fork"))
     assert fork.curve("loss") == [] and sorted(fork.metrics_over("step")) == ["loss (forward only)", "tokens_per_s"]

@@ -189,7 +189,7 @@ class RolloutCall:
         request: pb.RenderRequest,
         messages: Sequence[Message],
         images: Mapping[int, Sequence[bytes]],
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """The prompt of a conversation, with the tokens that were sampled for the answers in it.
 
         Args:
@@ -218,7 +218,8 @@ class RolloutCall:
             if not reason:
                 ids = np.concatenate([before, np.array(row.ids, np.uint32)])
                 self._prompts = [_Prompt(ids, Place(number, len(before)), asked, row)]
-                return list(ids.tolist())
+                whole: list[int] = ids.tolist()
+                return whole
             request.ClearField("behind")
         texts = list(asked.texts)
         for index, number in asked.seen.items():
@@ -227,7 +228,7 @@ class RolloutCall:
         row = await _rendered(render, request, texts)
         ids = np.array(row.ids, np.uint32)
         self._prompts = [_Prompt(ids, transcript.place(ids, asked, reason), asked, row)]
-        return list(ids.tolist())
+        return row.ids  # a list of them would take longer than all else here
 
     def tokens(self, ids: Sequence[int], text: str = "") -> None:
         """Take a prompt that is no conversation, behind those that were taken.
@@ -367,7 +368,10 @@ class RolloutCall:
             stored = journal_pb2.StoredTurn(asked=digest, body=call.body, idempotency_key=call.idempotency_key)
             turn = stored.turn
             turn.number, turn.parent, turn.shared, turn.fork = number, place.parent, place.shared, place.fork
-            turn.prompt_suffix.extend(prompt.ids[place.shared :].tolist())
+            if len(prompt.rendered.ids) == len(prompt.ids) - place.shared:  # which are copied without a list of them
+                turn.prompt_suffix.MergeFrom(prompt.rendered.ids)
+            else:
+                turn.prompt_suffix.extend(prompt.ids[place.shared :].tolist())
             turn.prompt_tokens = len(prompt.ids)
             turn.response_ids.extend(answer.ids)
             turn.logprobs.extend(answer.logprobs)

@@ -255,7 +255,7 @@ class Conversation:
         found = [(text.find(stop), stop) for stop in asked.call.stop if stop in text]
         return min(found)[1] if found else None
 
-    async def _prompt(self, template: str) -> tuple[list[int], ConversationImages]:
+    async def _prompt(self, template: str) -> tuple[Sequence[int], ConversationImages]:
         """The ids of the conversation, ready for the assistant's turn, and its images."""
         asked, images = self._asked, ConversationImages()
         messages = messages_for_template(asked.messages, images)

@@ -62,6 +62,10 @@ class ImageTokens:
         positions = None if self.positions is None else self.positions[tokens]
         return replace(self, places=self.places[tokens], positions=positions)
 
+    def keys(self, input_ids: Tensor) -> Tensor:
+        """``[N]`` numbers that are equal where the model reads the same: ids of text, and of each image token its own."""
+        return torch.where(self.places >= 0, -1 - self.places, input_ids)
+
     def arranged(self, places: Tensor, size: int) -> ImageTokens:
         """Those of an axis of ``size`` entries, on which token ``t`` is at ``places[t]``."""
         own = torch.full((size,), -1, dtype=torch.int64)

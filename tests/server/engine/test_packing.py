@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 import transformers
 from gradwire_server.engine.model.attention import packed
 from gradwire_server.engine.model.loading.pool import ModelPool
-from gradwire_server.engine.model.packing import MIN_SAVED, Layout, Packing, arrange, lay_out, shared_lengths
+from gradwire_server.engine.model.packing import Layout, Packing, arrange, lay_out
 from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.prefix_tree import MIN_PART, MIN_SAVED, branches
 from gradwire_server.engine.model.split_model import SplitModel
 from torch import Tensor
 
@@ -153,29 +155,37 @@ def test_what_is_shared_is_computed_once() -> None:
     inputs = ragged(torch.Generator().manual_seed(0), [40, 50, 60, 25, 25], [3, 2], common=20)
     layout = lay_out(*inputs)
     assert isinstance(layout, Layout) and len(layout.input_ids) == 200 - 2 * 20 - 20
-    assert layout.own_lengths.tolist() == [40, 30, 40, 25, 5]
+    assert [segment.length for segment in layout.segments] == [40, 30, 40, 25, 5]
     assert torch.equal(layout.input_ids[layout.places], inputs[0])
     assert torch.equal(layout.position_ids[layout.places], torch.cat([torch.arange(n) for n in inputs[1].tolist()]))
 
 
 @pytest.mark.parametrize(
-    ("sequences", "group_sizes", "shared"),
+    ("sequences", "sharing", "own"),
     [
-        ([[1] * 20, [1] * 20], [2], [0, 20]),
-        ([[1] * 20, [1] * 25, [1] * 18], [3], [0, 18, 18]),
-        ([[1] * 20, [1] * 19 + [2], [3] + [1] * 19], [3], [0, 0, 0]),
-        ([[1] * 20, [1] * 20], [1, 1], [0, 0]),
-        ([[1] * 5 + [2], [1] * 5 + [3]], [2], [0, 0]),
-        ([[1] * 9 + [2]] * 2 + [[1] * 9 + [3]], [3], [0, 9, 9]),
-        ([[4], [1] * 20, [1] * 17], [1, 2], [0, 0, 17]),
+        ([[1] * 20, [1] * 20], [2], [20, 0]),
+        ([[1] * 20, [1] * 25, [1] * 18], [3], [0, 25, 0]),
+        ([[1] * 20, [1] * 19 + [2], [3] + [1] * 19], [3], [20, 1, 20]),
+        ([[1] * 20, [1] * 20], [1, 1], [20, 20]),
+        ([[1] * 5 + [2], [1] * 5 + [3]], [2], [6, 6]),
+        ([[1] * 9 + [2], [1] * 9 + [4], [1] * 9 + [3]], [3], [10, 1, 1]),
+        ([[4], [1] * 20 + [2], [1] * 17], [1, 2], [1, 21, 0]),
+        # A node within a node; one that saves 16 of more than 32 times as many tokens is left out.
+        ([[1] * 40, [1] * 20 + [2] * 40, [1] * 20 + [2] * 20 + [3]], [3], [40, 40, 1]),
+        ([[1] * 400 + [2] * 300, [1] * 400 + [2] * 16 + [3] * 300, [1] * 400 + [4]], [3], [700, 316, 1]),
     ],
 )
-def test_how_much_is_shared(sequences: list[list[int]], group_sizes: list[int], shared: list[int]) -> None:
-    assert MIN_SAVED == 16
+def test_how_much_is_shared(sequences: list[list[int]], sharing: list[int], own: list[int]) -> None:
+    assert MIN_SAVED == 16 and MIN_PART == 32
     input_ids = torch.tensor([token for sequence in sequences for token in sequence])
     lengths = torch.tensor([len(sequence) for sequence in sequences])
-    assert shared_lengths(input_ids, lengths, torch.tensor(group_sizes)).tolist() == shared
-    layout = lay_out(input_ids, lengths, torch.tensor(group_sizes))
+    held = [0] * len(sequences)
+    for begin, count in zip(accumulate([0, *sharing]), sharing, strict=False):
+        for branch in branches(input_ids, lengths, range(begin, begin + count)):
+            held[branch.sequence] = branch.own
+    assert held == own
+    layout = lay_out(input_ids, lengths, torch.tensor(sharing))
+    assert len(layout.input_ids) == sum(own)
     assert torch.equal(layout.input_ids[layout.places], input_ids)
 
 
@@ -190,7 +200,7 @@ def test_dropout_shares_nothing_and_trains(load: Load) -> None:
     policy = Policy(load(), dropout=0.2)
     assert policy.packing() is Packing.SHARED and policy.packing(training=True) is Packing.PACKED
     inputs = ragged(torch.Generator().manual_seed(0), LENGTHS, GROUPS, common=30)
-    first, second = (policy.hidden(*inputs[:2], group_sizes=inputs[2], training=True) for _ in range(2))
+    first, second = (policy.hidden(*inputs[:2], sharing=inputs[2], training=True) for _ in range(2))
     assert not torch.allclose(first, second)
     first.sum().backward()
 
@@ -213,7 +223,7 @@ def test_a_model_that_cannot_be_packed_is_padded(
     assert "padded" in caplog.text
     input_ids, lengths, group_sizes = ragged(torch.Generator().manual_seed(0), [40, 50], [2], common=20)
     with torch.no_grad():
-        assert len(Policy(split_model).hidden(input_ids, lengths, group_sizes=group_sizes)) == 90
+        assert len(Policy(split_model).hidden(input_ids, lengths, sharing=group_sizes)) == 90
 
 
 def test_a_layer_that_keeps_its_window_to_itself_is_not_packed(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

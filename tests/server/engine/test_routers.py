@@ -222,7 +222,7 @@ def test_the_figures_of_routers_are_those_of_the_tokens_one_by_one(name: str, tm
 
 def sums_of(policy: Policy, ids: Tensor, lengths: Tensor, groups: Tensor | None) -> Mapping[str, Tensor]:
     found: dict[str, Tensor] = {}
-    policy.hidden(ids, lengths, group_sizes=groups, training=True, router_sums=found)
+    policy.hidden(ids, lengths, sharing=groups, training=True, router_sums=found)
     assert found.keys() == ROUTER_SCORES
     return found
 

@@ -1,9 +1,9 @@
 """Packing of ragged sequences on one token axis, without padding and with shared prefixes computed once.
 
-Legend: ``S`` sequences, ``N`` tokens of all of them, ``M`` tokens that are computed. If the sequences of one example
-(the responses to one prompt, a preferred and a rejected answer) begin alike, the first sequence holds the common tokens
-and each other one only its remaining tokens, its *branch*, which attends to the common tokens and itself. Attention is
-causal, so each sequence has the hidden states it would have alone; :mod:`.attention` computes it.
+Legend: ``S`` sequences, ``N`` tokens of all of them, ``M`` tokens that are computed. Sequences that begin alike form a
+tree (:mod:`.prefix_tree`), of any depth: the first sequence through a node holds its tokens, and each later one holds
+only the tokens beyond the nodes that are held already, its *branch*, which attends to these nodes and to itself.
+Attention is causal, so each sequence has the hidden states it would have alone; :mod:`.attention` computes it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from gradwire_losses.batch import segment_ids, sent
 from torch import Tensor
 
 from gradwire_server.engine.model.attention.masked import MaskedSegments, QuerySegment
-
-MIN_SAVED = 16
-"""Minimum number of tokens that sharing must save in an example; below it the extra attention calls cost more."""
+from gradwire_server.engine.model.prefix_tree import Branch, branches
 
 BLOCK = 64
 """Queries of a block, as in ``layers/cpu/blocks.c``."""
@@ -40,21 +38,31 @@ class Packing(enum.IntEnum):
 
 
 class Segment(NamedTuple):
-    """Consecutive tokens of one sequence, and the place of the tokens before them if those are held elsewhere."""
+    """Consecutive tokens of one sequence, and the places of the tokens before them if those are held elsewhere.
+
+    Attributes:
+        spans: First and last place of each node that holds tokens before the segment's, in their order; a last place is
+            the one after.
+    """
 
     start: int
     length: int
-    prefix_start: int = 0
-    prefix_length: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
 
     @property
     def reach(self) -> int:
         """Number of tokens that the segment's last token attends to."""
-        return self.prefix_length + self.length
+        return self.length + sum(stop - start for start, stop in self.spans)
+
+    @property
+    def key_places(self) -> Tensor:
+        """Their places."""
+        own = torch.arange(self.start, self.start + self.length)
+        return torch.cat([*(torch.arange(*span) for span in self.spans), own]) if self.spans else own
 
 
 class PrefixBlock(NamedTuple):
-    """Consecutive branches that all attend to one whole prefix."""
+    """Consecutive tokens that all attend to one whole node."""
 
     start: int
     stop: int
@@ -132,14 +140,12 @@ class Layout:
         input_ids: ``[M]`` token ids.
         position_ids: ``[M]`` position of each token in its sequence.
         places: ``[N]`` place on the axis of each token of the sequences; shared tokens have the same place.
-        own_lengths: ``[S]`` number of tokens that each sequence holds itself.
-        segments: Segments of the sequences that hold any token, in the order of the sequences.
+        segments: Segments of the sequences that hold any token, in the order of the axis.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     places: Tensor
-    own_lengths: Tensor
     segments: tuple[Segment, ...]
     _copies: dict[torch.device, tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=dict)
 
@@ -155,12 +161,18 @@ class Layout:
 
     @cached_property
     def prefix_blocks(self) -> list[PrefixBlock]:
-        blocks = []
-        branches = (segment for segment in self.segments if segment.prefix_length)
-        for (start, length), together in groupby(branches, key=lambda each: (each.prefix_start, each.prefix_length)):
-            members = list(together)
-            stop = members[-1].start + members[-1].length
-            blocks.append(PrefixBlock(members[0].start, stop, start, start + length))
+        """For each node the tokens that attend to it from elsewhere, which lie together."""
+        blocks: list[PrefixBlock] = []
+        latest: dict[tuple[int, int], int] = {}
+        for segment in self.segments:
+            stop = segment.start + segment.length
+            for span in segment.spans:
+                number = latest.get(span)
+                if number is not None and blocks[number].stop == segment.start:
+                    blocks[number] = blocks[number]._replace(stop=stop)
+                else:
+                    latest[span] = len(blocks)
+                    blocks.append(PrefixBlock(segment.start, stop, *span))
         return blocks
 
     @cached_property
@@ -182,41 +194,32 @@ class Layout:
 
     @cached_property
     def query_blocks(self) -> QueryBlocks:
-        blocks, parts, families = list[list[int]](), list[tuple[int, ...]](), dict[int, int]()
+        blocks, parts, families = list[list[int]](), list[tuple[int, int, int, int]](), dict[int, int]()
         family = self.segments[0].start
 
-        def of_one(segment: Segment) -> tuple[int, int, int]:
+        def of_one(segment: Segment) -> tuple[int, tuple[int, int] | None]:
             nonlocal family
-            if not segment.prefix_length and segment.start - family >= BLOCK:
+            if not segment.spans and segment.start - family >= BLOCK:
                 family = segment.start
-            return family, segment.prefix_start, segment.prefix_length
+            return family, segment.spans[0] if segment.spans else None
 
-        for (family_start, prefix_start, prefix_length), together in groupby(self.segments, key=of_one):
+        for (family_start, _), together in groupby(self.segments, key=of_one):
             members = list(together)
             first, stop = members[0].start, members[-1].start + members[-1].length
             families.setdefault(family_start, len(blocks))
-            for start, length, *_ in members:
-                place = start
-                while place < start + length:
-                    into = (place - first) % BLOCK
-                    if into == 0:
-                        blocks.append([place, min(place + BLOCK, stop), len(parts), 0])
-                        if prefix_length:
-                            parts.append((*blocks[-1][:2], prefix_start, prefix_start + prefix_length))
-                    end = min(place + BLOCK - into, start + length)
-                    parts.append((place, end, start, end))
-                    place, blocks[-1][3] = end, len(parts)
+            number = 0
+            for place in range(first, stop, BLOCK):
+                end, begin = min(place + BLOCK, stop), len(parts)
+                while members[number].start + members[number].length <= place:
+                    number += 1
+                parts += _parts(members, number, place, end)
+                blocks.append([place, end, begin, len(parts)])
         return QueryBlocks(*(torch.tensor(each) for each in (blocks, parts, [*families.values(), len(blocks)])))
 
     @cached_property
     def masked(self) -> MaskedSegments:
         """The segments for attention with masks."""
-        segments = []
-        for start, length, prefix_start, prefix_length in self.segments:
-            own = torch.arange(start, start + length)
-            prefix = torch.arange(prefix_start, prefix_start + prefix_length)
-            segments.append(QuerySegment(start, length, torch.cat([prefix, own])))
-        return MaskedSegments(segments)
+        return MaskedSegments([QuerySegment(each.start, each.length, each.key_places) for each in self.segments])
 
     @cached_property
     def ordered(self) -> OrderedKeys:
@@ -233,10 +236,7 @@ class Layout:
     @cached_property
     def key_places(self) -> Tensor:
         """Places on the axis of all segments' keys, concatenated."""
-        parts = []
-        for start, length, prefix_start, prefix_length in self.segments:
-            parts += [torch.arange(prefix_start, prefix_start + prefix_length), torch.arange(start, start + length)]
-        return torch.cat(parts)
+        return torch.cat([segment.key_places for segment in self.segments])
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
         """:attr:`offsets`, and :attr:`key_places` unless they equal the axis, copied once to the device."""
@@ -260,11 +260,13 @@ class Padded:
     places: Tensor
 
 
-def arrange(packing: Packing, input_ids: Tensor, lengths: Tensor, group_sizes: Tensor | None = None) -> Layout | Padded:
+def arrange(
+    packing: Packing, input_ids: Tensor, lengths: Tensor, sharing: Tensor | None = None, keys: Tensor | None = None
+) -> Layout | Padded:
     """Arrange sequences in the form that a model takes; arguments as in :func:`lay_out`."""
     if packing is Packing.PADDED:
         return pad(input_ids, lengths)
-    return lay_out(input_ids, lengths, group_sizes if packing is Packing.SHARED else None)
+    return lay_out(input_ids, lengths, sharing if packing is Packing.SHARED else None, keys)
 
 
 def pad(input_ids: Tensor, lengths: Tensor) -> Padded:
@@ -278,66 +280,80 @@ def pad(input_ids: Tensor, lengths: Tensor) -> Padded:
     return Padded(padded.view(len(lengths), width), places)
 
 
-def lay_out(input_ids: Tensor, lengths: Tensor, group_sizes: Tensor | None = None) -> Layout:
-    """Lay out sequences on one axis, in their order.
+def lay_out(
+    input_ids: Tensor, lengths: Tensor, sharing: Tensor | None = None, keys: Tensor | None = None
+) -> Layout:
+    """Lay out sequences on one axis.
 
     Args:
         input_ids: ``[N]``.
         lengths: ``[S]``, each at least 1.
-        group_sizes: ``[B]`` sequences per example; common prefixes are computed once. None shares nothing.
+        sharing: ``[G]`` numbers of consecutive sequences that share prefixes with each other only; None shares nothing.
+        keys: ``[N]`` numbers that are equal where tokens are, images included; the ids by default.
+
+    Returns:
+        Sequences in their order, or, where any share, in the order of their trees.
     """
-    if len(lengths) == 1:
-        every = torch.arange(len(input_ids))
-        return Layout(input_ids, every, every, lengths, (Segment(0, len(input_ids)),))
     starts = lengths.cumsum(0) - lengths
-    sequences = segment_ids(lengths)
-    offsets = torch.arange(len(input_ids)) - starts[sequences]
-    shared = torch.zeros_like(lengths) if group_sizes is None else shared_lengths(input_ids, lengths, group_sizes)
-    own_lengths = lengths - shared
-    own_starts = own_lengths.cumsum(0) - own_lengths
-    if group_sizes is None or not shared.any():
-        kept_ids, positions, places = input_ids, offsets, torch.arange(len(input_ids))
-        holders = own_starts
-    else:
-        first = (group_sizes.cumsum(0) - group_sizes)[segment_ids(group_sizes)]
-        holders = own_starts[first]
-        kept = offsets >= shared[sequences]
-        kept_ids, positions = input_ids[kept], offsets[kept]
-        places = torch.where(kept, (own_starts - shared)[sequences] + offsets, holders[sequences] + offsets)
-    segments = zip(own_starts.tolist(), own_lengths.tolist(), holders.tolist(), shared.tolist(), strict=True)
-    return Layout(
-        kept_ids,
-        positions,
-        places,
-        own_lengths,
-        tuple(
-            Segment(start, length, holder if prefix else 0, prefix)
-            for start, length, holder, prefix in segments
-            if length
-        ),
-    )
+    found: list[Branch] = []
+    if sharing is not None and len(sharing) < len(lengths):
+        sequence = 0
+        for count in sharing.tolist():
+            found += branches(input_ids if keys is None else keys, lengths, range(sequence, sequence + count))
+            sequence += count
+    if all(branch.own == branch.length for branch in found):
+        offsets = torch.arange(len(input_ids)) - starts.repeat_interleave(lengths)
+        segments = tuple(map(Segment, starts.tolist(), lengths.tolist()))
+        return Layout(input_ids, offsets, torch.arange(len(input_ids)), segments)
+    begins: list[int] = starts.tolist()
+    places, segments_of = torch.empty_like(input_ids), dict[int, Segment]()
+    kept, positions, place = list[Tensor](), list[Tensor](), 0
+    for sequence, length, own, nodes, holder in found:
+        begin = begins[sequence]
+        if holder is not None:
+            places[begin : begin + length] = places[begins[holder] : begins[holder] + length]
+            continue
+        spans = tuple((segments_of[each].start + start, segments_of[each].start + stop) for each, start, stop in nodes)
+        segments_of[sequence] = segment = Segment(place, own, spans)
+        places[begin : begin + length] = segment.key_places
+        kept.append(input_ids[begin + length - own : begin + length])
+        positions.append(torch.arange(length - own, length))
+        place += own
+    return Layout(torch.cat(kept), torch.cat(positions), places, tuple(segments_of.values()))
 
 
-def shared_lengths(input_ids: Tensor, lengths: Tensor, group_sizes: Tensor) -> Tensor:
-    """``[S]``: number of leading tokens of each sequence that its example's first sequence computes for it.
+def tree_layout() -> Layout:
+    """A small layout with nodes within nodes, to try kernels with."""
+    rows = [[1] * 90, [1] * 40 + [2] * 60, [1] * 40 + [2] * 30 + [3] * 5, [1] * 40 + [2] * 30 + [4] * 70, [1] * 40 + [5]]
+    rows += [[6] * 5, [7] * 33]
+    lengths = torch.tensor([len(row) for row in rows])
+    return lay_out(torch.tensor([token for row in rows for token in row]), lengths, torch.tensor([len(rows)]))
 
-    They are the common prefix of all sequences of the example; 0 where sharing saves fewer than :data:`MIN_SAVED`.
+
+def _parts(
+    members: Sequence[Segment], number: int, place: int, end: int
+) -> list[tuple[int, int, int, int]]:
+    """Parts of a block of queries: each node that any of them attend to, for all of these, and their own segments.
+
+    Args:
+        members: Segments, the one numbered ``number`` being that of the first query.
     """
-    if len(group_sizes) == len(lengths):
-        return torch.zeros_like(lengths)
-    starts = lengths.cumsum(0) - lengths
-    groups = segment_ids(group_sizes)
-    first = (group_sizes.cumsum(0) - group_sizes)[groups]
-    sequences = segment_ids(lengths)
-    offsets = torch.arange(len(input_ids)) - starts[sequences]
-    inside = offsets < lengths[first][sequences]
-    counterparts = torch.where(inside, starts[first][sequences] + offsets, 0)
-    alike = inside & (input_ids[counterparts] == input_ids)
-    common = torch.where(alike, lengths[sequences], offsets)
-    of_sequence = lengths.scatter_reduce(0, sequences, common, "amin")
-    of_group = lengths.new_full(group_sizes.shape, len(input_ids)).scatter_reduce(0, groups, of_sequence, "amin")
-    of_group *= of_group * (group_sizes - 1) >= MIN_SAVED
-    return torch.where(torch.arange(len(lengths)) == first, 0, of_group[groups])
+    shared: dict[tuple[int, int], list[int]] = {}
+    own = []
+    while number < len(members) and members[number].start < end:
+        segment = members[number]
+        first, stop = max(place, segment.start), min(end, segment.start + segment.length)
+        for span in segment.spans:
+            shared.setdefault(span, [first, stop])[1] = stop
+        own.append((first, stop, segment.start, stop))
+        number += 1
+    parts: list[tuple[int, int, int, int]] = []
+    for (start, stop), queries in shared.items():
+        if parts and parts[-1][3] == start and [*parts[-1][:2]] == queries:
+            parts[-1] = (*parts[-1][:3], stop)
+        else:
+            parts.append((queries[0], queries[1], start, stop))
+    return parts + own
 
 
 def bucket_of(segments: Sequence[Segment]) -> Bucket:

@@ -132,7 +132,7 @@ class Policy:
         lengths: Tensor,
         positions: Tensor | None = None,
         *,
-        group_sizes: Tensor | None = None,
+        sharing: Tensor | None = None,
         training: bool = False,
         activations: Activations = Activations.KEEP,
         router_sums: dict[str, Tensor] | None = None,
@@ -144,7 +144,7 @@ class Policy:
             input_ids: ``[N]``, on the CPU.
             lengths: ``[S]``, on the CPU.
             positions: ``[P]`` indices into the tokens; by default all of them.
-            group_sizes: ``[B]`` sequences per example; common prefixes are computed once.
+            sharing: ``[G]`` numbers of consecutive sequences whose common prefixes are computed once.
             training: Apply the run's dropout and gradient checkpointing.
             activations: What becomes of the activations in training mode.
             router_sums: Receives what the routers of a mixture of experts decide, as :data:`.routers.ROUTER_SCORES`.
@@ -165,7 +165,9 @@ class Policy:
                 rule="the same base model, with images",
             )
         self.activate(training=training, activations=activations)
-        arranged = arrange(self.packing(training=training, images=images is not None), input_ids, lengths, group_sizes)
+        packing = self.packing(training=training, images=images is not None)
+        keys = input_ids if images is None else images.keys(input_ids)
+        arranged = arrange(packing, input_ids, lengths, sharing, keys)
         weights = chain(self.model.parameters(), self.model.buffers(), self._parameters.values())
         routers = self.split_model.routers if router_sums is not None else None
         with activations.saving(weights), nullcontext() if routers is None else routers.observed() as seen:

@@ -47,7 +47,7 @@ def hidden_together(
         first.packing(training=True),
         torch.cat([batch.input_ids for batch in batches]),
         lengths,
-        torch.cat([batch.group_sizes for batch in batches]),
+        torch.tensor([batch.num_sequences for batch in batches]),
     )
     begins, total = [], 0
     for batch in batches:

@@ -87,7 +87,7 @@ class Reading:
                 batch.input_ids,
                 batch.lengths,
                 self.places["read"],
-                group_sizes=batch.group_sizes,
+                sharing=torch.tensor([batch.num_sequences]),
                 images=batch.images,
             )
 
@@ -239,7 +239,7 @@ def _hidden(
         reading.batch.input_ids,
         reading.batch.lengths,
         reading.positions,
-        group_sizes=reading.batch.group_sizes,
+        sharing=torch.tensor([reading.batch.num_sequences]),
         training=training,
         activations=activations,
         router_sums=routers,

@@ -2,9 +2,12 @@
 
 Examples are taken longest first, so that neighbours have similar lengths, into micro-batches within a budget of
 computed tokens, counted with padding or sharing as the model's form needs. An example (a pair, a group) is never split.
+Examples that begin alike follow each other, in the order of their tree of prefixes (:mod:`.prefix_tree`). A tree is cut
+where the next micro-batch computes few tokens again, or where memory ends.
+
 A run with lanes has as many micro-batches for each of them, where there are the examples. These are spread so that all
-compute about as many tokens; only padded ones stay beside their neighbours. The budget also says what becomes of the
-activations of each. The plan depends only on the batch, the budget and that form.
+compute about as many tokens; only padded ones and those of a tree stay beside their neighbours. The budget also says
+what becomes of the activations of each. The plan depends only on the batch, the budget and that form.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 
 import torch
 from gradwire_losses.batch import Batch, segment_ids, segment_sum
@@ -21,8 +24,14 @@ from torch import Tensor
 
 from gradwire_server.engine.interruption import between_micro_batches
 from gradwire_server.engine.model.layers.activations import ALL, Activations
-from gradwire_server.engine.model.packing import Packing, shared_lengths
+from gradwire_server.engine.model.packing import Packing
 from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.prefix_tree import MIN_SAVED, distinct_tokens, neighbours
+
+CHEAP_CUT = 16
+"""A tree is cut where the next micro-batch computes at most one in so many of its tokens again."""
+LARGE_TREE = 16
+"""A micro-batch that would cut a tree elsewhere may be up to so many times larger, if it fits."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,12 @@ class Budget:
     whole_tokens: int = ALL
     image_cost: float = 0.0
     lanes: int = 1
+
+    @property
+    def tree_tokens(self) -> int:
+        """Maximum computed tokens of a micro-batch that is larger because it does not cut a tree."""
+        fitting = 2 * self.microbatch_tokens if self.kept_tokens == ALL else self.kept_tokens or self.whole_tokens
+        return max(self.microbatch_tokens, min(fitting, LARGE_TREE * self.microbatch_tokens))
 
     def activations(self, computed_tokens: int) -> Activations:
         """What becomes of the activations of a micro-batch of so many tokens."""
@@ -81,68 +96,139 @@ class MicroBatch:
 
 
 def split(
-    batch: Batch, microbatch_tokens: int, packing: Packing, *, image_cost: float = 0.0, lanes: int = 1
+    batch: Batch,
+    microbatch_tokens: int,
+    packing: Packing,
+    *,
+    tree_tokens: int = 0,
+    image_cost: float = 0.0,
+    lanes: int = 1,
 ) -> list[MicroBatch]:
     """Split a batch into micro-batches that compute at most that many tokens each, unless one example has more.
 
     Args:
-        image_cost, lanes: As of :class:`Budget`.
+        tree_tokens, image_cost, lanes: As of :class:`Budget`.
     """
     if not batch.num_examples:
         return []
-    images = _Images(batch, image_cost)
-    if packing is not Packing.SHARED or batch.num_sequences == batch.num_examples:
-        padded = packing is Packing.PADDED
-        together = batch.num_sequences * int(batch.lengths.max()) if padded else batch.input_ids.shape[0]
-        together += images.cost(images.all)
-        if together <= microbatch_tokens and min(lanes, batch.num_examples) == 1:
-            return [_whole(batch, together)]
-    groups = segment_ids(batch.group_sizes)
-    widths = torch.zeros(batch.num_examples, dtype=torch.int64).scatter_reduce_(0, groups, batch.lengths, "amax")
-    order = torch.argsort(widths, descending=True, stable=True)
-    if packing is Packing.PADDED:
-        sizes = batch.group_sizes
-    else:
-        own = batch.lengths
-        if packing is Packing.SHARED:
-            own = own - shared_lengths(batch.input_ids, batch.lengths, batch.group_sizes)
-        sizes = segment_sum(own, batch.group_sizes)
-        widths = torch.ones_like(widths)
-    own_widths: list[int] = widths.tolist()
-    own_sizes: list[int] = sizes.tolist()
-
-    def computed(examples: Sequence[int]) -> int:
-        shown = frozenset[int]().union(*map(images.of_example, examples))
-        width = max(own_widths[example] for example in examples)
-        return sum(own_sizes[example] for example in examples) * width + images.cost(shown)
-
-    plans: list[list[int]] = []
-    size = width = 0
-    shown: frozenset[int] = frozenset()
-    for example in order.tolist():
-        with_own = shown | images.of_example(example)
-        if plans and (size + own_sizes[example]) * width + images.cost(with_own) <= microbatch_tokens:
-            plans[-1].append(example)
-            size, shown = size + own_sizes[example], with_own
-        else:
-            plans.append([example])
-            size, width, shown = own_sizes[example], own_widths[example], images.of_example(example)
-    if lanes > 1:
-        count = min(math.ceil(len(plans) / lanes) * lanes, batch.num_examples)
-        if packing is Packing.PADDED:  # neighbours stay together
-            while len(plans) < count:
-                most = max((plan for plan in plans if len(plan) > 1), key=computed)
-                place = plans.index(most)
-                plans[place : place + 1] = _halves(most, own_sizes, own_widths)
-        else:
-            plans = _spread(own_sizes, images, count)
-            while any(len(plan) > 1 and computed(plan) > microbatch_tokens for plan in plans):
-                count = min(count + lanes, batch.num_examples)
-                plans = _spread(own_sizes, images, count)
-        plans = _in_lanes(plans, [computed(plan) for plan in plans], lanes)
+    images, lanes = _Images(batch, image_cost), min(lanes, batch.num_examples)
+    flat = batch.num_sequences * int(batch.lengths.max()) if packing is Packing.PADDED else len(batch.input_ids)
+    flat += images.cost(images.all)
+    examples = _Examples(batch, packing, images)
+    if lanes == 1 and flat <= microbatch_tokens:
+        return [_whole(batch, examples.computed(range(batch.num_examples)))]
+    plans = examples.plans(microbatch_tokens, max(microbatch_tokens, tree_tokens), lanes)
+    computed = list(map(examples.computed, plans))
     if len(plans) == 1:
-        return [_whole(batch, computed(plans[0]))]
-    return [_microbatch(batch, torch.tensor(examples), computed(examples)) for examples in plans]
+        return [_whole(batch, computed[0])]
+    numbers = _in_lanes(computed, lanes) if lanes > 1 else range(len(plans))
+    return [_microbatch(batch, torch.tensor(plans[number]), computed[number]) for number in numbers]
+
+
+class _Examples:
+    """The examples of a batch, and what they cost together.
+
+    Attributes:
+        sizes: Sequences of each if they are padded, else its tokens.
+        widths: What this is multiplied by: tokens of the longest sequence, or 1.
+    """
+
+    def __init__(self, batch: Batch, packing: Packing, images: _Images) -> None:
+        self._batch, self._images = batch, images
+        self._padded = packing is Packing.PADDED
+        self._shares = packing is Packing.SHARED and batch.num_sequences > 1
+        self._keys = batch.input_ids if batch.images is None else batch.images.keys(batch.input_ids)
+        groups = segment_ids(batch.group_sizes)
+        longest = torch.zeros(batch.num_examples, dtype=torch.int64).scatter_reduce_(0, groups, batch.lengths, "amax")
+        sizes = batch.group_sizes if self._padded else segment_sum(batch.lengths, batch.group_sizes)
+        self.sizes: list[int] = sizes.tolist()
+        self.widths: list[int] = (longest if self._padded else torch.ones_like(longest)).tolist()
+        self._longest_first: list[int] = torch.argsort(longest, descending=True, stable=True).tolist()
+
+    def computed(self, examples: Sequence[int]) -> int:
+        """Computed tokens of some in one micro-batch."""
+        shown = frozenset[int]().union(*map(self._images.of_example, examples))
+        if self._shares:
+            rows = entries(self._batch.group_sizes, torch.tensor(examples)).tolist()
+            tokens = distinct_tokens(self._keys, self._batch.lengths, rows)
+        else:
+            tokens = sum(self.sizes[example] for example in examples) * max(self.widths[each] for each in examples)
+        return tokens + self._images.cost(shown)
+
+    def plans(self, tokens: int, tree_tokens: int, lanes: int) -> list[list[int]]:
+        """Divide all into micro-batches of at most ``tokens``, or ``tree_tokens`` where that does not cut a tree."""
+        order, joins = self._in_trees() if self._shares else (self._longest_first, [0] * len(self.sizes))
+        neighbours_stay = self._padded or any(joins)
+        if lanes > 1 and any(joins):
+            tokens = tree_tokens = min(tokens, math.ceil((sum(self.sizes) - sum(joins)) / lanes))
+        plans, begin = list[list[int]](), 0
+        while begin < len(order):
+            end = self._end(order, joins, begin, tokens, tree_tokens)
+            while self._shares and end - begin > 1 and self.computed(order[begin:end]) > tree_tokens:
+                end -= 1  # nodes that save little are computed more than once
+            plans.append(order[begin:end])
+            begin = end
+        count = min(math.ceil(len(plans) / lanes) * lanes, len(order))
+        if neighbours_stay:
+            while len(plans) < count:
+                most = max((plan for plan in plans if len(plan) > 1), key=self.computed)
+                place = plans.index(most)
+                plans[place : place + 1] = _halves(most, self.sizes, self.widths)
+        elif lanes > 1:
+            plans = _spread(self.sizes, self._images, count)
+            while any(len(plan) > 1 and self.computed(plan) > tokens for plan in plans):
+                count = min(count + lanes, len(order))
+                plans = _spread(self.sizes, self._images, count)
+        return plans
+
+    def _end(self, order: Sequence[int], joins: Sequence[int], begin: int, tokens: int, tree_tokens: int) -> int:
+        """The end of a micro-batch that begins at this place of the order."""
+        size, width, shown, cheapest = 0, self.widths[order[begin]], frozenset[int](), 0
+        for place in range(begin, len(order)):
+            shown |= self._images.of_example(order[place])
+            grown = size + self.sizes[order[place]] - (joins[place] if place > begin else 0)
+            computed = grown * width + self._images.cost(shown)
+            if place > begin:
+                if 2 * size >= tokens and (not cheapest or joins[place] <= joins[cheapest]):
+                    cheapest = place
+                if computed > tokens and joins[place] * CHEAP_CUT <= tokens:
+                    return place
+                if computed > tree_tokens:
+                    return cheapest or place
+            size = grown
+        return len(order)
+
+    def _in_trees(self) -> tuple[list[int], list[int]]:
+        """The examples, those of a tree together, and the tokens that each has in common with the one before it.
+
+        :attr:`sizes` become those of examples that share prefixes within.
+        """
+        batch = self._batch
+        groups: list[int] = segment_ids(batch.group_sizes).tolist()
+        rows, common = neighbours(self._keys, batch.lengths, range(batch.num_sequences))
+        first, last, trees = dict[int, int](), dict[int, int](), list(range(batch.num_examples))
+
+        def tree_of(example: int) -> int:
+            while trees[example] != example:
+                trees[example] = example = trees[trees[example]]
+            return example
+
+        for place, example in enumerate(groups[row] for row in rows):
+            if example in last:
+                self.sizes[example] -= min(common[last[example] + 1 : place + 1])
+            first.setdefault(example, place)
+            last[example] = place
+            if common[place] >= MIN_SAVED:
+                trees[tree_of(example)] = tree_of(groups[rows[place - 1]])
+        turn = dict[int, int]()
+        for number, example in enumerate(self._longest_first):
+            turn.setdefault(tree_of(example), number)
+        order = sorted(first, key=lambda example: (turn[tree_of(example)], first[example]))
+        joins = [0]
+        for before, after in pairwise(order):
+            alike = tree_of(before) == tree_of(after)
+            joins.append(min(common[first[before] + 1 : first[after] + 1]) if alike else 0)
+        return order, joins
 
 
 def _halves(examples: list[int], sizes: Sequence[int], widths: Sequence[int]) -> list[list[int]]:
@@ -172,36 +258,42 @@ def _spread(sizes: Sequence[int], images: _Images, count: int) -> list[list[int]
     return plans
 
 
-def _in_lanes(plans: Sequence[list[int]], computed: Sequence[int], lanes: int) -> list[list[int]]:
-    """Order micro-batches, the one numbered ``i`` being of lane ``i % lanes``, so that lanes compute about as much."""
-    falling = sorted(range(len(plans)), key=lambda number: -computed[number])
+def _in_lanes(computed: Sequence[int], lanes: int) -> list[int]:
+    """Order micro-batches, the ``i``-th being of lane ``i % lanes``, so that lanes compute about as much."""
+    falling = sorted(range(len(computed)), key=lambda number: -computed[number])
     loads, ordered = [0] * lanes, []
     for start in range(0, len(falling), lanes):
         turn = falling[start : start + lanes]
         by_lane = dict(zip(sorted(range(len(turn)), key=loads.__getitem__), turn, strict=True))
         for lane in range(len(turn)):
             loads[lane] += computed[by_lane[lane]]
-            ordered.append(plans[by_lane[lane]])
+            ordered.append(by_lane[lane])
     return ordered
 
 
 def split_for_scores(policy: Policy, batch: Batch, budget: Budget) -> list[MicroBatch]:
     """Split a batch into micro-batches for evaluation mode."""
-    packing = policy.packing(images=batch.images is not None)
-    return split(batch, budget.microbatch_tokens, packing, image_cost=budget.image_cost, lanes=budget.lanes)
+    return _split(batch, policy.packing(images=batch.images is not None), budget)
 
 
 def split_for_training(policy: Policy, batch: Batch, budget: Budget) -> list[MicroBatch]:
     """Split a batch into micro-batches for training mode; one example each if the policy has dropout."""
-    most = 0 if policy.has_dropout else budget.microbatch_tokens
-    packing = policy.packing(training=True, images=batch.images is not None)
-    micros = split(batch, most, packing, image_cost=budget.image_cost, lanes=budget.lanes)
+    if policy.has_dropout:
+        budget = replace(budget, microbatch_tokens=0)
+    micros = _split(batch, policy.packing(training=True, images=batch.images is not None), budget)
     always = Activations.RECOMPUTE if policy.gradient_checkpointing else Activations.KEEP
     chosen = [always | budget.activations(micro.computed_tokens) for micro in micros]
     return [
         micro if micro.activations == each else replace(micro, activations=each)
         for micro, each in zip(micros, chosen, strict=True)
     ]
+
+
+def _split(batch: Batch, packing: Packing, budget: Budget) -> list[MicroBatch]:
+    return split(
+        batch, budget.microbatch_tokens, packing, tree_tokens=budget.tree_tokens, image_cost=budget.image_cost,
+        lanes=budget.lanes,
+    )  # fmt: skip
 
 
 class _Images:

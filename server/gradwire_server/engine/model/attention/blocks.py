@@ -1,7 +1,7 @@
 """Attention over a layout of sequences on the CPU: a kernel of ours, or calls of PyTorch's flash kernel on blocks.
 
 Ours (:meth:`.cpu_kernels.CpuKernels.attend_in_blocks`) takes float32 and most head sizes. A block of the other is a
-bucket of segments attending to themselves, or all branches of a prefix attending to that prefix. A token's
+bucket of segments attending to themselves, or all branches of a node of a tree of prefixes attending to it. A token's
 partial results combine by their log-sum-exps. The kernel's backward, given the combined output and log-sum-exp, yields
 each block's exact share of the gradient, so no key is copied and no mask is built. Legend: ``M`` tokens, ``H`` heads,
 ``K`` heads of keys and values, ``D`` head size.
@@ -19,7 +19,7 @@ from torch import Tensor
 from gradwire_server.engine.model.comparison import largest_difference
 from gradwire_server.engine.model.layers.cpu_kernels import CpuKernels, cpu_kernels, takes
 from gradwire_server.engine.model.meta_device import computes_as_cpu
-from gradwire_server.engine.model.packing import Bucket, Layout, lay_out
+from gradwire_server.engine.model.packing import Bucket, Layout, tree_layout
 
 
 def in_blocks(
@@ -78,9 +78,7 @@ def has_right_kernel() -> bool:
     kernels = cpu_kernels()
     if kernels is None:
         return False
-    generator = torch.Generator().manual_seed(0)
-    lengths, groups = torch.tensor([90, 100, 70, 5]), torch.tensor([3, 1])
-    layout = lay_out(torch.arange(int(lengths.sum())) % 30, lengths, groups)
+    generator, layout = torch.Generator().manual_seed(0), tree_layout()
     shapes = [(1, heads, len(layout.input_ids), 64) for heads in (4, 2, 2)]
     taken = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     mine = _ByKernel.apply(*taken, layout, 0.125, kernels)  # type: ignore[no-untyped-call]

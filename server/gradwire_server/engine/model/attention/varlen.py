@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gradwire_server.engine.model.attention.blocks import repeated
 from gradwire_server.engine.model.attention.masked import masked_attention
 from gradwire_server.engine.model.comparison import largest_difference
-from gradwire_server.engine.model.packing import Layout, lay_out
+from gradwire_server.engine.model.packing import Layout, lay_out, tree_layout
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ Varlen = Callable[[Tensor, Tensor, Tensor, Layout, float, int | None], Tensor]
 def kernel_for(query: Tensor, layout: Layout, window: int | None) -> Varlen | None:
     """The fastest kernel that gives correct results for queries and a layout on their device, or None."""
     device, dtype = query.device, query.dtype
-    long = window is None and all(each.length >= LONG and not each.prefix_length for each in layout.segments)
+    long = window is None and all(each.length >= LONG and not each.spans for each in layout.segments)
     if long and query.shape[-1] in HEAD_SIZES and torch.backends.cuda.cudnn_sdp_enabled():
         return long_kernel(device, dtype) or varlen_kernel(device, dtype)
     return varlen_kernel(device, dtype)
@@ -68,8 +68,7 @@ def varlen_kernel(device: torch.device, dtype: torch.dtype) -> Varlen | None:
     """A kernel for sequences of different lengths that gives correct results on this device, or None."""
     if dtype not in (torch.bfloat16, torch.float16) or torch.cuda.get_device_capability(device) < (8, 0):
         return None
-    lengths, group_sizes = torch.tensor([40, 50, 33, 1]), torch.tensor([2, 1, 1])
-    layout = lay_out(torch.arange(int(lengths.sum())) % 40, lengths, group_sizes)
+    layout = tree_layout()
     for name, kernel in (
         ("torch.nn.attention.varlen", _torch_varlen),
         ("torch.nn.attention.varlen", _torch_varlen_of_repeated),
@@ -151,7 +150,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def _varlen_arguments(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, int, int]]:
-    """Arguments for the kernels: tokens first, each segment's keys after its prefix's; causal to the keys' end."""
+    """Arguments for the kernels: tokens first, each segment's keys after its nodes'; causal to the keys' end."""
     q, k, v = (each.transpose(0, 1) for each in (q, k, v))
     queries, keys, places = layout.on(q.device)
     if places is not None:

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.attention import packed
 from gradwire_server.engine.model.comparison import largest_difference, relative_tolerance
-from gradwire_server.engine.model.packing import MIN_SAVED, Packing, arrange, lay_out
+from gradwire_server.engine.model.packing import Packing, arrange, lay_out
+from gradwire_server.engine.model.prefix_tree import MIN_SAVED
 from gradwire_server.engine.model.split_model import SplitModel
 
 logger = logging.getLogger(__name__)
@@ -131,26 +132,30 @@ def _compare(split_model: SplitModel) -> tuple[Packing, str]:
     common = min(MIN_SAVED, facts.context_length // 2)
     if common < 1:
         return Packing.PADDED, "its context is too short to tell"
-    own = [min(length, facts.context_length - common) for length in (4, 1, 2)]
-    lengths = torch.tensor([common + length for length in own] + [min(3, facts.context_length)])
-    beginning = torch.arange(common)
-    branches = [(torch.arange(length) + 7 * (number + 1)) for number, length in enumerate(own)]
-    parts = [torch.cat([beginning, branch]) for branch in branches] + [torch.arange(int(lengths[-1])) + 5]
+    deeper = max(0, min(MIN_SAVED, facts.context_length - common - 4))
+    beginnings = [common + deeper, common + deeper, common]
+    own = [min(length, facts.context_length - begun) for length, begun in zip((4, 1, 2), beginnings, strict=True)]
+    parts = [
+        torch.cat([torch.arange(begun), torch.arange(length) + 7 * (number + 1)])
+        for number, (length, begun) in enumerate(zip(own, beginnings, strict=True))
+    ]
+    parts.append(torch.arange(min(3, facts.context_length)) + 5)
+    lengths = torch.tensor([len(part) for part in parts])
     usable = _usable_ids(split_model)
     input_ids = usable[torch.cat(parts) % len(usable)]
-    group_sizes = torch.tensor([len(own), 1])
+    sharing = torch.tensor([len(own), 1])
     with packed.observing() as seen:
-        expected = _states_and_gradient(split_model, Packing.PADDED, input_ids, lengths, group_sizes)
+        expected = _states_and_gradient(split_model, Packing.PADDED, input_ids, lengths, sharing)
         masked, seen.mask_windows = seen.mask_windows, set()
-        by_packing = _states_and_gradient(split_model, Packing.PACKED, input_ids, lengths, group_sizes)
+        by_packing = _states_and_gradient(split_model, Packing.PACKED, input_ids, lengths, sharing)
     if seen.mask_functions or not masked or masked != seen.attention_windows:
         return Packing.PADDED, "its masks say more than its layers tell the attention function"
     noise = [0.0, 0.0]
     if split_model.dtype in (torch.bfloat16, torch.float16):
-        noise = _rounding(split_model, input_ids, lengths, group_sizes)
+        noise = _rounding(split_model, input_ids, lengths, sharing)
     if not _alike(by_packing, expected, split_model.dtype, noise):
         return Packing.PADDED, "packed states or gradients differ"
-    shared = _states_and_gradient(split_model, Packing.SHARED, input_ids, lengths, group_sizes)
+    shared = _states_and_gradient(split_model, Packing.SHARED, input_ids, lengths, sharing)
     if not _alike(shared, expected, split_model.dtype, noise):
         return Packing.PACKED, "states or gradients differ where a prefix is shared"
     return Packing.SHARED, ""
@@ -169,7 +174,7 @@ def _usable_ids(split_model: SplitModel) -> Tensor:
 
 
 def _states_and_gradient(
-    split_model: SplitModel, packing: Packing, input_ids: Tensor, lengths: Tensor, group_sizes: Tensor
+    split_model: SplitModel, packing: Packing, input_ids: Tensor, lengths: Tensor, sharing: Tensor
 ) -> tuple[Tensor, Tensor]:
     """``[N, H]`` states, and the gradient in the embeddings ``[M, H]`` of their product with fixed numbers."""
     embedded: list[Tensor] = []
@@ -182,7 +187,7 @@ def _states_and_gradient(
         stack.enter_context(torch.enable_grad())
         hook = split_model.model.get_input_embeddings().register_forward_hook(keep)
         stack.callback(hook.remove)
-        arranged = arrange(packing, input_ids, lengths, group_sizes)
+        arranged = arrange(packing, input_ids, lengths, sharing)
         states = split_model.states(arranged)[arranged.places.to(split_model.device)]
         places = torch.cat([torch.arange(length) for length in lengths.tolist()])  # the same for a row alone
         width = states.shape[1]
@@ -190,17 +195,17 @@ def _states_and_gradient(
         (gradient,) = torch.autograd.grad((states.float() * weights).sum(), embedded)
     gradient = gradient.flatten(0, 1).float()
     if packing is not Packing.SHARED:
-        gradient = _summed(gradient[arranged.places.to(gradient.device)], input_ids, lengths, group_sizes)
+        gradient = _summed(gradient[arranged.places.to(gradient.device)], input_ids, lengths, sharing)
     return states.detach(), gradient
 
 
-def _summed(copies: Tensor, input_ids: Tensor, lengths: Tensor, group_sizes: Tensor) -> Tensor:
+def _summed(copies: Tensor, input_ids: Tensor, lengths: Tensor, sharing: Tensor) -> Tensor:
     """``[N, H] -> [M, H]``: gradients, where a shared token receives the sum of those of its copies."""
-    places = lay_out(input_ids, lengths, group_sizes).places.to(copies.device)
+    places = lay_out(input_ids, lengths, sharing).places.to(copies.device)
     return copies.new_zeros(int(places.max()) + 1, copies.shape[1]).index_add(0, places, copies)
 
 
-def _rounding(split_model: SplitModel, input_ids: Tensor, lengths: Tensor, group_sizes: Tensor) -> list[float]:
+def _rounding(split_model: SplitModel, input_ids: Tensor, lengths: Tensor, sharing: Tensor) -> list[float]:
     """By how much states and gradients change when each row is computed alone, where both forms are right.
 
     A rounding of bfloat16 grows from layer to layer, in deep models beyond any tolerance that could be fixed.
@@ -213,7 +218,7 @@ def _rounding(split_model: SplitModel, input_ids: Tensor, lengths: Tensor, group
     ]
     alone = [torch.cat(each) for each in zip(*rows, strict=True)]
     mine, theirs = (
-        (states, _summed(gradient, input_ids, lengths, group_sizes)) for states, gradient in (alone, together)
+        (states, _summed(gradient, input_ids, lengths, sharing)) for states, gradient in (alone, together)
     )
     return [largest_difference(*each)[0] for each in zip(mine, theirs, strict=True)]
 

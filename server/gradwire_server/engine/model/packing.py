@@ -280,9 +280,7 @@ def pad(input_ids: Tensor, lengths: Tensor) -> Padded:
     return Padded(padded.view(len(lengths), width), places)
 
 
-def lay_out(
-    input_ids: Tensor, lengths: Tensor, sharing: Tensor | None = None, keys: Tensor | None = None
-) -> Layout:
+def lay_out(input_ids: Tensor, lengths: Tensor, sharing: Tensor | None = None, keys: Tensor | None = None) -> Layout:
     """Lay out sequences on one axis.
 
     Args:
@@ -324,15 +322,13 @@ def lay_out(
 
 def tree_layout() -> Layout:
     """A small layout with nodes within nodes, to try kernels with."""
-    rows = [[1] * 90, [1] * 40 + [2] * 60, [1] * 40 + [2] * 30 + [3] * 5, [1] * 40 + [2] * 30 + [4] * 70, [1] * 40 + [5]]
-    rows += [[6] * 5, [7] * 33]
+    node = [1] * 40 + [2] * 30
+    rows = [[1] * 90, node + [2] * 30, node + [3] * 5, node + [4] * 70, [1] * 40 + [5], [6] * 5, [7] * 33]
     lengths = torch.tensor([len(row) for row in rows])
     return lay_out(torch.tensor([token for row in rows for token in row]), lengths, torch.tensor([len(rows)]))
 
 
-def _parts(
-    members: Sequence[Segment], number: int, place: int, end: int
-) -> list[tuple[int, int, int, int]]:
+def _parts(members: Sequence[Segment], number: int, place: int, end: int) -> list[tuple[int, int, int, int]]:
     """Parts of a block of queries: each node that any of them attend to, for all of these, and their own segments.
 
     Args:

@@ -25,7 +25,7 @@ from gradwire_server.engine.generators import preserved_rng, seed_generators
 from gradwire_server.engine.model.adapters.lora_settings import lora_config, only_the_head_of_tied
 from gradwire_server.engine.model.layers.activations import Activations
 from gradwire_server.engine.model.layers.heads import Head
-from gradwire_server.engine.model.packing import Packing, arrange
+from gradwire_server.engine.model.packing import Layout, Packing, Padded, arrange
 from gradwire_server.engine.model.placement import assign, assign_each
 from gradwire_server.engine.model.split_model import ModelFacts, OutputHead, SplitModel
 
@@ -126,6 +126,19 @@ class Policy:
         noise = [f"neftune_noise_alpha {self.noise_alpha:g}"] if self.noise_alpha > 0 else []
         return [f"{name} {self.dropout:g}" for name in self.split_model.dropout_names if self.dropout > 0] + noise
 
+    def arranged(
+        self,
+        input_ids: Tensor,
+        lengths: Tensor,
+        *,
+        sharing: Tensor | None = None,
+        training: bool = False,
+        images: ImageTokens | None = None,
+    ) -> Layout | Padded:
+        """Ragged sequences in the form in which they go through the model; arguments as of :meth:`hidden`."""
+        packing = self.packing(training=training, images=images is not None)
+        return arrange(packing, input_ids, lengths, sharing, None if images is None else images.keys(input_ids))
+
     def hidden(
         self,
         input_ids: Tensor,
@@ -137,6 +150,7 @@ class Policy:
         activations: Activations = Activations.KEEP,
         router_sums: dict[str, Tensor] | None = None,
         images: ImageTokens | None = None,
+        arranged: Layout | Padded | None = None,
     ) -> Tensor:
         """Final hidden states of ragged sequences, from one forward of the trunk.
 
@@ -149,6 +163,7 @@ class Policy:
             activations: What becomes of the activations in training mode.
             router_sums: Receives what the routers of a mixture of experts decide, as :data:`.routers.ROUTER_SCORES`.
             images: The image tokens among the tokens, if there are images.
+            arranged: The sequences as of :meth:`arranged`, if that is known already.
 
         Returns:
             ``[P, H]`` on the policy's device, in the model's dtype.
@@ -165,9 +180,8 @@ class Policy:
                 rule="the same base model, with images",
             )
         self.activate(training=training, activations=activations)
-        packing = self.packing(training=training, images=images is not None)
-        keys = input_ids if images is None else images.keys(input_ids)
-        arranged = arrange(packing, input_ids, lengths, sharing, keys)
+        if arranged is None:
+            arranged = self.arranged(input_ids, lengths, sharing=sharing, training=training, images=images)
         weights = chain(self.model.parameters(), self.model.buffers(), self._parameters.values())
         routers = self.split_model.routers if router_sums is not None else None
         with activations.saving(weights), nullcontext() if routers is None else routers.observed() as seen:

@@ -1,13 +1,14 @@
 """Trees of the prefixes that sequences have in common.
 
-Sorted by their tokens, sequences that begin alike are neighbours, and the lengths of what neighbours have in common give
-the whole tree. A node that would save little is left out: its tokens are computed by each sequence that has them.
+Sorted by their tokens, sequences that begin alike are neighbours, and how much neighbours have in common gives the
+tree. A node that would save little is left out: its tokens are computed by each sequence that has them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -63,7 +64,7 @@ def neighbours(keys: Tensor, lengths: Tensor, sequences: Sequence[int]) -> Neigh
     rows = {each: numbers[stops[each - 1] if each else 0 : stops[each]] for each in sequences}
     order = sorted(sequences, key=lambda each: (rows[each].tobytes(), -each))
     common = [0]
-    for before, after in zip(order, order[1:], strict=False):
+    for before, after in pairwise(order):
         shorter = min(len(rows[before]), len(rows[after]))
         apart = rows[before][:shorter] != rows[after][:shorter]
         first = int(apart.argmax())
@@ -173,5 +174,5 @@ def _close(path: list[_Node], depth: int) -> None:
 
 
 def distinct_tokens(keys: Tensor, lengths: Tensor, sequences: Sequence[int]) -> int:
-    """Number of tokens that are computed for sequences that share their prefixes; arguments as of :func:`neighbours`."""
+    """Number of tokens computed for sequences that share their prefixes; arguments as of :func:`neighbours`."""
     return sum(branch.own for branch in branches(keys, lengths, sequences))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from gradwire_losses.batch import Batch, beside, sent
@@ -16,6 +16,7 @@ from gradwire_server.engine.executor import Scored, Turn, executor_of
 from gradwire_server.engine.interruption import between_micro_batches
 from gradwire_server.engine.model.layers.activations import Activations
 from gradwire_server.engine.model.layers.routers import ROUTER_SCORES
+from gradwire_server.engine.model.packing import Layout, Padded
 from gradwire_server.engine.model.policy import LoraPolicy, Policy
 from gradwire_server.engine.model.shared_forward import hidden_together
 from gradwire_server.engine.scoring.divergence import score_divergence
@@ -38,11 +39,28 @@ from gradwire_server.engine.threads import suited_threads
 T = TypeVar("T")
 
 
+READ_SCORES = VOCABULARY_SCORES | {"values", "divergence"}
+"""Scores that are read before a token is scored."""
+
+
+class Alike(NamedTuple):
+    """Which scored tokens are the same prediction after the same tokens.
+
+    Attributes:
+        first: ``[D]`` the first scored token of each distinct one.
+        among: ``[T]`` the distinct one that each scored token is.
+    """
+
+    first: Tensor
+    among: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class Reading:
     """The scores wanted of a batch, and the positions of its hidden states that they are read at.
 
-    :data:`.routers.ROUTER_SCORES` among the names are sums over all of its tokens.
+    :data:`.routers.ROUTER_SCORES` among the names are sums over all of its tokens. With ``alike``, :data:`READ_SCORES`
+    are computed for distinct tokens only.
     """
 
     policy: Policy
@@ -51,13 +69,14 @@ class Reading:
     temperature: float
     teacher: Teacher | None
     budget: Budget
+    alike: Alike | None = None
 
     @cached_property
     def places(self) -> dict[str, Tensor]:
         """Positions of tokens: before each scored token, of the scored token, and the last of each sequence."""
         wanted, batch, nowhere = set(self.names), self.batch, torch.empty(0, dtype=torch.int64)
         return {
-            "read": batch.read_positions if wanted & (VOCABULARY_SCORES | {"values", "divergence"}) else nowhere,
+            "read": self._of_distinct(batch.read_positions) if wanted & READ_SCORES else nowhere,
             "own": batch.own_positions if wanted & OWN_SCORES else nowhere,
             "last": batch.lengths.cumsum(0) - 1 if wanted & SEQUENCE_SCORES else nowhere,
         }
@@ -94,8 +113,36 @@ class Reading:
     @cached_property
     def ids(self) -> Tensor:
         """``[T, K]`` the ids that are scored in each place that is read."""
-        ids = self.batch.targets[:, None]
+        ids = self._of_distinct(self.batch.targets[:, None])
         return torch.cat([ids, self.batch["candidates"]], dim=1) if "candidate_logprobs" in self.names else ids
+
+    def arranged(self, *, training: bool) -> tuple[Reading, Layout | Padded]:
+        """The sequences as they go through the policy, and the reading of what differs where prefixes are shared.
+
+        The same prediction after the same tokens has the same scores, so the output head is evaluated once for it.
+        """
+        batch = self.batch
+        arranged = self.policy.arranged(
+            batch.input_ids,
+            batch.lengths,
+            sharing=torch.tensor([batch.num_sequences]),
+            training=training,
+            images=batch.images,
+        )
+        if isinstance(arranged, Padded) or len(arranged.input_ids) == len(batch.input_ids):
+            return self, arranged
+        if not READ_SCORES.intersection(self.names) or "candidate_logprobs" in self.names:
+            return self, arranged
+        predictions = arranged.places[batch.read_positions] * self.policy.facts.vocab_size + batch.targets
+        distinct, among = predictions.unique(return_inverse=True)
+        if len(distinct) == len(predictions):
+            return self, arranged
+        first = torch.full_like(distinct, len(predictions))
+        first.scatter_reduce_(0, among, torch.arange(len(predictions)), "amin")
+        return replace(self, alike=Alike(first, among)), arranged
+
+    def _of_distinct(self, of_scored: Tensor) -> Tensor:
+        return of_scored if self.alike is None else of_scored[self.alike.first]
 
     def read_states(self, hidden: Tensor) -> Tensor:
         """``[T, H]`` the hidden states before scored tokens, of those at :attr:`positions`."""
@@ -160,6 +207,11 @@ class Reading:
                 scores[name] = self.policy.head(
                     last if name in SEQUENCE_SCORES else own if name in OWN_SCORES else read
                 )
+        if self.alike is not None:
+            among = sent(self.alike.among, hidden.device)
+            scores |= {
+                name: scores[name].index_select(0, among) for name in scores.keys() & READ_SCORES if len(scores[name])
+            }
         return {name: scores[name] for name in self.names if name not in ROUTER_SCORES}
 
 
@@ -205,10 +257,15 @@ def compute_scores(
         shapes = {name: score_shape(first.policy, first.batch, name) for name in first.names}
         return [{name: torch.zeros(shape, dtype=score_dtype(name), device=device) for name, shape in shapes.items()}]
 
+    arranged: Layout | Padded | None = None
+    if len(readings) == 1:
+        first, arranged = first.arranged(training=training)
+        readings = [first]
+
     def compute() -> list[dict[str, Tensor]]:
         taught = [reading.teacher_states() for reading in readings]
         between_micro_batches()
-        hidden = _hidden(readings, training, activations, routers)
+        hidden = _hidden(readings, arranged, training, activations, routers)
         shared = _shared_token_scores(readings, hidden)
         return [
             reading.scores(states, teacher_states, training=training, token_scores=found) | (routers or {})
@@ -228,7 +285,11 @@ def _sizes(reading: Reading) -> int:
 
 
 def _hidden(
-    readings: Sequence[Reading], training: bool, activations: Activations, routers: dict[str, Tensor] | None
+    readings: Sequence[Reading],
+    arranged: Layout | Padded | None,
+    training: bool,
+    activations: Activations,
+    routers: dict[str, Tensor] | None,
 ) -> Sequence[Tensor]:
     """Final hidden states at the positions of each reading, from one forward of the trunk."""
     if len(readings) > 1:
@@ -239,11 +300,11 @@ def _hidden(
         reading.batch.input_ids,
         reading.batch.lengths,
         reading.positions,
-        sharing=torch.tensor([reading.batch.num_sequences]),
         training=training,
         activations=activations,
         router_sums=routers,
         images=reading.batch.images,
+        arranged=arranged,
     )
     return [states]
 

@@ -2,7 +2,8 @@
 
 Without a layout it is transformers' own SDPA, so a model can keep this implementation permanently. With a layout
 (keyword :data:`LAYOUT`, which the layers pass on, also when gradient checkpointing recomputes them), each segment of
-the token axis attends causally to itself and fully to what is before it in its tree. Legend: ``M`` tokens, ``H`` heads, ``D`` head size.
+the token axis attends causally to itself and fully to what is before it in its tree. Legend: ``M`` tokens, ``H`` heads,
+``D`` head size.
 
 CUDA uses one varlen kernel (:mod:`.varlen`), the CPU a kernel over blocks of segments
 (:mod:`.blocks`). Other devices, and windows and dropout where those do not support them, use masks

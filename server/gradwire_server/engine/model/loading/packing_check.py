@@ -217,9 +217,7 @@ def _rounding(split_model: SplitModel, input_ids: Tensor, lengths: Tensor, shari
         for number, row in enumerate(input_ids.split(lengths.tolist()))
     ]
     alone = [torch.cat(each) for each in zip(*rows, strict=True)]
-    mine, theirs = (
-        (states, _summed(gradient, input_ids, lengths, sharing)) for states, gradient in (alone, together)
-    )
+    mine, theirs = ((states, _summed(gradient, input_ids, lengths, sharing)) for states, gradient in (alone, together))
     return [largest_difference(*each)[0] for each in zip(mine, theirs, strict=True)]
 
 

@@ -51,6 +51,9 @@ def estimate(
         int | None, typer.Option(min=1, help="Tokens of the longest row; 8,192, or the model's context, when absent.")
     ] = None,
     image_tokens: Annotated[int, typer.Option(min=0, help="Those of the row's tokens that are of images.")] = 0,
+    shared_tokens: Annotated[
+        int, typer.Option(min=0, help="First tokens that all rows have in common, as those of one prompt.")
+    ] = 0,
     rows: Annotated[int, typer.Option(min=1, max=MOST, help="Rows of a batch.")] = 32,
     runs: Annotated[int, typer.Option(min=1, max=MOST, help="Runs on the model at the same time.")] = 1,
     samples: Annotated[int, typer.Option(min=0, max=MOST, help="Rows sampled at the same time.")] = 0,
@@ -126,6 +129,7 @@ def estimate(
             quantize=quantize,
             references=references,
             image_tokens=image_tokens,
+            shared_tokens=shared_tokens,
             vllm=sampler == "vllm",
         )
         with _quiet():
@@ -139,6 +143,7 @@ def estimate(
         flags = {
             "tokens": f"--tokens {tokens}:" if tokens else f"--model {model}:",
             "image_tokens": f"--image-tokens {image_tokens}:",
+            "shared_tokens": f"--shared-tokens {shared_tokens}:",
             "reference": "--reference",  # of several, the message names the one
             "lora": f"{layers}:",
             "lora.target_modules": f"{layers}:",

@@ -113,7 +113,9 @@ class OnceFull:
 def test_a_forward_out_of_memory_is_repeated_within_smaller_limits(
     tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
-    rows = token_rows([[1, *range(20, 20 + length)] for length in (9, 9, 9, 9, 8, 8, 8, 8, 7, 7, 7, 7)])
+    rows = token_rows(
+        [[30 + number, *range(20, 20 + length)] for number, length in enumerate((9, 9, 9, 9, 8, 8, 8, 8, 7, 7, 7, 7))]
+    )
     engine = LocalEngine({"tiny": tiny_model_path}, tmp_path, microbatch_tokens=40)
     if together:
         spec = registry.get_loss("causal_lm")
@@ -186,7 +188,9 @@ class FullInBackward:
 def test_a_backward_out_of_memory_leaves_nothing_of_what_it_had_added(
     tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool, lora: dict[str, Any] | None
 ) -> None:
-    rows = token_rows([[1, *range(20, 20 + length)] for length in (9, 9, 9, 9, 8, 8, 8, 8, 7, 7, 7, 7)])
+    rows = token_rows(
+        [[30 + number, *range(20, 20 + length)] for number, length in enumerate((9, 9, 9, 9, 8, 8, 8, 8, 7, 7, 7, 7))]
+    )
     if together:
         spec = registry.get_loss("causal_lm")
         monkeypatch.setitem(registry._REGISTRY, "causal_lm", replace(spec, streams=lambda config, present: False))

@@ -25,8 +25,8 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 VOCAB, CONTEXT = 64, 128
 WHOLE = Budget(microbatch_tokens=10**6, activation_bytes=1 << 40)
-PARTS = Budget(microbatch_tokens=80, activation_bytes=1 << 40, kept_tokens=100)
-RECOMPUTED = Budget(microbatch_tokens=80, activation_bytes=0, kept_tokens=0)
+PARTS = Budget(microbatch_tokens=40, activation_bytes=1 << 40, kept_tokens=60)
+RECOMPUTED = Budget(microbatch_tokens=40, activation_bytes=0, kept_tokens=0)
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +55,12 @@ def forest(lengths: list[int], seed: int) -> list[list[int]]:
 
 def in_trees(batch: Batch, seed: int) -> Batch:
     """The batch with other tokens, in trees."""
-    rows = forest(batch.lengths.tolist(), seed)
-    ids = torch.tensor([token for row in rows for token in row])
-    assert distinct_tokens(ids, batch.lengths, range(len(rows))) < 0.8 * len(ids)
-    return dataclasses.replace(batch, input_ids=ids)
+    while True:
+        rows = forest(batch.lengths.tolist(), seed)
+        ids = torch.tensor([token for row in rows for token in row])
+        if distinct_tokens(ids, batch.lengths, range(len(rows))) < 0.8 * len(ids):
+            return dataclasses.replace(batch, input_ids=ids)
+        seed += 1
 
 
 def config_of(loss: LossSpec) -> LossConfig:
@@ -87,7 +89,8 @@ def trained(
 
 
 CORE = ("causal_lm", "dpo", "grpo", "ppo", "reward_modeling")
-NAMES = [loss.name for loss in all_losses() if loss.name != "sdpo"]  # its rows have each response twice
+TWICE = {"sdft", "sdpo"}  # whose rows have each response a second time
+NAMES = [loss.name for loss in all_losses() if loss.name not in TWICE]
 CASES = [(name, lora) for name in NAMES for lora in (None, 4) if lora or name in CORE]
 
 
@@ -102,7 +105,7 @@ def test_a_forest_has_the_loss_metrics_and_gradient_of_flat_rows(
         for master in run.policy.masters().values():
             master.add_(torch.randn_like(master), alpha=0.02)
         run.policy.sync()
-    batch = in_trees(batches.batch(loss, rows=9, shortest=20, longest=60), seed)
+    batch = in_trees(batches.batch(loss, rows=6, shortest=12, longest=31), seed)
     split_model = run.policy.split_model
     assert split_model.packing is Packing.SHARED
     split_model.packing = Packing.PACKED
@@ -112,13 +115,14 @@ def test_a_forest_has_the_loss_metrics_and_gradient_of_flat_rows(
         split_model.packing = Packing.SHARED
     assert any(value.any() for value in expected.values())
     together = dataclasses.replace(loss, streams=lambda config, present: False)
-    # Scores of several micro-batches and of a reference are float32, so a last bit may round differently.
-    exact = "reference_model" not in loss.config.model_fields
-    for variant, budget in ((loss, WHOLE), (loss, PARTS), (together, RECOMPUTED)):
+    # Scores of several micro-batches, of a reference and of samplers are float32, so a last bit may round differently.
+    exact = 1e-12 if name in CORE and "reference_model" not in loss.config.model_fields else 1e-7
+    cases = ((loss, WHOLE), (loss, PARTS), (together, RECOMPUTED))
+    for variant, budget in cases if name in CORE else cases[1:2]:
         report, found = trained(run, batch, variant, budget)
         assert (report.num_microbatches > 1) == (budget is not WHOLE)
-        tolerance = 1e-12 if exact and budget is WHOLE else 1e-6
-        assert report.metrics == pytest.approx(flat.metrics, rel=1e-6, abs=1e-9, nan_ok=True)
+        tolerance = exact if budget is WHOLE else 1e-6
+        assert report.metrics == pytest.approx(flat.metrics, rel=1e-5, abs=1e-6, nan_ok=True)
         assert report.loss == pytest.approx(flat.loss, rel=tolerance, abs=tolerance)
         for key, value in expected.items():
             error, size = float((found[key] - value).abs().max()), max(1.0, float(value.abs().max()))

@@ -20,7 +20,7 @@ from gradwire_server.engine.model.loading.quantization import Quantization
 from gradwire_server.engine.model.meta_device import DeviceKind
 from gradwire_server.engine.scoring.activation_choice import Costs
 from gradwire_server.engine.scoring.memory import Memory, MemoryUser, TokenBytes, may_recompute
-from gradwire_server.engine.scoring.planner import Budget
+from gradwire_server.engine.scoring.planner import CHEAP_CUT, Budget
 from gradwire_server.engine.sizing.meta_model import MODEL, MetaModel
 from gradwire_server.engine.sizing.parts import (
     GRADIENT_BYTES,
@@ -72,6 +72,7 @@ class Workload:
         quantize: How the frozen base holds its linear layers; None in ``dtype``.
         references: ``"base"``, or folders, configurations and hub names.
         image_tokens: Those of each row's tokens that are of images.
+        shared_tokens: First tokens that all rows have in common, which are computed once in a micro-batch.
         ranks: Number of ranks, each on a device of its own; everything else is of one of them.
         divided: Whether the weights are divided among them.
         vllm: Whether vLLM samples, which sleeps while a batch is trained on.
@@ -89,6 +90,7 @@ class Workload:
     quantize: Quantization | None = None
     references: tuple[str, ...] = ()
     image_tokens: int = 0
+    shared_tokens: int = 0
     target_modules: tuple[str, ...] = ()
     ranks: int = 1
     divided: bool = False
@@ -233,8 +235,10 @@ def estimate(workload: Workload, device: Device, model: MetaModel | None = None)
     planned = _Planned(device, model, held)
     budget = planned.budget(model.run, workload.tokens)
     of_row = workload.tokens + math.ceil(budget.image_cost * workload.image_tokens)
-    per_microbatch = max(1, min(workload.rows, budget.microbatch_tokens // of_row))
-    chosen = budget.activations(per_microbatch * of_row)
+    shared = workload.shared_tokens
+    most = budget.tree_tokens if shared * CHEAP_CUT > budget.microbatch_tokens else budget.microbatch_tokens
+    per_microbatch = max(1, min(workload.rows, (most - shared) // (of_row - shared)))
+    chosen = budget.activations(shared + per_microbatch * (of_row - shared))
     step = _step_bytes(workload, model, budget, per_microbatch, chosen)
     parts |= {name: int(count) for name, count in step.items()}
     parts["images"] = _image_bytes(workload, model, per_microbatch, chosen)
@@ -260,7 +264,7 @@ def _step_bytes(
     workload: Workload, model: MetaModel, budget: Budget, rows: int, activations: Activations
 ) -> Mapping[str, float]:
     scores = {SCORES[workload.head]} | ({"logprobs"} if workload.head != "reward" or workload.references else set())
-    return model.step(rows, workload.tokens, scores, budget, activations)
+    return model.step(rows, workload.tokens, scores, budget, activations, workload.shared_tokens)
 
 
 def _image_bytes(workload: Workload, model: MetaModel, rows: int, activations: Activations) -> int:
@@ -280,6 +284,12 @@ def _check(workload: Workload, model: MetaModel) -> None:
             training_pb2.ERROR_CODE_INVALID_ARGUMENT,
             "a row has at least 2 tokens: each token but the first is scored by those before it",
             field="tokens",
+        )
+    if workload.shared_tokens >= workload.tokens:
+        raise OperationError(
+            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+            f"they are the first tokens of each row, and a row has {workload.tokens:,} with its own",
+            field="shared_tokens",
         )
     if workload.image_tokens >= workload.tokens:
         raise OperationError(

@@ -125,7 +125,7 @@ class MetaModel:
         return self._policies[0].split_model.vision is not None
 
     def step(
-        self, rows: int, tokens: int, scores: set[str], budget: Budget, activations: Activations
+        self, rows: int, tokens: int, scores: set[str], budget: Budget, activations: Activations, shared: int = 0
     ) -> dict[str, float]:
         """Bytes of a micro-batch: ``activations``, ``logits`` and ``passing``; see :func:`.meta_step.step_bytes`.
 
@@ -135,7 +135,7 @@ class MetaModel:
         most = None if tokens <= WALKED[1] else MOST_OPERATIONS + tokens // 2
         if most is None or budget not in self._walks:
             try:
-                return self._step(rows, tokens, scores, budget, activations, most)
+                return self._step(rows, tokens, scores, budget, activations, most, shared)
             except TooManyOperationsError:
                 self._walks.add(budget)  # another may have no tiny parts of logits, which are as many operations
         short, longer = (self._step(rows, count, scores, budget, activations, None) for count in WALKED)
@@ -143,19 +143,33 @@ class MetaModel:
         return {name: max(short[name], short[name] + times * (longer[name] - short[name])) for name in short}
 
     def _step(
-        self, rows: int, tokens: int, scores: set[str], budget: Budget, activations: Activations, most: int | None
+        self,
+        rows: int,
+        tokens: int,
+        scores: set[str],
+        budget: Budget,
+        activations: Activations,
+        most: int | None,
+        shared: int = 0,
     ) -> dict[str, float]:
-        key = (rows, tokens, frozenset(scores), budget, activations)
+        key = (rows, tokens, frozenset(scores), budget, activations, shared)
         if key not in self._steps:
-            self._steps[key] = self._computed(rows, tokens, scores, budget, activations, most)
+            self._steps[key] = self._computed(rows, tokens, scores, budget, activations, most, shared)
         return self._steps[key]
 
     def _computed(
-        self, rows: int, tokens: int, scores: set[str], budget: Budget, activations: Activations, most: int | None
+        self,
+        rows: int,
+        tokens: int,
+        scores: set[str],
+        budget: Budget,
+        activations: Activations,
+        most: int | None,
+        shared: int = 0,
     ) -> dict[str, float]:
         with _without_numbers(self._kind):
             steps = [
-                step_bytes(policy, rows, tokens, scores, budget, activations, self._kind, most)
+                step_bytes(policy, rows, tokens, scores, budget, activations, self._kind, most, shared)
                 for policy in self._policies
             ]
         return {

@@ -105,8 +105,9 @@ def step_bytes(
     activations: Activations = Activations.KEEP,
     kind: DeviceKind = "cpu",
     most_operations: int | None = None,
+    shared_tokens: int = 0,
 ) -> StepBytes:
-    """Count a micro-batch of equal rows.
+    """Count a micro-batch of rows of one length.
 
     Args:
         policy: On meta tensors.
@@ -117,6 +118,7 @@ def step_bytes(
         activations: What becomes of the activations, besides what the policy's own setting says.
         kind: The device that computes.
         most_operations: How many operations are computed at most; None for any number.
+        shared_tokens: First tokens that the rows have in common.
 
     Raises:
         TooManyOperationsError: The step has more.
@@ -124,8 +126,10 @@ def step_bytes(
     lengths = torch.full((rows,), tokens)
     scored = torch.ones(rows, tokens, dtype=torch.bool)
     scored[:, 0] = False
-    batch = Batch(torch.zeros(rows * tokens, dtype=torch.int64), lengths, scored.flatten(), torch.ones_like(lengths))
-    reading = Reading(policy, batch, names, 1.0, None, budget)
+    ids = torch.zeros(rows, tokens, dtype=torch.int64)
+    ids[:, shared_tokens:] = torch.arange(rows)[:, None] % (policy.facts.vocab_size - 1) + 1
+    batch = Batch(ids.flatten(), lengths, scored.flatten(), torch.ones_like(lengths))
+    reading, arranged = Reading(policy, batch, names, 1.0, None, budget).arranged(training=True)
     parameters = policy.trainable_parameters()
     with GradientCollector(parameters) as collector:
         # As in every micro-batch but a step's first, gradients to add to exist already.
@@ -139,7 +143,9 @@ def step_bytes(
         kept: dict[str, int] = {}
 
         def compute() -> dict[str, Tensor]:
-            hidden = policy.hidden(batch.input_ids, lengths, reading.positions, training=True, activations=activations)
+            hidden = policy.hidden(
+                batch.input_ids, lengths, reading.positions, training=True, activations=activations, arranged=arranged
+            )
             kept["trunk"] = meter.bytes
             return reading.scores(hidden, None)
 

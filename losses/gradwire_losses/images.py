@@ -63,7 +63,7 @@ class ImageTokens:
         return replace(self, places=self.places[tokens], positions=positions)
 
     def keys(self, input_ids: Tensor) -> Tensor:
-        """``[N]`` numbers that are equal where the model reads the same: ids of text, and of each image token its own."""
+        """``[N]`` numbers that are equal where the model reads the same: ids of text, each image token its own."""
         return torch.where(self.places >= 0, -1 - self.places, input_ids)
 
     def arranged(self, places: Tensor, size: int) -> ImageTokens:

@@ -544,7 +544,8 @@ def commit(run: EngineRun, step: Step, passed: Passed) -> LossEvaluation:
         if draws := run.policy.draws:
             hints.append(
                 f"random numbers are drawn in training, as this run asked for: {', '.join(draws)}; so its "
-                "log-probabilities differ from those of samples, of forward and of a reference, which draw nothing"
+                "log-probabilities differ from those of samples, of forward and of a reference, which draw nothing; "
+                "and the beginnings that rows have in common are computed for each of them"
             )
     again = any(count and name == loss.name for (name, _), count in before.items())
     if again and not loss.streams(step.config, frozenset(step.batch.fields)):

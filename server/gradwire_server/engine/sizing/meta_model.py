@@ -73,7 +73,7 @@ class MetaModel:
     ) -> None:
         self._kind = kind
         self._walks = set[Budget]()
-        self._steps: dict[tuple[int, int, frozenset[str], Budget, Activations], dict[str, float]] = {}
+        self._steps: dict[tuple[int, int, frozenset[str], Budget, Activations, int], dict[str, float]] = {}
         self._path, self._dtype, self._config, self._quantize = path, dtype, config, quantize
         pool = MetaPool({MODEL: path}, dtype)
         self.model: PreTrainedModel = pool.meta_model(MODEL)

@@ -19,8 +19,6 @@ from gradwire.recipes.training import Training
 class Distill(RowSettings):
     """Distillation of a teacher with the same tokenizer (generalised knowledge distillation, Agarwal et al. 2023)."""
 
-    learns = "policy"  # its own answers, too
-
     folder: str = setting("runs/distill", "metrics, checkpoints' positions and the report; a rerun continues there")
     teacher: str = setting("", "a model that the server at address has, or a checkpoint RUN_ID/NAME that you may read")
     own_answers: float = setting(0.5, "share of the batches that hold the student's own answers")

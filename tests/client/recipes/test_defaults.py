@@ -105,7 +105,7 @@ async def test_rewards_teach_to_copy(module: Any, kind: Any, models: Path, serve
 async def test_a_teacher_teaches_to_copy(models: Path, server: Server, tmp_path: Path) -> None:
     settings = distill.Distill(
         model="tiny", address=server.address, folder=str(tmp_path / "run"), teacher="teacher",
-        data=data(tmp_path / "asked.jsonl", copies(1000, 1.0, seed=1)), eval_every=10,
+        data=data(tmp_path / "asked.jsonl", copies(1000, 1.0, seed=1)), eval_every=10, eval_first=True,
     )  # fmt: skip
     await distill.train(settings)
     divergence = logged(tmp_path / "run", "eval/divergence")

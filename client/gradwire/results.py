@@ -256,6 +256,7 @@ class SampleResult:
     Attributes:
         engines: Number of the engine that has generated each prompt's samples; empty if one has generated all.
         step: Number of optimizer steps of the run whose weights sampled; None for those of a model or a checkpoint.
+        num_cached_tokens: Of the prompts' tokens, those whose keys and values an earlier request had left.
     """
 
     samples: list[list[Sample]]
@@ -264,6 +265,7 @@ class SampleResult:
     timings: Timings
     engines: list[int] = field(default_factory=list)
     step: int | None = None
+    num_cached_tokens: int = 0
 
     @staticmethod
     def from_wire(result: pb.OperationResult, columns: Columns) -> SampleResult:
@@ -296,6 +298,7 @@ class SampleResult:
             timings=Timings(result.timings.queue_s, result.timings.engine_s),
             engines=[part.engine for part in body.parts for _ in range(part.num_prompts)],
             step=body.step if body.HasField("step") else None,
+            num_cached_tokens=body.num_cached_tokens,
         )
 
 

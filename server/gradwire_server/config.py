@@ -214,8 +214,14 @@ class EngineSettings(BaseModel):
     )
     sampling_cache: ByteSize | None = setting(
         None,
-        'Memory of the local sampler\'s keys and values, as "8 GiB"; samples beyond it wait. An eighth of the '
-        "device's when absent.",
+        'Memory of the local sampler\'s keys and values, as "8 GiB": those in progress, samples beyond it wait, and '
+        "known ones for prompts that begin alike. An eighth of the device's when absent.",
+        subject=COMPUTE,
+    )
+    share_prefixes: bool = setting(
+        False,
+        "Known prompts' beginnings of base models serve all API keys. Each can then learn, by time and cached_tokens, "
+        "what another has asked.",
         subject=COMPUTE,
     )
     threads: int | None = setting(None, "CPU threads of the engine.", subject=COMPUTE, ge=1)

@@ -1099,11 +1099,32 @@ Global___EngineSampled: _TypeAlias = EngineSampled  # noqa: Y015
 class EngineSampledJob(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class FoundEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     PLACE_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     DELTAS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     BEGUN_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
     place: _builtins.int
     """of the request in the batch"""
     begun: _builtins.bool
@@ -1118,6 +1139,10 @@ class EngineSampledJob(_message.Message):
     def error(self) -> _training_pb2.Error:
         """that ends the request"""
 
+    @_builtins.property
+    def found(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
+        """prompt -> its tokens whose keys and values were known"""
+
     def __init__(
         self,
         *,
@@ -1126,10 +1151,11 @@ class EngineSampledJob(_message.Message):
         deltas: _abc.Iterable[_training_pb2.SampleDelta] | None = ...,
         error: _training_pb2.Error | None = ...,
         begun: _builtins.bool = ...,
+        found: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "deltas", b"deltas", "ended", b"ended", "error", b"error", "place", b"place"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "deltas", b"deltas", "ended", b"ended", "error", b"error", "found", b"found", "place", b"place"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4259,6 +4259,7 @@ class SampleResult(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     NUM_DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     num_sampled_tokens: _builtins.int
     step: _builtins.int
@@ -4267,6 +4268,8 @@ class SampleResult(_message.Message):
     """computed before they were drawn, as a sample's own context foretold them"""
     num_accepted_tokens: _builtins.int
     """of those, the ones that were drawn"""
+    num_cached_tokens: _builtins.int
+    """of the prompts' tokens, those whose keys and values an earlier request had left"""
     @_builtins.property
     def stop_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """per sample, prompt-major: "eos", "stop", "length" """
@@ -4290,10 +4293,11 @@ class SampleResult(_message.Message):
         step: _builtins.int | None = ...,
         num_drafted_tokens: _builtins.int = ...,
         num_accepted_tokens: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "num_accepted_tokens", b"num_accepted_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_sampled_tokens", b"num_sampled_tokens", "parts", b"parts", "step", b"step", "stop_reasons", b"stop_reasons", "texts", b"texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_sampled_tokens", b"num_sampled_tokens", "parts", b"parts", "step", b"step", "stop_reasons", b"stop_reasons", "texts", b"texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015

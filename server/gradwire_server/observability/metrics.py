@@ -46,8 +46,9 @@ CATALOGUE = (
     Spec("gradwire_operation_engine_seconds", "histogram", ("kind",),
          "Computing; of optim_step, the time of a step.", _SECONDS),
     Spec("gradwire_tokens_total", "counter", ("use",),
-         "Tokens: trained or scored (through the model), loss (of those, scored ones), prompt, sampled; drafted before"
-         " they were drawn, and accepted, those of them that were."),
+         "Tokens: trained or scored (through the model), loss (of those, scored ones), prompt, cached (of those, with "
+         "keys and values of earlier requests), sampled; drafted before they were drawn, and accepted, those of them that"
+         " were."),
     Spec("gradwire_grouped_operations_total", "counter", (),
          "forward_backward that went through the base model at once with those of other runs (--group-runs)."),
     Spec("gradwire_optimizer_steps_total", "counter", ("outcome",),
@@ -110,7 +111,8 @@ CATALOGUE = (
     Spec("gradwire_run_moves_seconds_total", "counter", ("engine", "move"),
          "Time of these moves; those to and from the disk are made while the engine computes."),
     Spec("gradwire_cache_requests_total", "counter", ("engine", "cache", "result"),
-         "Hits and misses of reference models (references) and of their kept log-probabilities (logprobs)."),
+         "Hits and misses of reference models (references), of their kept log-probabilities (logprobs), and of "
+         "prompts' tokens, whose keys and values are kept (prompts)."),
 )  # fmt: skip
 
 _SPECS = {spec.name: spec for spec in CATALOGUE}
@@ -225,6 +227,7 @@ class Metrics:
             self._engine_s(kind).observe(result.timings.engine_s)
         if result.HasField("sample"):  # also of one whose caller has left
             self._tokens("prompt").inc(result.sample.num_prompt_tokens)
+            self._tokens("cached").inc(result.sample.num_cached_tokens)
             self._tokens("sampled").inc(result.sample.num_sampled_tokens)
             self._tokens("drafted").inc(result.sample.num_drafted_tokens)
             self._tokens("accepted").inc(result.sample.num_accepted_tokens)

@@ -319,6 +319,7 @@ class SamplesInParts:
             sample.num_sampled_tokens += each.sample.num_sampled_tokens
             sample.num_drafted_tokens += each.sample.num_drafted_tokens
             sample.num_accepted_tokens += each.sample.num_accepted_tokens
+            sample.num_cached_tokens += each.sample.num_cached_tokens
             sample.parts.add(engine=part.there.engine.number, num_prompts=part.end - part.start)
         return engine_pb2.EngineReply(result=result), payload
 

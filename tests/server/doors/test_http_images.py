@@ -249,5 +249,6 @@ async def test_images_in_results_of_tools_are_seen_at_every_door(http: httpx.Asy
         answer = await http.post(f"/v1/{path}", json={"model": "qwen", limit: 1, **body})
         assert answer.status_code == 200, answer.text
         usage = answer.json()["usage"]
-        counts.append(usage["prompt_tokens"] if "prompt_tokens" in usage else usage["input_tokens"])
+        known = usage.get("cache_read_input_tokens", 0)
+        counts.append(usage["prompt_tokens"] if "prompt_tokens" in usage else known + usage["input_tokens"])
     assert counts[0] == counts[2] == counts[3] == counts[1] + CAT_TOKENS + 2

@@ -19,12 +19,13 @@ from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.policy import LoraPolicy, Policy
 from gradwire_server.engine.model.split_model import OutputHead
 from gradwire_server.engine.model.tokenizers import TextTokenizer
+from gradwire_server.engine.sampling import batch as batching
 from gradwire_server.engine.sampling.drawing import draw as drawing
 from gradwire_server.engine.sampling.drawing.draw import BLOCK, CHUNK_ELEMENTS, draw
 from gradwire_server.engine.sampling.pages import pages as paging
+from gradwire_server.engine.sampling.pages.page_cache import PageCache
 from gradwire_server.engine.sampling.pages.page_lists import shared_lists
 from gradwire_server.engine.sampling.pages.page_table import PageTable, page_digests
-from gradwire_server.engine.sampling.pages.pages import Pages
 from gradwire_server.engine.sampling.samplers.local import LocalSampler
 from gradwire_server.engine.sampling.samplers.sampler import Samples, SamplingParams
 from gradwire_server.engine.scoring.token_scores import token_logits
@@ -46,9 +47,8 @@ def sampled(sampler: LocalSampler, policy: Policy, prompts: Sequence[Sequence[in
     return job.samples()
 
 
-def kept_pages(sampler: LocalSampler, policy: Policy) -> Pages:
-    _, pages = sampler._kept[policy]
-    return pages
+def cache_of(sampler: LocalSampler, policy: Policy) -> PageCache:
+    return sampler._caches[policy.split_model]
 
 
 @pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, 5 * PAGE + 3])
@@ -124,13 +124,10 @@ def test_a_group_takes_the_memory_of_one_prompt_and_its_answers(policy: Policy, 
     prompt, answer, count = prompt_of(rng, 160), 40, 16
     sampler = LocalSampler()
     job = sampler.begin(policy, [prompt], SamplingParams(max_tokens=answer, seed=0, n=count, ignore_eos=True))
-    most, pages = 0, None
+    most = 0
     while not job.done:
-        for batch in sampler._batches.values():
-            pages = batch.values
         sampler.step()
-        assert isinstance(pages, Pages)
-        most = max(most, pages.nbytes)
+        most = max(most, cache_of(sampler, policy).nbytes)
     own_pages = count * PAGE  # up to a page of each sample is not full
     of_token = token_bytes(policy)
     assert most <= 1.2 * of_token * (len(prompt) + count * answer) + of_token * own_pages
@@ -142,21 +139,21 @@ def test_the_next_turn_of_a_conversation_computes_only_what_is_new(
 ) -> None:
     sampler, prompt = LocalSampler(), prompt_of(rng, 70)
     (answer,) = sampled(sampler, policy, [prompt], max_tokens=30).by_prompt()[0]
-    pages = kept_pages(sampler, policy)
     for seed in range(1, 4):
-        before, known = pages.computed_tokens, len(prompt) + len(answer.token_ids) - 1
+        known = len(prompt) + len(answer.token_ids) - 1
         prompt = [*prompt, *answer.token_ids, *prompt_of(rng, 9)]
+        before = sampler.prompt_tokens.computed
         (answer,) = sampled(sampler, policy, [prompt], max_tokens=12, seed=seed).by_prompt()[0]
-        assert kept_pages(sampler, policy) is pages
-        assert pages.computed_tokens - before == len(prompt) - known // PAGE * PAGE
+        assert sampler.prompt_tokens.computed - before == len(prompt) - known // PAGE * PAGE
         expected = full_logprobs(policy, prompt, answer.token_ids)
         torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-5, rtol=0)
         params = SamplingParams(max_tokens=12, seed=seed, ignore_eos=True)
         (fresh,) = samples_of(policy, [prompt], params).by_prompt()[0]
         assert answer.token_ids == fresh.token_ids
-    moves = pages._store.moves
-    pages.end()
-    assert pages._store.moves == moves  # as most of its pages are kept
+    cache = cache_of(sampler, policy)
+    moves = cache.store.moves
+    cache.shrink()
+    assert cache.store.moves == moves  # as most of its pages are kept
 
 
 @pytest.mark.parametrize("by_kernels", [False, True])
@@ -165,7 +162,7 @@ def test_numbers_that_are_not_finite_stay_in_no_page(
 ) -> None:
     """A mask multiplies what it leaves out by zero: a run that diverged would spoil the samples of others."""
     monkeypatch.setattr(policy.split_model, "by_kernels", by_kernels)
-    sampler, prompt = LocalSampler(kept_bytes=1 << 14), prompt_of(rng, PAGE + 4)
+    sampler, prompt = LocalSampler(), prompt_of(rng, PAGE + 4)
     expected = sampled(sampler, policy, [prompt], max_tokens=4, n=3)
     norm = next(weight for name, weight in policy.split_model.model.named_parameters() if "layernorm" in name)
     before = norm.detach().clone()
@@ -175,8 +172,8 @@ def test_numbers_that_are_not_finite_stay_in_no_page(
         sampler.step()
     assert job.error is not None and "after prompt 0 are not finite" in str(job.error)
     norm.data.copy_(before)
-    pages = kept_pages(sampler, policy)
-    assert all(each.isfinite().all() for pair in pages._store._layers.values() for each in pair)
+    store = cache_of(sampler, policy).store
+    assert all(each.isfinite().all() for pair in store._layers.values() for each in pair)
     found = sampled(sampler, policy, [prompt], max_tokens=4, n=3)
     assert [each.token_ids for each in found.by_prompt()[0]] == [each.token_ids for each in expected.by_prompt()[0]]
 
@@ -185,43 +182,94 @@ def test_what_is_kept_is_bounded_and_nothing_is_kept_alone(
     policy: Policy, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paged, "KEPT", 0)
-    sampler = LocalSampler(kept_bytes=1 << 14)
+    room = 24 * PAGE * token_bytes(policy)
+    sampler = LocalSampler(cache_bytes=room)
     for _ in range(4):
         sampled(sampler, policy, [prompt_of(rng, 100)], max_tokens=20, n=3)
-    pages = kept_pages(sampler, policy)
-    scratch = pages.nbytes // pages._store.pages
-    assert 0 < pages.nbytes - scratch <= 1 << 14
+    cache = cache_of(sampler, policy)
+    scratch = cache.nbytes // cache.store.used
+    assert 20 < cache.table.held <= 25 and cache.nbytes - scratch <= room
     other = LocalSampler()
     samples_of(policy, [prompt_of(rng, 100)], SamplingParams(max_tokens=4, seed=0), sampler=other)
-    assert not other._kept
+    assert not other._caches
 
 
-def test_changed_weights_find_nothing(tiny_model_path: Path, rng: np.random.Generator) -> None:
+def test_what_was_used_least_recently_is_forgotten_from_its_end(policy: Policy, rng: np.random.Generator) -> None:
+    sampler = LocalSampler(cache_bytes=24 * PAGE * token_bytes(policy))
+    head, first, second = (prompt_of(rng, length) for length in (4 * PAGE, 4 * PAGE, 4 * PAGE))
+    sampled(sampler, policy, [head + first], max_tokens=1)
+    sampled(sampler, policy, [head + second], max_tokens=1)
+    sampled(sampler, policy, [prompt_of(rng, 10 * PAGE)], max_tokens=1)  # 22 of 24
+    found = []
+    for prompt in (head + second, prompt_of(rng, 6 * PAGE - 1), head + second, head + first):
+        before = sampler.prompt_tokens.found
+        sampled(sampler, policy, [prompt], max_tokens=1)
+        found.append((sampler.prompt_tokens.found - before) // PAGE)
+    assert found == [7, 0, 7, 4]  # the last page is always computed
+
+
+def test_changed_weights_find_nothing_and_take_no_room(tiny_model_path: Path, rng: np.random.Generator) -> None:
     split_model = ModelPool({"tiny": str(tiny_model_path)}).get("tiny")
     policy = LoraPolicy(split_model, "run", training_pb2.LoraSettings(rank=4), seed=0)
+    other = LoraPolicy(split_model, "other", training_pb2.LoraSettings(rank=4), seed=1)
     sampler, prompt = LocalSampler(), prompt_of(rng, 50)
     sampled(sampler, policy, [prompt], max_tokens=3)
     with torch.no_grad():
         for master in policy.masters().values():
             master.add_(0.5 * torch.randn(master.shape, generator=torch.Generator().manual_seed(1)))
     policy.sync()
-    pages = kept_pages(sampler, policy)
-    before = pages.computed_tokens
     again = sampled(sampler, policy, [prompt], max_tokens=10)
-    assert kept_pages(sampler, policy) is pages  # in its memory
-    assert pages.computed_tokens == before + len(prompt)
+    assert sampler.prompt_tokens.found == 0
     fresh = samples_of(policy, [prompt], SamplingParams(max_tokens=10, seed=0, ignore_eos=True))
     assert again.token_ids.tolist() == fresh.token_ids.tolist()
+    table = cache_of(sampler, policy).table
+    assert len(table._trees) == 1  # that of the new weights
+    sampled(sampler, other, [prompt], max_tokens=3)
+    sampled(sampler, policy, [prompt], max_tokens=3)
+    assert sampler.prompt_tokens.found == 3 * PAGE and len(table._trees) == 2
     policy.close()
+    del policy
+    sampled(sampler, other, [prompt], max_tokens=3)
+    assert len(table._trees) == 1 and sampler.prompt_tokens.found == 6 * PAGE
 
 
-def test_a_policy_that_is_gone_keeps_nothing(tiny_model_path: Path, rng: np.random.Generator) -> None:
+def test_a_model_that_is_gone_keeps_nothing(tiny_model_path: Path, rng: np.random.Generator) -> None:
     policy = Policy(ModelPool({"tiny": str(tiny_model_path)}).get("tiny"))
     sampler = LocalSampler()
     sampled(sampler, policy, [prompt_of(rng, 50)], max_tokens=3)
-    assert len(sampler._kept) == 1
+    assert len(sampler._caches) == 1
     del policy
-    assert not len(sampler._kept)
+    assert not len(sampler._caches)
+
+
+def test_nobody_finds_what_others_asked(policy: Policy, rng: np.random.Generator) -> None:
+    sampler, prompt = LocalSampler(), prompt_of(rng, 50)
+
+    def found(**asked: Any) -> int:
+        job = sampler.begin(policy, [prompt], SamplingParams(max_tokens=2, seed=0), **asked)
+        while not job.done:
+            sampler.step()
+        return job.num_cached_tokens
+
+    assert [found(owner=owner) for owner in ("a", "b", "a", "b")] == [0, 0, 48, 48]
+    assert [found(owner=owner, salt="") for owner in ("a", "b")] == [0, 48]
+    together = [sampler.begin(policy, [prompt], SamplingParams(max_tokens=2, seed=0), owner=name) for name in "xy"]
+    while sampler.turn():
+        sampler.step()
+    assert [job.num_cached_tokens for job in together] == [0, 0]
+    assert len(cache_of(sampler, policy).table._trees) == 5
+
+
+def test_prompts_with_a_long_head_in_common_compute_it_once(
+    policy: Policy, full_logprobs: FullLogprobs, rng: np.random.Generator
+) -> None:
+    sampler, head = LocalSampler(), prompt_of(rng, 17 * PAGE)[: 17 * PAGE - 40]
+    prompts = [head[:230] + prompt_of(rng, 9) for _ in range(3)]
+    del head
+    samples = sampled(sampler, policy, prompts, max_tokens=5)
+    for prompt, of_prompt in zip(prompts, samples.by_prompt(), strict=True):
+        expected = full_logprobs(policy, prompt, of_prompt[0].token_ids)
+        torch.testing.assert_close(torch.tensor(of_prompt[0].logprobs), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -232,7 +280,7 @@ def test_a_long_prompt_is_computed_in_parts_between_the_tokens_of_others(
     monkeypatch: pytest.MonkeyPatch,
     alone: bool,
 ) -> None:
-    monkeypatch.setattr(paging, "CHUNK_TOKENS", 40)
+    monkeypatch.setattr(batching, "CHUNK_TOKENS", 40)
     sampler, long, short = LocalSampler(), prompt_of(rng, 190), prompt_of(rng, 5)
     running = sampler.begin(policy, [short], SamplingParams(max_tokens=30, seed=0, ignore_eos=True))
     sampler.step()
@@ -252,36 +300,44 @@ def test_page_table_frees_what_nobody_uses() -> None:
     table, tokens = PageTable(), list(range(3 * PAGE))
     digests = page_digests(tokens)
     pages = [table.new() for _ in digests]
-    table.know(pages, digests)
-    assert table.find(digests) == pages and table.find(page_digests(tokens[1:])) == []
-    table.release(pages)
-    table.release(pages)
-    assert table.find(digests) == []
+    table.know(b"a", pages, digests)
+    assert table.known(b"a", digests) == pages
+    assert table.known(b"a", page_digests(tokens[1:])) == table.known(b"b", digests) == []
+    table.release(reversed(pages))
+    assert table.known(b"a", digests) == []
     assert sorted(table.new() for _ in digests) == sorted(pages)
 
 
-@pytest.mark.parametrize("kept", [0, 2, 100])
-def test_page_table_keeps_the_counts_through_any_use(rng: np.random.Generator, kept: int) -> None:
-    table, held = PageTable(), []
-    table.kept = kept
+@pytest.mark.parametrize("limit", [0, 6, 100])
+def test_page_table_keeps_the_counts_through_any_use(rng: np.random.Generator, limit: int) -> None:
+    table, held = PageTable(limit), []
     for _ in range(400):
         if held and rng.random() < 0.5:
-            table.release(held.pop(int(rng.integers(len(held)))))
+            table.release(reversed(held.pop(int(rng.integers(len(held))))))
         else:
-            digests = page_digests([int(rng.integers(2)) for _ in range(3)] * PAGE)
-            found = table.find(digests)
+            digests, tree = page_digests([int(rng.integers(2)) for _ in range(3)] * PAGE), bytes([rng.integers(2)])
+            found = table.known(tree, digests)
+            table.use(found)
             new = [table.new() for _ in range(len(digests) - len(found))]
-            table.know([*found, *new], digests)
+            table.know(tree, [*found, *new], digests)
             held.append([*found, *new])
         if rng.random() < 0.05:
             number = {page: place for place, page in enumerate(table.compact())}
             held = [[number[page] for page in pages] for pages in held]
+        if rng.random() < 0.02:
+            table.forget_weights(bytes([rng.integers(2)]))
         used = {page for pages in held for page in pages}
-        assert table.pages >= len(used) + 1 and 0 not in used
-        assert len(used) < table.held <= len(used) + kept + 1
+        assert table.pages >= len(used) + 1 and 0 not in used and table.used == len(used)
+        assert len(used) < table.held <= max(len(used), limit) + 1
     for pages in held:
-        table.release(pages)
-    assert len(table.compact()) <= kept + 1
+        table.release(reversed(pages))
+    assert len(table.compact()) <= limit + 1
+
+
+def test_digests_go_on_from_those_before() -> None:
+    tokens = list(range(5 * PAGE + 3))
+    whole = page_digests(tokens)
+    assert whole == [*page_digests(tokens[: 2 * PAGE]), *page_digests(tokens[2 * PAGE :], whole[1])]
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])

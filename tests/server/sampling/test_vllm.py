@@ -99,6 +99,7 @@ class CompletionOutput:
 class RequestOutput:
     request_id: str
     outputs: list[CompletionOutput]
+    num_cached_tokens: int | None = None
     finished: bool = True
 
 

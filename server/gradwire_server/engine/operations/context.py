@@ -41,6 +41,7 @@ class EngineContext:
         tracing: Destination of the operations' spans.
         tokenizer_files: Model name -> tokenizer file; models without a tokenizer are missing.
         agreement: What the processes of the engine agree on while they execute.
+        shares_prefixes: Whether known prompts' beginnings of base models serve all API keys.
         runs: Every run in the engine, by id.
         residency: Where the runs' tensors are.
         decisions: Makes the decisions that depend on memory and on what has arrived.
@@ -56,6 +57,7 @@ class EngineContext:
     tokenizer_files: dict[str, Path]
     residency: Residency
     agreement: Agreement
+    shares_prefixes: bool = False
     runs: dict[str, EngineRun] = field(default_factory=dict)
     decisions: Decisions = field(init=False)
     budget: Budget = field(init=False)

@@ -65,6 +65,7 @@ class Asked:
         draws: Tokens to draw in each place of the prompts; None for none.
         owner: Whom the samples are for.
         alone: Whether no other samples may go through the model with these.
+        salt: Of those whose prompts' known beginnings may be used.
     """
 
     policy: Policy
@@ -76,6 +77,7 @@ class Asked:
     draws: Draws | None = None
     owner: str
     alone: bool
+    salt: str
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ class Started:
             num_sampled_tokens=len(samples.token_ids),
             num_drafted_tokens=samples.num_drafted_tokens,
             num_accepted_tokens=samples.num_accepted_tokens,
+            num_cached_tokens=self.job.num_cached_tokens,
         )
         levels = (samples.counts, samples.lengths)
         columns = {"token_ids": Column(samples.token_ids, levels), "logprobs": Column(samples.logprobs, levels)}
@@ -147,6 +150,7 @@ def asked_in_run(
         images=images,
         owner=owner,
         alone=_alone_in_run(context) or call.deterministic,
+        salt=owner,
     )
 
 
@@ -156,7 +160,7 @@ def asked_outside(context: EngineContext, request: engine_pb2.EngineRequest) -> 
     Raises:
         OperationError: The request is invalid.
     """
-    asked, call = request.sample, request.sample.call
+    asked, call, salt = request.sample, request.sample.call, request.owner
     if request.sampled_run:
         run = context.held(request.sampled_run)
         context.residency.use(run)
@@ -165,6 +169,7 @@ def asked_outside(context: EngineContext, request: engine_pb2.EngineRequest) -> 
         policy = context.references.shared(request.weights).policy
     else:
         policy = context.references.resolve(asked.model, field="model").policy
+        salt = "" if context.shares_prefixes and asked.model in context.pool.names else salt
     images = None
     if asked.prompt_images or asked.images:
         images = read_images(policy, [list(each.images) for each in asked.prompt_images], asked.images)
@@ -178,6 +183,7 @@ def asked_outside(context: EngineContext, request: engine_pb2.EngineRequest) -> 
         draws=Draws(asked.prompt_draws, asked.prompt_draw_temperature, call.seed) if asked.prompt_draws else None,
         owner=request.owner,
         alone=(request.in_run and _alone_in_run(context)) or call.deterministic,
+        salt=salt,
     )
 
 
@@ -212,7 +218,14 @@ def begin(context: EngineContext, asked: Asked) -> Started:
     if draws is not None and not (call.prompt_logprobs and 0 <= draws.temperature < math.inf):
         raise invalid("prompt_draws come with prompt_logprobs, at a temperature of 0 or more", "prompt_draws")
     job = context.sampler.begin(
-        policy, prompts, params, tokenizer, owner=asked.owner, alone=asked.alone, mixed=context.groups_runs
+        policy,
+        prompts,
+        params,
+        tokenizer,
+        owner=asked.owner,
+        alone=asked.alone,
+        mixed=context.groups_runs,
+        salt=asked.salt,
     )
     sizes = sum(map(len, prompts)), len(prompts) * params.n
     if not call.prompt_logprobs:
@@ -416,6 +429,7 @@ class SamplesInProgress:
         result.timings.engine_s = time.perf_counter() - sampling.began
         result.sample.num_prompt_tokens = started.num_prompt_tokens
         result.sample.num_sampled_tokens = sum(map(int, everywhere))
+        result.sample.num_cached_tokens = started.job.num_cached_tokens
         return plain_answer(result=result)
 
     def _failed(self, sampling: _Sampling, error: Exception) -> Answer:

@@ -128,6 +128,7 @@ class Engine:
             ),
             tokenizer_files={name: file for name, path in usable.items() if (file := find_tokenizer(path))},
             agreement=agreement,
+            shares_prefixes=settings.share_prefixes,
         )
         if settings.group_runs == "on" or (settings.group_runs == "auto" and pool.device.type != "cpu"):
             # Not by default on a CPU, where a replay of the journal is to give the bits that were given before.

@@ -82,6 +82,7 @@ class Heartbeat:
 
     def report(self) -> engine_pb2.EngineHeartbeat:
         (busy, present), cached = self.activity.seconds(), self._engine.context.references
+        prompts = self._engine.context.sampler.prompt_tokens
         beat = engine_pb2.EngineHeartbeat(
             busy_s=busy,
             request_s=present,
@@ -91,6 +92,7 @@ class Heartbeat:
                     hits=cached.used_models - cached.loaded_models, misses=cached.loaded_models
                 ),
                 "logprobs": engine_pb2.CacheUse(hits=cached.found_sequences, misses=cached.computed_sequences),
+                "prompts": engine_pb2.CacheUse(hits=prompts.found, misses=prompts.computed),
             },
         )
         residency = self._engine.context.residency

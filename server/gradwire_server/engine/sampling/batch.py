@@ -9,7 +9,8 @@ batching with other samples, or leaving and joining again, changes only float ro
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -31,8 +32,9 @@ from gradwire_server.engine.sampling.drawing.draw import Uniforms
 from gradwire_server.engine.sampling.drawing.kinds import Drawn, Kinds, Logits
 from gradwire_server.engine.sampling.growing.growing_sample import GrowingSample
 from gradwire_server.engine.sampling.jobs import LocalJob
+from gradwire_server.engine.sampling.pace import Pace
 from gradwire_server.engine.sampling.pages.key_values import IntArray, KeyValues, Room
-from gradwire_server.engine.sampling.pages.pages import Pages
+from gradwire_server.engine.sampling.pages.pages import CHUNK_TOKENS, Pages
 from gradwire_server.engine.sampling.rows import DRAWS, BoolArray, Left, Rows, begun, widened
 from gradwire_server.engine.sampling.several_policies import neighbours
 from gradwire_server.engine.sampling.speculation import Speculation
@@ -42,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 1 << 14
 """Maximum prompt tokens in one forward, padding included; a longer prompt goes alone."""
+
+COMMON_TOKENS = 16 * PAGE
+"""Tokens that two prompts have in common from which on one waits for the other, and a step later finds them."""
 
 PACKING_TOKENS, PACKING_STEPS = 4096, 32
 """Tokens to compute, or steps, from which on a copy of the weights saves more time than it takes."""
@@ -66,6 +71,7 @@ class Batch:
         division: Says which of the rows are this process's.
         packed: Copies of the copy's weights to compute many tokens with; None for none.
         speculation: Drafts the rows' next tokens.
+        pace: Says how many tokens of prompts to compute in a step; by default nothing else is in progress.
 
     Attributes:
         values: Keys and values of the rows in progress.
@@ -81,6 +87,7 @@ class Batch:
         division: Division,
         packed: PackedWeights | None = None,
         speculation: Speculation | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self._split_model = split_model
         self._make_values = values
@@ -94,6 +101,9 @@ class Batch:
         self._uniforms, self._division = uniforms, division
         self._packed, self._packs = packed, False
         self._speculation = speculation or Speculation("off")
+        self._pace = pace or Pace()
+        self._part: tuple[Waiting, int] | None = None
+        self._computed = 0
         self.values = values()
         self._rows = self._begin([])
 
@@ -130,21 +140,27 @@ class Batch:
 
     def _step(self) -> None:
         self._steps += 1
+        began, rows = time.perf_counter(), len(self._rows) > 0
+        streams = any(job.begun and job.params.stream for job in self._jobs)
         self._make_room()
-        self._joining = self._admit()
+        self._joining = self._admit(self._pace.most(self, rows=rows))
         tokens = len(self._rows) + sum(len(self._prompt(each)) for each in self._joining)
+        tokens += 0 if self._part is None else self._part[1]
         model = self._split_model
         packed = self._packed if self._packed is not None and self._pays_packing() else None
         apart = packed is not None and len(self._rows) >= ONE_THREAD_ROWS
         threads = sampling_threads(model.device, tokens, model.facts.num_parameters, products_only=apart)
         with threads, sampling_by_kernels(model.by_kernels), packed.in_use() if packed else nullcontext():
             self._extend(products_apart() if apart else nullcontext())
+        seconds = time.perf_counter() - began
+        self._pace.note(self, seconds, rows=rows, streams=streams and rows, computed=self._computed)
 
     def _pays_packing(self) -> bool:
         """Whether copies of the weights are worth making, by the requests alone, so that a replay repeats it."""
-        if not self._packs and self._joining:  # what is left of the others only becomes less
-            rests = [*self._rests().tolist(), *map(self._rest, self._joining)]
-            tokens = sum(rests) + sum(len(self._prompt(each)) for each in self._joining)
+        joining = self._joining if self._part is None else [self._part[0]]
+        if not self._packs and joining:  # what is left of the others only becomes less
+            rests = [*self._rests().tolist(), *map(self._rest, joining)]
+            tokens = sum(rests) + sum(len(self._prompt(each)) for each in joining)
             self._packs = tokens >= PACKING_TOKENS or max(rests) >= PACKING_STEPS
         return self._packs
 
@@ -156,6 +172,11 @@ class Batch:
             with decoding:
                 states.append(self._decode(drafts))
             self._rows.length += 1
+        if self._part is not None:
+            waiting, count = self._part
+            self.values.warm(waiting.job.policy, waiting.job.tree, self._prompt(waiting), count)
+            if not states and self._split_model.device.type == "cuda":
+                torch.cuda.synchronize(self._split_model.device)  # so that its time is known
         if self._joining:
             states.append(self._prefill())
             drafts += [[] for _ in range(len(self._rows) - len(drafts))]
@@ -193,15 +214,20 @@ class Batch:
             self._remember(range(len(self._rows)))
             for waiting in joining:
                 self._waiting.put(waiting)
-            self._rows, self.values = self._begin([]), self._make_values()
+            self._restart()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             return
-        self._rows, self.values = self._begin([]), self._make_values()
+        self._restart()
         for job in self._jobs:
             job.error = failure.error
         self._waiting.clear()
         self._left.clear()
+
+    def _restart(self) -> None:
+        """Drop all rows and known pages, as memory ran out or a forward failed in their midst."""
+        self.values.end(spare_memory=True)
+        self._rows, self._part, self.values = self._begin([]), None, self._make_values()
 
     # ---- joining and leaving ----
 
@@ -236,21 +262,27 @@ class Batch:
             self._left[rows.job[row], int(rows.row[row])] = left
             self._waiting.put(rows.waited[row])
 
-    def _admit(self) -> list[Waiting]:
-        """Choose the rows that join now."""
+    def _admit(self, most: int | None) -> list[Waiting]:
+        """Choose the rows that join now, or the part of a prompt that is computed for one.
+
+        Args:
+            most: Most tokens of prompts to compute; None for any number, long prompts in parts.
+        """
+        self._part, self._computed = None, 0
         if not self._waiting or (len(self._rows) and not self.values.joins):
             return []
         admitted: list[Waiting] = []
         held, room, rests = self._held(), self._room(), self._rests()
         longest = 0
-        prompts: set[tuple[Policy, tuple[int, ...]]] = set()
+        prompts: set[tuple[bytes, tuple[int, ...]]] = set()
         blocked: Waiting | None = None
         while (first := self._waiting.next(held.of, blocked)) is not None:
-            prompt, shared = self._prompt(first), self._shared(first)
+            job, prompt, shared = first.job, self._prompt(first), self._shared(first)
+            found, there = self.values.found(job.tree, prompt)
             count = len(self._rows) + len(admitted)
             if count >= self._most:
                 break
-            with_row = room.with_row(shared, len(prompt))
+            with_row = room.with_row(shared, len(prompt) - there)
             needs = with_row - room.tokens
             # Another page for each row in progress, so that who joins does not have to leave at once.
             missing = with_row + PAGE * count - self._cache_tokens
@@ -262,21 +294,49 @@ class Batch:
                     blocked = first
                 continue
             joined = np.append(rests, self._rest(first))
-            if held.of(first.job.owner) and np.minimum(joined, len(prompt) // WORTH).sum() > -missing:
+            if held.of(job.owner) and np.minimum(joined, len(prompt) // WORTH).sum() > -missing:
                 blocked = first
                 continue
-            prompts.add((first.job.policy, prompt))
+            if (job.tree, prompt) not in prompts:
+                if self.values.joins and not self._fits(first, prompt, found, most, prompts):
+                    break
+                job.find(first.row, found)
+                self._computed += len(prompt) - found
+            prompts.add((job.tree, prompt))
             longest = max(longest, len(prompt))
             if admitted and len(prompts) * longest > PREFILL_TOKENS:
-                break
-            if not admitted and self.values.warm(first.job.policy, prompt):
+                self._computed -= len(prompt) - found
                 break
             self._waiting.pop(first)
             admitted.append(first)
             rests = joined
-            room.add(shared, len(prompt))
-            held.add(first.job.owner, needs)
+            room.add(shared, len(prompt) - there)
+            held.add(job.owner, needs)
         return admitted
+
+    def _fits(
+        self,
+        first: Waiting,
+        prompt: tuple[int, ...],
+        found: int,
+        most: int | None,
+        prompts: Collection[tuple[bytes, tuple[int, ...]]],
+    ) -> bool:
+        """Whether what is missing of a prompt is computed in this step, beside others; if not, a part of it may be."""
+        tree, missing = first.job.tree, len(prompt) - found
+        for other_tree, other in prompts:
+            common = found + COMMON_TOKENS
+            if other_tree == tree and missing > COMMON_TOKENS and prompt[found:common] == other[found:common]:
+                return False
+        at_once = CHUNK_TOKENS if most is None else most
+        if missing <= at_once - (0 if most is None else self._computed):
+            return True
+        if isinstance(prompt, ImagePrompt):  # a part of it would have other images
+            return not prompts
+        if not prompts and at_once:
+            first.job.find(first.row, found)
+            self._part, self._computed = (first, at_once), at_once
+        return False
 
     def _rests(self) -> IntArray:
         """``[R]`` tokens that the rows in progress may still take."""
@@ -312,13 +372,15 @@ class Batch:
     def _prefill(self) -> Tensor:
         """Add the rows that join; returns their states, ``[R, H]``."""
         joining = self._joining = [self._joining[place] for place in neighbours([w.job.policy for w in self._joining])]
-        numbers: dict[tuple[Policy, tuple[int, ...]], int] = {}
-        spread = [numbers.setdefault((each.job.policy, self._prompt(each)), len(numbers)) for each in joining]
-        policies, prompts = [policy for policy, _ in numbers], [prompt for _, prompt in numbers]
+        numbers: dict[tuple[Policy, bytes, tuple[int, ...]], int] = {}
+        spread = [
+            numbers.setdefault((each.job.policy, each.job.tree, self._prompt(each)), len(numbers)) for each in joining
+        ]
+        policies, trees, prompts = zip(*numbers, strict=True)
         new = self._begin(joining)
         if not len(self._rows):
             self._formed = self._steps
-        states = self.values.prefill(policies, prompts, np.array(spread))
+        states = self.values.prefill(policies, prompts, np.array(spread), trees)
         for each in joining:
             each.job.begun = True
             self._left.pop((each.job, each.row), None)

@@ -40,6 +40,7 @@ class LocalJob:
     Args:
         policy: The policy to sample from.
         prompts, params, tokenizer, owner: See :meth:`.sampler.Sampler.begin`.
+        tree: Names the weights and who may share their known pages.
 
     Attributes:
         policy: The policy to sample from.
@@ -61,11 +62,13 @@ class LocalJob:
         params: SamplingParams,
         tokenizer: TextTokenizer | None,
         owner: str = "",
+        tree: bytes = b"",
     ) -> None:
         _check(policy, prompts, params, tokenizer)
         facts, self.policy, self.owner = policy.facts, policy, owner
         self.prompts = [prompt if isinstance(prompt, tuple) else tuple(prompt) for prompt in prompts]
-        self.params, self.tokenizer = params, tokenizer
+        self.params, self.tokenizer, self.tree = params, tokenizer, tree
+        self._found: dict[int, int] = {}
         eos = frozenset(facts.eos_token_ids)
         stops = frozenset(params.stop_token_ids)
         self.ends = stops if params.ignore_eos else stops | eos
@@ -108,6 +111,15 @@ class LocalJob:
     def num_ended_tokens(self) -> int:
         """Tokens of the samples of this process that have ended."""
         return sum(len(ended.token_ids) for row in self.own if (ended := self._ended[row]) is not None)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """See :class:`.sampler.Job`."""
+        return sum(self._found.values())
+
+    def find(self, row: int, tokens: int) -> None:
+        """Note how many tokens of a row's prompt were known when it was first about to join."""
+        self._found.setdefault(row // self.params.n, tokens)
 
     @property
     def done(self) -> bool:
@@ -194,6 +206,7 @@ class LocalJob:
             deltas=self.new_tokens() if deltas else [],
             error=None if self.error is None else to_error(self.error, "request sample"),
             begun=self.begun and not self._told_begun,
+            found=self._found if ended else None,
         )
         self._told_begun = self.begun
         return told if told.ByteSize() else None
@@ -209,6 +222,8 @@ class LocalJob:
         if own:
             return
         self.begun |= told.begun
+        for prompt, tokens in told.found.items():  # ranks may divide a prompt's rows
+            self._found[prompt] = max(tokens, self._found.get(prompt, 0))
         for each in told.ended:
             self._left -= self._ended[each.row] is None
             self._ended[each.row] = _from_the_wire(each)

@@ -48,7 +48,7 @@ class Writing:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": {"input_tokens": prompt_tokens, "output_tokens": 0},
+            "usage": _usage(prompt_tokens, 0, 0),
         }
 
     async def events(self, parts: AsyncGenerator[Part | Counts]) -> AsyncGenerator[Event]:
@@ -60,7 +60,7 @@ class Writing:
                     begun = True
                     yield {"type": "message_start", "message": dict(message)}
                 if isinstance(part, Counts):
-                    message["usage"] = {"input_tokens": part.prompt, "output_tokens": part.sampled}
+                    message["usage"] = _usage(part.prompt, part.cached, part.sampled)
                     continue
                 for event in self._written(part):
                     yield event
@@ -178,3 +178,13 @@ def error_body(status: int, error: pb.Error) -> Mapping[str, Any]:
     if error.field and error.field not in message:
         message = f"{error.field}: {message}"
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": error.request_id}
+
+
+def _usage(prompt: int, cached: int, sampled: int) -> dict[str, int]:
+    """Counts of tokens in Anthropic's form, in which tokens of the cache are none of the input."""
+    return {
+        "input_tokens": prompt - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": sampled,
+    }

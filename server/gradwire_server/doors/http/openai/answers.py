@@ -79,6 +79,7 @@ class Answers:
     rows: list[Choice]
     num_prompt_tokens: int
     num_sampled_tokens: int
+    num_cached_tokens: int = 0
     step: int | None = None
 
 
@@ -109,7 +110,7 @@ async def sampled(core: Core, caller: Caller, asked: pb.SampleRequest, name: str
             for row, (text, reason, part) in enumerate(zip(texts, result.stop_reasons, parts, strict=True))
         ]
         step = result.step if result.HasField("step") else None
-        return Answers(rows, result.num_prompt_tokens, result.num_sampled_tokens, step)
+        return Answers(rows, result.num_prompt_tokens, result.num_sampled_tokens, result.num_cached_tokens, step)
 
     with _called(caller, name, asked.model):
         return await unless_left(work, http)

@@ -70,7 +70,10 @@ class Chat:
             choice = {"index": part.row, "message": message, "finish_reason": self._reason(part)}
             choice["logprobs"] = await self._logprobs(part)
             choices.append(choice | self._token_ids(part))
-        answer = self._head("chat.completion") | {"choices": choices, "usage": usage(counts.prompt, counts.sampled)}
+        answer = self._head("chat.completion") | {
+            "choices": choices,
+            "usage": usage(counts.prompt, counts.sampled, counts.cached),
+        }
         if parts[0].prompt is not None:
             answer["prompt_logprobs"] = await self._texts.of_prompt(parts[0].prompt)
         if self._asked.return_token_ids:
@@ -85,7 +88,7 @@ class Chat:
                 if isinstance(part, Counts):
                     options = self._asked.stream_options
                     if options is not None and options.include_usage:
-                        counts = usage(part.prompt, part.sampled)
+                        counts = usage(part.prompt, part.sampled, part.cached)
                         yield {**self._head("chat.completion.chunk"), "choices": [], "usage": counts}
                     continue
                 if part.row not in begun:

@@ -62,9 +62,14 @@ def routes(core: Core, error_body: ErrorBody) -> APIRouter:
     return router
 
 
-def usage(prompt: int, completion: int) -> dict[str, int]:
+def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
     """Counts of tokens in OpenAI's form."""
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {
+        "prompt_tokens": prompt,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
 
 
 class Completion:
@@ -143,7 +148,7 @@ class Completion:
                     "token_ids": answer.tokens.ids,
                 }
             choices.append(choice)
-        counts = usage(answers.num_prompt_tokens, answers.num_sampled_tokens)
+        counts = usage(answers.num_prompt_tokens, answers.num_sampled_tokens, answers.num_cached_tokens)
         return {**self._head, "choices": choices, "usage": counts}
 
     async def events(self, call: pb.SampleRequest) -> AsyncGenerator[Mapping[str, Any]]:
@@ -173,7 +178,7 @@ class Completion:
                 yield {**self._head, "choices": [choice]}
             if frame.HasField("result") and asked.stream_options is not None and asked.stream_options.include_usage:
                 result = frame.result.sample
-                counts = usage(result.num_prompt_tokens, result.num_sampled_tokens)
+                counts = usage(result.num_prompt_tokens, result.num_sampled_tokens, result.num_cached_tokens)
                 yield {**self._head, "choices": [], "usage": counts}
 
     async def _frames(self, call: pb.SampleRequest) -> AsyncGenerator[pb.SampleFrame]:

@@ -77,11 +77,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Counts:
-    """Tokens of the prompt, of all samples, and those of the latter that are reasoning."""
+    """Tokens of the prompt, of all samples, those of the latter that are reasoning, and those of the prompt that an
+    earlier request had computed."""
 
     prompt: int
     sampled: int
     reasoning: int
+    cached: int = 0
 
 
 class Conversation:
@@ -167,7 +169,9 @@ class Conversation:
                     Part(number, read.content, read.reasoning, read.calls, reason, stop, row.tokens, row.prompt)
                 )
             await self._record(parts, answer.step)
-        return list(map(self._given, parts)), Counts(answer.num_prompt_tokens, answer.num_sampled_tokens, 0)
+        return list(map(self._given, parts)), Counts(
+            answer.num_prompt_tokens, answer.num_sampled_tokens, 0, answer.num_cached_tokens
+        )
 
     async def parts(self, call: pb.SampleRequest, on_start: OnStart | None = None) -> AsyncGenerator[Part | Counts]:
         """The samples' parts, as they grow, and the counts as the last. Text comes once it is certain what it is.
@@ -242,7 +246,9 @@ class Conversation:
                 yield Part(delta.row, content, thought, calls, reason, stop, tokens_of(delta)), None
             if frame.HasField("result"):
                 result = frame.result.sample
-                counts = Counts(result.num_prompt_tokens, result.num_sampled_tokens, reasoning)
+                counts = Counts(
+                    result.num_prompt_tokens, result.num_sampled_tokens, reasoning, result.num_cached_tokens
+                )
                 yield counts, result.step if result.HasField("step") else None
 
     async def _stop_string(self, asked: pb.SampleRequest, ids: Sequence[int]) -> str | None:

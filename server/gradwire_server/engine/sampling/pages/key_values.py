@@ -62,13 +62,18 @@ class KeyValues(Protocol):
     def held(self) -> Sequence[float]:
         """``[R]`` tokens of cache that each row would give back."""
 
-    def warm(self, policy: Policy, prompt: Prompt) -> bool:
-        """Compute a part of a long prompt in advance; returns whether there is more of it to compute so."""
+    def found(self, tree: bytes, prompt: Prompt) -> tuple[int, int]:
+        """Tokens of a prompt that are known in its tree, and how many of them take no more cache, as rows have them."""
 
-    def prefill(self, policies: Sequence[Policy], prompts: Sequence[Prompt], spread: IntArray) -> Tensor:
+    def warm(self, policy: Policy, tree: bytes, prompt: Prompt, tokens: int) -> None:
+        """Compute so many tokens of a prompt in advance, of which more are missing. Only for rows that join."""
+
+    def prefill(
+        self, policies: Sequence[Policy], prompts: Sequence[Prompt], spread: IntArray, trees: Sequence[bytes] = ()
+    ) -> Tensor:
         """Add rows, where ``spread [R]`` is each row's index in ``prompts``; returns its last state, ``[R, H]``.
 
-        Each prompt has its policy. Prompts of one policy are neighbours.
+        Each prompt has its policy and its tree. Prompts of one policy are neighbours.
         """
 
     def decode(self, policies: Sequence[Policy], tokens: IntArray, positions: IntArray) -> Tensor:
@@ -80,8 +85,8 @@ class KeyValues(Protocol):
     def keep(self, rows: IntArray) -> None:
         """Keep only these rows, in this order."""
 
-    def end(self) -> None:
-        """Drop all rows, and what only they need."""
+    def end(self, *, spare_memory: bool = False) -> None:
+        """Drop all rows, and what only they need; also what others may need later, if memory is to be spared."""
 
 
 def _images_of(prompts: Sequence[Prompt], width: int) -> ImageTokens | None:
@@ -136,10 +141,15 @@ class Together:
         rows, width = self._mask.shape
         return [float(width)] * rows
 
-    def warm(self, policy: Policy, prompt: Prompt) -> bool:
-        return False
+    def found(self, tree: bytes, prompt: Prompt) -> tuple[int, int]:
+        return 0, 0
 
-    def prefill(self, policies: Sequence[Policy], prompts: Sequence[Prompt], spread: IntArray) -> Tensor:
+    def warm(self, policy: Policy, tree: bytes, prompt: Prompt, tokens: int) -> None:
+        raise NotImplementedError("rows that begin together have no prompts in parts")
+
+    def prefill(
+        self, policies: Sequence[Policy], prompts: Sequence[Prompt], spread: IntArray, trees: Sequence[bytes] = ()
+    ) -> Tensor:
         policy = policies[0]
         policy.activate()
         lengths = np.array([len(prompt) for prompt in prompts])
@@ -216,5 +226,5 @@ class Together:
         self._cache = selected(self._cache, kept)
         self._mask = self._mask[sent(kept, self._mask.device)]
 
-    def end(self) -> None:
+    def end(self, *, spare_memory: bool = False) -> None:
         self._cache, self._mask = None, torch.zeros(0, 0, dtype=torch.int64)

@@ -1,7 +1,9 @@
-"""Which pages hold what: allocation, sharing by counted uses, and finding the pages of a known beginning.
+"""Which pages hold what: allocation, sharing by counted uses, and trees of known pages.
 
-A full page is known by a digest of all tokens up to its end, so equal beginnings have equal pages, whatever prompt or
-answer wrote them. A page without uses is free, unless it is known and within the number to keep.
+A full page is known in the tree of its weights and of whoever asked, by a digest of all tokens up to its end: equal
+beginnings have equal pages, whatever prompt or answer wrote them. A page without uses is free, unless it is known and
+there is room. What uses a page uses all before it and releases them after it, so the page that is dropped first, the
+least recently used, is a leaf.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import hashlib
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -22,13 +25,16 @@ SCRATCH = 0
 class PageTable:
     """The pages of one store.
 
+    Args:
+        limit: Pages in use or known beyond which those without uses are dropped.
+
     Attributes:
-        kept: Maximum known pages without uses to keep.
         pages: Number of pages in use or free.
+        dropped: Number of known pages that were dropped because there was no room.
     """
 
-    def __init__(self) -> None:
-        self.kept = 0
+    def __init__(self, limit: int = 0) -> None:
+        self._limit, self.dropped = limit, 0
         self.clear()
 
     def clear(self) -> None:
@@ -36,9 +42,14 @@ class PageTable:
         self.pages = SCRATCH + 1
         self._free: list[int] = []
         self._uses: dict[int, int] = {}
-        self._digest_of: dict[int, bytes] = {}
-        self._page_of: dict[bytes, int] = {}
+        self._known: dict[int, tuple[bytes, bytes]] = {}  # tree and digest
+        self._trees: dict[bytes, dict[bytes, int]] = {}
         self._unused: OrderedDict[int, None] = OrderedDict()  # known pages, the least recently used first
+
+    @property
+    def keeps(self) -> bool:
+        """Whether known pages without uses are kept."""
+        return self._limit > 0
 
     @property
     def used(self) -> int:
@@ -52,6 +63,8 @@ class PageTable:
 
     def new(self) -> int:
         """A page with one use."""
+        if self._unused and self.held > self._limit:
+            self._drop_oldest()
         if self._free:
             page = heapq.heappop(self._free)
         else:
@@ -67,63 +80,83 @@ class PageTable:
             self._uses[page] = self._uses.get(page, 0) + 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Count one use less of each page."""
+        """Count one use less of each page; the end of a row comes first."""
         for page in pages:
             self._uses[page] -= 1
             if self._uses[page]:
                 continue
             del self._uses[page]
-            if page in self._digest_of:
+            if page in self._known:
                 self._unused[page] = None
             else:
                 heapq.heappush(self._free, page)
-        while len(self._unused) > self.kept:
-            page, _ = self._unused.popitem(last=False)
-            self.forget([page])
-            heapq.heappush(self._free, page)
+        while self._unused and self.held > self._limit + 1:
+            self._drop_oldest()
 
-    def find(self, digests: Sequence[bytes]) -> list[int]:
-        """The known pages of the longest beginning, each with a use more."""
-        pages = []
+    def known(self, tree: bytes, digests: Sequence[bytes]) -> list[int]:
+        """The known pages of the longest beginning."""
+        of_tree, pages = self._trees.get(tree, {}), []
         for digest in digests:
-            if digest not in self._page_of:
+            page = of_tree.get(digest)
+            if page is None:
                 break
-            pages.append(self._page_of[digest])
-        self.use(pages)
+            pages.append(page)
         return pages
 
-    def know(self, pages: Sequence[int], digests: Sequence[bytes]) -> None:
+    def know(self, tree: bytes, pages: Sequence[int], digests: Sequence[bytes]) -> None:
         """Make full pages findable by their digests, except where another page is."""
+        of_tree = self._trees.setdefault(tree, {})
         for page, digest in zip(pages, digests, strict=True):
-            if digest not in self._page_of and page not in self._digest_of:
-                self._page_of[digest], self._digest_of[page] = page, digest
+            if digest not in of_tree and page not in self._known:
+                of_tree[digest], self._known[page] = page, (tree, digest)
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Make pages findable no longer; they are in use, or about to be free."""
+        """Make pages findable no longer; those without uses become free."""
         for page in pages:
-            digest = self._digest_of.pop(page, None)
-            if digest is not None:
-                del self._page_of[digest]
+            tree, digest = self._known.pop(page, (b"", b""))
+            if digest:
+                of_tree = self._trees[tree]
+                del of_tree[digest]
+                if not of_tree:
+                    del self._trees[tree]
+            if page in self._unused:
+                del self._unused[page]
+                heapq.heappush(self._free, page)
+
+    def forget_weights(self, weights: bytes) -> None:
+        """Make all pages findable no longer whose trees' names begin with this one."""
+        for tree in [tree for tree in self._trees if tree.startswith(weights)]:
+            self.forget(list(self._trees[tree].values()))
 
     def compact(self) -> list[int]:
         """Renumber so that only the pages in use or known remain; returns the old number of each."""
         old = [SCRATCH, *sorted({*self._uses, *self._unused})]
         new = {page: number for number, page in enumerate(old)}
-        uses, digests, unused = self._uses, self._digest_of, list(self._unused)
+        uses, known, unused = self._uses, self._known, list(self._unused)
         self.clear()
         self.pages = len(old)
         self._uses = {new[page]: count for page, count in uses.items()}
         self._unused = OrderedDict.fromkeys(new[page] for page in unused)
-        self._digest_of = {new[page]: digest for page, digest in digests.items()}
-        self._page_of = {digest: page for page, digest in self._digest_of.items()}
+        for page, (tree, digest) in known.items():
+            self.know(tree, [new[page]], [digest])
         return old
 
+    def _drop_oldest(self) -> None:
+        self.forget([next(iter(self._unused))])
+        self.dropped += 1
 
-def page_digests(tokens: Sequence[int], weights: bytes = b"") -> list[bytes]:
-    """Digest of each full page of tokens and all before it, computed with the weights and images of this name."""
-    whole = np.asarray(tokens[: len(tokens) // PAGE * PAGE], np.int32).reshape(-1, PAGE)
-    state, digests = hashlib.blake2b(weights, digest_size=16), []
-    for page in whole:
-        state.update(page.tobytes())
-        digests.append(state.digest())
+
+def page_digests(tokens: Sequence[int], after: bytes = b"") -> list[bytes]:
+    """Digest of each full page of tokens and all before it; ``after`` is that of the page before the first."""
+    pages = np.asarray(tokens[: len(tokens) // PAGE * PAGE], np.int32).tobytes()
+    digests, size = [], PAGE * np.dtype(np.int32).itemsize
+    for start in range(0, len(pages), size):
+        after = hashlib.blake2b(after + pages[start : start + size], digest_size=16).digest()
+        digests.append(after)
     return digests
+
+
+@lru_cache(maxsize=32)
+def prompt_digests(tokens: tuple[int, ...]) -> Sequence[bytes]:
+    """:func:`page_digests` of a prompt, which is asked for while it waits and when it joins."""
+    return page_digests(tokens)

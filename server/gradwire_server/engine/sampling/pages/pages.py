@@ -3,8 +3,8 @@
 Legend: ``R`` rows, ``P`` prompts, ``M`` tokens of a forward, ``N`` pages of a row, ``H`` hidden size. A row's sequence
 lies in pages of ``PAGE`` tokens. The full pages of its prompt are shared with all rows of that prompt; behind them each
 row has pages of its own, which begin with the prompt's last tokens if these do not fill a page. Full pages are known by
-their tokens: a later prompt that begins alike, such as the next turn of a conversation, uses them, and a long prompt is
-computed in parts that find each other in the same way.
+their tokens (:mod:`.page_table`): a later prompt that begins alike, such as the next turn of a conversation, uses them.
+A long prompt is computed in parts, between which other rows get their tokens.
 
 Forwards take rows packed on one axis, without padding. On a CPU, attention has the sizes that the rows need; elsewhere
 rows and lists of pages are filled up to powers of two, so that few shapes occur and a graph of kernels can be replayed.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from gradwire_server.engine.agreement import Agreement, Failure
 from gradwire_server.engine.model.attention.masked import MaskedSegments, QuerySegment
 from gradwire_server.engine.model.attention.packed import rows_in_order
-from gradwire_server.engine.model.attention.paged import PAGE, PagedDecode, PagedPrefill, PageStore, RowLists
+from gradwire_server.engine.model.attention.paged import PAGE, PagedDecode, PagedPrefill, RowLists
 from gradwire_server.engine.model.comparison import largest_difference, relative_tolerance
 from gradwire_server.engine.model.layers.cpu_kernels import sampling_by_kernels
 from gradwire_server.engine.model.packing import Packing, lay_out
@@ -35,8 +35,9 @@ from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.split_model import SplitModel
 from gradwire_server.engine.model.vision.row_images import ImagePrompt, images_key, images_of_pieces
 from gradwire_server.engine.sampling.pages.key_values import IntArray, Prompt, Room
+from gradwire_server.engine.sampling.pages.page_cache import PageCache
 from gradwire_server.engine.sampling.pages.page_lists import own_lists, power_of_two, shared_lists
-from gradwire_server.engine.sampling.pages.page_table import SCRATCH, PageTable, page_digests
+from gradwire_server.engine.sampling.pages.page_table import SCRATCH, page_digests, prompt_digests
 from gradwire_server.engine.sampling.pages.replay import Replays
 from gradwire_server.engine.sampling.several_policies import activate_each
 
@@ -81,12 +82,19 @@ class PagesRoom:
 
 @dataclass(eq=False)
 class _Prompt:
-    """A prompt in the store: its full pages, which rows share, and the page of the tokens behind them, or None."""
+    """A prompt in the store.
+
+    Attributes:
+        tree: Names what its full pages are known in.
+        pages: Its pages, of which the full ones are shared by its rows.
+        rest: The page of the tokens behind the full ones, or None.
+        computed: Number of its tokens that have keys and values.
+    """
 
     policy: Policy
-    weights: bytes
+    tree: bytes
     tokens: Prompt
-    digests: list[bytes]
+    digests: Sequence[bytes]
     pages: list[int]
     rest: int | None
     computed: int
@@ -98,10 +106,18 @@ class _Prompt:
 
 @dataclass(eq=False)
 class _Row:
-    """A row's pages and tokens; ``tokens`` are those in the store, ``shift`` as of its prompt's images."""
+    """A row's pages.
 
-    weights: bytes
+    Attributes:
+        known: Digest of the last shared page.
+        own: Pages of the row alone.
+        tokens: Tokens in these, while what was computed may become known.
+        shift: As of its prompt's images.
+    """
+
+    tree: bytes
     shared: tuple[int, ...]
+    known: bytes
     own: list[int]
     tokens: list[int]
     shift: int = 0
@@ -111,10 +127,7 @@ class Pages:
     """Rows that join and leave at any time; see the module.
 
     Args:
-        kept_bytes: Maximum bytes of known pages to keep when no row uses them.
-        weights: Names the weights of a policy as they are now; only pages of equal weights are shared. By default all
-            prompts are computed with the same weights.
-        most: Tokens to make room for at once on a CPU, whose memory is taken when it is written.
+        cache: The pages, of this batch and of others.
 
     Attributes:
         computed_tokens: Prompt tokens that went through the model.
@@ -122,13 +135,11 @@ class Pages:
 
     joins = True
 
-    def __init__(
-        self, kept_bytes: int = 0, weights: Callable[[Policy], bytes] = lambda policy: b"", most: int = 0
-    ) -> None:
-        self._kept, self._weights = kept_bytes, weights
-        self._store, self._table = PageStore(most // PAGE), PageTable()
+    def __init__(self, cache: PageCache | None = None) -> None:
+        self.cache = cache or PageCache()
+        self._uses: Counter[int] = Counter()
         self._rows: list[_Row] = []
-        self._warmed: list[int] = []
+        self._ahead: _Prompt | None = None
         self._shared: RowLists | None = None
         self._of = np.zeros(0, np.int64)
         self._apart: list[tuple[int, ...]] = []
@@ -136,46 +147,46 @@ class Pages:
         self._shifts = False
         self.computed_tokens = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the pages that there had to be room for."""
-        return self._store.used * self._store.page_bytes
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of a token's keys and values in all layers; 0 while there are none."""
-        return self._store.page_bytes // PAGE
-
     def room(self, prompts: Iterable[Hashable]) -> Room:
-        return PagesRoom(self._table.used - len(self._warmed), prompts)
+        ahead = self._ahead.pages if self._ahead is not None else ()
+        return PagesRoom(len(self._uses) - sum(self._uses[page] == 1 for page in ahead), prompts)
 
     def more(self, positions: IntArray) -> int:
         full = np.array([PAGE * (len(row.shared) + len(row.own)) for row in self._rows])
-        return PAGE * (self._table.used + int((positions == full).sum()))
+        return PAGE * (len(self._uses) + int((positions == full).sum()))
 
     def held(self) -> Sequence[float]:
         shared_by = Counter(row.shared for row in self._rows)
         return [PAGE * (len(row.own) + len(row.shared) / shared_by[row.shared]) for row in self._rows]
 
-    def warm(self, policy: Policy, prompt: Prompt) -> bool:
-        if len(prompt) <= CHUNK_TOKENS or isinstance(prompt, ImagePrompt):  # a part of it has other images
-            return False
-        digests = page_digests(prompt, self._weights(policy))
-        known = self._table.find(digests[: (len(prompt) - 1) // PAGE])
-        self._table.release(self._warmed)
-        self._warmed = known
-        stop = (len(known) * PAGE + CHUNK_TOKENS) // PAGE * PAGE
-        if stop >= len(prompt):
-            return False
-        whole = self._add(policy, prompt[:stop])
-        self._forward([(whole, whole.computed, stop)])
-        self._table.know(whole.pages, whole.digests)
-        self._table.release(self._warmed)
-        self._warmed = whole.pages
-        return True
+    def found(self, tree: bytes, prompt: Prompt) -> tuple[int, int]:
+        digests = prompt_digests(tuple(prompt))[: (len(prompt) - 1) // PAGE]
+        known = self.cache.table.known(tree + images_key(prompt), digests)
+        computed = len(known) * PAGE
+        if self._ahead is not None and self._is_ahead(tree, prompt):
+            computed = self._ahead.computed
+        return computed, PAGE * sum(page in self._uses for page in known)
 
-    def prefill(self, policies: Sequence[Policy], prompts: Sequence[Prompt], spread: IntArray) -> Tensor:
-        added = [self._add(policy, prompt) for policy, prompt in zip(policies, prompts, strict=True)]
+    def warm(self, policy: Policy, tree: bytes, prompt: Prompt, tokens: int) -> None:
+        if self._ahead is None or not self._is_ahead(tree, prompt):
+            self._drop_ahead()
+            self._ahead = self._add(policy, tree, prompt)
+        ahead = self._ahead
+        stop = ahead.computed + tokens
+        self._forward([(ahead, ahead.computed, stop)])
+        ahead.computed = stop
+        full = stop // PAGE
+        self.cache.table.know(ahead.tree, ahead.pages[:full], ahead.digests[:full])
+
+    def prefill(
+        self, policies: Sequence[Policy], prompts: Sequence[Prompt], spread: IntArray, trees: Sequence[bytes] = ()
+    ) -> Tensor:
+        trees = trees or [b""] * len(prompts)
+        table = self.cache.table
+        added = [
+            self._taken_ahead() if self._is_ahead(tree, prompt) else self._add(policy, tree, prompt)
+            for policy, prompt, tree in zip(policies, prompts, trees, strict=True)
+        ]
         states: dict[int, Tensor] = {}
         most = min(CHUNK_TOKENS, CPU_TOKENS if policies[0].device.type == "cpu" else CHUNK_TOKENS)
         for pieces in _pieces(added, most):
@@ -185,32 +196,32 @@ class Pages:
                     states[number] = last[place]
         copies: list[tuple[int, int]] = []
         for prompt in added:
-            self._table.know(prompt.full, prompt.digests)
+            table.know(prompt.tree, prompt.full, prompt.digests)
         begun: set[int] = set()
         for number in spread.tolist():
             prompt = added[number]
-            self._table.use(prompt.full)
+            self._use(prompt.full)
             own: list[int] = []
             if prompt.rest is not None and number in begun:
-                own = [self._table.new()]
+                own = [self._new()]
                 copies.append((prompt.rest, own[0]))
             elif prompt.rest is not None:  # the first row goes on in the prompt's page
-                self._table.use([prompt.rest])
+                self._use([prompt.rest])
                 own = [prompt.rest]
             begun.add(number)
-            kept = list(prompt.tokens) if self._kept else []
-            row = _Row(prompt.weights, tuple(prompt.full), own, kept)
+            full = len(prompt.full)
+            rest = list(prompt.tokens[full * PAGE :]) if table.keeps else []
+            row = _Row(prompt.tree, tuple(prompt.full), prompt.digests[full - 1] if full else b"", own, rest)
             if isinstance(prompt.tokens, ImagePrompt):
                 row.shift = prompt.tokens.shift
                 self._shifts |= row.shift != 0
             self._rows.append(row)
-        self._store.reserve(self._table.pages)
+        self.cache.store.reserve(table.pages)
         if copies:
-            self._store.copy(*torch.tensor(copies).T)
+            self.cache.store.copy(*torch.tensor(copies).T)
         for prompt in added:
-            self._table.release(prompt.pages)
-        self._table.release(self._warmed)
-        self._warmed, self._shared = [], None
+            self._release(reversed(prompt.pages))
+        self._shared = None
         together = torch.stack([states[number] for number in range(len(added))])
         return together.index_select(0, sent(torch.from_numpy(spread), together.device))
 
@@ -224,11 +235,11 @@ class Pages:
         whole = fills or split_model.by_kernels or split_model.in_order
         for row, page in zip(rows, (positions // PAGE).tolist(), strict=True):
             if page == len(row.shared) + len(row.own):
-                row.own.append(self._table.new())
-        if self._kept:
+                row.own.append(self._new())
+        if self.cache.table.keeps:
             for row, token in zip(rows, tokens.tolist(), strict=True):
                 row.tokens.append(token)
-        self._store.reserve(self._table.pages)
+        self.cache.store.reserve(self.cache.table.pages)
         if self._shared is None or not np.array_equal(of, self._of):
             alone = np.array(self.alone(split_model))[of].tolist()
             self._apart = [row.shared if of_one else () for row, of_one in zip(rows, alone, strict=True)]
@@ -250,7 +261,7 @@ class Pages:
         if self._shifts:
             at[: len(rows)] += np.array([row.shift for row in rows])
         lists = own_lists(table, lengths + 1, fills, whole)
-        plan = PagedDecode(self._store, torch.from_numpy(place), self._shared, lists)
+        plan = PagedDecode(self.cache.store, torch.from_numpy(place), self._shared, lists)
         activate_each(policies, [1] * (len(rows) - 1) + [1 + count - len(rows)])
         states = self._replays.states(policies, torch.from_numpy(ids), torch.from_numpy(at), plan)
         return states[: len(rows)]
@@ -273,17 +284,17 @@ class Pages:
         """Drop tokens behind these lengths ``[R]``: those of drafts that were not drawn."""
         for row, length in zip(self._rows, lengths.tolist(), strict=True):
             count = -(-length // PAGE) - len(row.shared)
-            self._table.release(reversed(row.own[count:]))
-            del row.own[count:], row.tokens[length:]
+            self._release(reversed(row.own[count:]))
+            del row.own[count:], row.tokens[length - len(row.shared) * PAGE :]
 
     def spoilt(self, rows: IntArray) -> None:
         found = [self._rows[row] for row in rows.tolist()]
         pages = sorted({page for row in found for page in (*row.shared, *row.own)})
-        self._table.forget(pages)
+        self.cache.table.forget(pages)
         for row in found:
-            row.tokens = []
+            row.tokens, row.known = [], b""
         # Rows that fill up to few shapes are computed as the last one, and write into the scratch page.
-        self._store.clear(torch.tensor([SCRATCH, *pages]))
+        self.cache.store.clear(torch.tensor([SCRATCH, *pages]))
 
     def keep(self, rows: IntArray) -> None:
         kept = [self._rows[row] for row in rows.tolist()]
@@ -293,38 +304,70 @@ class Pages:
                 self._leave(row)
         self._rows, self._shared = kept, None
 
-    def forget(self) -> None:
-        """Forget all known pages, as the weights have changed; nothing is in progress."""
-        self._table.clear()
-
-    def end(self) -> None:
+    def end(self, *, spare_memory: bool = False) -> None:
+        for row in self._rows if spare_memory else ():
+            row.tokens = []  # the last of which may be of a forward that failed
         self.keep(np.zeros(0, np.int64))
-        self._table.release(self._warmed)
-        self._warmed, self._shifts = [], False
+        self._drop_ahead()
+        self._release(list(self._uses.elements()))  # of a forward that failed
+        self._shifts = False
         self._replays.clear()
-        if self._store.shrinks(self._table.held):
-            self._store.select(torch.tensor(self._table.compact()))
+        if spare_memory:
+            self.cache.clear()
+        self.cache.shrink()
 
     def _leave(self, row: _Row) -> None:
-        if self._kept:
+        if self.cache.table.keeps and row.tokens and (row.known or not row.shared):
             full = len(row.tokens) // PAGE
-            self._table.know([*row.shared, *row.own][:full], page_digests(row.tokens, row.weights))
-        # The end first, because what was released first is dropped first, and an end alone is never found.
-        self._table.release(reversed(row.own))
-        self._table.release(reversed(row.shared))
+            self.cache.table.know(row.tree, row.own[:full], page_digests(row.tokens, row.known))
+        self._release(reversed(row.own))
+        self._release(reversed(row.shared))
 
-    def _add(self, policy: Policy, tokens: Prompt) -> _Prompt:
+    def _add(self, policy: Policy, tree: bytes, tokens: Prompt) -> _Prompt:
         """Give a prompt its pages; those of a known beginning are computed already."""
-        weights = self._weights(policy) + images_key(tokens)
-        digests = page_digests(tokens, weights)
-        known = self._table.find(digests[: (len(tokens) - 1) // PAGE])
-        pages = [*known, *(self._table.new() for _ in range(len(known), -(-len(tokens) // PAGE)))]
+        tree += images_key(tokens)
+        digests = prompt_digests(tuple(tokens))
+        known = self.cache.table.known(tree, digests[: (len(tokens) - 1) // PAGE])
+        self._use(known)
+        pages = [*known, *(self._new() for _ in range(len(known), -(-len(tokens) // PAGE)))]
         rest = pages[-1] if len(tokens) % PAGE else None
-        return _Prompt(policy, weights, tokens, digests, pages, rest, len(known) * PAGE)
+        return _Prompt(policy, tree, tokens, digests, pages, rest, len(known) * PAGE)
+
+    def _is_ahead(self, tree: bytes, prompt: Prompt) -> bool:
+        """Whether parts of this prompt have been computed in advance."""
+        ahead = self._ahead
+        return ahead is not None and ahead.tree == tree and ahead.tokens == prompt
+
+    def _taken_ahead(self) -> _Prompt:
+        ahead, self._ahead = self._ahead, None
+        assert ahead is not None
+        return ahead
+
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._release(reversed(self._taken_ahead().pages))
+
+    def _new(self) -> int:
+        page = self.cache.table.new()
+        self._uses[page] += 1
+        return page
+
+    def _use(self, pages: Sequence[int]) -> None:
+        self._uses.update(pages)
+        self.cache.table.use(pages)
+
+    def _release(self, pages: Iterable[int]) -> None:
+        """Release pages, the end of a row first."""
+        released = list(pages)
+        for page in released:
+            self._uses[page] -= 1
+            if not self._uses[page]:
+                del self._uses[page]
+        self.cache.table.release(released)
 
     def _forward(self, pieces: Sequence[tuple[_Prompt, int, int]]) -> Tensor:
         """Compute pieces of prompts, from a token to another; returns the last state of each, ``[P, H]``."""
-        self._store.reserve(self._table.pages)
+        self.cache.store.reserve(self.cache.table.pages)
         ids = torch.tensor([token for prompt, start, stop in pieces for token in prompt.tokens[start:stop]])
         lengths = torch.tensor([stop - start for _, start, stop in pieces])
         positions = torch.cat([torch.arange(start, stop) for _, start, stop in pieces])
@@ -337,12 +380,11 @@ class Pages:
         ]
         fresh = not any(start for _, start, _ in pieces)
         layout = lay_out(ids, lengths) if fresh else None
-        plan = PagedPrefill(self._store, places, layout, MaskedSegments(segments))
+        plan = PagedPrefill(self.cache.store, places, layout, MaskedSegments(segments))
         policies = [prompt.policy for prompt, _, _ in pieces]
         activate_each(policies, lengths.tolist())
         images = images_of_pieces([(prompt.tokens, start, stop) for prompt, start, stop in pieces])
         states = policies[0].split_model.packed_states(ids, positions, plan, images)
-        self._table.kept = self._kept // max(1, self._store.page_bytes)
         self.computed_tokens += len(ids)
         return states.index_select(0, sent(ends - 1, states.device))
 
@@ -404,7 +446,8 @@ def paged_token_bytes(policy: Policy, agreement: Agreement) -> int:
         pages, tokens = Pages(), ids.numpy()
         pages.prefill([policy] * 2, [tokens[:-1].tolist(), tokens[:1].tolist()], np.arange(2))
         decoded = pages.decode([policy] * 2, tokens[[-1, 1]], np.array([count - 1, 1]))
-        return decoded.float(), expected.last_hidden_state[0, [count - 1, 1]].float(), pages.token_bytes
+        token_bytes = pages.cache.token_bytes
+        return decoded.float(), expected.last_hidden_state[0, [count - 1, 1]].float(), token_bytes
 
     split_model = policy.split_model
     with sampling_by_kernels(split_model.by_kernels), rows_in_order(split_model.in_order):

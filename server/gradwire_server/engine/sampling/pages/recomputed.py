@@ -32,7 +32,9 @@ class Recomputed(Together):
         super().__init__()
         self._tokens: list[list[int]] = []
 
-    def prefill(self, policies: Sequence[Policy], prompts: Sequence[Prompt], spread: IntArray) -> Tensor:
+    def prefill(
+        self, policies: Sequence[Policy], prompts: Sequence[Prompt], spread: IntArray, trees: Sequence[bytes] = ()
+    ) -> Tensor:
         self._tokens = [list(prompts[number]) for number in spread.tolist()]
         return self._states(policies[0])
 
@@ -44,7 +46,7 @@ class Recomputed(Together):
     def keep(self, rows: IntArray) -> None:
         self._tokens = [list(self._tokens[row]) for row in rows.tolist()]
 
-    def end(self) -> None:
+    def end(self, *, spare_memory: bool = False) -> None:
         self._tokens = []
 
     def more(self, positions: IntArray) -> int:

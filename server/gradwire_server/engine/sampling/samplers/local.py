@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import weakref
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -27,17 +27,16 @@ from gradwire_server.engine.sampling.division import Division
 from gradwire_server.engine.sampling.drawing.draw import Uniforms
 from gradwire_server.engine.sampling.drawing.grammars import Grammars
 from gradwire_server.engine.sampling.jobs import LocalJob
+from gradwire_server.engine.sampling.pace import Pace
 from gradwire_server.engine.sampling.pages.key_values import KeyValues, Together
+from gradwire_server.engine.sampling.pages.page_cache import PageCache
 from gradwire_server.engine.sampling.pages.pages import Pages, paged_token_bytes
 from gradwire_server.engine.sampling.pages.recomputed import Recomputed, keeps_cache
-from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
+from gradwire_server.engine.sampling.samplers.sampler import PromptTokens, SamplingParams
 from gradwire_server.engine.sampling.several_policies import can_share
 from gradwire_server.engine.sampling.speculation import Mode, Speculation
 
 _Version = tuple[tuple[int, int], ...]
-
-KEPT_POLICIES = 4
-"""Policies whose keys and values are kept at a time."""
 
 
 class _Key(NamedTuple):
@@ -59,12 +58,17 @@ class LocalSampler:
 
     Args:
         agreement: This process's agreement with the others of the engine, which share the samples.
-        cache_bytes: Maximum bytes of a batch's keys and values; one sample alone may have what it needs.
+        cache_bytes: Maximum bytes of a batch's keys and values; one sample alone may have what it needs. What rows in
+            progress leave of it is for known ones, for prompts that begin like earlier ones: the next turns of
+            conversations, for example. They are forgotten when the weights change, and the least recently used when
+            there is no room; those of another model first. A request that is computed alone neither keeps nor finds
+            any.
         logits_elements: Maximum entries of ``[R, V]`` at a time.
-        kept_bytes: Maximum bytes of keys and values to keep of a batch whose requests are done, for prompts that begin
-            like theirs: the next turns of conversations. They are not used any more when the weights change. A request
-            that is computed alone neither keeps nor finds any. On a CPU, free room may take as much again, or 64 MiB.
         speculate: See :class:`.speculation.Speculation`.
+        keeps: Whether keys and values are known to later requests.
+
+    Attributes:
+        prompt_tokens: See :class:`.sampler.Sampler`.
     """
 
     beside_batches = True
@@ -75,8 +79,8 @@ class LocalSampler:
         *,
         cache_bytes: int = 1 << 30,
         logits_elements: int = 1 << 25,
-        kept_bytes: int = 128 << 20,
         speculate: Mode = "auto",
+        keeps: bool = True,
     ) -> None:
         self._agreement = agreement or Agreement()
         self._speculation = Speculation(speculate)
@@ -85,11 +89,13 @@ class LocalSampler:
         self._logits_elements = logits_elements
         self._uniforms = Uniforms()
         self._batches: dict[_Key, Batch] = {}
-        self._owners: dict[_Key, Policy | SplitModel] = {}
-        self._kept_bytes = kept_bytes
-        self._kept: WeakKeyDictionary[Policy | SplitModel, tuple[_Version, Pages]] = WeakKeyDictionary()
-        self._serials: WeakKeyDictionary[Policy, int] = WeakKeyDictionary()
+        self._keeps_known = keeps
+        self._caches: WeakKeyDictionary[SplitModel, PageCache] = WeakKeyDictionary()
+        self._names: WeakKeyDictionary[Policy, dict[_Version, bytes]] = WeakKeyDictionary()
         self._serial = itertools.count()
+        self._gone: list[bytes] = []
+        self._pace = Pace()
+        self.prompt_tokens = PromptTokens()
         self._token_bytes: WeakKeyDictionary[SplitModel, int] = WeakKeyDictionary()
         self._keeps: WeakKeyDictionary[SplitModel, bool] = WeakKeyDictionary()
         self._grammars: Grammars[LocalJob] = Grammars(waits=self._agreement.ranks > 1)
@@ -106,9 +112,11 @@ class LocalSampler:
         owner: str = "",
         alone: bool = False,
         mixed: bool = False,
+        salt: str | None = None,
     ) -> LocalJob:
         """See :class:`.sampler.Sampler`."""
-        job = LocalJob(policy, prompts, params, tokenizer, owner)
+        tree = b"" if alone else self._weights(policy) + _digest(owner if salt is None else salt)
+        job = LocalJob(policy, prompts, params, tokenizer, owner, tree)
         if job.done:
             return job
         self._division.divide(job)
@@ -139,14 +147,18 @@ class LocalSampler:
 
     def _join(self, job: LocalJob, key: _Key) -> None:
         policy = job.policy
+        while self._gone:
+            weights = self._gone.pop()
+            for cache in self._caches.values():
+                cache.table.forget_weights(weights)
         if key not in self._batches:
             rows = max(1, self._logits_elements // policy.facts.vocab_size)
-            self._owners[key] = key.split_model if key.adapter is None else policy
             tokens = self._cache_bytes // self._bytes_of_token(policy)
             values = self._values(policy, key, tokens)
             packed = self._packed_weights(key.split_model)
+            pace = None if key.alone is not None else self._pace
             self._batches[key] = Batch(
-                key.split_model, values, tokens, rows, self._uniforms, self._division, packed, self._speculation
+                key.split_model, values, tokens, rows, self._uniforms, self._division, packed, self._speculation, pace
             )
         self._batches[key].add(job)
 
@@ -185,11 +197,14 @@ class LocalSampler:
             return
         key = next(iter(self._batches))
         batch = self._batches.pop(key)
+        jobs = list(batch.jobs)
         batch.step()
         if batch.jobs:
             self._batches[key] = batch
         else:
             self._end(key, batch)
+        for job in (job for job in jobs if job.done):
+            self.prompt_tokens.count(job.prompts, job.num_cached_tokens)
 
     def close(self) -> None:
         """See :class:`.sampler.Sampler`: nothing, as all of it is this process's own."""
@@ -228,19 +243,18 @@ class LocalSampler:
             self._keeps[policy.split_model] = policy.compute(lambda: keeps_cache(policy, self._agreement))
         return self._keeps[policy.split_model]
 
-    def _values(self, policy: Policy, key: _Key, most: int) -> Callable[[], KeyValues]:
-        """What makes the keys and values of a batch, of so many tokens: at first those that were kept."""
+    def _values(self, policy: Policy, key: _Key, tokens: int) -> Callable[[], KeyValues]:
+        """What makes the keys and values of a batch, of so many tokens."""
         if not self._fits_pages(policy):
             return Together if self._keeps_cache(policy) else Recomputed
-        if key.alone is not None:
-            return partial(Pages, most=most)
-        owner = self._owners[key]
-        version, kept = self._kept.pop(owner, (None, None))
-        if kept is not None and version != _version(owner):
-            kept.forget()
-        found = [] if kept is None else [kept]
-        weights = self._weights if isinstance(owner, SplitModel) else _only_weights
-        return lambda: found.pop() if found else Pages(self._kept_bytes, weights, most)
+        if key.alone is not None or not self._keeps_known:
+            return lambda: Pages(PageCache(most=tokens))
+        caches = self._caches
+        if key.split_model not in caches:
+            caches[key.split_model] = PageCache(tokens, most=tokens)
+        cache = caches[key.split_model]
+        caches[key.split_model] = caches.pop(key.split_model)  # to the end of the order
+        return lambda: Pages(cache)
 
     def _packed_weights(self, split_model: SplitModel) -> PackedWeights | None:
         """The copies of a model's weights that its batches share: those of a frozen model for as long as it is there,
@@ -250,28 +264,35 @@ class LocalSampler:
         return self._packed.setdefault(split_model, PackedWeights(split_model.model))
 
     def _end(self, key: _Key, batch: Batch) -> None:
-        """Keep the known pages of a batch whose requests are done."""
-        owner = self._owners.pop(key)
+        """Give back what a batch whose requests are done does not need, and the pages of other models beyond the
+        limit."""
         packed = self._packed.get(key.split_model)
         shared = any(other.split_model is key.split_model for other in self._batches)
         if packed is not None and not packed.frozen and not shared:
             del self._packed[key.split_model]
-        if key.alone is None and isinstance(batch.values, Pages):
-            batch.values.end()
-            while len(self._kept) >= KEPT_POLICIES:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[owner] = _version(owner), batch.values
+        batch.values.end()
+        self._pace.forget(batch)
+        for cache in list(self._caches.values())[:-1]:
+            if sum(each.nbytes for each in self._caches.values()) > self._cache_bytes:
+                cache.clear()
 
     def _weights(self, policy: Policy) -> bytes:
         """A name of a policy's weights as they are now, which no other weights have."""
-        if policy not in self._serials:
-            self._serials[policy] = next(self._serial)
-        return hashlib.blake2b(repr((self._serials[policy], _version(policy))).encode(), digest_size=16).digest()
+        if policy not in self._names:
+            names: dict[_Version, bytes] = {}
+            self._names[policy] = names
+            weakref.finalize(policy, _move, names, self._gone)
+        names = self._names[policy]
+        if policy.version not in names:
+            _move(names, self._gone)
+            names[policy.version] = _digest(str(next(self._serial)))
+        return names[policy.version]
 
 
-def _only_weights(policy: Policy) -> bytes:
-    return b""
+def _move(names: dict[_Version, bytes], gone: list[bytes]) -> None:
+    gone += names.values()
+    names.clear()
 
 
-def _version(owner: Policy | SplitModel) -> _Version:
-    return () if isinstance(owner, SplitModel) else owner.version
+def _digest(name: str) -> bytes:
+    return hashlib.blake2b(name.encode(), digest_size=16).digest()

@@ -236,6 +236,10 @@ class Job(Protocol):
     def begun(self) -> bool:
         """Whether one of its samples has, or had, a place among those in progress."""
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompts, each counted once, whose keys and values were known from earlier requests."""
+
     def new_tokens(self) -> list[training_pb2.SampleDelta]:
         """Take what the samples have grown by since the last call, if their parameters say ``stream``."""
 
@@ -250,12 +254,29 @@ class Job(Protocol):
 J = TypeVar("J", bound=Job)
 
 
+@dataclass
+class PromptTokens:
+    """Tokens of the prompts of requests that have ended: those whose keys and values were known, and the others."""
+
+    found: int = 0
+    computed: int = 0
+
+    def count(self, prompts: Sequence[Sequence[int]], found: int) -> None:
+        """Count a request's prompts, of whose tokens so many were known."""
+        self.found += found
+        self.computed += sum(map(len, prompts)) - found
+
+
 class Sampler(Protocol[J]):
     """Generates samples with policies' weights; requests begin at any time, and steps advance them.
 
     Attributes:
         beside_batches: Whether samples advance between the micro-batches of a batch, whose memory is taken then.
+        prompt_tokens: Hits and misses among the prompts' tokens so far.
     """
+
+    @property
+    def prompt_tokens(self) -> PromptTokens: ...
 
     @property
     def beside_batches(self) -> bool: ...
@@ -270,6 +291,7 @@ class Sampler(Protocol[J]):
         owner: str = "",
         alone: bool = False,
         mixed: bool = False,
+        salt: str | None = None,
     ) -> J:
         """Begin a request for ``params.n`` samples of each prompt.
 
@@ -280,6 +302,8 @@ class Sampler(Protocol[J]):
             tokenizer: Used for texts and stop strings.
             owner: Name of the API key that asks; keys share the key-value cache equally.
             alone: Compute without rows of other requests, so that results are bit-identical whatever else is requested.
+            salt: Requests with other ones share no keys and values, so that nobody learns from the time of an answer
+                what another asked; by default the owner.
             mixed: Compute with rows of other policies on the same copy of the model too, where possible.
 
         Raises:

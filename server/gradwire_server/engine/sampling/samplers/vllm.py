@@ -86,6 +86,7 @@ class VllmSampler:
         self._local = LocalSampler(agreement, cache_bytes=cache_bytes, speculate=speculate)
         self._engines: dict[tuple[str, bool], VllmEngine] = {}
         self._locals_turn = False
+        self.prompt_tokens = self._local.prompt_tokens
 
     def begin(
         self,
@@ -97,10 +98,13 @@ class VllmSampler:
         owner: str = "",
         alone: bool = False,
         mixed: bool = False,
+        salt: str | None = None,
     ) -> LocalJob:
         if alone or not self._can(policy, params):
-            return self._local.begin(policy, prompts, params, tokenizer, owner=owner, alone=alone, mixed=mixed)
-        job = LocalJob(policy, prompts, params, tokenizer)
+            return self._local.begin(
+                policy, prompts, params, tokenizer, owner=owner, alone=alone, mixed=mixed, salt=salt
+            )
+        job = LocalJob(policy, prompts, params, tokenizer, tree=(owner if salt is None else salt).encode())
         with preserved_rng():  # vLLM seeds torch's global generators, which hold the run's state here
             self._of(policy, has_tokenizer=tokenizer is not None).begin(job, policy)
         return job
@@ -127,7 +131,10 @@ class VllmSampler:
         if engine is None:
             self._local.step()
             return
+        jobs = list(engine.jobs)
         engine.step()
+        for job in (job for job in jobs if job.done):
+            self.prompt_tokens.count(job.prompts, job.num_cached_tokens)
         self._engines[engine.key] = self._engines.pop(engine.key)  # to the end of the order
 
     def close(self) -> None:

@@ -86,7 +86,7 @@ class VllmEngine(ABC):
             self._requests[request_id] = job, number
             self._engine.add_request(
                 request_id,
-                {"prompt_token_ids": list(prompt)},
+                {"prompt_token_ids": list(prompt)} | ({"cache_salt": job.tree.hex()} if job.tree else {}),
                 self._sampling.SamplingParams(
                     n=params.n if params.temperature else 1,  # vLLM refuses several greedy samples, which are equal
                     temperature=params.temperature,
@@ -121,6 +121,7 @@ class VllmEngine(ABC):
             self.cancel(job)
 
     def _take(self, output: Any, job: LocalJob, number: int) -> None:
+        job.find(number * job.params.n, output.num_cached_tokens or 0)
         for sample in output.outputs:
             tokens = np.array(sample.token_ids, np.int32)
             drawn = zip(sample.token_ids, sample.logprobs, strict=True)

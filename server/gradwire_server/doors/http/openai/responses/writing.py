@@ -209,7 +209,7 @@ class Writing:
 def _usage(counts: Counts) -> dict[str, Any]:
     return {
         "input_tokens": counts.prompt,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
         "output_tokens": counts.sampled,
         "output_tokens_details": {"reasoning_tokens": counts.reasoning},
         "total_tokens": counts.prompt + counts.sampled,

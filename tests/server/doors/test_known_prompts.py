@@ -19,7 +19,7 @@ PAGE = 16
 TEXTS = ["the cat sat on the mat; naïve café says the cat", "assistant: user: "]
 TEMPLATE = """{% for message in messages %}{{ message.role }}: {{ message.content }}
 {% endfor %}assistant: """
-ASKED = "the cat sat on the mat; naïve café says the cat " * 4
+ASKED = "the cat sat on the mat; naïve café says the cat " * 8
 
 
 class Asking:
@@ -116,7 +116,12 @@ async def test_sessions_and_runs_know_what_their_weights_have_computed(asking: t
 
 @pytest.mark.parametrize(
     "options",
-    [{"temperature": 0.0}, {"temperature": 1.2}, {"temperature": 1.0, "top_p": 0.7, "n": 4}, {"regex": "[a-c]{6}"}],
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.2},
+        {"temperature": 1.0, "top_p": 0.7, "n": 4},
+        {"json_schema": {"enum": ["the cat", "the mat"]}},
+    ],
     ids=str,
 )
 async def test_samples_are_the_same_with_and_without_known_beginnings(
@@ -145,8 +150,10 @@ def test_a_long_prompt_lets_a_stream_go_on(asking: tuple[Asking, Asking, str], t
         lines = (line for line in stream.iter_lines() if line.startswith("data: {"))
         for _ in range(20):
             next(lines)
-        asked = {"model": "tiny", "prompt": long, "max_tokens": 4, "temperature": 0, "logprobs": 0}
-        beside = ben.http.post("/v1/completions", json=asked).json()
+        asked = {"model": "tiny", "prompt": long, "max_tokens": 4, "temperature": 0, "logprobs": 1}
+        answer = ben.http.post("/v1/completions", json=asked)
+        assert answer.status_code == 200, answer.text
+        beside = answer.json()
         assert sum(1 for _ in lines) > 20
     again = ann.http.post("/v1/completions", json=asked).json()
     assert again["choices"][0]["text"] == beside["choices"][0]["text"]

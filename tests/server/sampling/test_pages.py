@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -228,7 +229,8 @@ def test_changed_weights_find_nothing_and_take_no_room(tiny_model_path: Path, rn
     sampled(sampler, policy, [prompt], max_tokens=3)
     assert sampler.prompt_tokens.found == 3 * PAGE and len(table._trees) == 2
     policy.close()
-    del policy
+    del policy, master
+    gc.collect()
     sampled(sampler, other, [prompt], max_tokens=3)
     assert len(table._trees) == 1 and sampler.prompt_tokens.found == 6 * PAGE
 

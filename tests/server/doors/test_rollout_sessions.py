@@ -142,7 +142,8 @@ async def test_a_call_that_the_client_repeats_is_answered_once(service: gradwire
     session = await service.rollout_session("tiny")
     once, again = Agent(session, "chat", **{"idempotency-key": "k"}), Agent(session, "chat", **{"idempotency-key": "k"})
     first, second = await asyncio.gather(once.ask(), again.ask())
-    assert first["choices"] == second["choices"] and first["usage"] == second["usage"]
+    assert first["choices"] == second["choices"]
+    assert first["usage"]["total_tokens"] == second["usage"]["total_tokens"]
     streamed = Agent(session, "chat streamed", **{"x-stainless-retry-count": "1"})
     await streamed.ask(max_tokens=5)
     await Agent(session, "chat streamed", **{"x-stainless-retry-count": "2"}).ask(max_tokens=5)

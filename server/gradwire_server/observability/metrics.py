@@ -47,8 +47,8 @@ CATALOGUE = (
          "Computing; of optim_step, the time of a step.", _SECONDS),
     Spec("gradwire_tokens_total", "counter", ("use",),
          "Tokens: trained or scored (through the model), loss (of those, scored ones), prompt, cached (of those, with "
-         "keys and values of earlier requests), sampled; drafted before they were drawn, and accepted, those of them that"
-         " were."),
+         "keys and values of earlier requests), sampled; drafted before they were drawn, and accepted, those of them "
+         "that were."),
     Spec("gradwire_grouped_operations_total", "counter", (),
          "forward_backward that went through the base model at once with those of other runs (--group-runs)."),
     Spec("gradwire_optimizer_steps_total", "counter", ("outcome",),

@@ -19,6 +19,7 @@ from gradwire_server.engine.sampling import speculation
 from gradwire_server.engine.sampling.drawing.draw import draw, top_tokens
 from gradwire_server.engine.sampling.growing.drafts import GRAM, LENGTHS, Drafts, occurrences
 from gradwire_server.engine.sampling.jobs import LocalJob
+from gradwire_server.engine.sampling.pages.page_cache import PageCache
 from gradwire_server.engine.sampling.pages.pages import Pages
 from gradwire_server.engine.sampling.samplers.local import LocalSampler
 from gradwire_server.engine.sampling.samplers.sampler import Samples, SamplingParams
@@ -218,7 +219,7 @@ def test_a_stream_hands_out_every_token(whole_pool: ModelPool, tokens: TextToken
 
 def test_pages_of_refused_tokens_are_given_back(whole_pool: ModelPool) -> None:
     policy = Policy(whole_pool.get("model"))
-    pages, tokens = Pages(kept_bytes=1 << 20), np.arange(4, 40)
+    pages, tokens = Pages(PageCache(1 << 10)), np.arange(4, 40)
 
     def work() -> None:
         pages.prefill([policy], [tokens[: PAGE + 2].tolist()], np.zeros(1, np.int64))

@@ -26,7 +26,7 @@ class Stage:
 
     def __init__(self, policy: Policy, pages: int) -> None:
         self.policy = policy
-        self.sampler = LocalSampler(cache_bytes=pages * PAGE * token_bytes(policy))
+        self.sampler = LocalSampler(cache_bytes=pages * PAGE * token_bytes(policy), speculate="off")  # a token a step
         self.steps = 0
         self.most_rows = 0
 

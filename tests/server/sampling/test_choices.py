@@ -207,7 +207,7 @@ def test_a_restart_after_memory_ran_out_changes_nothing(policy: Policy, monkeypa
 
 
 def test_drawing_parameters_of_past_requests_are_forgotten(policy: Policy) -> None:
-    sampler = LocalSampler()
+    sampler = LocalSampler(speculate="off")  # a token a step
     sampler.begin(policy, [[1, 7]], SamplingParams(max_tokens=240, seed=0, ignore_eos=True))
     for number in range(200):
         job = sampler.begin(policy, [[1, 7]], SamplingParams(max_tokens=1, seed=0, temperature=1 + number / 1000))

@@ -40,7 +40,7 @@ from transformers import (
 )
 
 CAUSAL = pb.LossCall(loss_fn="causal_lm", outputs=["logprobs"])
-ROWS = token_rows([[1, *range(20, 20 + length)] for length in (40, 12, 11, 3)])
+ROWS = token_rows([[length, *range(20, 20 + length)] for length in (40, 12, 11, 3)])  # none begins as another
 MODES = {"full": {}, "lora": {"lora": {"rank": 4}}, "dropout": {"lora": {"rank": 4, "dropout": 0.2}, "dropout": 0.1}}
 
 

@@ -121,7 +121,7 @@ def test_a_forest_has_the_loss_metrics_and_gradient_of_flat_rows(
     for variant, budget in cases if name in CORE else cases[1:2]:
         report, found = trained(run, batch, variant, budget)
         assert (report.num_microbatches > 1) == (budget is not WHOLE)
-        tolerance = exact if budget is WHOLE else 1e-6
+        tolerance = exact if budget is WHOLE else 1e-6 if name in CORE else 1e-5
         assert report.metrics == pytest.approx(flat.metrics, rel=1e-5, abs=1e-6, nan_ok=True)
         assert report.loss == pytest.approx(flat.loss, rel=tolerance, abs=tolerance)
         for key, value in expected.items():

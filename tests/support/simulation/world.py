@@ -62,8 +62,9 @@ class SimulatedServer:
 
     def die(self) -> None:
         self.process.kill()
-        while self.core.storage._locks:  # the kernel does this for a real process
-            os.close(self.core.storage._locks.pop())
+        lock, self.core.storage._lock = self.core.storage._lock, None
+        if lock is not None:  # the kernel does this for a real process
+            os.close(lock)
 
 
 @contextlib.contextmanager

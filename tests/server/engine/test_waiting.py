@@ -143,10 +143,10 @@ KINDS: list[dict[str, Any]] = [
 
 
 def test_a_token_of_any_kinds_waits_once(engine: LocalEngine, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # It compares numbers, once for each model.
+    # It compares numbers, once for each model, and so does the trial of drafts.
     monkeypatch.setattr(local, "paged_token_bytes", lambda policy, agreement: 1)
     engine.create(run_id, base_model="tiny", lora=4)
-    policy, sampler = engine.context.runs[run_id].policy, local.LocalSampler()
+    policy, sampler = engine.context.runs[run_id].policy, local.LocalSampler(speculate="off")
     for number, settings in enumerate(KINDS):
         prompt = [4 + number] * (9 + 7 * number)
         sampler.begin(policy, [prompt], SamplingParams(max_tokens=6 + number, seed=1, ignore_eos=True, **settings))
@@ -165,7 +165,7 @@ def test_a_captured_token_uses_nothing_of_the_host(
     """A graph has no copies from the host: its one input is the tensor of numbers that is filled before a replay."""
     monkeypatch.setattr(local, "paged_token_bytes", lambda policy, agreement: 1)
     engine.create(run_id, base_model="tiny", lora=4)
-    policy, sampler, captured = engine.context.runs[run_id].policy, local.LocalSampler(), []
+    policy, sampler, captured = engine.context.runs[run_id].policy, local.LocalSampler(speculate="off"), []
 
     class OnDevice(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -199,7 +199,7 @@ def test_decoding_has_few_shapes(engine: LocalEngine, run_id: str, monkeypatch: 
     """A graph of kernels is captured once for each, and replayed as long as nothing but numbers changes."""
     monkeypatch.setattr(local, "paged_token_bytes", lambda policy, agreement: 1)
     engine.create(run_id, base_model="tiny")
-    policy, sampler, shapes = engine.context.runs[run_id].policy, local.LocalSampler(), []
+    policy, sampler, shapes = engine.context.runs[run_id].policy, local.LocalSampler(speculate="off"), []
     attend = PagedDecode.attend
 
     def seen(self: PagedDecode, layer: Any, query: Any, *others: Any) -> Any:

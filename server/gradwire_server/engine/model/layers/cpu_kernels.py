@@ -354,7 +354,10 @@ class CpuKernels:
         return tokens, logprobs
 
     def _call(self, name: str, *given: Tensor | float | None) -> None:
-        function = getattr(self._library, name)
+        function, states = getattr(self._library, name), given[0]
+        if self.version and isinstance(states, Tensor) and not states.is_cpu:
+            # Its address, null on the meta device, would end the process.
+            raise ValueError(f"the kernel {name!r} computes on a CPU, and got a tensor on {states.device}")
         values = [each.data_ptr() if isinstance(each, Tensor) else each for each in given]
         function(*values)
         note = _noted.get()

@@ -123,6 +123,8 @@ class PackedWeights:
             if type(layer) is not nn.Linear or "forward" in vars(layer):
                 continue
             weight = layer.weight
+            if not weight.is_cpu:  # a meta tensor has no numbers to copy
+                continue
             whole = weight.dtype == torch.float32
             if not whole and layer is not head:
                 continue

@@ -59,7 +59,7 @@ class Groups:
         while not job.done:
             self._sampler.step()
             assert isinstance(batch.values, Pages)
-            self.bytes = max(self.bytes, batch.values.nbytes)
+            self.bytes = max(self.bytes, batch.values.cache.nbytes)
 
     @torch.no_grad()
     def generate(self, prompts: list[list[int]]) -> None:

@@ -160,6 +160,7 @@ SEAM = {
     # Kernels of a CPU read tensors that are whole within a forward; copies of weights ask whether one has changed.
     "data_ptr": {
         "model/layers/cpu_kernels.py",
+        "model/layers/exact_products.py",
         "model/layers/packed_linear.py",
         "model/placement.py",
         "sampling/pages/recording.py",

@@ -19,20 +19,20 @@ ASKS_THE_WORLD = {
 }  # fmt: skip
 """Names by which code reads the clock, the front's marks, free memory or chance, or finds that memory ran out.
 
-``time.perf_counter`` is not among them: durations are reported, and the one that something is chosen by is measured by
-``seconds_on``."""
+``time.perf_counter`` is not among them: durations are reported, and those that something is chosen by are measured by
+``seconds_on``, or where there is one rank (``sampling/pace.py``)."""
 REPORTS = {
     "machine.py": "makes the readings",
     "failures.py": "says which errors mean that memory ran out",
     "process/__main__.py": "ends the process when its lease is over",
     "process/heartbeat.py": "tells the front, and chooses nothing",
-    "process/memory_owners.py": "tells the front, and chooses nothing",
     "process/pulse.py": "tells rank 0, and chooses nothing",
     "process/ranks.py": "opens the page of marks",
     "model/split_check.py": "explains other errors of a model's own code at load",
     "state/checkpoints.py": "writes the time into a manifest",
     "operations/training.py": "words an error",
     "sampling/pages/replay.py": "lets the error pass",
+    "sampling/speculation.py": "drafts nothing then, which draws the same tokens; never in lock step",
 }
 """Files that use such names and choose nothing by them."""
 

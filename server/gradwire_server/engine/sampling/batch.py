@@ -143,7 +143,9 @@ class Batch:
         began, rows = time.perf_counter(), len(self._rows) > 0
         streams = any(job.begun and job.params.stream for job in self._jobs)
         self._make_room()
-        self._joining = self._admit(self._pace.most(self, rows=rows))
+        # One rank's clock decides nothing where there are others.
+        most = None if self._division.divides else self._pace.most(self, rows=rows)
+        self._joining = self._admit(most)
         tokens = len(self._rows) + sum(len(self._prompt(each)) for each in self._joining)
         tokens += 0 if self._part is None else self._part[1]
         model = self._split_model

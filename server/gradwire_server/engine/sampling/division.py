@@ -36,6 +36,11 @@ class Division:
         self._agreement, self._divides = agreement, agreement.ranks > 1
         self._serial = itertools.count()
 
+    @property
+    def divides(self) -> bool:
+        """Whether there are other ranks."""
+        return self._divides
+
     def divide(self, job: LocalJob) -> None:
         """Leave some of a new request's rows to other ranks: whole prompts, where there are as many as ranks."""
         ranks, number = self._agreement.ranks, next(self._serial)

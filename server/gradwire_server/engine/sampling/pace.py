@@ -3,7 +3,8 @@
 A batch's step makes a token of every sample, and may compute prompts beside it. While a stream is in progress, prompts
 are computed in parts that take ``SHARE`` steps without prompts, of all batches together. How many tokens that is
 depends on the model, the machine, the rows in progress and the place in the prompt, so it is measured: each part is as
-much longer or shorter than the one before it as that one took less or more time than wanted.
+much longer or shorter than the one before it as that one took less or more time than wanted. Several ranks do not
+decide by it, as each has a clock of its own: their parts have one size.
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ class LocalSampler:
             there is no room; those of another model first. A request that is computed alone neither keeps nor finds
             any.
         logits_elements: Maximum entries of ``[R, V]`` at a time.
-        speculate: See :class:`.speculation.Speculation`.
+        speculate: See :class:`.speculation.Speculation`; ``"auto"`` drafts nothing where models are divided among
+            ranks.
         keeps: Whether keys and values are known to later requests.
 
     Attributes:
@@ -83,7 +84,9 @@ class LocalSampler:
         keeps: bool = True,
     ) -> None:
         self._agreement = agreement or Agreement()
-        self._speculation = Speculation(speculate)
+        # In lock step, a trial whose memory runs out on one rank would leave the others waiting within a forward.
+        untried = speculate == "auto" and self._agreement.lock_step
+        self._speculation = Speculation("off" if untried else speculate)
         self._division = Division(self._agreement)
         self._cache_bytes = cache_bytes
         self._logits_elements = logits_elements

@@ -51,7 +51,10 @@ class SlowRun:
         self.steps = 0
 
     async def info(self) -> Any:
-        return SimpleNamespace(head=None, step=self.steps)
+        return SimpleNamespace(head=None, lora=None, step=self.steps)
+
+    async def model_info(self) -> Any:
+        return SimpleNamespace(hidden_size=32)
 
     def forward_backward(self, batch: Any, loss_fn: str, kwargs: Any) -> Any:
         self.batches.append((loss_fn, dict(kwargs), batch))

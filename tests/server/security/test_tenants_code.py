@@ -54,6 +54,7 @@ PLACES = {
     "server/gradwire_server/engine/model/attention/varlen.py": ("varlen_kernel", FIXED),
     "server/gradwire_server/engine/model/loading/configuration.py": ("without_path", FIXED),
     "server/gradwire_server/engine/model/loading/fused_kernels.py": ("_Liger.__init__", FIXED),
+    "server/gradwire_console/preview.py": ("_without", FIXED),
     "server/gradwire_feedback/api/errors.py": ("", FIXED),
     "server/gradwire_feedback/names.py": ("is_agent_id", "is_version", FIXED),
     "losses/gradwire_losses/registry.py": ("load_builtin_losses", "load_plugin_losses", "load_loss_file", FIXED),

@@ -60,7 +60,7 @@ def test_a_session_is_shown_branch_by_branch(shown: tuple[Console, gradwire.sync
     page.reload()
     expect(page.get_by_text("reward 0.25")).to_be_visible()
     page.goto(f"{console.url}/sessions")
-    expect(page.get_by_role("region", name="Sessions").locator("tbody tr")).to_contain_text("0.5")
+    expect(page.get_by_role("region", name="Sessions").locator("tr[data-key]")).to_contain_text("0.5")
     [listed] = page.request.get(f"{console.url}/api/sessions").json()
     assert (listed["num_turns"], listed["reward"]) == (3, 0.5)
     rollout = session.rollout()

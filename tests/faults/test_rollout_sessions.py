@@ -40,6 +40,7 @@ while len(said) < 2 * int(turns):
             if line.startswith("data: {"):
                 text += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
                 print(".", flush=True)
+                sys.stdin.readline()
     said += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
     with open(file + ".new", "w") as new:
         json.dump(said, new)
@@ -149,17 +150,20 @@ def conversation(folder: Path, session: gradwire.RolloutSession) -> Path:
 async def killed_at_work(folder: Path, session: gradwire.RolloutSession, rng: random.Random) -> int:
     """Start an agent again and again and kill it after some parts of an answer; returns how often it was killed."""
     file, kills = conversation(folder, session), 0
+    parts_before = [1, 1, *rng.sample((5, 20), 2)]  # an answer has at least one part; the rest depends on the machine
     await asyncio.to_thread(file.write_text, json.dumps([{"role": "user", "content": session.session_id[:4]}]))
     while True:
         asked = (session.openai_url, session.key, str(file), str(TURNS))
-        program = await start_process(sys.executable, "-c", PROGRAM, *asked, stdout=asyncio.subprocess.PIPE)
-        assert program.stdout is not None
+        pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+        program = await start_process(sys.executable, "-c", PROGRAM, *asked, **pipes)
+        assert program.stdin is not None and program.stdout is not None
         parts = 0
         while await program.stdout.readline():
             parts += 1
-            if kills < 4 and parts == rng.choice((1, 5, 20)):
+            if kills < 4 and parts == parts_before[kills]:
                 program.kill()
                 kills += 1
                 break
+            program.stdin.write(b"\n")  # it waits for this after each part, so that it is killed in mid-turn
         if await program.wait() == 0:
             return kills

@@ -1,4 +1,4 @@
-"""PPO's documented bounds as hints in results, and the learning rate of runs for reinforcement learning."""
+"""PPO's documented bounds as hints in results, and the learning rate of steps that are given none."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import gradwire
 import numpy as np
 import pytest
+from gradwire_proto import rates
 from support.batches import VOCAB, causal_lm
 
 ROWS = np.random.default_rng(0).integers(5, VOCAB, (4, 11))
@@ -69,13 +70,15 @@ async def test_hints_come_after_the_first_steps_once_a_spell_and_name_the_settin
 
 
 @pytest.mark.parametrize(
-    ("settings", "rate"),
-    [({"head": "value"}, 1e-5), ({"kind": "rl"}, 1e-5), ({}, 1e-4), ({"head": "reward"}, 1e-4)],
+    ("settings", "learned"),
+    [({"head": "value"}, "policy"), ({"kind": "rl"}, "policy"), ({}, "answers"), ({"head": "reward"}, "scores")],
     ids=["value", "rl", "plain", "reward"],
 )
-async def test_runs_for_reinforcement_learning_step_at_1e_5(
-    service: gradwire.ServiceClient, rng: np.random.Generator, settings: dict[str, Any], rate: float
+async def test_steps_without_a_rate_take_that_of_what_the_run_learns(
+    service: gradwire.ServiceClient, rng: np.random.Generator, settings: dict[str, Any], learned: rates.Learned
 ) -> None:
+    [model] = await service.list_models()
+    rate = rates.learning_rate(learned, model.hidden_size, adapter=False)
     rows, after = causal_lm(rng, 4, VOCAB), []
     for given in (None, rate):
         run = await service.create_run("tiny", seed=1, **settings)

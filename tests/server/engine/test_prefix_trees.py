@@ -91,7 +91,12 @@ def trained(
 CORE = ("causal_lm", "dpo", "grpo", "ppo", "reward_modeling")
 TWICE = {"sdft", "sdpo"}  # whose rows have each response a second time
 NAMES = [loss.name for loss in all_losses() if loss.name not in TWICE]
-CASES = [(name, lora) for name in NAMES for lora in (None, 4) if lora or name in CORE]
+CASES = [
+    pytest.param(name, lora, marks=() if name in CORE else pytest.mark.slow)  # the others take a minute together
+    for name in NAMES
+    for lora in (None, 4)
+    if lora or name in CORE
+]
 
 
 @pytest.mark.parametrize(("name", "lora"), CASES)

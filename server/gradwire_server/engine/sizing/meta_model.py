@@ -154,28 +154,16 @@ class MetaModel:
     ) -> dict[str, float]:
         key = (rows, tokens, frozenset(scores), budget, activations, shared)
         if key not in self._steps:
-            self._steps[key] = self._computed(rows, tokens, scores, budget, activations, most, shared)
+            with _without_numbers(self._kind):
+                steps = [
+                    step_bytes(policy, rows, tokens, scores, budget, activations, self._kind, most, shared)
+                    for policy in self._policies
+                ]
+            self._steps[key] = {
+                name: self._extrapolated([getattr(each, name) for each in steps])
+                for name in ("activations", "logits", "passing")
+            }
         return self._steps[key]
-
-    def _computed(
-        self,
-        rows: int,
-        tokens: int,
-        scores: set[str],
-        budget: Budget,
-        activations: Activations,
-        most: int | None,
-        shared: int = 0,
-    ) -> dict[str, float]:
-        with _without_numbers(self._kind):
-            steps = [
-                step_bytes(policy, rows, tokens, scores, budget, activations, self._kind, most, shared)
-                for policy in self._policies
-            ]
-        return {
-            name: self._extrapolated([getattr(each, name) for each in steps])
-            for name in ("activations", "logits", "passing")
-        }
 
     @cached_property
     def _policies(self) -> list[Policy]:

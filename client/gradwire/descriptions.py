@@ -266,13 +266,13 @@ class ServerInfo:
         return described(ServerInfo, info, engines=tuple(map(EngineInfo.from_message, info.engines)))
 
     def cost(self, engine_s: float) -> float:
-        """What seconds of an engine cost, in the money of ``price_per_hour``."""
+        """Return the price of so many seconds of an engine, in the currency of ``price_per_hour``."""
         return engine_s / 3600 * self.price_per_hour
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What was used in an hour or a day, by a key, a run, or of a model; each where it was asked for.
+    """Usage within an hour or a day, by key, run or model; a field that was not grouped by is empty.
 
     Attributes:
         start: Unix time at which the hour or the day (of UTC) begins.

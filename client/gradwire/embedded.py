@@ -96,7 +96,7 @@ class EmbeddedServer:
             await asyncio.to_thread(self._finalizer)
 
     def _sentences(self) -> list[str]:
-        """What the server says to the person who starts it, without its log."""
+        """Lines of the server's stderr that are addressed to the person who starts it, without its log."""
         lines = self._stderr.read_text(errors="replace").splitlines()
         return [line.removeprefix("gradwire: ") for line in lines if line.startswith("gradwire: ")]
 

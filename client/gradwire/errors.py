@@ -328,7 +328,7 @@ STATUSES: Mapping[grpc.StatusCode, type[GradwireError]] = {
 }
 
 RETRYABLE = (ConnectionLostError, EngineUnavailableError, ShuttingDownError, StorageFullError)
-"""What passes by itself: a call that may be repeated is, for as long as the connection's patience."""
+"""Temporary errors: a call that is safe to repeat is repeated for as long as the connection's patience allows."""
 
 
 REASONS = {

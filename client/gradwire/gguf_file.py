@@ -215,7 +215,7 @@ def _rope(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
 
 
 def _divisors(rope: Mapping[str, Any], size: int) -> Floats:
-    """What llama.cpp divides rotary frequencies by, of Llama 3.1's: the long waves by ``factor``, short ones by 1."""
+    """Factors by which llama.cpp divides Llama 3.1's rotary frequencies: ``factor`` for long waves, 1 for short."""
     waves = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, size, 2, dtype=np.float64) / size)
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
     share = np.clip((rope["original_max_position_embeddings"] / waves - low) / (high - low), 0.0, 1.0)

@@ -1,4 +1,4 @@
-"""What a server recorded of a run: batches as their losses saw them, and rollouts; and what goes on in runs now.
+"""Recordings of a run (batches as their losses saw them, and rollouts), and its current operations.
 
 ``B`` rows of a batch, ``T`` tokens of one sequence.
 """
@@ -159,7 +159,7 @@ class OperationInfo:
 
 @dataclass(frozen=True)
 class RunActivity:
-    """What goes on in a run.
+    """A run's newest operations and its recovery, if one is in progress.
 
     Attributes:
         operations: The newest, newest first: those without a result, and those that have one since the server started.

@@ -174,7 +174,7 @@ def _json(value: Any, field: str) -> str:
 
 
 class Texts(Connected):
-    """What a model's tokenizer and chat template make of texts, tokens and conversations."""
+    """Tokenizing and rendering of texts, tokens and conversations with a model's tokenizer and chat template."""
 
     def __init__(self, transport: Transport, info: ServerInfo) -> None:
         self._transport, self._info = transport, info

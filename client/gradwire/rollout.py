@@ -138,7 +138,7 @@ which were offered all of these tools. A function: those for which it returns Tr
 
 @dataclass(eq=False)
 class Rollout:
-    """What an agent did in a session.
+    """The calls of an agent in a session, and their rewards.
 
     Attributes:
         session_id: The session.

@@ -128,7 +128,7 @@ class ServiceClient(Texts):
         start: float = 0.0,
         end: float | None = None,
     ) -> list[Usage]:
-        """What your key has used; with an administrator's or a viewer's key, what all keys have.
+        """Return the usage of your key; with an administrator's or a viewer's key, of all keys.
 
         The server keeps it for 400 days, also of deleted runs. ``server_info()`` has the price of an hour.
 

@@ -216,7 +216,7 @@ class RolloutSession:
         return self._info
 
     async def rollout(self, main: Main = "longest") -> Rollout:
-        """What the agent has done so far, at any time.
+        """Return what the agent has done so far; callable at any time.
 
         Args:
             main: Which branches are trained on: see :class:`gradwire.rollout.Rollout`.

@@ -62,7 +62,7 @@ class TrainingClient(Operations):
         return ModelInfo.from_message(model)
 
     async def history(self, at_most: int = 0) -> History:
-        """What this run's operations measured: loss, metrics, learning rate, gradient norm, tokens and seconds.
+        """Return the figures of the run's operations: loss, metrics, learning rate, gradient norm, tokens, seconds.
 
         The server keeps it as long as the run: it outlives the program that trains, and a restart of the server. An
         operation shows once its result can be awaited. Of a fork it begins with the source's, up to the checkpoint.

@@ -195,8 +195,7 @@ def _shared_end(chat: Chat, closing: str, after: str) -> int:
 
 
 def _frame(chat: Chat, before: Sequence[Message], put: Message, probe: str) -> tuple[str, int, str]:
-    """What the template writes between the content before and a message's own; how much of that is the prompt's; and
-    what it writes behind the message."""
+    """Return the template's text before a message, its number of characters in the prompt, and the text behind."""
     other = f"other{secrets.token_hex(8)}"
     known = [*before[:-1], _with_content(before[-1], other)] if before else []
     alone = chat.tried([*known, put], False)
@@ -322,8 +321,7 @@ def behind(chat: Chat, text: str, span: Span, last: int | None) -> str:
 
 
 def _opening(chat: Chat, before: Sequence[Message], written: str) -> str:
-    """What the prompt for an assistant's turn has at its end, and the template does not write before it in the history:
-    the mark that opens the reasoning."""
+    """Return the mark that opens the reasoning, where a prompt ends with it and the history leaves it out."""
     prompt, alone = chat.tried(before, True), chat.tried(before, False)
     if prompt is None or alone is None or not prompt.startswith(alone):
         return ""

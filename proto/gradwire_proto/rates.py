@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from typing import Literal
 
 Learned = Literal["answers", "scores", "preferences", "policy"]
-"""What a training teaches."""
+"""The kinds of training that the rule distinguishes."""
 PEAKS: Mapping[Learned, float] = {"answers": 5e-4, "scores": 1.5e-4, "preferences": 1.5e-4, "policy": 1e-4}
-"""What is learned -> the rate for an adapter of a model that is :data:`WIDTH` wide."""
+"""The rate for an adapter of a model that is :data:`WIDTH` wide, by the kind of training."""
 WIDTH = 2000
 ALL_WEIGHTS = 0.1
 """The rate of all weights, as a share of an adapter's."""

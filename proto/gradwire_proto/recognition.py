@@ -1,4 +1,4 @@
-"""What an answer, a message and a conversation are recognized by when an agent or an environment sends them back.
+"""Keys that recognize an answer, a message and a conversation when an agent or an environment sends them back.
 
 Agents change what they were given: they drop the reasoning, trim texts, merge blocks, and write the arguments of calls
 with other blanks and another order of keys. What they keep is the ids of the calls, or the text and the arguments.
@@ -127,7 +127,7 @@ def digest_of(*parts: bytes | str) -> bytes:
 
 
 def answer_key(text: Any, calls: Iterable[Mapping[str, Any]]) -> bytes:
-    """What an answer is recognized by: its text without blanks, and its calls in any order."""
+    """The key of an answer: a digest of its text without blanks, and of its calls in any order."""
     said = sorted(json.dumps([_function(call).get("name"), _arguments(call)], sort_keys=True) for call in calls)
     return digest_of("".join(text.split()) if isinstance(text, str) else json.dumps(text), *said)
 

@@ -1,4 +1,4 @@
-"""What a run's figures say about its health, in words, with what to do."""
+"""Advice on a run's health: sentences on its figures, with what to do."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Advice:
 
 
 class Measured(Protocol):
-    """What a run measured: a :class:`.Record`, or its end.
+    """The measurements of a run: a :class:`.Record`, or its end.
 
     Attributes:
         non_finite: Trained batches whose loss was not finite, and steps without a finite gradient.

@@ -1,4 +1,4 @@
-"""What a console tells without being looked at: a run that needs somebody, as a request to a webhook."""
+"""Alerts: requests to a webhook about runs that need somebody, sent also while nobody looks at the console."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server is asked beside the stream: each question once for all pages, again only when something changed."""
+"""Answers to the console's questions to the server, shared by all pages and asked again only after a change."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class Rated:
-    """What people said of the answers of one source of an agent.
+    """People's ratings of the answers from one source of an agent.
 
     Attributes:
         source: A version, ``"base"``, the path of a checkpoint or the name of a model; "" for others.
@@ -58,7 +58,7 @@ class Feedback:
         self.url, self._key, self._answers = checked(url), key, Answers()
 
     async def ratings(self) -> list[Rated]:
-        """What people said, by agent and source; of ten seconds ago at most, for all pages together.
+        """Return all ratings by agent and source, at most ten seconds old; all pages share them.
 
         Raises:
             OSError: The service cannot be reached, or refuses; it says why.

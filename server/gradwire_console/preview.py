@@ -1,4 +1,4 @@
-"""What a training would do, found by commands in processes of their own: its first rows as learned, and a dry run."""
+"""Previews of a training: its first rows as learned, and a dry run, each by a command in its own process."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ EXAMPLES = {
     "mapping": "{prompt: question, completion: answer}",
     "grading": '{type: string_check, input: "{{sample.output_text}}", reference: "{{item.answer}}", operation: eq}',
 }
-"""What a field says that has a mapping; values are YAML."""
+"""Placeholders of the fields that take a mapping, in YAML."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def settings_given(recipe: str, texts: Mapping[str, str], model: str, data: str)
 
 
 def resolved(settings: Settings, hidden_size: int, num_rows: int) -> dict[str, str]:
-    """What defaults come to for a model and its data: a sentence for each setting that depends on others.
+    """The values of defaults that depend on the model, the data and other settings, each as a phrase.
 
     Args:
         hidden_size: Width of the model.
@@ -134,7 +134,7 @@ def resolved(settings: Settings, hidden_size: int, num_rows: int) -> dict[str, s
 
 
 def summary(settings: Settings, hidden_size: int, num_rows: int) -> str:
-    """What the training is, in a sentence."""
+    """Describe the training in a few sentences: weights, steps, learning rate."""
     what = f"LoRA of rank {settings.lora_rank}" if settings.lora_rank else "All weights"
     rate = learning_rate(settings, hidden_size, adapter=settings.lora_rank > 0)
     steps = resolved(settings, hidden_size, num_rows)["max_steps"]

@@ -165,7 +165,7 @@ def _finite(metric: _Metric) -> tuple[NDArray[np.int64], Numbers]:
 
 
 class Record:
-    """What one run measured, with the operation of every value.
+    """The measurements of one run, each value with its operation.
 
     Attributes:
         operations: The newest operations, oldest first.

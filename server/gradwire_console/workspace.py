@@ -1,4 +1,4 @@
-"""What one key of the server sees: its runs, followed by one stream for all of its pages."""
+"""The runs that one key of the server may see, followed by one stream for all of its pages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SKETCHED, SKETCH, GROWN = 1000, 120, 20
 times as many may be added to these as they come."""
 USAGE_S = 30 * 86_400.0
 EVENTS, LOG_CHARS = 500, 20_000
-"""What is kept of a job that is looked at: its newest events, and the end of its log."""
+"""Limits of a watched job: its newest events, and the characters at the end of its log."""
 FOLLOWED_JOBS = 64
 CHECK_S = 1.0
 """Seconds between two questions whether a key is still good; a page asks when it is opened."""
@@ -76,7 +76,7 @@ class LiveRun:
 
     @property
     def name(self) -> str:
-        """What it is called: the name of its job, where one trains it, or its own, or its id."""
+        """The run's display name: that of the job that trains it, else its own, else its id."""
         return self.job_name or self.info.name or self.info.run_id
 
     @property
@@ -178,7 +178,7 @@ class Workspace:
         return await self._answers.of("queues", ask, version=self.revision, every_s=2.0, stale_s=10.0)
 
     async def usage(self) -> list[gradwire.Usage]:
-        """What each key has used in the last 30 days; asked every ten seconds while runs change."""
+        """Return each key's usage of the last 30 days; asked every ten seconds while runs change."""
 
         async def ask() -> list[gradwire.Usage]:
             return await self.service.usage(["owner"], time.time() - USAGE_S)
@@ -305,7 +305,7 @@ class Workspace:
         self.revision += 1
 
     def sketch(self, run_id: str) -> Record | None:
-        """What a run measured, by few operations; None until it is fetched, in the background."""
+        """A run's measurements at few operations; None until they are fetched, in the background."""
         if self._sketching is None or self._sketching.done():
             missing = [run.info.run_id for run in self.newest_first()[:SKETCHED] if self._has_unread(run)]
             if missing:
@@ -332,7 +332,7 @@ class Workspace:
             self.revision += 1
 
     async def record(self, run_id: str) -> Record:
-        """What a run measured: at first an overview if it is long, all of it soon after, and followed from then on.
+        """Return a run's measurements: of a long run an overview first, all of them soon after; then followed.
 
         Raises:
             GradwireError: The run is not there, or the server is away.

@@ -1,4 +1,4 @@
-"""What every HTTP application of this project shares: who may ask, how large JSON may be, and child processes.
+"""Parts of every HTTP application of this project: access, limits of JSON, and child processes.
 
 The doors of the server, the feedback service and later applications use it; it knows none of them.
 

@@ -22,7 +22,7 @@ PLAIN_TYPES = ("text/plain", "application/x-www-form-urlencoded")
 
 @dataclass(frozen=True)
 class BrowserGuard:
-    """What a request must fulfil.
+    """The rules for requests from browsers.
 
     Attributes:
         names: Host names that are answered to, beside addresses and those of loopback; None: every name, for an

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 SLICE_BYTES = 64 << 10
-"""What is counted at a time: half a millisecond."""
+"""Bytes counted before the event loop has its turn: half a millisecond."""
 COMMA, COLON, QUOTE = ord(","), ord(":"), ord('"')
 
 

@@ -47,7 +47,7 @@ AT_FAULT = (SettingsError, gradwire.InvalidRequestError, gradwire.OperationError
 
 @dataclass(frozen=True)
 class Task:
-    """What the server tells its worker.
+    """The server's instructions to its worker.
 
     Attributes:
         address: Where the server is.
@@ -225,7 +225,7 @@ def _stop(reporter: JobReporter, working: asyncio.Task[list[str]]) -> None:
 
 
 def _failed(error: Exception) -> JobEnd:
-    """What the job's owner is told of an error."""
+    """Describe an error to the job's owner."""
     if isinstance(error, DataError | ColumnsError):
         message = _without_path(error.where if isinstance(error, DataError) else str(error))
         return JobEnd("failed", error=message, error_code="invalid_training_file", param="training_file")

@@ -381,7 +381,7 @@ class ServerConfig(EngineSettings):
     @model_validator(mode="before")
     @classmethod
     def _models_of_engines(cls, values: Any) -> Any:
-        """What an engine serves, the server names."""
+        """Add the models of each engine to the server's."""
         if not isinstance(values, dict) or not isinstance(values.get("each_engine"), list | tuple):
             return values
         models = values.get("models", {})

@@ -25,7 +25,7 @@ _LENGTH = struct.Struct("<Q")
 _BLOCK = 1 << 20
 
 Told = dict[str, Any]
-"""What an answer says, as JSON."""
+"""The JSON object of an answer."""
 
 
 def serve(answer: Callable[[bytes], tuple[Told, bytes]]) -> None:

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 
 HEADER_BYTES = (1 << 10, 1 << 20)
-"""What is looked at of an image: at first, and if that does not say, as of photographs that hold a preview."""
+"""Bytes of an image that are read for its size: at first, and for one such as a photograph with a preview."""
 MAX_PIXELS = 1 << 24
 """Maximum pixels of an image, which models shrink to fewer; a small file may hold many more."""
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}

@@ -1,4 +1,4 @@
-"""What one client can ask of a server."""
+"""Limits on the requests of one client."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Limits(BaseModel):
-    """What one client can ask of the server. Sizes in bytes."""
+    """Limits on the requests of one client. Sizes in bytes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -265,7 +265,7 @@ def state(word: str, hint: str = "") -> Element:
 
 
 def empty(sentence: str, code: str = "") -> None:
-    """What a place without content says: what would be there, and what to type."""
+    """Show a place without content: what would be there, and what to type."""
     with ui.element("div").classes("gw-empty"):
         ui.label(sentence).classes("quiet")
         if code:
@@ -345,7 +345,7 @@ def panel(heading: str = "") -> Element:
 
 
 def skeleton(height: str = "12rem") -> None:
-    """What stands where something is loaded."""
+    """Show a placeholder while something is loaded."""
     ui.element("div").classes("gw-skeleton").style(f"height: {height}").props("aria-hidden=true")
 
 

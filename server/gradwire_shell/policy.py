@@ -1,4 +1,4 @@
-"""What browsers may do with the pages: load from this server alone, and run no script but the pages' own."""
+"""The content security policy: pages load from this server alone, and run no script but their own."""
 
 from __future__ import annotations
 

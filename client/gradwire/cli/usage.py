@@ -17,7 +17,7 @@ DAY_S = 86_400
 
 
 class By(StrEnum):
-    """What usage is divided by."""
+    """The columns by which usage can be grouped."""
 
     hour = "hour"
     day = "day"
@@ -58,7 +58,7 @@ def usage(
 
 
 def _named(entry: Usage, by: list[By]) -> tuple[str, ...]:
-    """What a line of the listing is about."""
+    """The text columns that name an entry: one for each grouping, two for a run (its id and label)."""
     columns: dict[By, tuple[str, ...]] = {
         By.hour: (time.strftime("%Y-%m-%d %H:00 UTC", time.gmtime(entry.start)),),
         By.day: (time.strftime("%Y-%m-%d", time.gmtime(entry.start)),),

@@ -27,7 +27,7 @@ PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")
 ANSWERS = ("completion", "response", "answer", "output", "solution", "ground_truth")
 CONVERSATIONS = ("messages", "conversations", "conversation")
 RENDERED = ("messages", "tools", "add_generation_prompt", "model", "train_on")
-"""What a template gets otherwise."""
+"""Template variables that are set from other columns or settings; ``chat_template_kwargs`` may not name them."""
 UNREAD = ("images", "image", "videos", "video", "audio", "audios")
 """Columns of what is no text."""
 REFUSED = ("functions", "documents")

@@ -215,7 +215,7 @@ def _load(
 
 
 class _Said:
-    """What is said once of a source: columns that are not used, and remarks on rows."""
+    """Remarks on a source's rows and unused columns, each kept once with its count and first place."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()

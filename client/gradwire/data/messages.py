@@ -26,7 +26,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 UNUSED = {
     "function_call": "write tool_calls", "train_detail": "write a weight", "training_detail": "write a weight",
 }  # fmt: skip
-"""What other formats say in a message -> what says it here."""
+"""Keys of other message formats -> advice to write the key that gradwire reads."""
 READ = ("role", "from", "content", "value", "train", "masked", "weight", "tool_calls", *REASONING)
 FLAGS: Mapping[str, bool] = {
     **dict.fromkeys(("true", "1", "1.0", "+", "good", "correct", "desirable", "chosen"), True),

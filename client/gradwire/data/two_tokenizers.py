@@ -15,7 +15,7 @@ ABSENT = -1e30
 
 @dataclass(frozen=True)
 class Expectations:
-    """What a model expects in the places of a response's tokens, as ``compute_top_logprobs`` returns it.
+    """A model's predictions at each token of a response, as ``compute_top_logprobs`` returns them.
 
     Attributes:
         ends: ``[tokens]``: where each token ends in the response's text, counted from 0; in one unit for both models

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gradwire.errors import did_you_mean
 
 BRANCHES = ("constrained-int", "literal['all']", "int", "float", "str", "list[str]")
-"""What pydantic adds to the place of a field that may be one of several types."""
+"""Names that pydantic adds to an error's location for each type of a union field."""
 NAME = r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?"
 
 
@@ -42,7 +42,7 @@ class Group(BaseModel):
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What one engine takes of a node, in Ray's words."""
+        """The resources that one engine requests of a node, under Ray's names."""
         whole = {"CPU": self.cpus, "GPU": float(self.gpus), **self.resources}
         return {name: amount for name, amount in whole.items() if amount}
 
@@ -106,7 +106,7 @@ def read_plan(file: Path) -> Plan:
 
 
 def _sentence(faults: Sequence[Any]) -> str:
-    """What is wrong with a file, in which field, and what to write."""
+    """One sentence on a file's first fault: the field, the rule, and how to mend it."""
     fault = min(faults, key=lambda each: each["type"] != "extra_forbidden")  # a misspelt field is missing, too
     place = [str(each) for each in fault["loc"] if each not in BRANCHES]
     in_group, value = len(place) > 1, fault["input"]

@@ -1,4 +1,4 @@
-"""What all operations need: the run's queue, its link to the server, and what is known of the server's losses."""
+"""The base of all operations: the run's queue, its link to the server, and the losses that the server has."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ SHARED_SERVER: ContextVar[Path | None] = ContextVar("gradwire_shared_server", de
 
 @dataclass(frozen=True)
 class Trained:
-    """What was trained in a folder.
+    """A training that a folder or a checkpoint path names.
 
     Attributes:
         folder: The folder; None for a checkpoint that was named by its path.

@@ -1,4 +1,4 @@
-"""What a program that runs a recipe is told about it, and how it stops one."""
+"""The observer through which a program follows a recipe that it runs, and stops it."""
 
 from __future__ import annotations
 

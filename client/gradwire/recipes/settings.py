@@ -24,7 +24,7 @@ LEAST = {
 }  # fmt: skip
 """Smallest value of a number -> the settings."""
 OF_ADAPTER = ("lora_alpha", "lora_targets", "rslora")
-"""What an adapter keeps for its life."""
+"""Settings that are fixed once an adapter is created."""
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
 LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
@@ -203,7 +203,7 @@ class Settings(ServiceSettings):
 
 
 PART: Mapping[str, Any] = {"path": str, "weight": float, "limit": int, "mapping": dict, "split": str}
-"""What may be said of one of several data sets."""
+"""Keys of one entry of ``data``, when several data sets are given, and their types."""
 
 
 def check_part(part: Any) -> None:

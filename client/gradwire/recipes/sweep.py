@@ -187,7 +187,7 @@ async def run(sweep: Sweep, trials: Sequence[Trial]) -> list[Trial]:
 
 
 def default_metric(settings: Settings) -> str:
-    """What is compared by default."""
+    """The metric that a sweep compares unless told otherwise."""
     on_rows = isinstance(settings, RowSettings)
     if settings.eval_every and (settings.held_out or settings.validation):
         return "eval/loss" if on_rows else "eval/success"

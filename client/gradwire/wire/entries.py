@@ -73,7 +73,7 @@ class Entry:
 
 
 class Sender(Protocol):
-    """What sends a queue's operations; called on the event loop. A protocol, as :mod:`.link` imports the queue."""
+    """Sends a queue's operations; called on the event loop. A protocol, as :mod:`.link` imports the queue."""
 
     def submitted(self) -> None:
         """Send the operations that were appended."""

@@ -14,7 +14,7 @@ from gradwire.wire.entries import Entry, Request, Sender
 
 
 class Queue(Protocol):
-    """What a pair needs of the queue that holds it. A protocol, as :mod:`.queue` imports this module.
+    """The members of a queue that a pair uses. A protocol, as :mod:`.queue` imports this module.
 
     Attributes:
         base: Number of the run's last operation when the client opened it.

@@ -1,4 +1,4 @@
-"""What cannot pass into another process: connections, by fork or by pickle."""
+"""Guards against using a connection in another process, after a fork or by pickle."""
 
 from __future__ import annotations
 

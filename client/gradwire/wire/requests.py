@@ -45,7 +45,7 @@ _NUMBERS_AND_TEXTS = {
     FieldDescriptor.CPPTYPE_BOOL: ("True or False", "True or False"),
     FieldDescriptor.CPPTYPE_STRING: ("text", "texts"),
 }
-"""What a field takes: one value, and several."""
+"""Words for the values that a field takes, by its type: for one value, and for several."""
 
 
 class OptimizerOptions(TypedDict, total=False):

@@ -23,7 +23,7 @@ ATTEMPTS = 3
 """Times that a file is sent which arrives damaged."""
 BLOCK = 8 << 20
 MAX_HEADER_BYTES = 100 << 20
-"""What safetensors itself accepts."""
+"""Limit of a file's header in safetensors itself."""
 NAMES = {
     "adapter": ("adapter_config.json", "adapter_model.safetensors"),
     "model": ("config.json", "model*.safetensors", "model.safetensors.index.json"),

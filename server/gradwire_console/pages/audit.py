@@ -65,7 +65,7 @@ async def _show(workspace: Workspace) -> None:
 
 
 async def events(workspace: Workspace) -> list[Event]:
-    """What the server keeps of who did what, newest first.
+    """Return the server's records of who did what, newest first.
 
     Raises:
         GradwireError: The server is away.

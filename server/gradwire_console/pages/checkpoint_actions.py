@@ -1,4 +1,4 @@
-"""What can be done with a checkpoint: save, fork, try, export, delete. Each shows the code that does the same."""
+"""Actions on a checkpoint (save, fork, try, export, delete), each with the code that does the same."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def register(workspaces: Workspaces) -> None:
 
 
 def measured(record: Record, checkpoint: gradwire.Checkpoint) -> dict[str, str]:
-    """What was measured last with the weights of a checkpoint, or with earlier ones and their step, by metric."""
+    """The newest value of each metric for a checkpoint's weights; one of earlier weights is given with its step."""
     figures = {name: record.at_checkpoint(name, checkpoint) for name in MEASURED}
     return {name: figure.text(4) for name, figure in figures.items() if figure is not None}
 
@@ -170,7 +170,7 @@ def ancestors(workspace: Workspace, run_id: str) -> list[str]:
 
 
 def _origin(workspace: Workspace, path: str) -> tuple[str, str]:
-    """What is said of a checkpoint that a run began with, and where it is shown; "" for nowhere."""
+    """The label of the checkpoint from which a run began, and the path of its page; "" where there is none."""
     parent, _, name = path.partition("/")
     live = workspace.runs.get(parent)
     if live is None:

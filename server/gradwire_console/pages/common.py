@@ -1,4 +1,4 @@
-"""What every page does: find its workspace, show the frame, follow changes, and carry out what a button asks for."""
+"""The frame of every page: finds its workspace, follows changes, and carries out a button's action."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def isolated(name: str) -> str:
 
 
 def cost_of(info: gradwire.ServerInfo, engine_s: float) -> str:
-    """What seconds of an engine cost; "" where the server has no price."""
+    """The price of so many seconds of an engine; "" where the server has no price."""
     return money(info.cost(engine_s)) if info.price_per_hour else ""
 
 

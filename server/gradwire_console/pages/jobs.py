@@ -54,7 +54,7 @@ REMEDIES = {
     "": "The checkpoints that it saved are kept: a new training can start from one (init from). What came before the"
     " failure is in the log below.",
 }
-"""What to do after a failure, by the error's code."""
+"""Advice after a failure, by the error's code."""
 
 
 def register(workspaces: Workspaces) -> None:

@@ -116,7 +116,7 @@ class TrainingForm:
         self._resolve()
 
     def _options(self, name: str) -> dict[str, str] | None:
-        """What a setting may be that the server knows."""
+        """The choices for a setting that the server knows, value -> label; None for one that is typed."""
         checkpoints = {
             run.info.latest_checkpoint: f"{isolated(run.name)}, {run.info.latest_checkpoint.rpartition('/')[2]}"
             for run in self._workspace.newest_first()
@@ -152,7 +152,7 @@ class TrainingForm:
         return made
 
     def _texts(self) -> dict[str, str]:
-        """What was set, as YAML."""
+        """The settings that differ from their defaults, as YAML texts."""
         texts = {}
         for name, (field, made) in self._fields.items():
             value = str(made.value if made.value is not None else "")

@@ -53,7 +53,7 @@ def register(workspaces: Workspaces) -> None:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What is asked of models, as a link has it."""
+    """A request to one or more models, as a link encodes it."""
 
     models: list[str]
     prompt: str
@@ -153,7 +153,7 @@ class _Playground:
         self._code = ui.element("div")
 
     def _asked(self) -> _Asked:
-        """What the fields say."""
+        """The request that the form's fields describe."""
         return _Asked(
             models=list(self._models.value)[:MOST],
             prompt=self._prompt.value or "",

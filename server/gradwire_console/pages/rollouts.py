@@ -133,7 +133,7 @@ def _group(name: str, group: Sequence[Rollout]) -> None:
 
 
 def common_prompt(group: Sequence[Rollout]) -> str:
-    """What all answers of a group were first asked; "" where it differs."""
+    """The first observation that all answers of a group share; "" where they differ."""
     asked = {str((each.get("steps") or [{}])[0].get("observation", "")) for each in group}
     return asked.pop() if len(asked) == 1 else ""
 
@@ -187,7 +187,7 @@ def tokens_shown(tokens: Iterable[tuple[str, float]]) -> None:
 
 
 def turn_shown(who: str, text: str, kind: str) -> None:
-    """What somebody said."""
+    """Show one turn of a conversation."""
     if text:
         with ui.element("div").classes(f"gw-turn {kind}"):
             plain(who, "quiet")

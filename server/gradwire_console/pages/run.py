@@ -226,7 +226,7 @@ def _now(live: LiveRun) -> dict[str, object]:
 
 
 def _left(live: LiveRun, record: Record, checkpoints: list[gradwire.Checkpoint]) -> dict[str, object]:
-    """What tells a run that was left in the middle from one that has ended."""
+    """Signs that a run was left unfinished: its idle time, steps without a checkpoint, an unused gradient."""
     if live.state != "idle" or not record.operations:
         return {}
     last = record.operations[-1]

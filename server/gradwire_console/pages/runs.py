@@ -40,7 +40,7 @@ EXAMPLE = 'run = await service.create_run("MODEL", lora={"rank": 16}, name="firs
 
 
 def trains(run: LiveRun) -> str:
-    """What of the model a run trains: the adapter's rank or all weights, and the head."""
+    """A label of the weights that a run trains: the adapter's rank or all weights, and the head."""
     lora = run.info.lora
     return (f"LoRA {lora['rank']}" if lora else "all weights") + (f", {run.info.head} head" if run.info.head else "")
 
@@ -50,7 +50,7 @@ GROUPS: dict[str, Callable[[LiveRun], str]] = {
     "owner": lambda run: run.info.owner or "everyone",
     "state": lambda run: run.state,
 }
-"""What runs can be grouped by, beside their tags."""
+"""Properties by which runs can be grouped, beside their tags."""
 
 
 def polyline(record: Record, metric: str) -> str:

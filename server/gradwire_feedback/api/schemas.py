@@ -116,7 +116,7 @@ class FeedbackOut(Body):
 
 
 class RevisionOut(Body):
-    """What a rating was before a change."""
+    """A rating as it was before a change."""
 
     change: Literal["corrected", "withdrawn"]
     score: float
@@ -245,7 +245,7 @@ class PolicyOut(Body):
 
 
 class SourceOut(Body):
-    """What people said of one source's answers. `wins`, `ties` and `losses` are against other sources, in rankings."""
+    """Ratings of one source's answers. `wins`, `ties` and `losses` are against other sources, in rankings."""
 
     source: str
     scores: int
@@ -310,7 +310,7 @@ class ExampleOut(Body):
 
 
 class ReportOut(Body):
-    """What a training did. `predictedReward` is the reward model's, `ratedReward` people's, of its answers."""
+    """The results of a training. Of its answers, `predictedReward` is the reward model's and `ratedReward` people's."""
 
     version: str
     method: Literal["ppo", "dpo"]

@@ -143,7 +143,7 @@ class Ranking(Table):
 
 
 class Revision(Table):
-    """What a rating was before it was corrected or withdrawn, and who did that."""
+    """A rating as it was before it was corrected or withdrawn, and who changed it."""
 
     __tablename__ = "revisions"
 

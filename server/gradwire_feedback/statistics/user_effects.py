@@ -106,7 +106,7 @@ def mean_interval(scores: Scores, alpha: float) -> Interval:
 
 @dataclass(frozen=True)
 class Contrast:
-    """What concurrent answers of two versions say of a difference between them.
+    """The evidence of concurrent answers of two versions on the difference between them.
 
     Attributes:
         total: Sum over the treated of their scores less their blocks' means; at a difference d of the versions the

@@ -1,4 +1,4 @@
-"""What people said of answers, by what made them: a version, or a model that another page named."""
+"""Ratings of answers by their source: a version, or a model that another page named."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradwire_feedback.database.tables import Feedback, Item, Ranking
 
 @dataclass
 class RatedSource:
-    """What people said of the answers of one source.
+    """Ratings of the answers of one source.
 
     Attributes:
         scores: Number of scores; ``mean`` is theirs, 0 without any.
@@ -29,7 +29,7 @@ class RatedSource:
 
 
 def rated_by_source(session: Session, agent_id: str) -> dict[str, RatedSource]:
-    """What people said of an agent's answers, by what made them.
+    """Return the ratings of an agent's answers by their source.
 
     That is the version, or the model before the last blank of a run id such as the console's playground gives; "" for
     others.

@@ -1,4 +1,4 @@
-"""What a training did, read from its version's folder: how good its reward model is, its curves, and examples."""
+"""The report of a training, read from its version's folder: the reward model's quality, curves, and examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a key's calls may take of the front at a time, so that no key waits long for another's.
+"""Limits on how much of the front a key's calls may occupy at once, so that no key waits long for another's.
 
 A door takes a turn of the call's kind before it reads the body. A key's further calls wait for their turn unread, so a
 flood costs the key that sends it. Calls never wait for another key's, except where several share the engine or the

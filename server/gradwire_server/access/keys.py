@@ -84,7 +84,7 @@ class Caller:
 
     @property
     def space(self) -> str:
-        """What a door keeps its conversations under: the name; of a rollout session a space of its own."""
+        """The name under which a door keeps its conversations: the key's name; a rollout session has its own."""
         return self.name if self.session is None else f"{self.name}/{self.session.session_id}"
 
     def check_may_change(self) -> None:

@@ -129,7 +129,7 @@ def check_files(size: int, more: int, quota: Quota, limits: Limits) -> None:
 def tokens_of(
     operation: pb.Operation, tensors: Sequence[pb.TensorSpec], pixels: int = 0, *, sampled: bool = True
 ) -> int:
-    """What an operation counts in tokens: its batch, images and grammar; if ``sampled``, also what it may sample.
+    """Count an operation's tokens: its batch, images and grammar; if ``sampled``, also those that it may sample.
 
     Args:
         pixels: Of its images.
@@ -148,7 +148,7 @@ def tokens_of(
 
 
 def grammar_tokens(call: pb.SampleCall) -> int:
-    """What a call's grammar counts in tokens: one for each character, which all have to be compiled."""
+    """Count a call's grammar in tokens: one for each character, as all of them have to be compiled."""
     return sum(len(getattr(call, form)) for form in NAMES)
 
 

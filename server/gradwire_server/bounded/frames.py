@@ -1,4 +1,4 @@
-"""What the front and a process send each other over the process's standard input and output.
+"""The frames that the front and a helper process exchange over the process's standard input and output.
 
 A request is a prefix, the name of the caller's key, and the request's bytes; an answer is a prefix and the answer's
 bytes, or a serialized error.
@@ -22,7 +22,7 @@ ANSWERED, REFUSED, FAULT = range(3)
 
 
 class ProcessSettings(BaseModel):
-    """What a process is started with.
+    """The settings with which a process is started.
 
     Attributes:
         memory_bytes: Bytes of data that the process may hold.

@@ -1,4 +1,4 @@
-"""What can be said before a server starts its engine, which takes minutes with a large model.
+"""Checks of settings before a server starts its engine, which takes minutes with a large model.
 
 Each check gives the sentences about its settings that cannot work on this machine.
 """

@@ -1,4 +1,4 @@
-"""What the server's commands say to people, on standard error."""
+"""Messages of the server's commands to people, on standard error."""
 
 from __future__ import annotations
 

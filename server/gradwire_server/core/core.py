@@ -240,7 +240,7 @@ class Core(Startable):
         return [self.model_info(self._models.find(name, "name"))] if name else models
 
     def model_info(self, name: str) -> pb.ModelInfo:
-        """What is known of a model; empty for one that the server no longer serves."""
+        """The facts of a model; only its name for one that the server no longer serves."""
         return next((model for model in self.models() if model.name == name), pb.ModelInfo(name=name))
 
     def known_model(self, name: str) -> str | None:
@@ -256,7 +256,7 @@ class Core(Startable):
         return self._models.find(name, "base_model")
 
     def source(self, caller: Caller, name: str) -> Source:
-        """What a caller may sample from by this name: a base model, a run's current weights, or a checkpoint of a run.
+        """Resolve a name to weights to sample from: a base model, a run's current weights, or a checkpoint of a run.
 
         Raises:
             ServiceError: UNKNOWN_RUN, UNKNOWN_CHECKPOINT.

@@ -1,4 +1,4 @@
-"""What people see of runs beside their results: recordings, the newest operations, and who waits."""
+"""Views of runs for people, beside results: recordings, the newest operations, usage, and who waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPERATIONS = 100
 
 
 class Observed:
-    """What may be seen of the runs of a server.
+    """Views of the runs of a server.
 
     Args:
         files: Where recordings are.
@@ -31,7 +31,7 @@ class Observed:
         self._usage = storage.usage
 
     async def recordings(self, caller: Caller, run_id: str) -> list[pb.Recording]:
-        """What was recorded of a run, the oldest first.
+        """List the recordings of a run, oldest first.
 
         Raises:
             ServiceError: UNKNOWN_RUN.
@@ -90,7 +90,7 @@ class Observed:
         return [self._queued(queue, caller) for queue in self._scheduler.busy()]
 
     async def usage(self, caller: Caller, request: pb.GetUsageRequest) -> list[pb.UsageEntry]:
-        """What the caller's key has used; for a key that sees all, what all keys have.
+        """Return the usage of the caller's key; for a key that sees all, of all keys.
 
         Raises:
             ServiceError: INVALID_ARGUMENT, LIMIT_EXCEEDED.

@@ -1,4 +1,4 @@
-"""What is started and stopped, and used as an async context manager."""
+"""The base of objects that are started and stopped, and used as async context managers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server asks of each of its doors."""
+"""The interface of the server's doors."""
 
 from __future__ import annotations
 

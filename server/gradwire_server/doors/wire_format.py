@@ -13,7 +13,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
 SLICE_FIELDS = 1024
-"""What is counted at a time: a millisecond."""
+"""Fields counted before the event loop has its turn: a millisecond."""
 SMALL_BYTES = 32 << 10
 """Messages up to this size are parsed uncounted: they hold 16,384 fields at most, which take a few milliseconds."""
 VARINT, LENGTH, INVALID = 0, 2, -1

@@ -1,4 +1,4 @@
-"""What the processes of an engine agree on while they execute a decision.
+"""The agreement of an engine's processes on facts that are found while they execute a decision.
 
 A decision (:mod:`.operations.decisions`) holds everything that can be known before its execution. What cannot goes
 through one object, which is handed to whoever executes: whether an operation was cancelled or is late, how much memory

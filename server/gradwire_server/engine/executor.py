@@ -27,7 +27,7 @@ Scored = Sequence[Mapping[str, Tensor]]
 _Place = tuple[str, str, str]
 """A key and the name of a parameter."""
 _Layout = dict[_Place, Tensor]
-"""What sums consist of, as tensors on the meta device."""
+"""The layout of sums, as tensors on the meta device."""
 _MESSAGE_NUMBERS = 1 << 24
 """Numbers of gradients that are exchanged at once."""
 

@@ -38,7 +38,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Told(NamedTuple):
-    """What a rank tells all others.
+    """A message of a rank to all others.
 
     Attributes:
         place: Names the place where it does, which is the same in all ranks.
@@ -365,7 +365,7 @@ class GroupAgreement(Agreement):
         return told
 
     def _first_told(self, what: str, content: bytes) -> bytes:
-        """What rank 0 tells the others."""
+        """Exchange rank 0's content: returns it on every rank."""
         mine = Told(_place(what), 0, content)
         told = self._collective(mine.place, lambda: self._messages.first_told(mine))
         if told.place != mine.place:
@@ -390,7 +390,7 @@ def _place(what: str) -> int:
 
 
 def _compared(answer: engine_pb2.EngineReply) -> bytes:
-    """What every rank's answer has in common."""
+    """The bytes of a reply that must be equal on every rank."""
     result = answer.result
     kind, of_result = answer.WhichOneof("kind"), result.WhichOneof("kind")
     text = f"{answer.id} {kind} {result.status} {result.error.code} {answer.error.code} {result.payload_bytes} "

@@ -1,4 +1,4 @@
-"""What happens between two micro-batches of the operation that the engine computes: it may end there, or give way.
+"""Interruption between two micro-batches: the operation that the engine computes may end there, or give way.
 
 One thread computes, so what is asked between micro-batches is a variable of this module.
 """

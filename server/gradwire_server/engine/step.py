@@ -127,7 +127,7 @@ class Step:
 
     @property
     def parts(self) -> list[list[MicroBatch]]:
-        """What the loss is evaluated on: each micro-batch if it streams, else all of them."""
+        """The micro-batches of each evaluation of the loss: one by one if it streams, else all together."""
         return [[micro] for micro in self.micros] if self.streams else [self.micros]
 
     @property
@@ -270,7 +270,7 @@ def _no_reference(loss: LossSpec) -> OperationError:
 
 @dataclass(frozen=True, eq=False)
 class Passed:
-    """What a pass over a step's batch gives.
+    """The result of a pass over a step's batch.
 
     Attributes:
         report: Loss, metrics, and the scores to return.

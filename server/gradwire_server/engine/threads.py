@@ -32,7 +32,7 @@ FUNCTIONS = (
     "acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2",
     "sin", "sinh", "sqrt", "tan", "tanh",
 )  # fmt: skip
-"""What torch computes by MKL's functions of a vector."""
+"""Functions that torch computes by MKL's vector math."""
 
 _products: ContextVar[int | None] = ContextVar("products", default=None)
 """Number of threads for products within :func:`products_apart`."""

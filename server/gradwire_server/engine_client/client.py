@@ -1,4 +1,4 @@
-"""What the scheduler needs of an engine, wherever that runs."""
+"""The scheduler's interface to an engine, wherever that runs."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Away(Exception):
 
 
 class Interruptible(Protocol):
-    """What has requests in progress."""
+    """An engine whose requests in progress can be taken back or stopped."""
 
     async def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
         """Takes a request back: its answer is ``not_started``. False when it was begun already."""
@@ -157,7 +157,7 @@ class EngineClient(Interruptible, Located, Protocol):
 
     @property
     def hello(self) -> engine_pb2.EngineHello:
-        """What the newest process said when it had started."""
+        """The first message of the newest process."""
 
     @property
     def vitals(self) -> Vitals:

@@ -75,7 +75,7 @@ class EnginePool:
 
     @property
     def hello(self) -> engine_pb2.EngineHello:
-        """What the engines have between them: devices, models, losses and tokenizer files."""
+        """The engines' first messages combined: devices, models, losses and tokenizer files."""
         known = [engine.hello for engine in self.engines if engine.hello.device]
         if not known:
             return engine_pb2.EngineHello()

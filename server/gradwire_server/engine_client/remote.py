@@ -63,7 +63,7 @@ class RemoteLife:
         self._arrived.put_nowait(None)
 
     async def chunks(self) -> AsyncIterator[engine_pb2.EngineChunk]:
-        """What is for the agent, until the engine is given up.
+        """Yield the chunks for the agent, until the engine is given up.
 
         Raises:
             ServiceError: The engine was refused.

@@ -68,7 +68,7 @@ class ChunkedLink:
         return frame
 
     async def chunks(self) -> AsyncIterator[EngineChunk]:
-        """What is sent, until :meth:`end`."""
+        """Yield the chunks to send, until :meth:`end`."""
         while True:
             while self._first or self._outgoing:
                 yield self._first.popleft() if self._first else EngineChunk(data=self._next())

@@ -22,7 +22,7 @@ _LONGEST_GAP_S = 1.0
 
 
 class RankWatch:
-    """What is known of the ranks of one engine process.
+    """The pulses of the ranks of one engine process.
 
     Attributes:
         newest: Rank -> its newest pulse; only ranks that have sent one are known.
@@ -51,7 +51,7 @@ class RankWatch:
             self.silent_s[rank] += min(seconds, _LONGEST_GAP_S)
 
     def trouble(self) -> str:
-        """What is wrong with the group; empty if nothing is."""
+        """Describe a fault of the group; empty if there is none."""
         silent = [rank for rank, seconds in sorted(self.silent_s.items()) if seconds > SILENCE_S]
         if silent:
             return f"rank {silent[0]} has been silent for {SILENCE_S:.0f} s"

@@ -38,7 +38,7 @@ FULL_BYTES = 1 << 20
 
 
 def unusable(error: Exception, state_dir: Path) -> SystemExit:
-    """What to tell an operator whose server met an error of the disk, the database or its files at its start.
+    """The message to an operator whose server met an error of the disk, the database or its files at its start.
 
     Only a damaged database is to be replaced: where the disk is full, or another program holds the file, nothing is
     wrong with it.

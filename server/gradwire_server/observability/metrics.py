@@ -143,7 +143,7 @@ class Backlog:
 
 
 class Watched(Protocol):
-    """What the metrics of an engine are taken from."""
+    """The source of an engine's metrics."""
 
     @property
     def number(self) -> int:

@@ -1,4 +1,4 @@
-"""What memory keeps of a run's operations that have a result: newest results, a log, the cost of a recovery."""
+"""Finished operations of a run in memory: the newest results, a log, the cost of a recovery."""
 
 from __future__ import annotations
 

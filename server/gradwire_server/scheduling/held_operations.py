@@ -1,4 +1,4 @@
-"""What a run holds of the limits: its operations without a result, and the parts of a batch that its engine holds."""
+"""A run's share of the limits: operations without a result, and batch pieces that its engine holds."""
 
 from __future__ import annotations
 

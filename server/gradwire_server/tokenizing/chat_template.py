@@ -23,7 +23,7 @@ from jinja2.utils import Namespace
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""What a message's reasoning is called; a template finds it under the first two whichever was given."""
+"""Keys of a message's reasoning; a template finds it under the first two whichever was given."""
 MARKS = "marks_of_generation"
 _ONE_THOUGHT = re.compile(r"if message\.content and message\.thinking\b")
 """gpt-oss' template refuses what the model writes: a thought, a word to the user, and a call."""

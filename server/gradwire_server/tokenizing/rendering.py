@@ -98,7 +98,7 @@ def _named(schema: Any, name: str) -> Any:
 
 
 CACHED_BYTES = 16 << 20
-"""What a model's cache keeps of rendered conversations: some four bytes a token."""
+"""Size of a model's cache of rendered conversations: some four bytes a token."""
 PATIENCE_S = 60.0
 HISTORIES: Mapping[int, chat.History] = {
     pb.SAMPLED_AS_WRITTEN: "as written",

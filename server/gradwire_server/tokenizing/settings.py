@@ -1,4 +1,4 @@
-"""What a tokenizing process is started with, and what it answers."""
+"""The settings with which a tokenizing process is started, and its answers."""
 
 from __future__ import annotations
 

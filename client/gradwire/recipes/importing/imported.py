@@ -1,4 +1,4 @@
-"""What an import gives, and the settings that all trainers name alike."""
+"""The result of an import, and the settings that all trainers name alike."""
 
 from __future__ import annotations
 

@@ -410,7 +410,7 @@ class Algorithm(ABC):
         return None if self.config.folder is None else self.config.folder / "state.json"
 
     def _state(self) -> Mapping[str, Any]:
-        """What a resumed training needs besides the checkpoint."""
+        """The state that a resumed training needs besides the checkpoint."""
         return {"ledger": self.ledger.state(), "replay": self.replay.numbers}
 
     def _restore(self, state: Mapping[str, Any], *, logged: bool) -> None:

@@ -148,7 +148,7 @@ class Ledger:
         }
 
     def state(self) -> dict[str, Any]:
-        """What :meth:`load` needs."""
+        """The ledger's state, as :meth:`load` takes it."""
         return {
             "curriculum": copy.deepcopy(self.curriculum.state()),
             "choices": [vars(each) for each in self._choices],

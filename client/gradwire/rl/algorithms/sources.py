@@ -81,7 +81,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Part:
-    """What is trained on next.
+    """The groups for the next training steps.
 
     Attributes:
         groups: The groups to train on.

@@ -100,7 +100,7 @@ class BaseEnvironment(ABC):
 
 @dataclass(frozen=True)
 class Policy:
-    """What an :class:`EpisodeEnvironment` plays with.
+    """The policy as an :class:`EpisodeEnvironment` plays it: a sampler with its parameters.
 
     Attributes:
         inference: The sampler.

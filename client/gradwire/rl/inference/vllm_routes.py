@@ -1,4 +1,4 @@
-"""What a vLLM server offers beside OpenAI's API (``VLLM_SERVER_DEV_MODE=1``): all its weights, and its sleep."""
+"""Routes of a vLLM server beside OpenAI's API (``VLLM_SERVER_DEV_MODE=1``): loading all weights, and sleep."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def view_of(trajectory: Trajectory) -> dict[str, Any]:
 
 LIVE = ("session", "rollout")
 OF_AGENTS = ("folder", "exit_status", "output", "errors", "result", *LIVE)
-"""What episodes of :class:`~gradwire.rl.AgentEnvironment` have besides; None in others."""
+"""Arguments that only episodes of :class:`~gradwire.rl.AgentEnvironment` fill; None for others."""
 PARAMETERS = (
     "messages", "ground_truth", "response", "prompt", "steps", "task_id", "data", "status", "num_tokens", *OF_AGENTS
 )  # fmt: skip

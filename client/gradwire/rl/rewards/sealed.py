@@ -1,4 +1,4 @@
-"""What others' code sees of the machine: Python's library, shared libraries, time zones, and a list of packages."""
+"""The files that sealed code may read: Python's library, shared libraries, time zones, and listed packages."""
 
 from __future__ import annotations
 

@@ -395,7 +395,7 @@ def _keep(partial: Path, content: Path) -> None:
 
 
 def damage(content: Path, file: jobs.File) -> str:
-    """What is wrong with the content of a file; "" if nothing is."""
+    """Describe the damage to a file's content; "" if there is none."""
     try:
         with content.open("rb") as stream:
             same = hashlib.file_digest(stream, "sha256").digest() == file.digest

@@ -1,4 +1,4 @@
-"""What a job is asked to do: its recipe, settings and files, and the checks of them."""
+"""Specifications of jobs: recipe, settings and files, and their checks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class JobSpecs:
         self._config, self._keys, self._files, self._models = config, keys, files, models
 
     def content(self, caller: Caller, spec: jobs.JobSpec) -> bytes:
-        """What a job is asked to do, with files by their content: the same file may have been uploaded again.
+        """Serialize a job's specification with files by their digests: the same file may have been uploaded again.
 
         Raises:
             ServiceError: INVALID_ARGUMENT, LIMIT_EXCEEDED.

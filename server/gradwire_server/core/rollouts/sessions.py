@@ -44,7 +44,7 @@ MAX_PAGE = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What a session samples from.
+    """The weights that a session samples from.
 
     Attributes:
         model: A run's id, a checkpoint's path, or a base model.
@@ -61,7 +61,7 @@ class Source:
 
 @dataclasses.dataclass
 class _Held:
-    """What a key's sessions are: how many open and ended ones, and the bytes of their turns on disk."""
+    """Totals over a key's sessions: open ones, ended ones, and the bytes of their turns on disk."""
 
     open: int = 0
     ended: int = 0
@@ -270,7 +270,7 @@ class RolloutSessions:
         return RolloutCall(live, await self._transcript(live), caller.session, partial(self._end, live), write)
 
     def source(self, caller: Caller) -> Source | None:
-        """What a caller in a session samples from, whatever model it names; None for a caller without one."""
+        """The weights that a caller in a session samples from, whatever model it names; None outside a session."""
         if caller.session is None:
             return None
         self._check(caller.session)

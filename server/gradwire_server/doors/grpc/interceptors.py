@@ -253,7 +253,7 @@ def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: Exception, metho
 
 
 def _refusal(error: Exception, method: str) -> pb.Error:
-    """What a caller is told of an exception. One that nobody expected is logged, and told as the server's mistake."""
+    """Convert an exception to the caller's error. An unexpected one is logged, and reported as INTERNAL."""
     refusal = pb.Error(request_id=secrets.token_hex(8))
     if isinstance(error, ServiceError):
         refusal.MergeFrom(error.error)

@@ -25,9 +25,9 @@ MAX_LEVELS = 64
 MAX_WINDOW_BYTES = 128 << 20
 """The largest window of a zstd frame: what a decoder may be made to allocate."""
 BEGINNING_BYTES = 256 << 10
-"""What is kept of a body above its limit: more than a first block of zstd can take."""
+"""First bytes kept of a body above its limit: more than a first block of zstd can take."""
 FORM_BYTES = 64 << 10
-"""What the other fields of a form with a file may have."""
+"""Limit of the other fields of a form with a file, together."""
 ENCODINGS = ("", "identity", "gzip", "zstd")
 
 

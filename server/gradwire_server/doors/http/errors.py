@@ -130,7 +130,7 @@ def internal_error(error: Exception, path: str) -> pb.Error:
 
 
 def body_problem(problem: Mapping[str, Any]) -> str:
-    """What is wrong with a body as a whole, by pydantic's description; empty if something in it is wrong."""
+    """Describe a fault of a body as a whole, from pydantic's report; empty if the fault is in one of its fields."""
     if problem["type"] == "json_invalid":
         return f"the body is not JSON: {problem['ctx']['error']}, at character {problem['loc'][-1]}"
     if len(problem["loc"]) > 1:

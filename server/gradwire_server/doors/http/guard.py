@@ -1,4 +1,4 @@
-"""What stands before the routes of every protocol: keys, bounded bodies, unforeseen errors, metrics.
+"""The guard before the routes of every protocol: keys, bounded bodies, unforeseen errors, metrics.
 
 A caller without a valid key, or with too many requests under way, is refused before the body is read. A body is
 received in its key's turn, and counts against the bytes that the key's calls may hold while the request is served. The
@@ -41,7 +41,7 @@ from gradwire_server.errors import ServiceError
 
 MAX_KEY_CHARS = 200
 DISCARD_BYTES, DISCARD_S = 1 << 30, 20.0
-"""What is read, at most, of a body that is refused."""
+"""Limits of reading a refused body to its end: bytes and seconds."""
 SIGNED_FOR = "gradwire.signed_for"
 """The name, in a request's scope, of the key's owner for whom its URL was signed; set by the route that read it."""
 SESSION = "gradwire.session"

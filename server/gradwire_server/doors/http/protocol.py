@@ -1,4 +1,4 @@
-"""What a protocol of the HTTP door declares, and what its routes get of a request."""
+"""The declaration of a protocol of the HTTP door, and the request context of its routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the meta device, whose tensors have no numbers, stands for while something is computed on it: a GPU, or a CPU.
+"""The device that the meta device, whose tensors have no numbers, stands for: a GPU, or a CPU.
 
 Outside of :func:`estimating` it stands for a GPU.
 """

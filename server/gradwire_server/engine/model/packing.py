@@ -71,7 +71,7 @@ class PrefixBlock(NamedTuple):
 
 
 class QueryBlocks(NamedTuple):
-    """What a CPU's kernel of attention computes at a time.
+    """The blocks of queries that a CPU's kernel of attention computes one by one.
 
     Attributes:
         blocks: ``[B, 4]`` first and last place of up to :data:`BLOCK` queries, and first and last of their parts.
@@ -87,7 +87,7 @@ class QueryBlocks(NamedTuple):
 
 
 class OrderedKeys(NamedTuple):
-    """What a CPU's kernel of attention computes at a time where each query takes its keys in their order.
+    """Blocks for a CPU's kernel of attention in which each query takes its keys in their order.
 
     Attributes:
         places: ``[N]`` of the keys of all blocks.

@@ -122,7 +122,7 @@ class Policy:
 
     @property
     def draws(self) -> list[str]:
-        """What draws random numbers in training mode, with its rate; empty unless the run asked for it."""
+        """The sources of randomness in training mode, each with its rate; empty unless the run asked for one."""
         noise = [f"neftune_noise_alpha {self.noise_alpha:g}"] if self.noise_alpha > 0 else []
         return [f"{name} {self.dropout:g}" for name in self.split_model.dropout_names if self.dropout > 0] + noise
 

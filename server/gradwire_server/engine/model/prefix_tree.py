@@ -21,7 +21,7 @@ MIN_PART = 32
 
 
 class Branch(NamedTuple):
-    """What one sequence holds of its tree.
+    """The nodes of a tree that one sequence holds.
 
     Attributes:
         sequence: Its number.
@@ -135,7 +135,7 @@ def branches(keys: Tensor, lengths: Tensor, sequences: Sequence[int]) -> Iterato
 
 
 def _branch(leaf: _Node, shared: _Shared) -> Branch:
-    """What a sequence holds: also all nodes above it that nobody holds yet."""
+    """Make a sequence's branch: it also takes all nodes above it that nobody holds yet."""
     new = []
     while shared.holders is None:
         new.append(shared)

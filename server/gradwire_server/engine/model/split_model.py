@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""What configurations call the bound of the logits: Gemma and others, RecurrentGemma, xLSTM."""
+"""Names of the bound of the logits in configurations: Gemma and others, RecurrentGemma, xLSTM."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class TextTokenizer:
     def decode_after(
         self, prompts: Sequence[Sequence[int]], sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = True
     ) -> list[str]:
-        """What each sequence adds to the text of its prompt.
+        """Decode the text that each sequence adds to that of its prompt.
 
         A decoder may drop the blank that a text begins with, or need the prompt's last bytes for a character.
         """

@@ -47,7 +47,7 @@ FRESH_S = 1.0
 
 @dataclass(frozen=True)
 class Decision:
-    """What the engine executes next.
+    """The work that the engine executes next.
 
     Attributes:
         samples: Requests for samples that begin; one without a seed was given one.

@@ -53,7 +53,7 @@ from gradwire_server.sampling_seed import own_seed
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a sampling request asks for.
+    """The contents of a sampling request.
 
     Attributes:
         policy: The weights.

@@ -1,4 +1,4 @@
-"""What the results of a run depend on besides its operations: the base model's files, the code, the arithmetic."""
+"""The inputs of a run's results besides its operations: the base model's files, the code, the arithmetic."""
 
 from __future__ import annotations
 

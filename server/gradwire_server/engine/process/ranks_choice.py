@@ -65,7 +65,7 @@ def choice(settings: EngineSettings, device: Device, gpus: int) -> tuple[EngineS
 
 
 def _estimate(settings: EngineSettings, path: str, device: Device, most: int) -> Estimate | None:
-    """What a LoRA run on a model takes on the fewest ranks on which it fits; None if it surely fits, or is none."""
+    """Estimate a LoRA run on the fewest ranks that hold it; None if it surely fits, or is unusable."""
     widths = {"float32": torch.float32, "mixed": torch.float32, "float64": torch.float64}
     dtype = widths.get(settings.dtype or ("bfloat16" if device.kind == "cuda" else "float32"), torch.bfloat16)
     workload = Workload(path, dtype=dtype, quantize=settings.quantize, tokens=TOKENS)

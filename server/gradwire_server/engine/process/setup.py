@@ -1,4 +1,4 @@
-"""What every process of an engine sets up before it computes.
+"""The setup of every process of an engine before it computes.
 
 Operations of a model follow one another within some 100 us, and waking a thread that sleeps takes as long as many of
 them: with threads that spin, a token of 32 samples of SmolLM2-135M took 114 ms on two idle cores instead of 165. Beside

@@ -87,7 +87,7 @@ class WaitingRows:
 
 
 class Held:
-    """What the rows in progress hold of the cache.
+    """The cache that the rows in progress hold.
 
     Args:
         rows: ``[R]`` the rows.

@@ -363,7 +363,7 @@ class Batch:
         return job, row // job.params.n, "prompt"
 
     def _prompt(self, waiting: Waiting) -> tuple[int, ...]:
-        """What a row that joins has to compute: its prompt, and the tokens that it has already."""
+        """The tokens that a joining row has to compute: its prompt, and those it had sampled before it left."""
         prompt = waiting.job.prompt_of(waiting.row)
         left = self._left.get((waiting.job, waiting.row))
         if left is None:

@@ -62,7 +62,7 @@ def widened(rows: Rows, room: int) -> Rows:
 
 @dataclass(frozen=True)
 class Left:
-    """What a row had that left and goes on later.
+    """The state of a row that left the batch and continues later.
 
     Attributes:
         tokens: ``[T]`` its tokens.

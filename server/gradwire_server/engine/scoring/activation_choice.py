@@ -28,7 +28,7 @@ COPY_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class LongRow:
-    """What keeping, recomputing and copying a row's activations takes.
+    """The memory and work of a row whose activations are kept, recomputed or copied.
 
     Attributes:
         tokens: Its tokens.

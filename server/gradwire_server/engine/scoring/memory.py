@@ -75,7 +75,7 @@ class TokenBytes(NamedTuple):
 
 
 class MemoryUser(Protocol):
-    """What the budget of a run's operations depends on; :class:`.engine_run.EngineRun` implements it."""
+    """The properties of a run that its operations' memory depends on; :class:`.engine_run.EngineRun` has them."""
 
     @property
     def policy(self) -> Policy: ...
@@ -198,7 +198,7 @@ class Memory:
         return measured_costs(run.policy, self._agreement)
 
     def _beyond(self, run: MemoryUser, tokens: int, device_bytes: float) -> Activations:
-        """What becomes of the activations of a row of so many tokens that cannot be kept on the device."""
+        """Choose how to handle the activations of a row whose tokens' activations cannot be kept on the device."""
         if self._device.type != "cuda":
             return Activations.RECOMPUTE
         facts, of_token = run.policy.facts, self._token_bytes[_kind(run)]

@@ -68,7 +68,7 @@ class Budget:
         return max(self.microbatch_tokens, min(fitting, LARGE_TREE * self.microbatch_tokens))
 
     def activations(self, computed_tokens: int) -> Activations:
-        """What becomes of the activations of a micro-batch of so many tokens."""
+        """The handling of the activations of a micro-batch of so many tokens."""
         if computed_tokens <= self.kept_tokens:
             return Activations.KEEP
         return self.beyond if computed_tokens <= self.whole_tokens else self.beyond | Activations.CHUNK

@@ -1,4 +1,4 @@
-"""What an estimate means for its reader: what fits, what to turn on, which batch to use."""
+"""Advice from an estimate: what fits, what to turn on, which batch to use."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _verdict(estimate: Estimate) -> str:
 
 
 def _vllm(estimate: Estimate) -> Iterator[str]:
-    """What vLLM takes beside the training."""
+    """Describe the memory that vLLM takes beside the training."""
     reserved, weights = estimate.vllm_bytes, estimate.vllm_weight_bytes
     if not reserved:
         return
@@ -54,7 +54,7 @@ def _vllm(estimate: Estimate) -> Iterator[str]:
 
 
 def _ranks(estimate: Estimate) -> Iterator[str]:
-    """What several ranks mean, where they are asked for or help."""
+    """Describe the effect of several ranks, where they are asked for or help."""
     workload = estimate.workload
     if workload.ranks > 1:
         how = "which divide the weights" if workload.divided else "each with a whole copy of the weights"

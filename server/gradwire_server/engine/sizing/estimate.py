@@ -35,7 +35,7 @@ USABLE = 0.9
 ENGINE_BYTES = {"cpu": 600 << 20, "cuda": 1 << 30}
 """An engine that holds no model: its libraries, or the context and libraries of CUDA on the device."""
 LIBRARY_BYTES = {"cpu": 150 << 20, "cuda": 0}
-"""What peft, transformers and torch load with the first model; measured on a CPU, and not on the device of a GPU."""
+"""Memory of peft, transformers and torch, loaded with the first model; measured on a CPU, none of it on a GPU."""
 MEMORY_SHARE = 0.35
 """Part of a GPU's memory that vLLM reserves for a model's samples, with ``--sampler vllm``, while it is awake."""
 SCORES = {"": "logprobs", "value": "values", "reward": "rewards"}
@@ -56,7 +56,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be trained.
+    """The training to estimate.
 
     Attributes:
         model: Folder, ``config.json`` or hub name.
@@ -173,7 +173,7 @@ class Estimate:
 
     @property
     def vllm_bytes(self) -> int:
-        """What vLLM reserves while it is awake."""
+        """Memory that vLLM reserves while it is awake."""
         return int(MEMORY_SHARE * self.device.bytes) if self.workload.vllm else 0
 
     @property
@@ -183,7 +183,7 @@ class Estimate:
 
     @property
     def sampling_bytes(self) -> int:
-        """What is held between operations, with vLLM awake; 0 without it."""
+        """Memory held between operations, with vLLM awake; 0 without vLLM."""
         return sum(held_parts(self.workload, self.model).values()) + self.vllm_bytes if self.workload.vllm else 0
 
     @property

@@ -42,7 +42,7 @@ WALKED = (8, 16)
 
 @dataclass(frozen=True)
 class _Run:
-    """What the memory limits of a run depend on."""
+    """A run's properties that its memory limits depend on."""
 
     policy: Policy
     config: training_pb2.RunConfig

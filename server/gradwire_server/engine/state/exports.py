@@ -34,7 +34,7 @@ from gradwire_server.engine.scoring.token_scores import token_logits
 from gradwire_server.engine.state.engine_run import EngineRun
 
 PREFIX = "base_model.model."
-"""What peft puts before a tensor's name in a file."""
+"""Prefix of tensors' names in peft's files."""
 FORMATS = ("auto", "hf", "peft", "merged")
 COPIED_FILES = (
     "tokenizer.json",

@@ -28,7 +28,7 @@ SCORE_BYTES = 8
 SCORED_TOKENS = 2048
 """Tokens of a micro-batch, for each of which a head has its outputs."""
 FLOOR_BYTES = 64 << 20
-"""What an adapter or a head may take on a model of any size."""
+"""Memory that an adapter or a head may take whatever the model's size."""
 
 
 def check_memory(pool: ModelPool, create: engine_pb2.EngineCreateRun, agreement: Agreement) -> None:

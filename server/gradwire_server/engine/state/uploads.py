@@ -245,7 +245,7 @@ def _model_tensors(files: Path, upload: pb.Upload) -> dict[str, Tensor]:
 
 
 def _heads(files: Path, upload: pb.Upload) -> Iterable[pb.UploadFile]:
-    """What describes the files: headers of safetensors, and files of JSON whole.
+    """Yield the describing bytes of files: headers of safetensors, and whole JSON files.
 
     Raises:
         OperationError: INVALID_ARGUMENT for a header that is longer than its file, or than safetensors has them.

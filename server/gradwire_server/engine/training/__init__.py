@@ -1,4 +1,4 @@
-"""What a training step is made of: columns, scores with their graphs, gradients, reports, the optimizer.
+"""The parts of a training step: columns, scores with their graphs, gradients, reports, the optimizer.
 
 May import: ``scoring``, ``model``.
 """

@@ -191,7 +191,7 @@ class DifferentiableScores:
 
 
 def batch_of(reading: Reading, part: Sequence[MicroBatch]) -> Batch:
-    """What these micro-batches are together: one of them, or the whole batch."""
+    """The batch that these micro-batches make up: that of one of them, or the whole."""
     return part[0].batch if len(part) == 1 else reading.batch
 
 
@@ -237,7 +237,7 @@ def _passes(
     in_step: bool,
     divided: bool,
 ) -> list[_Pass]:
-    """What goes back through a micro-batch's graph, of the gradients in the whole batch's scores.
+    """The passes back through a micro-batch's graph, from the gradients in the whole batch's scores.
 
     In step with other processes each key has a pass, if need be with gradients of 0; over divided weights through the
     same scores in all of them.

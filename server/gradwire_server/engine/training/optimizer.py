@@ -51,7 +51,7 @@ class StepOutcome:
 
 
 class FusedUpdate(NamedTuple):
-    """What fused AdamW is to update of one run: masters, their gradients, the gradients' factor, moments, settings."""
+    """The update of one run by fused AdamW: masters, their gradients, the gradients' factor, moments, settings."""
 
     masters: list[Tensor]
     gradients: list[Tensor]

@@ -99,7 +99,7 @@ RULES = {
 
 
 class Kind(Enum):
-    """What a parameter is for an update rule.
+    """The kind of a parameter, as update rules distinguish them.
 
     Attributes:
         MATRIX: The weight of a linear layer within the model, or of an adapter on one: Muon orthogonalises its updates.

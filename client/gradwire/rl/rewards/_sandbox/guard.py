@@ -25,7 +25,7 @@ REFUSED = {
         "allow user namespaces, or let all users read Python and its packages"
     ),
 }
-"""What is not run where the machine cannot isolate it, and why."""
+"""Error texts for code that this machine cannot isolate, by the isolation that was asked for."""
 
 
 def evaluate(function: Any, requests: list[bytes], limits: dict[str, Any], folder: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What graders share: templates, samples, errors, and the grader itself."""
+"""The base of all graders: templates, samples, errors and the class itself."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ ROLES = ("user", "assistant", "system", "developer")
 
 @dataclass(frozen=True)
 class Question:
-    """What a judge is asked.
+    """A request to a judge.
 
     Attributes:
         model: Its name.
@@ -85,7 +85,7 @@ class ServiceJudge:
 
 
 class ModelGrader(Grader):
-    """What both kinds share: the question, and how its answer is read."""
+    """The base of both model graders: builds the question and parses the judge's answer."""
 
     def __init__(self, spec: Mapping[str, Any], where: str, judge: Judge | None, result: Mapping[str, Any]) -> None:
         self.name = text_of(spec, "name", where)
@@ -102,7 +102,7 @@ class ModelGrader(Grader):
         }  # fmt: skip
 
     async def _result(self, sample: Sample) -> Any:
-        """What the judge says.
+        """Return the ``result`` of the judge's answer.
 
         Raises:
             SampleError: It says nothing that can be read.

@@ -123,7 +123,7 @@ KINDS = {
 
 
 class ErrorReason(BaseModel):
-    """What was wrong."""
+    """The reason of an error."""
 
     type: str
     message: str

@@ -242,7 +242,7 @@ class TokenTexts:
         return self._bytes[token] if token in self._bytes else list(self._known[token].encode())
 
     def added_bytes(self, token: int, *, first: bool, keep_special_tokens: bool) -> bytes | None:
-        """What a token whose text was read adds to a text; None for a special token that the text leaves out.
+        """The bytes that a token, whose text was read, adds to a text; None for a special token that the text omits.
 
         Args:
             first: Whether nothing is before it; some tokenizers leave out the space that a text begins with.

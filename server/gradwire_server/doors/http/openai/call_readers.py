@@ -140,7 +140,7 @@ _GEMMA = (
 
 
 def _between(opens: re.Pattern[str], closes: re.Pattern[str], text: str) -> Iterator[tuple[re.Match[str], str, int]]:
-    """What stands between two patterns: the match of the first, the text behind it, and the end of the second.
+    """Find texts between two patterns: yields the match of the first, the text behind it, and the end of the second.
 
     What no later text closes ends it.
     """

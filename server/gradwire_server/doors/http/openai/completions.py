@@ -89,7 +89,7 @@ class Completion:
         }
 
     async def request(self) -> pb.SampleRequest:
-        """What the sampler is asked.
+        """Return the request to the sampler.
 
         Raises:
             ServiceError: The request is invalid.

@@ -44,7 +44,7 @@ OPENING_TOKENS = 16
 
 @dataclass(frozen=True)
 class Part:
-    """What is new of one sample.
+    """The new piece of one sample.
 
     Attributes:
         row: The sample's number.
@@ -109,7 +109,7 @@ class Conversation:
         self._turn: RolloutCall | None = None
 
     async def request(self) -> pb.SampleRequest:
-        """What the sampler is asked.
+        """Return the request to the sampler.
 
         Raises:
             ServiceError: The request is invalid.

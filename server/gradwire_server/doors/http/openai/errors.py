@@ -15,7 +15,7 @@ from gradwire_server.doors.http.errors import body_problem, error_response
 
 
 class ErrorReason(BaseModel):
-    """What was wrong."""
+    """The reason of an error."""
 
     message: str
     type: str

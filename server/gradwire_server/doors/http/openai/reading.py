@@ -17,7 +17,7 @@ HEADER_CHARS = 200
 
 @dataclass(frozen=True)
 class Form:
-    """What is known of an answer before it begins.
+    """The form of an answer, as far as it is known before the answer begins.
 
     Attributes:
         template: The model's chat template.
@@ -38,7 +38,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Read:
-    """What is new of an answer: text, and, at its end, the calls in OpenAI's form."""
+    """The new piece of an answer: text, and, at its end, the calls in OpenAI's form."""
 
     content: str = ""
     reasoning: str = ""

@@ -49,7 +49,7 @@ class StructuredOutputs(BoundedModel):
 
 
 class SamplingRequest(DoorRequest):
-    """What completions and chat completions share."""
+    """Fields that completions and chat completions share."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -86,7 +86,7 @@ class SamplingRequest(DoorRequest):
         return {name for name in SamplingRequest.model_fields if getattr(self, name) is not None}
 
     def call(self, max_tokens: int | None, json_schema: str = "") -> pb.SampleCall:
-        """What the sampler is asked.
+        """Return the request's settings as a call of the sampler.
 
         Raises:
             ServiceError: INVALID_ARGUMENT.
@@ -129,7 +129,7 @@ class SamplingRequest(DoorRequest):
         return call
 
     def _forms(self) -> list[tuple[str, str, str]]:
-        """What says which form the text has: the field, the sampler's argument, and its text."""
+        """The fields that constrain the text's form: name of the field, the sampler's argument, and its value."""
         structured = self.structured_outputs or StructuredOutputs()
         forms = []
         for name, form, values in (

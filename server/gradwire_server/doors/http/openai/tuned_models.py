@@ -22,7 +22,7 @@ _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 def note_of(job: jobs.Job) -> dict[str, Any]:
-    """What this door keeps with a job."""
+    """The note that this door keeps with a job."""
     note: dict[str, Any] = json.loads(job.spec.note)
     return note
 

@@ -1,4 +1,4 @@
-"""What a request may ask for and this server does not serve: the rule, and its tables.
+"""Fields and tools of a request that this server does not serve: the rule, and its tables.
 
 A field or a tool is
 
@@ -27,7 +27,7 @@ from gradwire_server.errors import ServiceError
 
 @dataclass(frozen=True)
 class Unserved:
-    """What becomes of a field or tool.
+    """The treatment of a field or tool: refused or ignored.
 
     Attributes:
         refusal: What to do instead; empty: it is ignored.
@@ -128,7 +128,7 @@ def tell_ignored(http: Request, request: DoorRequest, names: Mapping[str, str]) 
 
 
 def unserved_tool(kind: str) -> tuple[str, Unserved]:
-    """What becomes of a tool of a type: its name in the table, and the entry."""
+    """Look up a tool by its type: its name in the table, and the entry."""
     named = max((each for each in TOOLS if kind == each or kind.startswith(f"{each}_")), key=len, default="")
     return named or kind[:50], TOOLS.get(named, Unserved(_CLIENT))
 

@@ -50,7 +50,7 @@ class CheckpointCursor(BoundedModel):
 
 
 class CheckpointSearch(BoundedModel):
-    """What to look for."""
+    """The filters of a search for checkpoints."""
 
     project_ids: list[Name] | None = Field(default=None, max_length=200)
     user_metadata: Metadata = Field(default={})
@@ -161,7 +161,7 @@ def routes(core: Core, store: TinkerStore, models: Models, saved_weights: SavedW
 
     @router.post("/weights_info")
     async def weights_info(caller: CallerOf, request: PathRequest) -> dict[str, Any]:
-        """What a checkpoint is a checkpoint of."""
+        """Describe the model and adapter of a checkpoint."""
         saved_weights.checkpoint(caller, request.tinker_path)
         model = store.models[TinkerPath.read(request.tinker_path).model_id]
         trained = core.runs.get(Caller(model.owner), model.run_id).config.lora.target_modules
@@ -178,7 +178,7 @@ def routes(core: Core, store: TinkerStore, models: Models, saved_weights: SavedW
 
     @router.get("/sessions/{session_id}")
     async def session(caller: CallerOf, session_id: str) -> dict[str, Any]:
-        """What belongs to a session."""
+        """List the training runs and samplers of a session."""
         listed = session_of(store, caller.name, session_id)
         runs = [model.model_id for model in store.models.values() if model.session_id == session_id]
         samplers = [each.sampler_id for each in store.samplers.values() if each.session_id == session_id]

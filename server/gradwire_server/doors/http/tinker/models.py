@@ -322,7 +322,7 @@ def _modules(model: ModelRecord) -> list[str]:
 
 
 def _settings(model: ModelRecord) -> tuple[object, ...]:
-    """What the client asked for; of a model from a checkpoint, what the checkpoint does not say."""
+    """The client's settings for a model; for one from a checkpoint, only those that the checkpoint does not fix."""
     if model.path:
         return model.path, model.optimizer
     return model.base_model, model.rank, model.train_attn, model.train_mlp, model.train_unembed

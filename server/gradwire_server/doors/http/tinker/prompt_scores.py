@@ -23,7 +23,7 @@ from gradwire_server.errors import ServiceError, limit_exceeded
 from gradwire_server.limits import Limits
 
 NO_ID, NO_LOGPROB = 0, -99_999.0
-"""What the protocol has in the cells of a place without most probable tokens."""
+"""Values of empty cells in the protocol's tables of most probable tokens."""
 ABSENT = -1
 """A target that is not wanted."""
 MAX_ID = 2**32
@@ -97,7 +97,7 @@ class Targets(BoundedModel):
 
 
 class WantedScores(BoundedModel):
-    """What a request wants to know beside its samples."""
+    """The scores that a request wants beside its samples."""
 
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: int | None = None

@@ -79,7 +79,7 @@ class Samplers:
         return sampler
 
     def source(self, sampler: SamplerRecord) -> str:
-        """What a sampler samples from now: of kind inflight, the newest snapshot of that kind of its model."""
+        """The path that a sampler samples from now; for an inflight one, its model's newest inflight snapshot."""
         if not sampler.inflight:
             return sampler.source
         run_id = sampler.source.partition("/")[0]

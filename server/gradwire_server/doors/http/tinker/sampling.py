@@ -132,7 +132,7 @@ def routes(core: Core, store: TinkerStore, saved: SavedWeights, samplers: Sample
 
     @router.get("/samplers/{sampler_id}")
     async def get_sampler(caller: CallerOf, sampler_id: str) -> dict[str, Any]:
-        """What a sampler samples from."""
+        """Return a sampler's model and checkpoint."""
         sampler = samplers.get(caller, sampler_id)
         path = {"model_path": sampler.model_path} if sampler.model_path else {}
         return {"sampler_id": sampler.sampler_id, "base_model": sampler.base_model, **path}

@@ -13,7 +13,7 @@ from gradwire_server.journal.run_row import RunRecord
 
 
 class SavedWeights:
-    """What clients have saved.
+    """The weights that clients have saved.
 
     Args:
         core: The core that holds it.
@@ -60,8 +60,10 @@ class SavedWeights:
         )
 
     def record(self, path: TinkerPath) -> SavedRecord | None:
-        """What the client said of the weights that this path has now; an empty record if it said nothing of them, and
-        None if there are none."""
+        """The client's record of the weights that this path has now.
+
+        An empty record if the client gave none; None if there are no weights.
+        """
         if path.kind == "external_weights":
             return self._store.saved.get(str(path))
         saved, model = self._saved(path), self._store.models.get(path.model_id)

@@ -46,7 +46,7 @@ class Cursor(BoundedModel):
 
 
 class SearchRequest(BoundedModel):
-    """What to look for."""
+    """The filters of a search for sessions."""
 
     session_id: Name | None = None
     project_ids: list[Name] | None = Field(default=None, max_length=200)

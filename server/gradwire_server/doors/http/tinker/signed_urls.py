@@ -35,7 +35,7 @@ class SignedUrls:
         return str(request.base_url).rstrip("/") + self._beginning + self._signer.dumps([owner, name])
 
     def read(self, request: Request, token: str) -> str:
-        """What the URL of a request is for. The request ends once the key is revoked.
+        """Return the name that a request's URL was signed for. The request ends once the key is revoked.
 
         Raises:
             ServiceError: PERMISSION_DENIED; UNAUTHENTICATED if it is revoked already.

@@ -1,4 +1,4 @@
-"""What the door keeps beside the core's runs: sessions, models, samplers, and what clients say of checkpoints.
+"""The door's own records beside the core's runs: sessions, models, samplers, and clients' data on checkpoints.
 
 The records are in memory, and in ``tinker.db`` of the state folder before they are acknowledged. Operations that came
 before an earlier number did are kept there too, until the core has journaled them.
@@ -39,7 +39,7 @@ def _small(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 Metadata = Annotated[dict[str, Any], AfterValidator(_small)]
-"""What a client says of a session, a model or a checkpoint."""
+"""A client's own data on a session, a model or a checkpoint."""
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 """An id, a path or the name of a model, as a client gives it."""
 _TABLES = """
@@ -51,7 +51,7 @@ CREATE TABLE IF NOT EXISTS early (model_id TEXT NOT NULL, seq INTEGER NOT NULL, 
 
 
 class OwnedRecord(BaseModel):
-    """What every record has. Times are Unix seconds.
+    """The fields of every record. Times are Unix seconds.
 
     Attributes:
         owner: Name of the key that made it.
@@ -130,7 +130,7 @@ class SamplerRecord(OwnedRecord):
 
 
 class SavedRecord(OwnedRecord):
-    """What a client says of a checkpoint when it asks for it, or of exported weights.
+    """A client's settings for a checkpoint when it asks for it, or for exported weights.
 
     Attributes:
         expires_at: When it is deleted; None for never.

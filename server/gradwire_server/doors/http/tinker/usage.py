@@ -1,4 +1,4 @@
-"""What keys have used through this door: tokens and seconds by hour, session and model; checkpoints and their bytes.
+"""Usage through this door: tokens and seconds by hour, session and model; checkpoints and their bytes.
 
 There are no prices here.
 """

@@ -57,7 +57,7 @@ def _with_adapter(layer: ParamWrapper, active_adapters: list[str]) -> Iterator[N
 
 
 def _adapted(layer: ParamWrapper, adapter: str, module: nn.Module, weight: Tensor) -> AdaptedWeight | Tensor | None:
-    """What the module computes with instead of its weight; None for peft's way."""
+    """The weight that the module computes with instead of its own; None to leave it to peft."""
     if weight.dim() == 2:
         pair = LoraPair.of(layer, adapter)
         return AdaptedWeight(weight, pair.b, pair.a, pair.scale) if type(module) is nn.Linear else None

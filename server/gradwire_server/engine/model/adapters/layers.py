@@ -82,7 +82,7 @@ class Active:
 
 
 class LoraPair(NamedTuple):
-    """What an adapter adds to a linear layer: ``scale * x A^T B^T``."""
+    """The factors of an adapter's addition to a linear layer: ``scale * x A^T B^T``."""
 
     a: nn.Parameter
     b: nn.Parameter
@@ -202,7 +202,7 @@ class _LoraLinear(torch.autograd.Function):
 def _one_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """What :class:`_OneAdapter` computes, and ``x A^T``, ``[N, R]``."""
+    """Return the output of :class:`_OneAdapter`, and ``x A^T``, ``[N, R]``."""
     tokens = x.flatten(0, -2)
     output = linear(tokens, weight, bias)
     inner = add_adapter(output, tokens, a, b, scale)

@@ -1,4 +1,4 @@
-"""What becomes of a micro-batch's activations between its forward and its backward."""
+"""The handling of a micro-batch's activations between its forward and its backward."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LEAST_BYTES = 1 << 16
 
 
 class Activations(enum.Flag):
-    """What becomes of the activations of a micro-batch, besides being kept on the device."""
+    """The handling of a micro-batch's activations; ``KEEP`` leaves them on the device."""
 
     KEEP = 0
     RECOMPUTE = enum.auto()
     """Each layer keeps its input alone, and is computed again in the backward pass, with the same bits."""
     OFFLOAD = enum.auto()
-    """What is kept is copied to host memory, and back for the backward pass, with the same bits."""
+    """Kept activations are copied to host memory, and back for the backward pass, with the same bits."""
     CHUNK = enum.auto()
     """Feed-forward layers compute the tokens in chunks (:mod:`.feed_forward`), with the same result up to rounding."""
 

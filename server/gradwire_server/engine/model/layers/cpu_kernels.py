@@ -457,7 +457,7 @@ def _compiled() -> Path:
 
 
 def _processor() -> str:
-    """What this processor can do."""
+    """The line of this processor's features in ``/proc/cpuinfo``; its name where there is no such file."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -38,7 +38,7 @@ COEFFICIENT: Literal["router_aux_loss_coef"] = "router_aux_loss_coef"
 
 
 class Routed(NamedTuple):
-    """What one router gave: logits ``[M, E]``, and the experts chosen for each token ``[M, experts per token]``."""
+    """The output of one router: logits ``[M, E]``, and the experts of each token ``[M, experts per token]``."""
 
     logits: Tensor
     chosen: Tensor

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 PACKAGE = "liger_kernel"
 ROTATE = "apply_rotary_pos_emb"
-"""What transformers' files call the function ``(q [B, H, M, D], k [B, K, M, D], cos [B, M, D], sin) -> (q, k)``."""
+"""Name in transformers' files of ``(q [B, H, M, D], k [B, K, M, D], cos [B, M, D], sin) -> (q, k)``."""
 
 BEYOND_LIMITS = 30.0
 """Gates have this size in a trial: some models bound them, by 7 or 10."""
@@ -42,7 +42,7 @@ PROJECTIONS = "gate_proj", "up_proj", "down_proj"
 
 Gate = Callable[[Tensor, Tensor], Tensor]
 Compute = Callable[[Any, Tensor], Tensor]
-"""What stands for a module's forward: of the module and the hidden states."""
+"""The replacement of a module's forward: takes the module and the hidden states."""
 
 
 class Kernels(Protocol):
@@ -113,7 +113,7 @@ class _OnCpu:
 
 
 class _OnMeta(_OnCpu):
-    """What those of a CPU allocate, where the meta device stands for one."""
+    """Shapes of the CPU's kernels, for the meta device where it stands for a CPU."""
 
     device: ClassVar[str] = "meta"
 

@@ -96,7 +96,7 @@ class Vision:
 
     @cached_property
     def processor(self) -> ImageProcessor:
-        """What reads images for the model.
+        """Make the reader of images for the model.
 
         Raises:
             OperationError: UNSUPPORTED without Pillow, or if the model has no settings for images.
@@ -254,7 +254,7 @@ class Vision:
         return any(name.startswith(PARTS[self._model.config.model_type]) for name in names)
 
     def layer_states(self, patches: int, *, differentiable: bool) -> Tensor:
-        """What one layer computes of so many patches of zeros, to measure what a layer takes.
+        """Compute one layer on so many patches of zeros, to measure its memory.
 
         Args:
             differentiable: Whether the layers before it are trained.

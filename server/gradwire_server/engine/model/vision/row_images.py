@@ -281,7 +281,7 @@ class ImagePrompt(tuple[int, ...]):
 
 
 def images_key(tokens: object) -> bytes:
-    """What tells a prompt from another one with equal tokens: a digest of its images; empty for text."""
+    """A digest of a prompt's images, which distinguishes prompts with equal tokens; empty for text."""
     return tokens.images.key if isinstance(tokens, ImagePrompt) else b""
 
 

@@ -1,1 +1,1 @@
-"""What a sample needs for each of its tokens besides drawing it: text, stop strings, streaming."""
+"""The work for each token of a sample besides drawing it: text, stop strings, streaming."""

@@ -1,4 +1,4 @@
-"""What a sample needs for each of its tokens besides drawing it: text, stop strings, a grammar, streaming."""
+"""The work for each token of a sample besides drawing it: text, stop strings, a grammar, streaming."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwire_server.engine.sampling.samplers.sampler import TopTokens
 
 
 class Handed:
-    """What was handed out of a streamed sample, and what waits to be.
+    """The streamed part of a sample, and the tokens that wait to be streamed.
 
     Args:
         row: The sample's place in its request.

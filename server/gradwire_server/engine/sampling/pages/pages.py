@@ -401,7 +401,7 @@ def _places(pages: Sequence[int], stop: int) -> Tensor:
 
 
 def _pieces(prompts: Sequence[_Prompt], together: int) -> list[list[tuple[int, int, int]]]:
-    """What is left to compute of prompts, as forwards of at most ``CHUNK_TOKENS``: number, start and stop of each.
+    """Cut the rest of prompts into forwards of at most ``CHUNK_TOKENS``: prompt number, start and stop of each piece.
 
     Args:
         together: Maximum tokens of a forward of several prompts.

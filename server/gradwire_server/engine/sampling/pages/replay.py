@@ -42,7 +42,7 @@ _right: WeakKeyDictionary[SplitModel, bool] = WeakKeyDictionary()
 
 
 _Key = tuple[object, ...]
-"""What is fixed in a graph: threads, first pages, and shapes of its inputs."""
+"""The constants of a graph: threads, first pages, and shapes of its inputs."""
 
 
 class _Graph(NamedTuple):
@@ -144,7 +144,7 @@ class Replays:
 
 
 def _read_from(policy: Policy, plan: PagedDecode) -> object:
-    """What changes when weights or pages move; the base's own weights stay where they were loaded."""
+    """A value that changes when weights or pages move; the base's own weights stay where they were loaded."""
     return plan.store.moves, [storage_address(weight) for weight in policy.trainable_parameters().values()]
 
 

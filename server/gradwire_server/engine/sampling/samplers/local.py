@@ -40,7 +40,7 @@ _Version = tuple[tuple[int, int], ...]
 
 
 class _Key(NamedTuple):
-    """What the requests of a batch have in common.
+    """The properties that all requests of a batch share.
 
     Attributes:
         split_model: The copy of the model.
@@ -247,7 +247,7 @@ class LocalSampler:
         return self._keeps[policy.split_model]
 
     def _values(self, policy: Policy, key: _Key, tokens: int) -> Callable[[], KeyValues]:
-        """What makes the keys and values of a batch, of so many tokens."""
+        """Return the maker of a batch's keys and values, of so many tokens."""
         if not self._fits_pages(policy):
             return Together if self._keeps_cache(policy) else Recomputed
         if key.alone is not None or not self._keeps_known:

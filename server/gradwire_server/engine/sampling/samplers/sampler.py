@@ -154,7 +154,7 @@ class SamplingParams:
 
     @property
     def forms(self) -> dict[str, str]:
-        """What says which form the text has."""
+        """The constraints on the text's form that are set, by argument."""
         forms = {"json_schema": self.json_schema, "regex": self.regex, "grammar": self.grammar}
         return {name: text for name, text in forms.items() if text}
 

@@ -34,7 +34,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a hyperparameter may be."""
+    """The range of a hyperparameter's values."""
 
     least: float
     most: float
@@ -77,7 +77,7 @@ EFFORTS = ("default", "low", "medium", "high")
 
 @dataclass
 class Resolved:
-    """What a job is trained with.
+    """The resolved hyperparameters and settings of a job.
 
     Attributes:
         numbers: The hyperparameters, none of them ``auto``.

@@ -120,7 +120,7 @@ ERRORS = (
 ERROR_DETAILS = (
     "model_grader_server_error_details", "python_grader_runtime_error_details", "python_grader_server_error_type",
 )  # fmt: skip
-"""What a trial of a grader tells: whether each of these happened, and their details."""
+"""Fields of a trial of a grader with the details of its errors."""
 
 
 def job_body(job: jobs.Job) -> dict[str, Any]:

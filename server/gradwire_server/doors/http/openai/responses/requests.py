@@ -27,7 +27,7 @@ INCLUDED = (
     "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
     "message.input_image.image_url", "web_search_call.results", "web_search_call.action.sources",
 )  # fmt: skip
-"""What ``include`` may name and no response has."""
+"""Names that ``include`` may have and that add nothing to any response."""
 
 
 class TextFormat(BoundedModel):
@@ -41,7 +41,7 @@ class TextFormat(BoundedModel):
 
 
 class TextOptions(BoundedModel):
-    """What the text is to be."""
+    """Options of the text."""
 
     model_config = ConfigDict(extra="ignore")
 

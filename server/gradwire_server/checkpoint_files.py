@@ -64,15 +64,11 @@ class Manifest:
     """Description of a checkpoint.
 
     Attributes:
-        run_id: The run that saved it.
         name: Its name within the run.
         step: Optimizer steps taken.
         seq: Newest operation that it includes, which is the save itself.
         created_at: Unix time in seconds.
-        note: The user's note.
-        config: The run's configuration.
         versions: Versions of the code that wrote it.
-        files: Stored files by name.
         weights_only: Whether it holds weights alone, and not the whole state of the run.
         format: Number of the form that it is written in.
     """

@@ -25,14 +25,9 @@ class Server(Startable):
     """A server on one state folder, with its core and doors.
 
     Args:
-        config: The settings.
         engines: Engines to use instead of the child processes that the settings describe; the caller stops them.
         tracing: Tracing to use instead of what the settings describe; the caller closes it.
         own_key: Key that callers must present; see :class:`.keys.Keys`.
-
-    Attributes:
-        core: The core, which executes every call.
-        doors: The doors by name.
     """
 
     def __init__(

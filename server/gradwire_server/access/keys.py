@@ -46,7 +46,6 @@ class SessionCall:
     """A call under the URL of a rollout session.
 
     Attributes:
-        session_id: The session.
         path: The path of the call, without the session's.
         body: Digest of its body; empty before that was read.
         idempotency_key: What the client says of a call that it may repeat.

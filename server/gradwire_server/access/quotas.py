@@ -129,11 +129,7 @@ def check_files(size: int, more: int, quota: Quota, limits: Limits) -> None:
 def tokens_of(
     operation: pb.Operation, tensors: Sequence[pb.TensorSpec], pixels: int = 0, *, sampled: bool = True
 ) -> int:
-    """Count an operation's tokens: its batch, images and grammar; if ``sampled``, also those that it may sample.
-
-    Args:
-        pixels: Of its images.
-    """
+    """Count an operation's tokens: its batch, images and grammar; if ``sampled``, also those that it may sample."""
     prompt_tokens = (
         sum(spec.shape[0] for spec in tensors if spec.name.endswith(IDS) and spec.shape) + pixels // PIXELS_OF_TOKEN
     )

@@ -47,7 +47,6 @@ class Agent:
     """Lends an engine to a server until it is cancelled.
 
     Args:
-        front: The server.
         machine: The agent's name, which no other has.
         settings: What differs from the server's settings.
         folder: The agent's own folder, for a server whose checkpoints are in a store.

@@ -86,13 +86,7 @@ class Lending:
     """The call that lends an engine to a server.
 
     Args:
-        channel: To the server.
-        front: The server.
-        offer: What is offered.
         on_lease: Takes the numbers about the lease that come back.
-
-    Attributes:
-        link: The frames.
     """
 
     def __init__(self, channel: Any, front: Front, offer: EngineOffer, on_lease: Callable[[int], None]) -> None:

@@ -237,7 +237,6 @@ class ProcessPool:
         """Answer a request.
 
         Args:
-            method: One of the methods.
             owner: Name of the caller's key.
             parts: The request, in parts that need not be copied into one.
 

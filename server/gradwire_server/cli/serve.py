@@ -45,7 +45,6 @@ class Trained:
     """A training that had a server of its own.
 
     Attributes:
-        model: Its base model.
         state_dir: State folder of its server.
         checkpoint: ``RUN_ID/NAME`` of its newest checkpoint.
     """

@@ -65,16 +65,12 @@ class Core(Startable):
     """A server on one state folder, without doors.
 
     Args:
-        config: The settings.
         engines: Engines to use instead of the child processes that the settings describe; the caller stops them.
         tracing: Tracing to use instead of what the settings describe; the caller closes it.
         own_key: Key that callers must present; see :class:`.keys.Keys`.
         on_parked: Called with the number of parked runs when it may have changed.
 
     Attributes:
-        keys: The API keys.
-        metrics: The server's metrics.
-        engines: The engines.
         agents: Takes engines on other machines.
         calls: Turns of the keys' calls; a door takes one before it reads a call's body.
         storage: The state folder: the journal, the rows of runs and checkpoints.

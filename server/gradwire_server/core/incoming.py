@@ -18,7 +18,6 @@ class Incoming:
     The payload of an operation with a refusal or a rejection is counted, but not kept.
 
     Attributes:
-        header: The operation.
         refusal: Error of the operation itself; it becomes the operation's result and uses up its number.
         rejection: Error because of which the operation is not accepted; its number stays free.
         chunks: The payload so far.

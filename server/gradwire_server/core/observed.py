@@ -22,7 +22,6 @@ class Observed:
     """Views of the runs of a server.
 
     Args:
-        files: Where recordings are.
         most_bytes: What the recordings of a run may take.
     """
 

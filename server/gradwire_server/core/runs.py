@@ -126,9 +126,6 @@ class Runs:
     A run is created in a task of the server, so that a client that disconnects midway leaves no incomplete one.
 
     Args:
-        models: The models that a run may be created from.
-        uploads: The uploads that it may be created from.
-        config: The server's settings.
         ranks_for: Number of ranks for a model: the lanes of a run that is created without.
     """
 

@@ -23,16 +23,7 @@ from gradwire_server.scheduling.scheduler import Scheduler
 
 
 class Sampling:
-    """Samples for callers who may read what they sample from.
-
-    Args:
-        config: The settings.
-        runs: The runs.
-        checkpoints: Their checkpoints.
-        names: The names of the models.
-        scheduler: Takes requests to the engine.
-        usage: Counts what is sampled.
-    """
+    """Samples for callers who may read what they sample from."""
 
     def __init__(
         self,

@@ -55,9 +55,7 @@ class Session:
     again: acknowledged operations are still executed, and :meth:`result` of the new session returns their results.
 
     Attributes:
-        run_id: Id of the run.
         epoch: Epoch of this writer. A newer writer has a higher one; from then on this session is refused.
-        next_seq: Number of the next operation.
     """
 
     def __init__(self, operations: SessionCalls, caller: Caller, run: pb.Run, *, keep_results: bool = False) -> None:

@@ -45,9 +45,6 @@ class Uploads:
     """The uploads of a state folder. Each belongs to the key that began it; others do not see it, except admins.
 
     Args:
-        config: The server's settings.
-        store: The store of their checkpoints.
-        models: The models that weights may be uploaded for.
         quota_of: Returns the present quota of a key.
         ask: Sends a request to an engine with a model when it is a key's turn; see :meth:`.Scheduler.ask`.
     """

@@ -19,9 +19,6 @@ _Content = tuple[bytes, bytes, bytes | None]
 class Certificates:
     """The PEM files of a server that speaks TLS. Thread-safe.
 
-    Args:
-        config: Names them.
-
     Raises:
         SystemExit: A file cannot be read.
     """

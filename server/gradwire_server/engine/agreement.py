@@ -42,8 +42,6 @@ class Agreement:
         marks: The page on which the front withdraws and stops requests; None without a front.
 
     Attributes:
-        rank: Number of this process.
-        ranks: Number of processes.
         lock_step: Whether models are divided among the processes: each forward and backward is one of all of them at
             the same time, though of other rows.
     """

@@ -10,7 +10,6 @@ class OperationError(Exception):
     """An operation or request failed; the run is unchanged.
 
     Attributes:
-        code: An ``ErrorCode`` of the wire.
         message: A sentence for a person: what was wrong, where, what to do.
         field: The batch field or argument at fault; empty if none.
         row: The row of the caller's batch at fault; None if none.

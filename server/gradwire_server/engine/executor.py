@@ -148,9 +148,6 @@ class GroupExecutor(Executor):
 
     Over models that are divided among the ranks, each forward and backward is one of all of them. A rank with fewer
     micro-batches than another then repeats one, whose scores and gradient do not count.
-
-    Args:
-        agreement: This process's agreement with the others.
     """
 
     def __init__(self, lanes: int, agreement: Agreement, *, gives_way: bool = False) -> None:

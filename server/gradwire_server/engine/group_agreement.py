@@ -42,8 +42,6 @@ class Told(NamedTuple):
 
     Attributes:
         place: Names the place where it does, which is the same in all ranks.
-        number: A number.
-        content: Further bytes.
     """
 
     place: int
@@ -55,7 +53,6 @@ class GroupMessages:
     """The messages, as one rank sees them.
 
     Args:
-        rank: This process's number.
         sockets: Of rank 0, one to each other rank in their order; of any other, one to rank 0.
     """
 
@@ -167,8 +164,6 @@ class GroupAgreement(Agreement):
     """The agreement of one rank with the others.
 
     Args:
-        rank: This process's number.
-        ranks: Number of processes.
         marks: The front's page of marks, of rank 0.
         divides: The device of this rank, if models are divided among the ranks, which are in lock step then.
 

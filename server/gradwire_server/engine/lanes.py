@@ -19,11 +19,7 @@ Sums = dict[Key, Gradients]
 
 
 class LaneTree:
-    """Sums of lanes, added in a binary tree as they come.
-
-    Args:
-        first: The first lane.
-    """
+    """Sums of lanes, added in a binary tree as they come."""
 
     def __init__(self, first: int) -> None:
         self._next = first

@@ -49,7 +49,6 @@ class Share:
 
     Attributes:
         number: Its number, from 0.
-        engines: Number of engines.
     """
 
     number: int = 0

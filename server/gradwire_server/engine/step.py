@@ -87,7 +87,6 @@ class Step:
     """A loss on a batch, with all that its pass needs.
 
     Attributes:
-        loss, config: The loss and its arguments.
         reading: The scores that it needs of the policy on the whole batch, and those to return.
         own_scores: Names of those that the loss needs.
         outputs: Names of those to return, and :data:`ADVANTAGES`.
@@ -339,10 +338,7 @@ class LossOnPart:
     """A loss's value on a part of the batch, and the gradient of each unit's sum in each score.
 
     Attributes:
-        step: The loss.
         micro: The part; None if it is the whole batch.
-        scores: The loss's scores.
-        output: The value.
         outputs: The scores to return.
         routers: What the routers of a mixture of experts decided on the part; None for another model.
         gradients: Key -> score -> gradient.
@@ -480,7 +476,6 @@ def _summed_up(
     """Sum up a pass, of which all figures are fetched from the device here; None if the loss failed on a part.
 
     Args:
-        values: The loss on each part of the batch.
         collector: The gradient, whose norm is ``norm``.
         recomputed: Whether any micro-batch was computed twice.
 

@@ -46,7 +46,6 @@ class LocalLauncher:
     """Launcher of an engine's processes on this machine.
 
     Args:
-        settings: The engine's.
         number: Its number; no two engines with one state folder have the same.
         engines: Number of engines, which share the machine's memory and processors.
     """

@@ -107,7 +107,6 @@ class EngineProcess:
 
     Args:
         launcher: Starts its processes, which are here or elsewhere.
-        number: Its number among the server's engines.
         stale_s: Seconds without a heartbeat after which it is not ready.
 
     Attributes:

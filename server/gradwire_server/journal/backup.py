@@ -68,7 +68,6 @@ def backup(state_dir: Path, to: Path, say: Callable[[str], object]) -> Copied:
     """Copy a state folder, whose server may run.
 
     Args:
-        state_dir: The state folder.
         to: The folder to make.
         say: Called with a sentence for each checkpoint that is damaged in the folder itself.
 

@@ -33,11 +33,7 @@ SNAPSHOT = "snapshot."
 
 
 class CheckpointRecords:
-    """The checkpoints of every run of a state folder.
-
-    Attributes:
-        folders: The store of their folders.
-    """
+    """The checkpoints of every run of a state folder."""
 
     def __init__(self, runs: RunRecords, store: Database, folders: Store) -> None:
         self._runs, self._store, self.folders = runs, store, folders

@@ -66,7 +66,6 @@ async def write_record(
     """Write the record of a run's operations that have results and whose batches are kept.
 
     Args:
-        store: The store of checkpoints.
         folder: An empty folder.
         readable: The place of a checkpoint ``"RUN_ID/NAME"`` of another run, if the record's reader may read it.
         sign_with: The state folder with the key to sign it with; None for no signature.
@@ -201,8 +200,6 @@ class Record:
     """A record whose every byte was compared with its digests.
 
     Attributes:
-        folder: The folder with its files.
-        config: The run's settings.
         create: The request that puts an engine into the state in which the record begins.
         after_seq, up_to_seq: It holds the operations with numbers in ``(after_seq, up_to_seq]``.
         facts: What the run was computed with when the record was made.

@@ -77,9 +77,7 @@ class RepairedRun:
     """Summary of a run that was entered.
 
     Attributes:
-        run_id: The run.
         owner: Name of the key that owns it.
-        checkpoints: Number of checkpoints.
         accepted_seq: Its last operation.
         num_waiting: Operations that are carried out at the next start.
         complete: Whether every operation after the checkpoint from which it goes on was found.

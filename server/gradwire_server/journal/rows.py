@@ -69,7 +69,6 @@ class RunMarks:
 
     Attributes:
         step: Number of optimizer steps.
-        failure_seq, failure: As in the run's row.
         config: The run's settings, serialized, if the operation gave the run a head; else empty.
         num_trainable_parameters: With ``config``.
     """
@@ -101,7 +100,6 @@ def rows_of(
     Args:
         record: An operation, or a result.
         location: Where the record is; None if it is not kept.
-        payload_bytes: Size of its payload.
         commit: Number of the commit that it belongs to.
     """
     rows = _rows_of_result if record.HasField("result") else _rows_of_operation

@@ -24,9 +24,7 @@ class RunRecord:
     """A run as stored in its row, with its checkpoints and readers.
 
     Attributes:
-        run_id: Id of the run.
         owner: Name of the key that owns it.
-        config: Its settings.
         created_at: Unix time in seconds.
         origin: Request that creates the run in an engine in its first state.
         forked_from: Path of the checkpoint from which it was forked; empty if it was not.
@@ -42,7 +40,6 @@ class RunRecord:
         step: Number of optimizer steps.
         failure_seq: Failed operation because of which later ones are aborted, unless their writer has seen the failure;
             0 for none.
-        failure: Message of that failure.
         rewound_to_seq: Last number that the newest rewind kept.
         rewound_epoch: Epoch before the newest rewind.
         num_trainable_parameters: Number of parameters that its optimizer updates.

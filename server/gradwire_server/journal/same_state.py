@@ -50,7 +50,6 @@ class RunFacts:
     """The facts that each run was computed with, by name: package versions, the device, losses and the like.
 
     Args:
-        store: The database.
         accept_changes: Whether runs go on with something other than what they were computed with.
     """
 

@@ -47,10 +47,8 @@ class Record:
     """A record as found in a segment, without its payload.
 
     Attributes:
-        location: Its position.
         commit: Number of the commit that it was written for; 0 in version 1.
         description: What it is; empty in version 1.
-        payload_bytes: Size of its payload.
         end: Offset of the byte after it.
     """
 
@@ -67,7 +65,6 @@ class Segments:
     Call ``read`` and ``forget`` from any thread, all else from one.
 
     Args:
-        folder: The folder.
         segment_bytes: Size in bytes from which on a new file is begun.
     """
 

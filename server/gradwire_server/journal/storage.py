@@ -27,7 +27,6 @@ class Storage:
     """The state folder. No other server may use it until :meth:`close`.
 
     Attributes:
-        journal: The journal.
         records: The rows of the runs.
         folders: The store of their checkpoints and exports, and of uploads.
         checkpoints: The rows of their checkpoints.

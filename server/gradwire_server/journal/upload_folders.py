@@ -28,12 +28,7 @@ DESCRIPTION, FILES = "upload.json", "files"
 
 
 class UploadFolders:
-    """The uploads of a state folder.
-
-    Args:
-        state_dir: The state folder.
-        store: The store of their checkpoints.
-    """
+    """The uploads of a state folder."""
 
     def __init__(self, state_dir: Path, store: Store) -> None:
         self._place, self._store = state_dir / "uploads", store

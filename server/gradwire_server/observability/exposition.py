@@ -18,10 +18,8 @@ class Exposition:
     """HTTP server of ``GET /metrics``.
 
     Args:
-        metrics: The server's counters, gauges and histograms.
         address: ``HOST:PORT``; port 0 picks a free port.
         backlog: Returns the present backlog; called on the running event loop.
-        engines: The engines of the server, at present.
 
     Raises:
         OSError: The address cannot be bound.

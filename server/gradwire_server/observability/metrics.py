@@ -124,7 +124,6 @@ class Backlog:
     """Runs and queued operations of a server at one moment.
 
     Attributes:
-        runs: Number of runs.
         operations: Number of accepted operations without a result.
         bytes: Bytes of the payloads of operations without a result.
         early: Number of operations that wait for a missing number.
@@ -167,9 +166,6 @@ class Metrics:
 
     Args:
         per_run: Whether the training gauges have the run as a label.
-
-    Attributes:
-        registry: The Prometheus registry that holds them.
     """
 
     def __init__(self, *, per_run: bool = False) -> None:

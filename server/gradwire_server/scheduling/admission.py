@@ -43,7 +43,6 @@ class Admission:
 
     Args:
         queues: The queue of each run, by run id.
-        memory: Counts the payloads held in memory.
 
     Attributes:
         closed: Whether new operations are refused with SHUTTING_DOWN.

@@ -31,12 +31,7 @@ SAMPLED_BYTES = 8
 
 
 class Checks:
-    """The checks of operations, with what they are checked against.
-
-    Args:
-        limits: The server's limits.
-        checkpoints: Those that operations may name.
-    """
+    """The checks of operations, with what they are checked against."""
 
     def __init__(self, limits: Limits, checkpoints: CheckpointRecords) -> None:
         self._limits, self._checkpoints = limits, checkpoints

@@ -117,13 +117,8 @@ class Parking:
 class Dispatcher:
     """Dispatcher of operations to the engines, to each in fair order and with a bounded number in flight.
 
-    Attributes:
-        parking: Parks the runs that cannot be restored.
-        spread: Spreads samples over the engines.
-
     Args:
         parked: Called whenever a run is parked or goes on.
-        store: The store of checkpoints.
     """
 
     def __init__(

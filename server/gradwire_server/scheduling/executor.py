@@ -149,9 +149,6 @@ class Executor:
 
         Returns None if the operation must be sent again later, or if a rewind, deletion or cancellation removed it.
 
-        Args:
-            spread: Spreads samples over engines.
-
         Raises:
             CannotRestore: The run must be parked.
         """

@@ -22,11 +22,7 @@ RECENT_BYTES = 64 << 10
 
 
 class RecentResults:
-    """The durable results of one run; advances the record's ``applied_seq`` and ``released_seq``.
-
-    Args:
-        record: The run's row.
-    """
+    """The durable results of one run; advances the record's ``applied_seq`` and ``released_seq``."""
 
     def __init__(self, record: RunRecord) -> None:
         self._record = record

@@ -17,7 +17,6 @@ class HeldOperations:
     """Count of a run's operations without a result, and of parts of its next batch; the checks of their limits.
 
     Args:
-        limits: The server's limits.
         usage: What the run's key holds; shared by its runs.
 
     Attributes:
@@ -64,7 +63,6 @@ class HeldOperations:
         """Check that the run may take another operation.
 
         Args:
-            operation: The new operation.
             next_seq: The next number of the run.
             waiting: Operations that wait for that number. The operation that has it is taken whatever they hold.
 

@@ -32,7 +32,6 @@ class Load(NamedTuple):
     """Load of the engine by a request.
 
     Attributes:
-        tokens: Tokens that it brings.
         samples: Whether it samples beside other requests.
         alone: Whether it must be alone in the engine.
     """
@@ -173,10 +172,7 @@ class QueuedOperation:
         full_since: Monotonic time at which it first found the disk full; None if it has not.
         batch: Its payload, to be recorded with its result; None if it is not recorded.
         not_before: Monotonic time before which it is not sent to the engine again.
-        trace: Its spans.
         state: Where it is between submission and result; changed by its queue only.
-        seq: Its number.
-        row: The properties of its kind.
     """
 
     header: pb.OperationHeader

@@ -42,11 +42,7 @@ from gradwire_server.scheduling.operation import (
 
 
 class Fencing:
-    """The check that keeps older writers of a run out.
-
-    Attributes:
-        record: The run's row.
-    """
+    """The check that keeps older writers of a run out."""
 
     record: RunRecord
 
@@ -92,8 +88,6 @@ class RunQueue(Fencing):
     Only the queue changes the states of its operations and the progress in the run's record.
 
     Attributes:
-        record: The run's row.
-        limits: The server's limits.
         usage: What the run's key holds; shared by its runs.
         held: What the operations without a result hold of the limits.
         window: Operations that wait for a missing number, by number.

@@ -183,15 +183,6 @@ PAYLOAD_MEMORY_BYTES = 256 << 20
 class Scheduler:
     """The runs of a server with their queues; creates, opens and deletes them.
 
-    Attributes:
-        checks: Find operations that break a rule.
-        admission: Accepts operations.
-        dispatcher: Sends them to the engine.
-        results: Stores their results and serves them.
-        placement: The engines with the runs on them.
-        feed: What changes in the runs.
-        recorded: Records batches for people to look at.
-
     Args:
         parked: Called with the number of parked runs whenever it may have changed.
     """

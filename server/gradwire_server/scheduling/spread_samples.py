@@ -369,16 +369,7 @@ Of a token, most of the time is the same for any number of samples, until there 
 
 
 class SpreadSamples:
-    """Spreads requests for samples over engines.
-
-    Args:
-        placement: The engines.
-        turns: Gives places in them.
-        store: The store of checkpoints.
-
-    Attributes:
-        files: The files of weights that they share.
-    """
+    """Spreads requests for samples over engines."""
 
     def __init__(self, placement: Placement, turns: Turns, store: Store) -> None:
         self._placement, self._turns = placement, turns
@@ -425,7 +416,6 @@ class SpreadSamples:
         Args:
             request: As it would go to one engine.
             visit: The visit that has a place in an engine for them.
-            there: That engine.
             on_frame: Takes the frames that the request asks for.
             finished: Takes the results of parts that were stopped.
         """

@@ -195,7 +195,6 @@ class EngineQueue:
     """An engine, with the runs that are placed on it and what waits for it.
 
     Attributes:
-        engine: The engine.
         fair_queue: What waits for it, and how much is in it.
         sizes: Bytes of the runs that are placed on it, by run id.
         drains: Whether nothing more is placed on it.
@@ -245,11 +244,7 @@ class EngineQueue:
 
 
 class Placement:
-    """The engines of a server with the runs on them.
-
-    Attributes:
-        pool: The engines without their queues.
-    """
+    """The engines of a server with the runs on them."""
 
     def __init__(self, pool: EnginePool) -> None:
         self.pool = pool
@@ -358,7 +353,6 @@ class WhoIsNext:
     """Decides which operation, and which request outside any run's queue, goes to its engine next.
 
     Args:
-        placement: The engines with the runs on them, and what waits for each.
         may_spread: Whether several engines may execute a run's operation.
         checkpoint_is_due: Whether a run is to be saved as soon as its engine does nothing for it.
     """

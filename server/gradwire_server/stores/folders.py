@@ -29,7 +29,6 @@ class FolderStore(Store):
     """A store in a folder.
 
     Args:
-        root: The folder.
         fenced: Whether several machines write to it, of which one may not know yet that it no longer holds a run.
         staging: Folder on the same file system through which this process writes, instead of beside the places
             themselves. Who deletes it keeps the process from putting anything in its place, whatever that is about to

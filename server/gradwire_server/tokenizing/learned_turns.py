@@ -47,7 +47,6 @@ class Row:
     """A text with learned turns.
 
     Attributes:
-        encode: The tokenizer.
         text: What the template writes, or is put together of what it writes.
         count: Messages of the conversation that it holds.
         messages: Those that the template wrote; None for a text that is put together.
@@ -81,7 +80,6 @@ class LearnedTurns:
 
     Args:
         form: The template.
-        encode: The tokenizer.
         messages: As :func:`gradwire_proto.chat.plain` gives them.
         text: What the template writes for all of them.
         marks: The spans that the template marks in a text that it wrote; None for a template without such marks.

@@ -38,12 +38,7 @@ REPEATED_S = 600.0
 
 
 class Jobs:
-    """The jobs of a server.
-
-    Args:
-        states: The jobs with their states.
-        specs: The checks of what they are asked to do.
-    """
+    """The jobs of a server."""
 
     def __init__(self, config: ServerConfig, states: JobStates, specs: JobSpecs) -> None:
         self.states, self._config, self._specs = states, config, specs

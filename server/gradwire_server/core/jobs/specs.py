@@ -35,12 +35,7 @@ MAX_METADATA_CHARS = 512
 
 
 class JobSpecs:
-    """The checks of what jobs are asked to do.
-
-    Args:
-        files: The files that they may name.
-        models: The models that they may train.
-    """
+    """The checks of what jobs are asked to do."""
 
     def __init__(self, config: ServerConfig, keys: Keys, files: Files, models: ModelNames) -> None:
         self._config, self._keys, self._files, self._models = config, keys, files, models

@@ -35,13 +35,11 @@ class JobStates:
     """Every job with its state.
 
     Args:
-        records: The rows of the jobs.
         on_change: Called when a job may have to be started or stopped.
         tell: Called with the owner of a job that is not as it was.
 
     Attributes:
         changing: Held while a job is made, changed or deleted.
-        on_change: The same.
     """
 
     def __init__(self, records: JobRecords, on_change: Callable[[], object], tell: Callable[[str], object]) -> None:

@@ -37,12 +37,7 @@ MAX_CRASHES = 5
 
 
 class JobTurns:
-    """The turns of jobs at the workers.
-
-    Args:
-        states: The jobs.
-        keys: Their owners.
-    """
+    """The turns of jobs at the workers."""
 
     def __init__(self, config: ServerConfig, states: JobStates, keys: Keys) -> None:
         self.states, self._config, self._keys = states, config, keys

@@ -132,9 +132,6 @@ class RolloutCall:
     """One call of a session's agent.
 
     Args:
-        live: The session.
-        transcript: Its turns.
-        call: The call.
         end: Ends the session, with a reason.
         write: Writes turns of the session.
     """

@@ -48,7 +48,6 @@ class Source:
 
     Attributes:
         model: A run's id, a checkpoint's path, or a base model.
-        base_model: The base model.
         run_id: The run; empty for a base model.
         step: Optimizer steps of a checkpoint's weights.
     """
@@ -72,9 +71,7 @@ class RolloutSessions:
     """The sessions of a server.
 
     Args:
-        limits: The limits of sessions.
         keys: The API keys, whose checks include those of sessions from now on.
-        records: The rows.
         find: Finds what a caller may sample from by its name.
 
     Attributes:

@@ -36,12 +36,7 @@ class Place:
 
 
 class Transcript:
-    """The turns of a session, in memory.
-
-    Attributes:
-        turns: The turns, by number.
-        answers: Their answers.
-    """
+    """The turns of a session, in memory."""
 
     def __init__(self, turns: Sequence[journal_pb2.StoredTurn] = ()) -> None:
         self.turns: list[journal_pb2.StoredTurn] = []
@@ -108,11 +103,7 @@ class Transcript:
         return Place(best, shared, reason or self._reason(leaf, asked))
 
     def again(self, digest: bytes, ids: Ids) -> Place | None:
-        """Where a prompt stands that was answered already, at its newest answer; None for a new one.
-
-        Args:
-            digest: Of the conversation.
-        """
+        """Where a prompt stands that was answered already, at its newest answer; None for a new one."""
         for number in reversed(self._by_asked.get(digest, ())):
             if np.array_equal(self.prompt(number), ids):
                 return Place(number, len(ids), "retry")

@@ -162,11 +162,7 @@ class JobService(JobServiceServicer):
 
 
 class EngineService(EngineServiceServicer):
-    """The RPC of the agents, documented in ``engine.proto``.
-
-    Args:
-        core: The core that takes the engines.
-    """
+    """The RPC of the agents, documented in ``engine.proto``."""
 
     def __init__(self, core: Core) -> None:
         self._agents = core.agents
@@ -211,9 +207,6 @@ IDLE_S = 600.0
 
 class GrpcDoor(Door):
     """The gRPC server in front of a started core.
-
-    Args:
-        core: The core that executes the calls.
 
     Attributes:
         address: ``HOST:PORT`` where the door listens, once it is open.

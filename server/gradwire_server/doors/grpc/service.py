@@ -50,12 +50,7 @@ def _refused(header: pb.OperationHeader, error: ServiceError) -> pb.SubmitAck:
 
 
 class Submissions:
-    """The submissions of one Submit stream.
-
-    Args:
-        core: The core that accepts the operations.
-        caller: The stream's caller.
-    """
+    """The submissions of one Submit stream."""
 
     def __init__(self, core: Core, caller: Caller) -> None:
         self._core, self._caller = core, caller
@@ -219,9 +214,6 @@ TOGETHER_BYTES = 256 << 10
 
 class TrainingService(TrainingServiceServicer):
     """The RPCs of the training service, documented in ``training.proto``.
-
-    Args:
-        core: The core that executes the calls.
 
     Attributes:
         stopping: Event that ends the Submit streams when set.

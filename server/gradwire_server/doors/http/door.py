@@ -99,7 +99,6 @@ class HttpDoor(Door):
     """The HTTP server in front of a started core.
 
     Args:
-        core: The core that executes the calls.
         listens_on: ``HOST:PORT``; that of the settings if empty.
 
     Attributes:

@@ -47,7 +47,6 @@ class HttpProtocol:
         name: Its name in metrics and logs.
         prefix: Beginning of its paths, without a slash at the end.
         app: Its routes, relative to the prefix.
-        error_body: The form of its errors.
         open_paths: Beginnings of paths, relative to the prefix, that need no key.
         direct: POST routes that are answered without FastAPI's layers, by path; the application has them too.
         oversized: POST routes that answer a body above the limit in their own way, by path.

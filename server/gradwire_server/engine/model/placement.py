@@ -30,7 +30,6 @@ class Placement:
         device: ``"cpu"``, ``"cuda"`` (the first GPU), or ``"cuda:N"``.
 
     Attributes:
-        device: The device.
         note: What a person should know about the choice; empty if nothing.
         parts: Number of parts that the weights of a model are divided into, of which this process holds one.
     """

@@ -42,7 +42,6 @@ class Policy:
     """A model with the weights of one run. This base class is the frozen base model, with nothing to train.
 
     Attributes:
-        split_model: The copy of the model to compute with.
         head: The head beside the output head, or None.
         gradient_checkpointing: Whether training recomputes the activations of all micro-batches in the backward pass.
         dropout: Rate of the model's own dropout in training mode.
@@ -331,7 +330,6 @@ class LoraPolicy(Policy):
     """A LoRA adapter (Hu et al. 2021) on the model's shared copy, independent of other adapters on it.
 
     Args:
-        split_model: The shared copy.
         adapter: Name of letters, digits and hyphens, unique on that copy, such as the run's id.
         settings: Rank, alpha (0: twice the rank), dropout, target modules as for :func:`lora_config`.
         seed: Seed of the initial weights, which depend on nothing else.

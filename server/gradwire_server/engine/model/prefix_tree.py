@@ -56,7 +56,6 @@ def neighbours(keys: Tensor, lengths: Tensor, sequences: Sequence[int]) -> Neigh
 
     Args:
         keys: ``[N]`` numbers that are equal where tokens are, below 2^31.
-        lengths: ``[S]`` lengths of all sequences.
         sequences: Those to sort.
     """
     numbers = keys.numpy().astype(np.int32)

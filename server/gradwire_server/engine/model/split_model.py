@@ -141,9 +141,7 @@ class SplitModel:
     """One copy of a model.
 
     Attributes:
-        facts: Facts of the model.
         model: The transformers model; frozen if it is a shared base.
-        placement: Where its tensors live.
         root: The module around ``model`` in whose forward everything is computed.
         trunk: The part of the model that ends in hidden states.
         routers: Its routers; None for a model without experts.

@@ -18,11 +18,7 @@ CONTEXT_TOKENS = 16
 class TextTokenizer:
     """A model's tokenizer.
 
-    Args:
-        file: Path of its tokenizer.json.
-
     Attributes:
-        tokenizer: The object of the ``tokenizers`` library.
         special_texts: The text of each special token, by its id.
 
     Raises:

@@ -33,18 +33,9 @@ class EngineContext:
     """The engine's parts.
 
     Attributes:
-        pool: The models.
-        store: Checkpoints and exports on disk.
-        references: Reference models.
-        sampler: Generates samples.
-        memory: Memory limits of operations.
-        tracing: Destination of the operations' spans.
         tokenizer_files: Model name -> tokenizer file; models without a tokenizer are missing.
-        agreement: What the processes of the engine agree on while they execute.
         shares_prefixes: Whether known prompts' beginnings of base models serve all API keys.
         runs: Every run in the engine, by id.
-        residency: Where the runs' tensors are.
-        decisions: Makes the decisions that depend on memory and on what has arrived.
         budget: Budget of the operation being executed.
     """
 

@@ -77,8 +77,6 @@ class Decisions:
     """Make decisions.
 
     Args:
-        memory: Memory limits of operations, by the memory available.
-        runs: Every run in the engine, by id.
         agreement: Marks the requests that begin.
         make_room: Frees memory of the device for a batch; returns whether any was freed.
 

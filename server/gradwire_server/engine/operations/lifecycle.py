@@ -63,14 +63,10 @@ class Execution:
     """One begun operation of a run. End it with :meth:`succeeded` or :meth:`failed`, or drop it.
 
     Args:
-        context: The engine's parts.
-        request: The operation.
         budget: Its memory limits; by default as large as possible.
 
     Attributes:
-        request: The same.
         budget: The limits that it is executed within at present.
-        run: The operation's run.
 
     Raises:
         OperationError: UNKNOWN_RUN.

@@ -21,7 +21,6 @@ class Request:
     """A request of the front process.
 
     Attributes:
-        message: The decoded request.
         columns: Tensors of its payload; empty unless it is an operation.
         error: Why the payload could not be decoded; None if it could.
         payload: The bytes of the columns, as they arrived.

@@ -56,9 +56,7 @@ class Asked:
     """The contents of a sampling request.
 
     Attributes:
-        policy: The weights.
         call: The request's settings.
-        params: The sampler's.
         prompts: Token ids as they were sent; none if the prompts are texts.
         images: Images of the prompts; None for prompts without.
         candidates: Token ids to score in each place of the prompts.
@@ -85,9 +83,6 @@ class Started:
     """A job in progress.
 
     Attributes:
-        job: The job.
-        num_prompt_tokens: Number of tokens in its prompts.
-        num_samples: Number of its samples.
         prompt_scores: The scores of its prompts if the call wants them, else None.
     """
 
@@ -298,11 +293,7 @@ class _Sampling:
 
 
 class SamplesInProgress:
-    """Begin, advance and answer sampling requests.
-
-    Args:
-        context: The engine's parts.
-    """
+    """Begin, advance and answer sampling requests."""
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context

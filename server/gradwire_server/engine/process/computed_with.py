@@ -37,7 +37,6 @@ class ComputedWith:
     """The facts for the runs of one engine process.
 
     Args:
-        pool: The models.
         state_dir: Folder that keeps the digests of the models' files, so that each file is read once.
     """
 

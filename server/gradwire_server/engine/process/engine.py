@@ -68,11 +68,7 @@ class Engine:
         agreement: What the processes of the engine agree on; by default it is the only one.
         share: Its share of the machine; by default it has no other engine beside it.
         tracing: Destination of the operations' spans; by default they are dropped.
-        rank: Number of this process among those of the engine.
         staging: As for :func:`.open_store`.
-
-    Attributes:
-        context: The engine's parts that operations work with.
     """
 
     def __init__(

@@ -58,11 +58,7 @@ class Heartbeat:
     Args:
         engine: The engine whose caches and device are reported.
         send: Called with each report; LinkClosed ends the thread.
-        interval_s: Seconds between reports.
         activity: Counts the time spent on requests; by default a new one.
-
-    Attributes:
-        activity: The same.
     """
 
     def __init__(

@@ -43,12 +43,8 @@ class Loop:
     """Decide and execute until a shutdown request.
 
     Args:
-        decisions: Chooses among ready requests.
         engine: Executes all requests except samples.
-        samples: The samples in progress.
         requests: Queue of received requests, in order of arrival.
-        ranks: The other processes of the engine.
-        send: Called with each answer.
         working: Context manager around each piece of work.
     """
 

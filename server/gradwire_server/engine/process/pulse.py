@@ -25,10 +25,6 @@ BROKEN = 70
 class Pulse:
     """The pulse of this process.
 
-    Args:
-        agreement: This rank's.
-        activity: The time that it spends on decisions.
-
     Attributes:
         device: Its device, once it has loaded its models.
     """

@@ -37,14 +37,9 @@ class Ranks:
     """The ranks of an engine, of which this process is the first.
 
     Args:
-        settings: The engine's.
         activity: The time that this process spends on decisions.
-        share: The engine's share of the machine.
         marks: File descriptor of the front's page of marks; None without a front.
         pulses: File descriptor of the socket on which the ranks tell the front of themselves, if there are several.
-
-    Attributes:
-        agreement: This rank's agreement with the others.
     """
 
     def __init__(

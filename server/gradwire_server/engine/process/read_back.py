@@ -20,7 +20,6 @@ class ReadBack:
     """Thread that verifies checkpoints, one after the other.
 
     Args:
-        store: The checkpoints.
         send: Called with each reply, in the thread.
     """
 

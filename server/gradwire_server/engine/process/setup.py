@@ -226,7 +226,6 @@ def set_up(settings: EngineSettings, name: str, share: Share) -> None:
 
     Args:
         name: The process's in the log.
-        share: The engine's share of the machine.
     """
     logs.configure(settings.log_level, settings.log_format, name)
     # peft asks transformers by a name that transformers has renamed.

@@ -63,11 +63,9 @@ class Batch:
     """The samples of one policy, or of several that compute in spans.
 
     Args:
-        split_model: The copy of the model that they are computed with.
         values: Makes the keys and values of no rows.
         cache_tokens: Tokens of key-value cache that several rows may take; one row may have what it needs.
         rows: Maximum rows at a time.
-        uniforms: Source of random numbers.
         division: Says which of the rows are this process's.
         packed: Copies of the copy's weights to compute many tokens with; None for none.
         speculation: Drafts the rows' next tokens.
@@ -406,7 +404,6 @@ class Batch:
 
         Args:
             states: States of each row's newest token and of those of its draft.
-            drafts: The draft of each row.
         """
         rows, counts = self._rows, np.array([1 + len(draft) for draft in drafts])
         logits = self._kinds.logits(states, np.repeat(rows.kind, counts))

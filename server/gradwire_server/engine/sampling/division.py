@@ -26,11 +26,7 @@ T = TypeVar("T")
 
 
 class Division:
-    """The rows that this process computes of each request.
-
-    Args:
-        agreement: This process's agreement with the others of the engine.
-    """
+    """The rows that this process computes of each request."""
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement, self._divides = agreement, agreement.ranks > 1

@@ -38,16 +38,13 @@ class LocalJob:
     """One request; its rows are its samples, prompt by prompt.
 
     Args:
-        policy: The policy to sample from.
         prompts, params, tokenizer, owner: See :meth:`.sampler.Sampler.begin`.
         tree: Names the weights and who may share their known pages.
 
     Attributes:
-        policy: The policy to sample from.
         owner: Name of the API key that asked for it.
         ends: Tokens that end a sample.
         limits: ``[R]`` maximum tokens of each sample.
-        error: The error that ended the job, or None.
         begun: Whether the prompt of one of its samples has been computed.
         own: The rows that this process computes; all of them, unless they are divided among ranks.
 
@@ -245,7 +242,6 @@ class LocalJob:
             by_token: It ended with one of :attr:`ends`.
             text: The text before the stop string if it ended with one, else None.
             top: ``[tokens, k]`` the most probable tokens in each place, if ``top_logprobs`` are wanted.
-            drafts: Its drafts.
         """
         self._left -= self._ended[row] is None
         counts = (0, 0) if drafts is None else (drafts.num_drafted, drafts.num_accepted)

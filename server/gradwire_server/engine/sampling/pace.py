@@ -44,7 +44,6 @@ class Pace:
         """Note a step of a batch.
 
         Args:
-            seconds: Its time.
             rows: Whether it had rows in progress.
             streams: Whether one of its rows is read as it grows.
             computed: Tokens of prompts that it computed.

@@ -68,7 +68,6 @@ class Left:
         tokens: ``[T]`` its tokens.
         logprobs: ``[T]`` their log-probabilities.
         growing: Its text and grammar so far.
-        drafts: Its drafts.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -91,7 +90,6 @@ def begun(
     Args:
         left: What rows had that left before.
         kind: Returns the number of a job's drawing parameters.
-        uniforms: Source of random numbers.
         step: The step at which they join.
         speculates: Whether their next tokens are drafted.
     """

@@ -31,7 +31,6 @@ class LongRow:
     """The memory and work of a row whose activations are kept, recomputed or copied.
 
     Attributes:
-        tokens: Its tokens.
         kept_bytes: Activations a token, all layers.
         input_bytes: Inputs of the layers a token.
         working_bytes: Activations of one layer a token, and what exists for a moment.

@@ -91,7 +91,6 @@ class Memory:
     """Memory limits of operations.
 
     Args:
-        device: The models' device.
         microbatch_tokens: Configured maximum of tokens per micro-batch; None derives it from the memory.
         activation_bytes: Configured maximum of activation bytes; None derives it from the memory.
         machine_bytes: Bytes of memory; by default the machine's.

@@ -79,7 +79,6 @@ class MicroBatch:
     """Some examples of a batch.
 
     Attributes:
-        batch: The examples as a batch.
         examples: ``[b]`` their rows in the whole batch.
         sequences: ``[s]`` their sequences in the whole batch.
         tokens: ``[t]`` their scored tokens in the whole batch.

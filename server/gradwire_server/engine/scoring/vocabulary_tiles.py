@@ -36,7 +36,6 @@ class ScoreRequest:
     """Which scores to compute, and how.
 
     Attributes:
-        head: The output head.
         temperature: Divides the logits.
         entropy, mean, collision, correct: Whether to compute each.
         differentiable: Whether a backward pass may follow.

@@ -47,7 +47,6 @@ class Device:
 
     Attributes:
         kind: ``"cpu"`` or ``"cuda"``.
-        bytes: Its memory.
     """
 
     kind: DeviceKind
@@ -64,11 +63,9 @@ class Workload:
         target_modules: Layers with an adapter, as in a run's settings; all linear ones if empty.
         tokens: Tokens of the longest row.
         rows: Rows of a batch.
-        runs: Number of runs.
         samples: Rows sampled at the same time, of ``tokens`` tokens each.
         head: ``""``, ``"value"`` or ``"reward"``.
         checkpointing: Whether activations are always recomputed in the backward pass, also where they would fit.
-        dtype: Dtype of the weights.
         quantize: How the frozen base holds its linear layers; None in ``dtype``.
         references: ``"base"``, or folders, configurations and hub names.
         image_tokens: Those of each row's tokens that are of images.
@@ -112,9 +109,6 @@ class Estimate:
     """The memory of a workload on a device.
 
     Attributes:
-        workload: What was asked.
-        device: Where.
-        num_parameters: Of the model.
         context_length: Of the model, in tokens.
         trained_parameters: Of each run.
         parts: Name -> bytes; the names are those of :data:`PARTS`.

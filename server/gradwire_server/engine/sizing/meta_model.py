@@ -54,7 +54,6 @@ class MetaModel:
 
     Args:
         path: Folder, ``config.json`` or hub name.
-        dtype: Dtype of the weights.
         config: The run's configuration, whose model is :data:`MODEL`.
         quantize: How the frozen base holds its linear layers; None in ``dtype``.
         kind: The device that it is computed on.

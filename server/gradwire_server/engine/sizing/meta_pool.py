@@ -27,7 +27,6 @@ class MetaPool(ModelPool):
 
     Args:
         models: Name -> folder, ``config.json`` or hub name.
-        dtype: Dtype of the weights.
         layers: Number of layers; None for each model's own.
         quantize: How shared copies hold their linear layers.
     """

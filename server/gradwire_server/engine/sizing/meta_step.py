@@ -111,7 +111,6 @@ def step_bytes(
 
     Args:
         policy: On meta tensors.
-        rows: Number of rows.
         tokens: Tokens of each row.
         names: Scores that the loss reads.
         budget: Limits for the logits.

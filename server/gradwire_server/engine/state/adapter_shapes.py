@@ -24,11 +24,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class AdapterShapes:
-    """Shapes of adapters, built once for each model and settings.
-
-    Args:
-        pool: The models.
-    """
+    """Shapes of adapters, built once for each model and settings."""
 
     def __init__(self, pool: ModelPool) -> None:
         self._pool = pool

@@ -49,9 +49,6 @@ def versions() -> dict[str, str]:
 class CheckpointStore:
     """The checkpoints and exports in a store, as an engine reads and writes them.
 
-    Args:
-        store: The store.
-
     Attributes:
         fences: Number under which each run is written, by run id (:meth:`.Store.fence`).
     """

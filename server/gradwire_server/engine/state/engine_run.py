@@ -38,9 +38,7 @@ class EngineRun:
     """The state of one run.
 
     Attributes:
-        run_id: The run's id.
         config: Its configuration; its head is the one that the run has now.
-        policy: Its weights.
         accumulator: Gradients since the last step.
         optimizer: AdamW and its moments.
         step: Optimizer steps taken.
@@ -155,11 +153,7 @@ class EngineRun:
         return int(torch.stack(sums).sum()) if sums else 0
 
     def drop_accumulated(self, step_seq: int) -> None:
-        """Clear the accumulation for a step that was dropped unexecuted, if the step is newer than :attr:`seq`.
-
-        Args:
-            step_seq: The step's number.
-        """
+        """Clear the accumulation for a step that was dropped unexecuted, if the step is newer than :attr:`seq`."""
         if step_seq > self.seq:
             self.accumulator.clear()
 

@@ -58,7 +58,6 @@ class Packed:
     """Packed tensors.
 
     Attributes:
-        layout: Their layout.
         buffer: ``[layout.nbytes]`` uint8.
     """
 

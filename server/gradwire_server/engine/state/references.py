@@ -70,8 +70,6 @@ class References:
     """Resolve names of reference models and cache the models.
 
     Args:
-        pool: The models.
-        store: The checkpoints.
         cache_bytes: Maximum bytes of cached weights beside those that runs hold; the reference in use is always kept.
         logprob_bytes: Maximum bytes of cached log-probabilities.
         in_use: Whether a policy is being sampled from; such a policy is not evicted.

@@ -28,7 +28,6 @@ class LossEvaluation:
         outputs: Scores by name: ``[T, ...]`` of the scored tokens or (SEQUENCE_SCORES) ``[S, ...]``, float32 on the
             CPU, in the batch's order.
         row_lengths: ``[S]`` scored tokens of each sequence.
-        num_sequences: Number of sequences.
         num_tokens: Number of tokens in the batch, without padding.
         num_loss_tokens: Number of scored tokens.
         num_microbatches: Number of forwards of the trunk, without recomputed ones.

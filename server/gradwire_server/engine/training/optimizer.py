@@ -67,7 +67,6 @@ class Step:
     Attributes:
         gradients: Master's name -> gradient, still to be multiplied by ``factor``.
         factor: One over the count, and once :meth:`clip` is done, what clips the norm.
-        settings: Hyperparameters.
         num_accumulated: Number of accumulated operations.
         known_norm: The result of :meth:`norm`, if it is known.
         skipped: Whether the step is not taken, because the gradient is not finite.

@@ -24,7 +24,6 @@ class RunStep(NamedTuple):
     """The step that one run is to take.
 
     Attributes:
-        optimizer: The run's optimizer.
         accumulator: Its gradients; cleared even if the step fails.
         settings: Hyperparameters; ``max_grad_norm`` 0 does not clip.
     """

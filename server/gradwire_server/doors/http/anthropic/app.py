@@ -31,11 +31,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 class Writing:
-    """One message.
-
-    Args:
-        prompt_tokens: Tokens of its prompt.
-    """
+    """One message."""
 
     def __init__(self, asked: MessagesRequest, prompt_tokens: int) -> None:
         self._asked, self._open = asked, ""

@@ -38,7 +38,6 @@ class Tokens:
     """Some tokens of one row.
 
     Attributes:
-        ids: The tokens.
         logprobs: Their log-probabilities; None where there is none (a prompt's first token).
         tops: The most probable tokens in each place with their log-probabilities, most probable first.
     """
@@ -56,9 +55,7 @@ class Choice:
     """One sample.
 
     Attributes:
-        text: Its text.
         finish_reason: ``"stop"`` or ``"length"``.
-        tokens: Its tokens.
         prompt: The tokens of its prompt, scored, if the call wanted that.
     """
 
@@ -204,8 +201,6 @@ class TokenTexts:
     """Texts of single tokens.
 
     Args:
-        core: The core, which has the tokenizers.
-        model: The base model.
         as_ids: Whether a token's text is ``token_id:ID``, by which texts that are equal can be told apart.
     """
 

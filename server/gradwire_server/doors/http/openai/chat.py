@@ -50,7 +50,6 @@ class Chat:
 
     Args:
         texts: Reads the tokens whose log-probabilities are wanted.
-        prompt_ids: The prompt's tokens.
     """
 
     def __init__(self, texts: TokenTexts, asked: ChatRequest, prompt_ids: Sequence[int]) -> None:

@@ -48,11 +48,9 @@ class Part:
 
     Attributes:
         row: The sample's number.
-        content, reasoning: Text.
         calls: Calls of tools in the form of chat completions, with the last part.
         finish_reason: ``"stop"``, ``"length"`` or ``"tool_calls"``, with the last part.
         stop_string: The stop string that ended the sample, with the last part.
-        tokens: The new tokens.
         prompt: The prompt's tokens, scored, if the request wants that.
     """
 
@@ -88,13 +86,6 @@ class Counts:
 
 class Conversation:
     """One request.
-
-    Args:
-        core: The core, which has the models.
-        asked: The request.
-
-    Attributes:
-        base: The base model.
 
     Raises:
         ServiceError: UNKNOWN_MODEL.

@@ -48,7 +48,6 @@ class Tinker:
     """The state of the door between requests.
 
     Args:
-        core: The core that executes the calls.
         stopping: Set when the server is about to stop.
     """
 

@@ -37,12 +37,7 @@ SNAPSHOTS_KEPT = 64
 
 
 class TinkerCollection:
-    """The periodic deletion.
-
-    Args:
-        core: The core that holds the checkpoints.
-        store: The door's records.
-    """
+    """The periodic deletion."""
 
     def __init__(
         self,

@@ -38,8 +38,6 @@ class LossBatch:
     """A call of a loss with its batch.
 
     Attributes:
-        operation: The operation.
-        columns: Its tensors.
         widths: Targets at each position, by datum (0 for one without that dimension), if the data differ in it.
     """
 

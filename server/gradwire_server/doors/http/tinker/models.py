@@ -36,13 +36,7 @@ PASSING_ERRORS = (pb.ERROR_CODE_ENGINE_UNAVAILABLE, pb.ERROR_CODE_SHUTTING_DOWN,
 
 
 class Models:
-    """The models of every client.
-
-    Args:
-        core: The core that holds their runs.
-        store: The door's records.
-        saved: The checkpoints from which models start.
-    """
+    """The models of every client."""
 
     def __init__(self, core: Core, store: TinkerStore, saved: SavedWeights) -> None:
         self._core, self._store, self.saved = core, store, saved

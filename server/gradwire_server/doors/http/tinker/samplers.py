@@ -40,10 +40,6 @@ class _Asked:
 class Samplers:
     """The samplers of every client.
 
-    Args:
-        core: The core that samples.
-        store: The door's records.
-
     Attributes:
         used_at: Unix time of each sampler's last request.
         many_made: Set when many snapshots were made since it was cleared.

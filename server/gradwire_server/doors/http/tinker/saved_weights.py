@@ -13,12 +13,7 @@ from gradwire_server.journal.run_row import RunRecord
 
 
 class SavedWeights:
-    """The weights that clients have saved.
-
-    Args:
-        core: The core that holds it.
-        store: The door's records.
-    """
+    """The weights that clients have saved."""
 
     def __init__(self, core: Core, store: TinkerStore) -> None:
         self._core, self._store = core, store

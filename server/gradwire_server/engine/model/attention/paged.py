@@ -141,7 +141,6 @@ class PagedPrefill:
     """Tokens that join the store and attend to what their sequences have there.
 
     Attributes:
-        store: The store.
         places: ``[M]`` places of the tokens.
         layout: The sequences, if none has earlier tokens in the store; else None.
         segments: The sequences with places in the store as keys; used without a layout.
@@ -209,7 +208,6 @@ class RowLists:
     """Classes of lists, and the place of each row in them.
 
     Attributes:
-        classes: The classes.
         order: ``[R]`` each row's place among the ``G * C`` of all classes; the place after the last for a row in none.
             None for one class that holds the rows in their order.
     """
@@ -235,7 +233,6 @@ class PagedDecode:
     """One new token of every row.
 
     Attributes:
-        store: The store.
         places: ``[R]`` place of each row's token.
         shared: Pages that rows share.
         own: Pages of each row alone, some of every row's.

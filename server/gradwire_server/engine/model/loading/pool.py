@@ -67,9 +67,6 @@ class ModelPool:
         exact: Whether the bits of a row's scores and samples depend on nothing beside it; needs ``fused`` on a CPU.
 
     Attributes:
-        placement: Where models live.
-        dtype: Dtype of the weights.
-        quantize, compiled, exact: As given.
         kernels: The fused kernels that are used; None for none.
     """
 

@@ -75,7 +75,6 @@ class Vision:
     """The vision part of one copy of a model.
 
     Args:
-        model: The model.
         path: Its folder or hub name.
         mixed: Whether it computes in bfloat16 with float32 weights.
 

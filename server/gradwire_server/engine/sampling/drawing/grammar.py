@@ -30,7 +30,6 @@ class Grammar:
     Args:
         form: ``"json_schema"``, ``"regex"`` or ``"grammar"``, the argument of sampling that has the text.
         text: A JSON schema as JSON; an expression in Rust's syntax; a grammar in Lark's form or as GBNF.
-        tokenizer: The model's tokenizer.
         vocab_size: Number of the model's logits.
         end_tokens: The model's end tokens, allowed once the text is complete.
 

@@ -43,7 +43,6 @@ class _Key(NamedTuple):
     """The properties that all requests of a batch share.
 
     Attributes:
-        split_model: The copy of the model.
         adapter: Name of the adapter, or "" for the model itself; None if each row has its own.
         alone: The only request of a batch that no other joins; else None.
     """

@@ -45,7 +45,6 @@ class VllmSampler:
     """Sampler that uses vLLM; see the module, and :class:`.sampler.Sampler` for its methods.
 
     Args:
-        pool: The base models.
         agreement: Tells whether a step of the local sampler failed.
         max_rank: Maximum rank of adapters.
         max_adapters: Maximum number of adapters in one batch of vLLM.

@@ -37,7 +37,6 @@ class VllmEngine(ABC):
 
     Args:
         key: Names it among the engines of a sampler.
-        engine: The ``LLMEngine``.
         lora, sampling: vLLM's modules ``lora.request`` and ``sampling_params``.
     """
 
